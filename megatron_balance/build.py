@@ -1,0 +1,178 @@
+"""Wires everything: RunConfig -> model, optimizer, schedule and data. The only file that imports all packages."""
+
+import copy
+import logging
+import random
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_balance.config import BalanceConfig, CommConfig, RunConfig
+from megatron_balance.device import groups as device_groups
+from megatron_balance.device.norm import TorchNorm
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.training.data import build_data, build_tokenizer, padded_vocab_size
+from megatron_balance.training.loop import Run
+from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
+
+
+def build_run(config: RunConfig) -> Run:
+    """Build one training run in an initialised job; every rank calls it."""
+    random.seed(config.train.seed)
+    np.random.seed(config.train.seed)
+    groups = device_groups.build_groups(config.transformer, config.train.seed)
+    tokenizer = build_tokenizer(config.tokenizer)
+    vocab_size = padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
+    )
+    model = build_model(config, groups, vocab_size)
+    optimizer = get_megatron_optimizer(
+        config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups
+    )
+    connect(config, model, optimizer)
+    length = run_length(config.train, groups.dp.size())
+    return Run(
+        config=config,
+        groups=groups,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_param_scheduler(config, optimizer, length),
+        batches=build_batch_schedule(config.train, groups.dp.size()),
+        length=length,
+        data=build_data(config, tokenizer, groups, length),
+        vocab_size=vocab_size,
+    )
+
+
+def build_model(config: RunConfig, groups: ProcessGroupCollection, vocab_size: int) -> list[torch.nn.Module]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), in DDP."""
+    chunks = config.transformer.virtual_pipeline_model_parallel_size
+    stages = [None] if chunks is None else range(chunks)
+    return [
+        DistributedDataParallel(
+            config=config.transformer,
+            ddp_config=config.ddp,
+            module=_in_training_precision(_build_chunk(config, groups, vocab_size, stage), config),
+            # Later chunks' gradients are ready first: buckets would only delay them
+            disable_bucketing=bool(stage),
+            pg_collection=groups,
+        )
+        for stage in stages
+    ]
+
+
+def _build_chunk(config: RunConfig, groups: ProcessGroupCollection, vocab_size: int, stage: int | None) -> GPTModel:
+    chunks = config.transformer.virtual_pipeline_model_parallel_size
+    first = is_pp_first_stage(groups.pp) and not stage
+    last = is_pp_last_stage(groups.pp) and (stage is None or stage == chunks - 1)
+    model = GPTModel(
+        config=config.transformer,
+        transformer_layer_spec=build_block_spec(config, groups, stage),
+        vocab_size=vocab_size,
+        max_sequence_length=config.model.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        position_embedding_type=config.model.position_embedding_type,
+        rotary_percent=config.model.rotary_percent,
+        rotary_base=config.model.rotary_base,
+        seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
+        pg_collection=groups,
+        vp_stage=stage,
+    )
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model.cuda(torch.cuda.current_device())
+
+
+def _in_training_precision(model: GPTModel, config: RunConfig) -> torch.nn.Module:
+    half = config.transformer.bf16 or config.transformer.fp16
+    return Float16Module(config.transformer, model) if half else model
+
+
+def build_block_spec(
+    config: RunConfig, groups: ProcessGroupCollection, stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """megatron-core's GPT block of this pipeline stage, with our MoE layer unless `--moe-layer-impl megatron`."""
+    block = get_gpt_decoder_block_spec(
+        config.transformer,
+        use_transformer_engine=config.transformer.transformer_impl == "transformer_engine",
+        normalization=config.transformer.normalization,
+        qk_l2_norm=config.transformer.qk_l2_norm,
+        vp_stage=stage,
+        pp_rank=groups.pp.rank(),
+    )
+    layers = [_with_torch_norm(spec) for spec in block.layer_specs]
+    if config.balance.moe_layer_impl == "balanced":
+        layers = [balanced_layer_spec(spec, groups, config.balance, config.comm) for spec in layers]
+    norm = TorchNorm if block.layer_norm is WrappedTorchNorm else block.layer_norm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def balanced_layer_spec(
+    spec: ModuleSpec, groups: ProcessGroupCollection, balance: BalanceConfig, comm: CommConfig
+) -> ModuleSpec:
+    """A transformer layer spec with BalancedMoELayer in place of megatron-core's MoELayer; dense layers unchanged."""
+    mlp = spec.submodules.mlp
+    if mlp.module is not MoELayer:
+        return spec
+    spec = copy.deepcopy(spec)
+    submodules = copy.copy(mlp.submodules)
+    submodules.experts = ModuleSpec(module=GroupedExperts)
+    spec.submodules.mlp = ModuleSpec(
+        module=BalancedMoELayer,
+        submodules=submodules,
+        params={"pg_collection": groups, "balance": balance, "comm": comm},
+        metainfo=mlp.metainfo,
+    )
+    return spec
+
+
+def _with_torch_norm(spec: ModuleSpec) -> ModuleSpec:
+    """The spec with norms that know sequence parallelism, where megatron-core fell back to plain torch."""
+    spec = copy.deepcopy(spec)
+    for submodules in (spec.submodules, spec.submodules.self_attention.submodules):
+        for name, value in vars(submodules).items():
+            if value is WrappedTorchNorm:
+                setattr(submodules, name, TorchNorm)
+    return spec
+
+
+def connect(config: RunConfig, model: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Give megatron-core's schedules the hooks that they read from the transformer config."""
+    hooks = config.transformer
+    hooks.grad_scale_func = optimizer.scale_loss
+    hooks.finalize_model_grads_func = finalize_model_grads
+    if config.ddp.overlap_grad_reduce:
+        hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
+        if len(model) > 1:
+            hooks.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+    if config.ddp.overlap_param_gather and config.ddp.align_param_gather:
+        hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
+
+
+def _one_or_all(functions: list) -> object:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def silence_expected_warnings() -> None:
+    """megatron-core warns of every MLP class that it did not ship; ours gets its arguments from its spec."""
+
+    def expected(record: logging.LogRecord) -> bool:
+        return "Unknown MLP type" not in record.getMessage()
+
+    logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(expected)

@@ -1,0 +1,166 @@
+"""megatron-core on a machine without CUDA.
+
+The table below is everything megatron-core asks of CUDA while a GPT-MoE trains, and what the CPU answers. It is
+installed once, by the entry point, when `torch.cuda.is_available()` is false, and never when CUDA is there.
+
+| megatron-core asks for                          | the CPU answers            | why                                     |
+|-------------------------------------------------|----------------------------|-----------------------------------------|
+| `torch.cuda.current_device()`                   | the `cpu` device           | used as the `device=` of new tensors    |
+| `torch.cuda.synchronize`, `empty_cache`, ...    | nothing                    | CPU work is already done                |
+| `torch.cuda.Stream`, `Event`, `stream(...)`     | objects that never wait    | there is one stream: program order      |
+| `torch.cuda.{get,set}_rng_state`, `manual_seed` | the CPU generator          | dropout and init fork named RNG states  |
+| `device="cuda"` literals                        | `device="cpu"`             | optimizer, clipping, aux-loss tracker   |
+| `tensor.type() == "torch.cuda.FloatTensor"`     | the CUDA name              | the optimizers sort parameters by it    |
+| `Tensor.cuda()`, `Module.cuda()`                | identity                   |                                         |
+| `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler and time |
+| `te_general_gemm` without Transformer Engine    | `None`                     | 0.16.1 raises NameError in the router   |
+| `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as split sizes     |
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class _Stream:
+    """The one stream of a CPU: work on it is finished when Python goes on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return event or _Event()
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites `device="cuda"` to the CPU and answers `Tensor.type()` with the CUDA name."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = kwargs | {"device": CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+_STREAM = _Stream()
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+def _does_nothing() -> Callable:
+    """A new function every time: torch's compiler keeps a table of functions and refuses one under two names."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    return nothing
+
+
+def _same(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
+def _no_compile(function: Callable | None = None, **options: Any) -> Callable:
+    return _same if function is None else function
+
+
+def _rng_state(device: Any = None, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+TORCH_CUDA = {
+    "current_device": lambda: CPU,
+    "set_device": _does_nothing(),
+    "synchronize": _does_nothing(),
+    "empty_cache": _does_nothing(),
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "stream": _on_stream,
+    "Stream": _Stream,
+    "Event": _Event,
+    "get_rng_state": _rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _manual_seed,
+}
+
+
+def install() -> None:
+    """Answer megatron-core's CUDA calls on this CPU-only machine; does nothing where CUDA is available.
+
+    Call it before `megatron.core` is imported, whose modules apply `torch.compile` as they load. Calling it again
+    changes nothing; it lasts for the life of the process.
+    """
+    if torch.cuda.is_available() or torch.cuda.Stream is _Stream:
+        return
+    for name, answer in TORCH_CUDA.items():
+        setattr(torch.cuda, name, answer)
+    torch.cuda.random.get_rng_state = _rng_state
+    torch.cuda.random.set_rng_state = _set_rng_state
+    torch.Tensor.cuda = _same
+    torch.nn.Module.cuda = _same
+    torch.compile = _no_compile
+    _CudaMeansCpu().__enter__()
+    _patch_megatron_core()
+
+
+def _patch_megatron_core() -> None:
+    """The three places where megatron-core bound a name that cannot be answered through `torch.cuda`."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    random._get_cuda_rng_state = _rng_state
+    random._set_cuda_rng_state = _set_rng_state
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host

@@ -1,0 +1,95 @@
+"""Process groups as values, and which ranks share a node."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun, srun) told this process through its environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them, a single process."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+        )
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which ranks share a node: rank r lives on node r // node_size."""
+
+    world_size: int
+    node_size: int
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.node_size
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.world_size // self.node_size)
+
+
+def node_topology(launch: Launch, node_size: int | None) -> Topology:
+    """`--moe-comm-node-size` if given, else LOCAL_WORLD_SIZE."""
+    size = node_size if node_size is not None else launch.local_world_size
+    if not 1 <= size <= launch.world_size:
+        raise ValueError(f"--moe-comm-node-size {size}: choose 1 to {launch.world_size} (the number of processes)")
+    return Topology(launch.world_size, size)
+
+
+def start(launch: Launch, backend: str, timeout_minutes: float) -> None:
+    """Join the job: pick this process's device and initialise torch.distributed (rendezvous by environment)."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+        )
+
+
+def build_groups(config: TransformerConfig, seed: int) -> ProcessGroupCollection:
+    """Create the process groups of `config`'s layout and seed this rank's random number generators.
+
+    megatron-core keeps its groups in `parallel_state`, which some of its parts still read; ours take the returned
+    collection as a parameter. Call it again after `destroy_groups` for another layout in the same processes.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def destroy_groups() -> None:
+    """Forget the current layout's groups."""
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,127 @@
+"""Dataclass fields -> command-line flags.
+
+One mechanism serves megatron-core's config dataclasses and ours: the field's name is the flag's name, its
+annotation the type, its docstring (the string literal below it) the help text. Where a flag differs from the
+field, `field(metadata={"argparse_meta": {...}})` says how, with the keys of `argparse.add_argument` and
+`arg_names`; megatron-core's own dataclasses carry the same metadata.
+"""
+
+import argparse
+import ast
+import dataclasses
+import enum
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+
+
+def flag_field(default: Any, **argparse_meta: Any) -> Any:
+    """A dataclass field whose flag is spelled or parsed unlike the default for its name and type."""
+    return dataclasses.field(default=default, metadata={"argparse_meta": argparse_meta})
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Docstrings of a dataclass's fields, inherited ones included: `{field name: text}`."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+            ):
+                docs[statement.target.id] = " ".join(following.value.value.split())
+    return docs
+
+
+def add_flags(
+    group: "argparse._ArgumentGroup | argparse.ArgumentParser",
+    cls: type,
+    *,
+    skip: Collection[str] = (),
+    metadata: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({}),
+) -> list[str]:
+    """Add one flag per field of dataclass `cls` and return the fields that got one.
+
+    Fields in `skip`, fields whose type has no text form (callables, process groups, ...) and fields whose name is
+    already a flag of the parser (two dataclasses may share `bf16`) are left out. `metadata[field]` overrides the
+    field's own `argparse_meta`.
+    """
+    taken = {action.dest for action in group._actions}
+    hints = typing.get_type_hints(cls)
+    added = []
+    for field in dataclasses.fields(cls):
+        if field.name in skip or field.name in taken or field.name.startswith("_") or not field.init:
+            continue
+        meta = dict(field.metadata.get("argparse_meta", {})) | dict(metadata.get(field.name, {}))
+        options = _argparse_options(hints[field.name], _default(field))
+        if options is None and not meta:
+            continue
+        options = (options or {"default": _default(field)}) | {"help": _help(field_docs(cls).get(field.name, ""))}
+        names = meta.pop("arg_names", None) or _names(field.name, options)
+        group.add_argument(*names, dest=field.name, **(options | meta))
+        added.append(field.name)
+    return added
+
+
+def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
+    """Construct dataclass `cls` from the entries of `values` named like its fields; `given` wins."""
+    names = {field.name for field in dataclasses.fields(cls) if field.init}
+    return cls(**({name: values[name] for name in names & values.keys()} | given))
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _names(name: str, options: Mapping[str, Any]) -> list[str]:
+    spelled = name.replace("_", "-")
+    if options.get("action") == "store_false":
+        return [f"--no-{spelled}", f"--disable-{spelled}"]
+    return [f"--{spelled}"]
+
+
+def _help(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
+    """`add_argument` keywords for a type annotation, or None where text cannot stand for the type."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        members = [member for member in inner if member is not type(None)]
+        return _argparse_options(members[0], default) if len(members) == 1 else None
+    if hint is bool:
+        return {"action": "store_false" if default is True else "store_true", "default": default}
+    if hint in (int, float, str):
+        return {"type": hint, "default": default}
+    if origin is typing.Literal:
+        choices = [choice for choice in inner if choice is not None]
+        return {"type": type(choices[0]), "choices": choices, "default": default}
+    if origin in (list, tuple) and inner and inner[0] in (int, float, str):
+        return {"type": inner[0], "nargs": "+", "default": default}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"type": lambda name: hint[name], "choices": list(hint), "default": default}
+    return None

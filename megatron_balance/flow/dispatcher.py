@@ -1,0 +1,129 @@
+"""Tokens to the ranks that compute them, and back: two verbs and one value between them.
+
+`dispatch(...)` returns what the experts need and a frozen handle; `combine(output, handle)` undoes it.
+Shape suffixes: T tokens of this rank, H hidden, P physical experts, R rows received by this rank (one per token and
+chosen slot), D expert-parallel ranks, S slots per rank.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEFlexTokenDispatcher,
+    MoETokenDispatcher,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.comm.alltoall import AllToAll
+from megatron_balance.flow.plan import DispatchPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """What this rank's experts compute."""
+
+    rows_RH: torch.Tensor
+    """[R, H], grouped by slot."""
+
+    probs_R: torch.Tensor
+    """[R] combine weight of each row."""
+
+    tokens_per_slot: torch.Tensor
+    """[S] int64 on the host: rows of each slot; sums to R."""
+
+
+@dataclass(frozen=True, eq=False)
+class CombineHandle:
+    """What combine has to know of the dispatch it undoes."""
+
+    plan: DispatchPlan
+    map_TP: torch.Tensor
+    token_of_row: torch.Tensor
+    """[rows sent] source token of each row, in the order in which they were sent."""
+
+
+class Dispatcher(ABC):
+    """Takes every token to its physical experts and brings the results back."""
+
+    @abstractmethod
+    def dispatch(
+        self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
+    ) -> tuple[Dispatched, object]:
+        """Send each token to the physical experts that map_TP [T, P] bool names."""
+
+    @abstractmethod
+    def combine(self, rows_RH: torch.Tensor, handle: object) -> torch.Tensor:
+        """Send the experts' (already weighted) rows back and sum them per token: [T, H]."""
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Executes the plan over an AllToAll."""
+
+    def __init__(self, config: TransformerConfig, rank: int, all_to_all: AllToAll) -> None:
+        self.fused = config.moe_permute_fusion
+        self.rank = rank
+        self.all_to_all = all_to_all
+
+    def dispatch(
+        self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
+    ) -> tuple[Dispatched, CombineHandle]:
+        sent, received = plan.input_splits(self.rank), plan.output_splits(self.rank)
+        # Copy each token once per chosen expert, grouped by destination rank and slot
+        rows, probs, token_of_row = permute(
+            tokens_TH, map_TP, probs=probs_TP, num_out_tokens=sum(sent), fused=self.fused
+        )
+        rows = self.all_to_all(rows, received, sent)
+        probs = self.all_to_all(probs, received, sent)
+        # Rows arrive grouped by source, then slot; experts want them grouped by slot
+        rows, probs = self._regroup(rows, plan.received_DS(self.rank), probs)
+        return Dispatched(rows, probs, plan.tokens_per_slot(self.rank)), CombineHandle(plan, map_TP, token_of_row)
+
+    def combine(self, rows_RH: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
+        plan = handle.plan
+        rows, _ = self._regroup(rows_RH, plan.received_DS(self.rank).T)
+        rows = self.all_to_all(rows, plan.input_splits(self.rank), plan.output_splits(self.rank))
+        return unpermute(
+            rows,
+            handle.token_of_row,
+            restore_shape=torch.Size((handle.map_TP.shape[0], rows_RH.shape[1])),
+            routing_map=handle.map_TP,
+            fused=self.fused,
+        )
+
+    def _regroup(
+        self, rows: torch.Tensor, sizes_AB: torch.Tensor, probs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunks laid out as [A, B] (sizes in `sizes_AB`) -> laid out as [B, A]."""
+        if 1 in sizes_AB.shape:
+            return rows, probs
+        order = torch.arange(sizes_AB.numel()).view(sizes_AB.shape).T.reshape(-1)
+        return sort_chunks_by_idxs(rows, sizes_AB.reshape(-1), order, probs=probs, fused=self.fused)
+
+
+class MegatronDispatcher(Dispatcher):
+    """One of megatron-core's own dispatchers (allgather; flex, which is DeepEP) behind the two verbs."""
+
+    CLASSES = {"allgather": MoEAllGatherTokenDispatcher, "flex": MoEFlexTokenDispatcher}
+
+    def __init__(self, config: TransformerConfig, rank: int, groups: ProcessGroupCollection) -> None:
+        slots = config.num_moe_experts // config.expert_model_parallel_size
+        indices = list(range(rank * slots, (rank + 1) * slots))
+        self.stages: MoETokenDispatcher = self.CLASSES[config.moe_token_dispatcher_type](
+            slots, indices, config=config, pg_collection=groups
+        )
+
+    def dispatch(
+        self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
+    ) -> tuple[Dispatched, None]:
+        rows, probs = self.stages.dispatch_preprocess(tokens_TH, map_TP, probs_TP)
+        rows, probs = self.stages.token_dispatch(rows, probs)
+        rows, tokens_per_slot, probs = self.stages.dispatch_postprocess(rows, probs)
+        return Dispatched(rows, probs, tokens_per_slot.cpu()), None
+
+    def combine(self, rows_RH: torch.Tensor, handle: None) -> torch.Tensor:
+        rows = self.stages.combine_preprocess(rows_RH)
+        return self.stages.combine_postprocess(self.stages.token_combine(rows))

@@ -1,0 +1,129 @@
+"""The experts of one rank: one grouped GEMM per projection, whatever the device.
+
+Shape suffixes: S slots (experts of this rank), R rows (tokens, grouped by slot), H hidden, F expert's inner width
+(2F for gated units before the activation).
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_gpu
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16)
+GROUPED_MM_ALIGNMENT = 16
+"""Bytes; `grouped_mm` wants strides that are multiples of it."""
+
+
+def grouped_linear(rows_RI: torch.Tensor, weight_SOI: torch.Tensor, tokens_per_slot: torch.Tensor) -> torch.Tensor:
+    """Rows of slot s times weight_SOI[s].T, for all slots: [R, I] x [S, O, I] -> [R, O].
+
+    `tokens_per_slot` [S] int64 on the host says how many consecutive rows belong to each slot (zero is fine).
+    Float64 and widths that `torch.nn.functional.grouped_mm` refuses take one matrix product per slot.
+    """
+    if _grouped_mm_accepts(weight_SOI):
+        offsets = tokens_per_slot.cumsum(0).to(device=rows_RI.device, dtype=torch.int32, non_blocking=True)
+        return F.grouped_mm(rows_RI, weight_SOI.transpose(-1, -2), offs=offsets)
+    chunks = rows_RI.split(tokens_per_slot.tolist())
+    return torch.cat([F.linear(chunk, weight) for chunk, weight in zip(chunks, weight_SOI.unbind(), strict=True)])
+
+
+def _grouped_mm_accepts(weight_SOI: torch.Tensor) -> bool:
+    widths = weight_SOI.shape[1:]
+    aligned = all(width * weight_SOI.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in widths)
+    return weight_SOI.dtype in GROUPED_MM_DTYPES and aligned
+
+
+class GroupedLinear(torch.nn.Module):
+    """One linear layer per slot: `weight` [S, O, I] and, if asked for, `bias` [S, O]."""
+
+    def __init__(self, slots: int, inputs: int, outputs: int, config: TransformerConfig) -> None:
+        super().__init__()
+        new = functools.partial(torch.zeros, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(new(slots, outputs, inputs))
+        self.register_parameter("bias", torch.nn.Parameter(new(slots, outputs)) if config.add_bias_linear else None)
+        for parameter in self.parameters():
+            # DDP and the optimizer keep expert parameters apart by this mark
+            parameter.allreduce = config.expert_model_parallel_size == 1
+
+    def forward(
+        self, rows_RI: torch.Tensor, tokens_per_slot: torch.Tensor, scale_R: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[R, I] -> [R, O]; the bias is multiplied by `scale_R` [R] if given."""
+        rows = grouped_linear(rows_RI, self.weight, tokens_per_slot)
+        if self.bias is None:
+            return rows
+        repeats = tokens_per_slot.to(rows.device, non_blocking=True)
+        bias = self.bias.repeat_interleave(repeats, dim=0, output_size=rows.shape[0])
+        return rows + (bias if scale_R is None else (bias * scale_R.unsqueeze(-1)).to(rows.dtype))
+
+
+class GroupedExperts(MegatronModule):
+    """Home slots of one rank: two projections with an activation between, for every expert at once.
+
+    The initial weights equal those of megatron-core's SequentialMLP for the same seed.
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        assert pg_collection.expt_tp.size() == 1
+        recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
+        self.activation_recompute = "moe_act" in recompute
+        inner = config.moe_ffn_hidden_size
+        width = 2 * inner if config.gated_linear_unit else inner
+        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, width, config)
+        self.linear_fc2 = GroupedLinear(num_local_experts, inner, config.hidden_size, config)
+        if config.perform_initialization:
+            self._initialize()
+
+    def _initialize(self) -> None:
+        """Draw from the expert-parallel generator expert by expert, in megatron-core's order; biases stay zero."""
+        first, second = self.linear_fc1, self.linear_fc2
+        for weight1, weight2 in zip(first.weight.data, second.weight.data, strict=True):
+            _initialize_affine_weight_gpu(weight1, self.config.init_method, partition_dim=0, is_expert=True)
+            _initialize_affine_weight_gpu(
+                weight2, self.config.output_layer_init_method, partition_dim=1, is_expert=True
+            )
+        for parameter, dimension in ((first.weight, 1), (first.bias, 1), (second.weight, 2)):
+            if parameter is not None:
+                # Without this mark, gradient norms would count only tensor-parallel rank 0's experts
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
+
+    def forward(self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
+        """Every row through its slot's expert, weighted by its combine probability: [R, H].
+
+        Args:
+            rows_RH: rows grouped by slot.
+            tokens_per_slot: [S] int64 on the host.
+            probs_R: [R] combine weights.
+        """
+        if self.config.moe_apply_probs_on_input:
+            rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
+            probs_R = torch.ones_like(probs_R)
+        inner = self.linear_fc1(rows_RH, tokens_per_slot)
+        if not self.activation_recompute:
+            return self.linear_fc2(self._activate(inner, probs_R), tokens_per_slot, probs_R)
+        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        activated = checkpoint.checkpoint(self._activate, inner, probs_R)
+        output = self.linear_fc2(activated, tokens_per_slot, probs_R)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output
+
+    def _activate(self, inner: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
+        """Activation and combine weight: [R, F or 2F] -> [R, F]."""
+        config = self.config
+        if config.bias_activation_fusion and config.gated_linear_unit and config.activation_func is F.silu:
+            return weighted_bias_swiglu_impl(inner, None, probs_R.unsqueeze(-1), config.activation_func_fp8_input_store)
+        if config.gated_linear_unit:
+            gate, linear = inner.chunk(2, dim=-1)
+            if (limit := config.activation_func_clamp_value) is not None:
+                gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
+            activated = config.activation_func(gate) * (linear + config.glu_linear_offset)
+        else:
+            activated = config.activation_func(inner)
+        return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)

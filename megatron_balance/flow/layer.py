@@ -1,0 +1,105 @@
+"""BalancedMoELayer: the verbs of a mixture of experts, in order.
+
+    route -> plan -> reroute -> dispatch -> experts -> combine
+
+Shape suffixes: T tokens of this rank, H hidden, E logical experts, P physical experts, D expert-parallel ranks.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.comm.alltoall import FlatAllToAll
+from megatron_balance.config import BalanceConfig, CommConfig
+from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher
+from megatron_balance.flow.plan import make_plan
+from megatron_balance.flow.reroute import reroute
+from megatron_balance.placement.placement import Placement
+
+
+class BalancedMoELayer(MoELayer):
+    """Drop-in for megatron-core's MoELayer, named in the layer spec.
+
+    Subclassing is what megatron-core's transformer layer recognises an MoE layer by; nothing of MoELayer's own
+    construction or forward pass is used.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        balance: BalanceConfig,
+        comm: CommConfig,
+    ) -> None:
+        BaseMoELayer.__init__(self, config, layer_number, pg_collection)
+        self.submodules = submodules
+        self.balance = balance
+        recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
+        self.moe_layer_recompute = "moe" in recompute
+        self.shared_experts_recompute = "shared_experts" in recompute
+        self.placement = Placement.identity(config.num_moe_experts, self.ep_group.size())
+
+        self.router = submodules.router(config=config, pg_collection=pg_collection)
+        self.dispatcher = self._build_dispatcher(comm, pg_collection)
+        self.experts = build_module(
+            submodules.experts, self.num_local_experts, config, pg_collection=pg_collection
+        )
+        if self.use_shared_expert:
+            self.shared_experts = build_module(
+                submodules.shared_experts,
+                config=config,
+                pg_collection=pg_collection,
+                gate=config.moe_shared_expert_gate,
+            )
+
+    def _build_dispatcher(self, comm: CommConfig, groups: ProcessGroupCollection) -> Dispatcher:
+        if self.config.moe_token_dispatcher_type == "alltoall":
+            return AllToAllDispatcher(self.config, self.ep_group.rank(), FlatAllToAll(self.ep_group))
+        return MegatronDispatcher(self.config, self.ep_group.rank(), groups)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: None = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Mixture of experts over `hidden_states` [sequence, batch, H]; the same shape, and no bias, comes back.
+
+        `padding_mask` [batch, sequence] marks tokens that do not count for the auxiliary losses.
+        """
+        assert intermediate_tensors is None, "partial CUDA graphs are refused by the command line"
+        if padding_mask is not None:
+            padding_mask = padding_mask.transpose(0, 1).bool()
+        if self.moe_layer_recompute and self.training:
+            return tensor_parallel.checkpoint(self._mixture, False, hidden_states, padding_mask), None
+        return self._mixture(hidden_states, padding_mask), None
+
+    def _mixture(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
+        shared = self.shared_experts_compute(hidden_states)
+        tokens_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+
+        probs_TE, map_TE = self.router(hidden_states, padding_mask)
+        plan = make_plan(self._gather_counts(map_TE), self.placement)
+        probs_TP, map_TP = reroute(probs_TE, map_TE, plan)
+        dispatched, handle = self.dispatcher.dispatch(tokens_TH, probs_TP, map_TP, plan)
+        rows_RH = self.experts(dispatched.rows_RH, dispatched.tokens_per_slot, dispatched.probs_R)
+        output_TH = self.dispatcher.combine(rows_RH, handle)
+
+        output = output_TH.view(hidden_states.shape)
+        return output if shared is None else output + shared
+
+    @torch.no_grad()
+    def _gather_counts(self, map_TE: torch.Tensor) -> torch.Tensor:
+        """The load matrix [D, E] on the host: tokens that each rank routed to each expert."""
+        counts_E = map_TE.sum(dim=0)
+        counts_DE = counts_E.new_empty(self.ep_group.size() * counts_E.numel())
+        dist.all_gather_into_tensor(counts_DE, counts_E, group=self.ep_group)
+        # The one wait for the device in this layer: the exchange needs its split sizes on the host
+        return counts_DE.view(-1, counts_E.numel()).cpu()

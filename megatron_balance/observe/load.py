@@ -1,0 +1,49 @@
+"""How many tokens the router sends to each expert."""
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class LoadRecorder:
+    """Counts, per MoE layer, the tokens routed to each expert in the latest training forward pass of this rank.
+
+    It listens to the routers, so it works with any MoE layer.
+    """
+
+    def __init__(self, model: list[torch.nn.Module]) -> None:
+        self.counts: dict[int, torch.Tensor] = {}
+        for chunk in model:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(self._count)
+
+    def _count(self, router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        # Under recomputation the first pass runs without gradients; the second is the one to count
+        if router.training and torch.is_grad_enabled():
+            self.counts[router.layer_number] = output[1].detach().sum(0)
+
+    def gather(self, groups: ProcessGroupCollection) -> dict[int, list[int]]:
+        """Tokens per expert of every MoE layer of the model, over all ranks; every rank calls it."""
+        own = {}
+        for layer, counts in sorted(self.counts.items()):
+            total = counts.clone()
+            # Tokens are split over data-parallel ranks, and over tensor-parallel ranks by sequence
+            dist.all_reduce(total, group=groups.tp_dp_cp)
+            own[layer] = total.tolist()
+        stages: list[dict[int, list[int]]] = [{}] * groups.pp.size()
+        dist.all_gather_object(stages, own, group=groups.pp)
+        return dict(sorted(entry for stage in stages for entry in stage.items()))
+
+    def table(self, groups: ProcessGroupCollection) -> str:
+        """`gather` as a table for people, with each layer's balance."""
+        loads = self.gather(groups)
+        experts = max((len(counts) for counts in loads.values()), default=0)
+        width = max(7, *(len(str(count)) + 1 for counts in loads.values() for count in counts), 7)
+        header = "layer |" + "".join(f"{f'e{expert}':>{width}}" for expert in range(experts)) + " | max/mean"
+        lines = ["tokens per expert, last microbatch of the last iteration:", header, "-" * len(header)]
+        for layer, counts in loads.items():
+            balance = max(counts) * len(counts) / max(1, sum(counts))
+            lines.append(f"{layer:5d} |" + "".join(f"{count:{width}d}" for count in counts) + f" | {balance:8.2f}")
+        return "\n".join(lines)

@@ -1,0 +1,159 @@
+"""Samples: tokenizer, datasets and the order in which ranks read them. All formats are megatron.core.datasets'."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_balance.config import DataConfig, RunConfig, TokenizerConfig
+from megatron_balance.training.schedule import Length
+
+Batch = dict[str, torch.Tensor]
+"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32."""
+
+Blend = tuple[list[str], list[float] | None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """This rank's samples, one microbatch at a time; a list holds one iterator per model chunk."""
+
+    train: list[Iterator[Batch]]
+    valid: list[Iterator[Batch]] | None
+    test: list[Iterator[Batch]] | None
+
+
+def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
+    """megatron.core's tokenizer of the given type."""
+    return build_megatron_tokenizer(config)
+
+
+def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """Vocabulary size rounded up so that every tensor-parallel rank gets an equal, well-aligned part."""
+    multiple = divisible_by * tensor_parallel_size
+    return -(-size // multiple) * multiple
+
+
+def parse_blend(paths: list[str]) -> Blend:
+    """`[prefix, ...]` without weights, or `[weight, prefix, weight, prefix, ...]`."""
+    try:
+        weights = [float(weight) for weight in paths[0::2]]
+    except ValueError:
+        return list(paths), None
+    if len(paths) % 2:
+        if len(paths) == 1:
+            return list(paths), None
+        raise ValueError(f"--data-path {' '.join(paths)}: give `weight prefix` pairs, or prefixes only")
+    return list(paths[1::2]), weights
+
+
+def build_data(
+    config: RunConfig,
+    tokenizer: MegatronTokenizerBase,
+    groups: ProcessGroupCollection,
+    length: Length,
+    consumed_samples: int = 0,
+) -> Data:
+    """Build the datasets (rank 0 writes the index caches first) and this rank's iterators over them."""
+    # Only the ends of the pipeline look at samples: tokens at the first stage, labels at the last
+    reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
+    datasets = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if config.data.mock_data else GPTDataset,
+        _num_samples(config, length),
+        lambda: reads or torch.distributed.get_rank() == 0,
+        _dataset_config(config, tokenizer),
+    ).build()
+    chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
+
+    def iterators(dataset: Dataset | None, consumed: int, repeat: bool) -> list[Iterator[Batch]] | None:
+        if not reads:
+            return [iter(())] * chunks
+        if dataset is None:
+            return None
+        return [_iterate(dataset, config, groups, consumed, repeat) for _ in range(chunks)]
+
+    train, valid, test = datasets
+    return Data(iterators(train, consumed_samples, False), iterators(valid, 0, True), iterators(test, 0, True))
+
+
+def _num_samples(config: RunConfig, length: Length) -> list[int]:
+    """Samples that training, all validations and one test will draw."""
+    train = config.train
+    if train.eval_interval is None:
+        return [length.samples, 0, 0]
+    evaluated = train.eval_iters * train.global_batch_size
+    return [length.samples, (length.iterations // train.eval_interval + 1) * evaluated, evaluated]
+
+
+def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
+    data: DataConfig = config.data
+    per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    return GPTDatasetConfig(
+        random_seed=config.train.seed,
+        sequence_length=config.model.seq_length,
+        blend=parse_blend(data.data_path) if data.data_path else None,
+        blend_per_split=[parse_blend(paths) if paths else None for paths in per_split] if any(per_split) else None,
+        split=data.split,
+        path_to_cache=data.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=False,
+        eod_mask_loss=data.eod_mask_loss,
+        # Attention is causal by construction; a mask per sample would only cost memory
+        create_attention_mask=False,
+    )
+
+
+def _iterate(
+    dataset: Dataset, config: RunConfig, groups: ProcessGroupCollection, consumed_samples: int, repeat: bool
+) -> Iterator[Batch]:
+    """Microbatches of this data-parallel rank on its device, for ever if `repeat`."""
+    sampler = MicrobatchSampler(
+        len(dataset), config.train.micro_batch_size, groups.dp.rank(), groups.dp.size(), consumed_samples
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=config.data.num_workers,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=repeat and config.data.num_workers > 0,
+    )
+    device = torch.cuda.current_device()
+    while True:
+        for sample in loader:
+            yield {name: value.to(device, non_blocking=True) for name, value in sample.items()}
+        if not repeat:
+            return
+
+
+class MicrobatchSampler:
+    """Indices of one data-parallel rank's microbatches, in order, from sample `consumed_samples` on.
+
+    Consecutive samples go to consecutive data-parallel ranks, a microbatch each, so the samples of a global batch do
+    not depend on the layout.
+    """
+
+    def __init__(self, total: int, micro_batch_size: int, rank: int, ranks: int, consumed_samples: int = 0) -> None:
+        if total - consumed_samples < micro_batch_size * ranks:
+            raise ValueError(
+                f"the dataset has {total} samples, {consumed_samples} of them consumed: too few for one microbatch on "
+                f"each of {ranks} data-parallel ranks; lower --micro-batch-size or --eval-iters, or give more data"
+            )
+        self.total, self.consumed_samples = total, consumed_samples
+        self.micro_batch_size, self.rank, self.ranks = micro_batch_size, rank, ranks
+
+    def __len__(self) -> int:
+        return (self.total - self.consumed_samples) // (self.micro_batch_size * self.ranks)
+
+    def __iter__(self) -> Iterator[range]:
+        step = self.micro_batch_size * self.ranks
+        for index in range(len(self)):
+            start = self.consumed_samples + index * step + self.rank * self.micro_batch_size
+            yield range(start, start + self.micro_batch_size)

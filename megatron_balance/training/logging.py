@@ -1,0 +1,142 @@
+"""What a run prints and records: Megatron's log line, TensorBoard, evaluation results."""
+
+import datetime
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_balance.training.loop import Progress, StepReport
+
+
+class RunLog:
+    """Prints on the last rank, which holds the loss of the last pipeline stage, and records to TensorBoard there."""
+
+    def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
+        self.config = config
+        self.iterations = iterations
+        self.flops_per_sample = flops_per_sample(config, vocab_size)
+        self.speaks = dist.get_rank() == dist.get_world_size() - 1
+        self.writer = _tensorboard(config) if self.speaks else None
+        self._since_line: list[StepReport] = []
+
+    def message(self, text: str) -> None:
+        """One sentence, once."""
+        if self.speaks:
+            print(text, flush=True)
+
+    def step(self, report: "StepReport", progress: "Progress") -> None:
+        """Count an iteration; print the log line when it is due."""
+        self._since_line.append(report)
+        if self.writer is not None and report.iteration % self.config.log.tensorboard_log_interval == 0:
+            self._record(report)
+        if report.iteration % self.config.log.log_interval == 0:
+            self.message(self._line(progress))
+            self._since_line = []
+
+    def evaluation(self, name: str, progress: "Progress", losses: dict[str, float]) -> None:
+        """The result of a validation or test."""
+        parts = "".join(
+            f" {key} value: {value:.6E} | {key} PPL: {math.exp(min(20, value)):.6E} |" for key, value in losses.items()
+        )
+        self.message(f" {name} loss at iteration {progress.iteration} |{parts}")
+        if self.writer is not None:
+            for key, value in losses.items():
+                self.writer.add_scalar(f"{key} {name}", value, progress.iteration)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def _line(self, progress: "Progress") -> str:
+        """Megatron's log line, field by field: scrapers parse it."""
+        reports, last = self._since_line, self._since_line[-1]
+        seconds = sum(report.seconds for report in reports) / len(reports)
+        line = f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
+        line += f" iteration {last.iteration:8d}/{self.iterations:8d} |"
+        line += f" consumed samples: {progress.consumed_samples:12d} |"
+        line += f" elapsed time per iteration (ms): {seconds * 1000:.1f} |"
+        if self.config.log.log_throughput:
+            line += f" throughput per GPU (TFLOP/s/GPU): {self._throughput(last, seconds):.1f} |"
+        line += f" learning rate: {last.learning_rate:.6E} |"
+        line += f" global batch size: {last.global_batch_size:5d} |"
+        for name in last.losses:
+            values = [report.losses[name] for report in reports if not report.skipped]
+            line += f" {name}: {sum(values) / max(1, len(values)):.6E} |"
+        line += f" loss scale: {last.loss_scale:.1f} |"
+        if last.grad_norm is not None:
+            line += f" grad norm: {last.grad_norm:.3f} |"
+        line += f" number of skipped iterations: {progress.skipped_iterations:3d} |"
+        line += f" number of nan iterations: {progress.nan_iterations:3d} |"
+        progress.skipped_iterations = progress.nan_iterations = 0
+        return line
+
+    def _record(self, report: "StepReport") -> None:
+        scalars = {
+            **report.losses,
+            "learning-rate": report.learning_rate,
+            "batch-size": report.global_batch_size,
+            "loss-scale": report.loss_scale,
+            "iteration-time": report.seconds,
+            "throughput": self._throughput(report, report.seconds),
+        }
+        if report.grad_norm is not None:
+            scalars["grad-norm"] = report.grad_norm
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, report.iteration)
+
+    def _throughput(self, report: "StepReport", seconds: float) -> float:
+        """Model TFLOP/s per device."""
+        return self.flops_per_sample * report.global_batch_size / seconds / dist.get_world_size() / 1e12
+
+
+def _tensorboard(config: RunConfig):
+    if config.log.tensorboard_dir is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(config.log.tensorboard_dir, max_queue=config.log.tensorboard_queue_size)
+
+
+def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
+    """Floating-point operations of one sample, forward and backward, without recomputation.
+
+    A multiplication by a weight costs 2 operations forward and 4 backward; the attention scores count in full, as
+    is usual in reported throughputs.
+    """
+    transformer, sequence = config.transformer, config.model.seq_length
+    hidden, heads, width = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_channels
+    projections = 3 if transformer.gated_linear_unit else 2
+    attention = 2 * hidden * heads * width + 2 * hidden * transformer.num_query_groups * width
+    scores = 2 * sequence * heads * width
+    layers, moe_layers = transformer.num_layers, sum(moe_layer_pattern(transformer))
+    dense = projections * hidden * transformer.ffn_hidden_size
+    sparse = 0
+    if moe_layers:
+        inner = transformer.moe_router_topk * transformer.moe_ffn_hidden_size
+        sparse = projections * hidden * (inner + (transformer.moe_shared_expert_intermediate_size or 0))
+        sparse += hidden * transformer.num_moe_experts
+    weights = layers * (attention + scores) + (layers - moe_layers) * dense + moe_layers * sparse
+    return 6.0 * sequence * (weights + hidden * vocab_size)
+
+
+def moe_layer_pattern(config) -> list[int]:
+    """1 for every MoE layer, 0 for every dense one."""
+    if config.num_moe_experts is None:
+        return [0] * config.num_layers
+    if isinstance(config.moe_layer_freq, int):
+        return [int(layer % config.moe_layer_freq == 0) for layer in range(config.num_layers)]
+    return list(config.moe_layer_freq)
+
+
+def peak_memory_bytes() -> int:
+    """Peak device memory of this rank; on a CPU the peak resident size of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

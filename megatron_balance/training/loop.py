@@ -1,0 +1,212 @@
+"""The training loop: megatron-core's schedules, optimizer and scheduler, one iteration after another."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_balance.config import RunConfig
+from megatron_balance.training.data import Batch, Data
+from megatron_balance.training.logging import RunLog
+from megatron_balance.training.schedule import Length
+
+
+@dataclass
+class Progress:
+    """Where a run is."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A built run; only `progress` and the objects' own state change."""
+
+    config: RunConfig
+    groups: ProcessGroupCollection
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    batches: NumMicroBatchesCalculator
+    length: Length
+    data: Data
+    vocab_size: int
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one iteration was like; the same on every rank, except that `losses` is empty off the last stage."""
+
+    iteration: int
+    losses: dict[str, float]
+    """`lm loss` per token, then the auxiliary losses averaged over MoE layers."""
+
+    grad_norm: float | None
+    learning_rate: float
+    loss_scale: float
+    global_batch_size: int
+    skipped: bool
+    """The optimizer did not step (fp16 overflow)."""
+
+    seconds: float
+
+
+def train(run: Run, log: RunLog, after_step: Callable[[StepReport], None] | None = None) -> None:
+    """Train to the end of the run, or to `--exit-interval`; `after_step` is called after every iteration."""
+    settings, progress = run.config.train, run.progress
+    while progress.iteration < run.length.iterations:
+        report = train_step(run)
+        log.step(report, progress)
+        if after_step is not None:
+            after_step(report)
+        if settings.eval_interval and progress.iteration % settings.eval_interval == 0 and run.data.valid:
+            log.evaluation("validation", progress, evaluate(run, run.data.valid))
+        if settings.exit_interval and progress.iteration % settings.exit_interval == 0:
+            log.message(f"exiting at iteration {progress.iteration} (--exit-interval {settings.exit_interval})")
+            return
+    if settings.eval_interval and run.data.test:
+        log.evaluation("test", progress, evaluate(run, run.data.test))
+
+
+def train_step(run: Run) -> StepReport:
+    """One iteration: every microbatch forward and backward, gradients reduced, one optimizer step."""
+    start = time.perf_counter()
+    progress = run.progress
+    run.batches.update(progress.consumed_samples, consistency_check=True)
+    batch_size = run.batches.get_current_running_global_batch_size()
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+
+    losses = _forward_backward(run, run.data.train, run.batches.get(), forward_only=False)
+    stepped, grad_norm, _ = run.optimizer.step()
+    if stepped:
+        run.scheduler.step(increment=batch_size)
+
+    progress.iteration += 1
+    progress.consumed_samples += batch_size
+    progress.skipped_iterations += not stepped
+    losses |= _auxiliary_losses(run)
+    progress.nan_iterations += any(value != value for value in losses.values())
+    torch.cuda.synchronize()
+    return StepReport(
+        iteration=progress.iteration,
+        losses=losses,
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        learning_rate=get_canonical_lr_for_logging(run.optimizer.param_groups),
+        loss_scale=float(run.optimizer.get_loss_scale()),
+        global_batch_size=batch_size,
+        skipped=not stepped,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@torch.no_grad()
+def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
+    """Mean losses over `--eval-iters` global batches; empty off the last pipeline stage."""
+    for chunk in run.model:
+        chunk.eval()
+    microbatches = run.config.train.global_batch_size // (run.config.train.micro_batch_size * run.groups.dp.size())
+    losses = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
+    for chunk in run.model:
+        chunk.train()
+    clear_aux_losses_tracker()
+    return losses
+
+
+def _forward_backward(
+    run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool
+) -> dict[str, float]:
+    config, stages = run.config.transformer, run.groups.pp.size()
+    single = len(run.model) == 1
+    reports = get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(
+        forward_step_func=forward_step,
+        data_iterator=data[0] if single else data,
+        model=run.model[0] if single else run.model,
+        num_microbatches=microbatches,
+        seq_length=run.config.model.seq_length,
+        micro_batch_size=run.config.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return _mean_losses(reports, run.groups)
+
+
+def forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """One microbatch through one model chunk; returns its output and the loss function of that output."""
+    first, last = get_attr_wrapped_model(model, "pre_process"), get_attr_wrapped_model(model, "post_process")
+    batch = next(data) if first or last else {}
+    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    return output, functools.partial(token_loss, batch.get("loss_mask"))
+
+
+def token_loss(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss of a microbatch, its number of tokens, and both for the log.
+
+    Args:
+        loss_mask: [b, s], 1 where a token counts.
+        losses: [b, s], cross entropy of every token.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss = (losses.reshape(-1).float() * mask).sum()
+    tokens = mask.sum()
+    # The schedule divides `loss` in place: what is logged has to be a copy
+    return loss, tokens.int(), {"lm loss": torch.stack([loss.detach(), tokens]).clone()}
+
+
+def _mean_losses(reports: list[dict[str, torch.Tensor]], groups: ProcessGroupCollection) -> dict[str, float]:
+    """Per-token means over the microbatches and data-parallel ranks of the last pipeline stage."""
+    if not is_pp_last_stage(groups.pp) or not reports:
+        return {}
+    means = {}
+    for name in reports[0]:
+        total = torch.stack([report[name] for report in reports]).sum(0)
+        dist.all_reduce(total, group=groups.dp_cp)
+        means[name] = (total[0] / total[1]).item()
+    return means
+
+
+def _auxiliary_losses(run: Run) -> dict[str, float]:
+    """megatron-core's per-layer auxiliary losses, averaged over the MoE layers; clears its tracker."""
+    config = run.config.transformer
+    if config.num_moe_experts is None:
+        return {}
+    totals: dict[str, torch.Tensor] = {}
+    track_moe_metrics(
+        loss_scale=1 / run.batches.get(),
+        iteration=run.progress.iteration,
+        total_loss_dict=totals,
+        # Pipeline stages reduce the same names even if one of them has no MoE layer
+        force_initialize=True,
+        track_names=_auxiliary_loss_names(config.moe_router_load_balancing_type, config.moe_z_loss_coeff),
+        num_layers=config.num_layers,
+        moe_layer_freq=config.moe_layer_freq,
+        pg_collection=run.groups,
+    )
+    return {name: value.item() for name, value in totals.items()}
+
+
+def _auxiliary_loss_names(balancing: str | list[str], z_loss: float | None) -> list[str]:
+    logged = {
+        "aux_loss": "load_balancing_loss",
+        "seq_aux_loss": "seq_load_balancing_loss",
+        "global_aux_loss": "global_load_balancing_loss",
+    }
+    kinds = [balancing] if isinstance(balancing, str) else balancing
+    return [logged[kind] for kind in kinds if kind in logged] + (["z_loss"] if z_loss is not None else [])

@@ -1,0 +1,71 @@
+"""Batch size, learning rate and weight decay over the course of a run, by megatron-core's own parts."""
+
+from dataclasses import dataclass
+
+from megatron.core.num_microbatches_calculator import (
+    ConstantNumMicroBatchesCalculator,
+    NumMicroBatchesCalculator,
+    RampupBatchsizeNumMicroBatchesCalculator,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_balance.config import RunConfig, TrainConfig
+
+NOT_RANK_ZERO = 1
+"""The calculators log on rank 0; the loop prints the batch size of every logged iteration anyway."""
+
+
+def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
+    """Number of microbatches as a function of the samples consumed so far."""
+    sizes = (train.global_batch_size, train.micro_batch_size, data_parallel_size, False, NOT_RANK_ZERO)
+    if train.rampup_batch_size is None:
+        return ConstantNumMicroBatchesCalculator(*sizes)
+    return RampupBatchsizeNumMicroBatchesCalculator(*sizes, *train.rampup_batch_size)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is."""
+
+    iterations: int
+    samples: int
+
+
+def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
+    """Iterations and samples of the whole run; with a ramping batch size neither follows from the other by a product."""
+    batches = build_batch_schedule(train, data_parallel_size)
+    iterations = samples = 0
+    while (iterations < train.train_iters) if train.train_iters is not None else (samples < train.train_samples):
+        batches.update(samples, consistency_check=False)
+        iterations, samples = iterations + 1, samples + batches.get_current_running_global_batch_size()
+    return Length(iterations, samples)
+
+
+def build_param_scheduler(
+    config: RunConfig, optimizer: MegatronOptimizer, length: Length
+) -> OptimizerParamScheduler:
+    """Learning-rate and weight-decay schedule; its steps are samples."""
+    scheduler, batch, total = config.scheduler, config.train.global_batch_size, length.samples
+    decay = scheduler.lr_decay_samples or (scheduler.lr_decay_iters or 0) * batch or total
+    warmup = scheduler.lr_warmup_samples or scheduler.lr_warmup_iters * batch
+    if scheduler.lr_warmup_fraction is not None:
+        warmup = int(scheduler.lr_warmup_fraction * decay)
+    weight_decay = config.optimizer.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=scheduler.lr_warmup_init,
+        max_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=weight_decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay,
+        end_wd=weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=scheduler.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=None if scheduler.lr_wsd_decay_iters is None else scheduler.lr_wsd_decay_iters * batch,
+        lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
+    )

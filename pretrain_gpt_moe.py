@@ -1,0 +1,16 @@
+"""Train a GPT with mixture-of-experts layers: parse, build, train."""
+
+import sys
+
+from megatron_balance.device import cpu
+
+
+def main(argv: list[str]) -> None:
+    cpu.install()
+    from megatron_balance import launch
+
+    launch.pretrain(argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""Write a small two-domain text corpus from the Python installation that runs this, with nothing to download.
+
+code.jsonl holds the standard library's sources, english.jsonl the reference manual behind `help()`. Each line is
+`{"text": ..., "source": ...}`; the same Python version gives the same bytes.
+
+    python tools/make_sample_corpus.py --output-dir data/sample
+"""
+
+import argparse
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from textfiles import staged
+
+# pydoc_data is the English domain once more, as a Python string.
+EXCLUDED_FOLDERS = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data")
+)
+
+
+@dataclass
+class Written:
+    """What one domain's file came to."""
+
+    documents: int = 0
+    size: int = 0
+    """Bytes."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write both domains; returns the exit status."""
+    args = _parser().parse_args(argv)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    sources = code_files(stdlib)
+    texts = [(path, text) for path in sources if (text := read_utf8(path)) is not None]
+    domains = {
+        "code.jsonl": [(path.relative_to(stdlib).as_posix(), text) for path, text in texts],
+        "english.jsonl": [(f"pydoc topic {name}", text) for name, text in sorted(topics.items())],
+    }
+    try:
+        with staged(args.output_dir) as staging:
+            written = {
+                name: write_domain(staging / name, documents, args.max_mb) for name, documents in domains.items()
+            }
+            if empty := [name for name, domain in written.items() if not domain.documents]:
+                raise ValueError(f"{empty[0]} would be empty; raise --max-mb ({args.max_mb})")
+    except (OSError, ValueError) as error:
+        print(f"--output-dir {args.output_dir}: {error}", file=sys.stderr)
+        return 1
+    for name, domain in written.items():
+        print(f"{args.output_dir / name}: {domain.documents} documents, {domain.size / 1e6:.2f} MB")
+    if skipped := len(sources) - len(texts):
+        print(f"skipped {skipped} source files that are not UTF-8")
+    return 0
+
+
+def code_files(stdlib: Path) -> list[Path]:
+    """The Python sources below `stdlib` without tests and installed packages, in an order any machine gives."""
+    relative = (path.relative_to(stdlib) for path in stdlib.rglob("*.py"))
+    kept = (path for path in relative if EXCLUDED_FOLDERS.isdisjoint(path.parent.parts))
+    return [stdlib / path for path in sorted(kept, key=Path.as_posix)]
+
+
+def read_utf8(path: Path) -> str | None:
+    """A file's text with its line ends as they are; None where it is not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def json_lines(documents: list[tuple[str, str]]) -> Iterator[bytes]:
+    """`(source, text)` pairs as JSONL; empty documents are left out."""
+    for source, text in documents:
+        if text.strip():
+            yield json.dumps({"text": text, "source": source}, ensure_ascii=False).encode() + b"\n"
+
+
+def write_domain(path: Path, documents: list[tuple[str, str]], max_mb: float | None) -> Written:
+    """Write documents up to the first that would exceed `max_mb` megabytes (10^6 bytes; None: all)."""
+    written = Written()
+    with path.open("wb") as file:
+        for line in json_lines(documents):
+            if max_mb is not None and written.size + len(line) > max_mb * 1e6:
+                break
+            file.write(line)
+            written.documents += 1
+            written.size += len(line)
+    return written
+
+
+def _megabytes(text: str) -> float:
+    """argparse type: a size above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True, help="where code.jsonl and english.jsonl go")
+    parser.add_argument("--max-mb", type=_megabytes, help="megabytes (10^6 bytes) per domain at most; default: all")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

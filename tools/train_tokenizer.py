@@ -1,0 +1,151 @@
+"""Train a SentencePiece tokenizer on JSONL text.
+
+The model keeps text as it is: no normalization, indentation in pieces of its own, newlines and tabs as tokens,
+bytes for characters outside the vocabulary. Decoding gives back what was encoded, with one exception that is built
+into SentencePiece: its space mark U+2581 comes back as a space. `</s>` (id 2) serves as end of document.
+
+    python tools/train_tokenizer.py --input data/sample/*.jsonl --vocab-size 8192 --output-prefix data/sample/bpe
+"""
+
+import argparse
+import io
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import sentencepiece
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from textfiles import BadLine, existing_file, parse_line, positive_int, staged
+
+# SentencePiece drops sentences above 4192 bytes; a character takes up to 4.
+SENTENCE_CHARACTERS = 1000
+
+# Part of the result (the model records it, and unigram sums floating-point numbers per thread), so not a setting.
+THREADS = 4
+
+
+class TrainingError(Exception):
+    """The corpus and the flags do not give a model; the text says which flag to change."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and write PREFIX.model; returns the exit status."""
+    args = _parser().parse_args(argv)
+    started = time.monotonic()
+    output = Path(f"{args.output_prefix}.model")
+    try:
+        with staged(output.parent) as staging:
+            model = train_with_progress(args)
+            (staging / output.name).write_bytes(model)
+    except (BadLine, TrainingError, OSError) as error:
+        print(f"{error}\n{output} was not written", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted; {output} was not written", file=sys.stderr)
+        return 130
+    print(
+        f"{output}: {args.vocab_size} pieces, {args.model_type}, {time.monotonic() - started:.1f} s; use it with "
+        f"--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model {output}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def train_with_progress(args: argparse.Namespace) -> bytes:
+    """`train` on the files and settings of the command line, with a bar on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=sum(path.stat().st_size for path in args.input))
+
+        def sentences() -> Iterator[str]:
+            yield from read_sentences(args.input, args.json_keys, lambda size: progress.advance(task, size))
+            progress.update(task, description="training", total=None)
+
+        return train(sentences(), args.vocab_size, args.model_type, args.max_sentences)
+
+
+def read_sentences(paths: list[Path], keys: list[str], advance: Callable[[int], None]) -> Iterator[str]:
+    """The lines of every document, long ones cut; `advance` gets the bytes of each JSONL line that was read."""
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                advance(len(line))
+                if not line.strip():
+                    continue
+                try:
+                    texts = parse_line(line, keys)
+                except ValueError as error:
+                    raise BadLine(path, number, str(error)) from error
+                for text in texts:
+                    yield from split_sentences(text)
+
+
+def split_sentences(text: str) -> Iterator[str]:
+    """The non-empty lines of a text, cut to what SentencePiece accepts as a sentence."""
+    for line in text.split("\n"):
+        for start in range(0, len(line), SENTENCE_CHARACTERS):
+            yield line[start : start + SENTENCE_CHARACTERS]
+
+
+def train(sentences: Iterator[str], vocab_size: int, model_type: str, max_sentences: int) -> bytes:
+    """A serialized SentencePiece model; the same sentences and settings give the same bytes."""
+    sentencepiece.set_random_generator_seed(0)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=sentences,
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            input_sentence_size=max_sentences,
+            shuffle_input_sentence=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n", "\t"],
+            split_digits=True,
+            byte_fallback=True,
+            num_threads=THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise TrainingError(explain(str(error), vocab_size)) from error
+    return model.getvalue()
+
+
+def explain(message: str, vocab_size: int) -> str:
+    """What a SentencePiece error means in terms of this tool's flags."""
+    if found := re.search(r"Vocabulary size too high .* (\d+)", message):
+        limit = found.group(1)
+        return f"--vocab-size {vocab_size}: the corpus fills {limit} pieces at most; lower it to that or add --input"
+    if found := re.search(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)", message):
+        return f"--vocab-size {vocab_size}: bytes and characters alone take {found.group(1)} pieces; raise it"
+    if "!sentences_.empty()" in message:
+        return "--input: the files hold no text; check --json-keys and the files"
+    return f"SentencePiece: {message}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--input", type=existing_file, nargs="+", required=True, metavar="FILE", help="JSONL files")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text (default: text)")
+    add("--vocab-size", type=positive_int, default=8192, help="pieces in the vocabulary (default: %(default)s)")
+    add("--model-type", choices=["bpe", "unigram"], default="bpe", help="SentencePiece model (default: %(default)s)")
+    add("--output-prefix", required=True, metavar="PREFIX", help="the model is written to PREFIX.model")
+    add(
+        "--max-sentences",
+        type=positive_int,
+        default=2_000_000,
+        help="train on a random sample of this many lines of text, the same at each run (default: %(default)s)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
