@@ -6,6 +6,7 @@ checking need no process group: every rank does both before it joins the job, so
 
 import argparse
 import ast
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance import config as ours
 from megatron_balance.checks import NOT_YET, REFUSED, UNSUPPORTED_FIELDS, Layout, Machine, check
-from megatron_balance.flags import add_flags, build
+from megatron_balance.flags import add_flags, build, flag_names
 
 FREQUENCY_LIMIT = 100_000
 """Longest list that a --moe-layer-freq expression may build."""
@@ -41,6 +42,7 @@ INTERNAL_FIELDS = {
 
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "num_moe_experts": {"arg_names": ["--num-experts"]},
+    "window_size": {"type": lambda text: _integers(text), "nargs": None},
     "moe_layer_freq": {"type": lambda text: parse_layer_frequency(text), "default": 1},
     "moe_router_load_balancing_type": {
         "nargs": "+",
@@ -70,6 +72,7 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_false",
         "default": True,
     },
+    "align_param_gather": {"arg_names": ["--no-align-param-gather"], "action": "store_false", "default": True},
     "average_in_collective": {"arg_names": ["--ddp-average-in-collective"]},
     "pad_buckets_for_high_nccl_busbw": {"arg_names": ["--ddp-pad-buckets-for-high-nccl-busbw"]},
     "reduce_scatter_with_fp32_accumulation": {"arg_names": ["--ddp-reduce-scatter-with-fp32-accumulation"]},
@@ -110,15 +113,16 @@ class _Refuse(argparse.Action):
 def build_parser() -> argparse.ArgumentParser:
     """All flags, grouped as `--help` shows them."""
     parser = argparse.ArgumentParser(
-        description="Train a GPT with mixture-of-experts layers on megatron-core.", allow_abbrev=False
+        usage="pretrain_gpt_moe.py [flags]  (--help shows them)",
+        description="Train a GPT with mixture-of-experts layers on megatron-core.",
+        allow_abbrev=False,
     )
-    unsupported = {name for name in _megatron_fields() if _unsupported_reason(name)}
+    unsupported = [field for field in _megatron_fields() if _unsupported_reason(field.name)]
+    skip = INTERNAL_FIELDS | {field.name for field in unsupported}
     for title, cls in GROUPS:
-        group = parser.add_argument_group(title)
-        add_flags(group, cls, skip=INTERNAL_FIELDS | unsupported, metadata=MEGATRON_FLAGS)
-    for name in sorted(unsupported):
-        _add_refused(parser, f"--{name.replace('_', '-')}", _unsupported_reason(name))
-    for flag, reason in (REFUSED | NOT_YET).items():
+        add_flags(parser.add_argument_group(title), cls, skip=skip, metadata=MEGATRON_FLAGS)
+    refused = {flag: _unsupported_reason(field.name) for field in unsupported for flag in flag_names(field)}
+    for flag, reason in (refused | REFUSED | NOT_YET).items():
         _add_refused(parser, flag, reason)
     return parser
 
@@ -146,9 +150,9 @@ def _add_refused(parser: argparse.ArgumentParser, flag: str, reason: str) -> Non
     )
 
 
-def _megatron_fields() -> set[str]:
+def _megatron_fields() -> list[dataclasses.Field]:
     classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-    return {name for cls in classes for name in cls.__dataclass_fields__} - INTERNAL_FIELDS
+    return [field for cls in classes for field in dataclasses.fields(cls) if field.name not in INTERNAL_FIELDS]
 
 
 def _unsupported_reason(name: str) -> str:
@@ -196,7 +200,8 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         moe_router_load_balancing_type=_single(values["moe_router_load_balancing_type"]),
         moe_aux_loss_coeff=_single(values["moe_aux_loss_coeff"]),
         batch_p2p_comm=not layout.overlap_p2p_comm,
-        deallocate_pipeline_outputs=True,
+        # gloo still reads an output that the schedule frees; NCCL orders the two by streams
+        deallocate_pipeline_outputs=layout.backend == "nccl",
         **{name: getattr(layout, name) for name in layout.FUSIONS},
     )
 
@@ -204,6 +209,11 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
 def _single(value: Any) -> Any:
     """A list of one as its element: megatron-core takes a list to mean several auxiliary losses."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """`--window-size`: `128,0` or `(128,0)`."""
+    return tuple(int(part) for part in text.strip("() ").split(","))
 
 
 _OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}

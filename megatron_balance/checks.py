@@ -172,8 +172,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         gradient_accumulation_fusion=fused
         and (machine.apex or impl == "transformer_engine")
         and values["gradient_accumulation_fusion"],
-        # gloo sends from the buffer while the schedule already frees it; NCCL orders the two by streams
-        overlap_p2p_comm=backend == "nccl" and virtual is not None and values["overlap_p2p_comm"],
+        overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
     ), notices
 
 
@@ -295,6 +294,11 @@ def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
         return None
     if stages == 1:
         raise ValueError("--num-layers-per-virtual-pipeline-stage: needs --pipeline-model-parallel-size above 1")
+    if stages == 2 and not values["overlap_p2p_comm"]:
+        # Batched, the two messages between the same two ranks would be taken for each other
+        raise ValueError(
+            "--no-overlap-p2p-communication: the interleaved schedule needs --pipeline-model-parallel-size above 2 for it"
+        )
     if per_chunk < 1 or uneven or layers // stages % per_chunk:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage {per_chunk}: must divide the {layers // stages} layers of a stage"

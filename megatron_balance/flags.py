@@ -78,10 +78,16 @@ def add_flags(
         if options is None and not meta:
             continue
         options = (options or {"default": _default(field)}) | {"help": _help(field_docs(cls).get(field.name, ""))}
-        names = meta.pop("arg_names", None) or _names(field.name, options)
+        names = meta.pop("arg_names", None) or _names(field.name, negated=options.get("action") == "store_false")
         group.add_argument(*names, dest=field.name, **(options | meta))
         added.append(field.name)
     return added
+
+
+def flag_names(field: dataclasses.Field) -> list[str]:
+    """How the flag of a field is spelled on the command line, by the field alone."""
+    meta = field.metadata.get("argparse_meta", {})
+    return list(meta.get("arg_names", ())) or _names(field.name, negated=_default(field) is True)
 
 
 def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
@@ -96,11 +102,9 @@ def _default(field: dataclasses.Field) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _names(name: str, options: Mapping[str, Any]) -> list[str]:
+def _names(name: str, negated: bool) -> list[str]:
     spelled = name.replace("_", "-")
-    if options.get("action") == "store_false":
-        return [f"--no-{spelled}", f"--disable-{spelled}"]
-    return [f"--{spelled}"]
+    return [f"--no-{spelled}", f"--disable-{spelled}"] if negated else [f"--{spelled}"]
 
 
 def _help(text: str) -> str:

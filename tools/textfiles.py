@@ -13,7 +13,11 @@ class BadLine(Exception):
     """An input line that holds no usable document; its text reads `FILE:LINE: reason`."""
 
     def __init__(self, path: Path, number: int, reason: str) -> None:
-        super().__init__(f"{path}:{number}: {reason}")
+        super().__init__(path, number, reason)  # these arguments let it travel between processes
+
+    def __str__(self) -> str:
+        path, number, reason = self.args
+        return f"{path}:{number}: {reason}"
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:

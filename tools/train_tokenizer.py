@@ -17,7 +17,7 @@ from pathlib import Path
 
 import sentencepiece
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from textfiles import BadLine, existing_file, parse_line, positive_int, staged
 
 # SentencePiece drops sentences above 4192 bytes; a character takes up to 4.
@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> int:
 def train_with_progress(args: argparse.Namespace) -> bytes:
     """`train` on the files and settings of the command line, with a bar on stderr where that is a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=sum(path.stat().st_size for path in args.input))
+        reading = progress.add_task("reading", total=sum(path.stat().st_size for path in args.input))
 
         def sentences() -> Iterator[str]:
-            yield from read_sentences(args.input, args.json_keys, lambda size: progress.advance(task, size))
-            progress.update(task, description="training", total=None)
+            yield from read_sentences(args.input, args.json_keys, lambda size: progress.advance(reading, size))
+            progress.add_task("training", total=None)
 
         return train(sentences(), args.vocab_size, args.model_type, args.max_sentences)
 

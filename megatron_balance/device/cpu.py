@@ -18,13 +18,21 @@ installed once, by the entry point, when `torch.cuda.is_available()` is false, a
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+
+FACTORIES = (
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
+"""Functions of torch that take a `device=`."""
+
+_TENSOR_TO, _TENSOR_TYPE = torch.Tensor.to, torch.Tensor.type
 
 
 class _Stream:
@@ -57,20 +65,25 @@ class _Event:
         return True
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites `device="cuda"` to the CPU and answers `Tensor.type()` with the CUDA name."""
+def _on_cpu(factory: Callable) -> Callable:
+    """`factory` with any CUDA device replaced by the CPU."""
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if kwargs and _is_cuda(kwargs.get("device")):
-            kwargs = kwargs | {"device": CPU}
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _TENSOR_TO(tensor, *(CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
+
+
+def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = _TENSOR_TYPE(tensor, *args, **kwargs)
+    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
 
 def _is_cuda(device: Any) -> bool:
@@ -146,7 +159,10 @@ def install() -> None:
     torch.Tensor.cuda = _same
     torch.nn.Module.cuda = _same
     torch.compile = _no_compile
-    _CudaMeansCpu().__enter__()
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _on_cpu(_tensor_to)
+    torch.Tensor.type = _tensor_type
     _patch_megatron_core()
 
 

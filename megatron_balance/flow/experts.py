@@ -108,7 +108,7 @@ class GroupedExperts(MegatronModule):
         inner = self.linear_fc1(rows_RH, tokens_per_slot)
         if not self.activation_recompute:
             return self.linear_fc2(self._activate(inner, probs_R), tokens_per_slot, probs_R)
-        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
         activated = checkpoint.checkpoint(self._activate, inner, probs_R)
         output = self.linear_fc2(activated, tokens_per_slot, probs_R)
         checkpoint.discard_output_and_register_recompute(output)

@@ -1,0 +1,36 @@
+"""Fixtures shared by all tests."""
+
+import pytest
+
+from megatron_balance.device import cpu
+
+cpu.install()
+
+from tests.harness import Ranks  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the long campaigns")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="a long campaign; run with --slow"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n)`: a group of n gloo ranks, shared by the whole session."""
+    pools: dict[int, Ranks] = {}
+
+    def of(world_size: int) -> Ranks:
+        return pools.setdefault(world_size, Ranks(world_size))
+
+    yield of
+    for pool in pools.values():
+        pool.stop()

@@ -1,0 +1,81 @@
+"""Small training runs as tasks for ranks: a command line in, every iteration's losses and gradient norm out."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.build import build_run, silence_expected_warnings
+from megatron_balance.checks import Machine
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.training.loop import Run, StepReport, train_step
+
+BASE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --lr 1e-3 --train-iters 20 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --attention-dropout 0 --hidden-dropout 0"
+)
+"""A model that trains 20 iterations in seconds; later flags win."""
+
+Curve = list[tuple[float, float]]
+"""(lm loss, gradient norm) of every iteration."""
+
+
+def build(flags: str) -> Run:
+    """Build the run of `BASE` and `flags` on this rank."""
+    config, _ = parse_args(f"{BASE} {flags}".split(), Machine.here(dist.get_world_size()))
+    silence_expected_warnings()
+    return build_run(config)
+
+
+def train_curve(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> Curve:
+    """Losses and gradient norms of a run; `mutate` changes the built run before it trains."""
+    run = build(flags)
+    if mutate is not None:
+        mutate(run)
+    reports: list[StepReport] = [train_step(run) for _ in range(iterations)]
+    # Only the last pipeline stage has the loss; the last rank belongs to it
+    losses = [[report.losses.get("lm loss") for report in reports]]
+    dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)
+    return [(loss, report.grad_norm) for loss, report in zip(losses[0], reports, strict=True)]
+
+
+def perturb_one_expert(run: Run) -> None:
+    """Change one expert of rank 0 by a thousandth."""
+    if dist.get_rank() == 0:
+        _first_experts(run).linear_fc1.weight.data[0].mul_(1.001)
+    _copy_to_main_parameters(run)
+
+
+def swap_two_experts(run: Run) -> None:
+    """Exchange two experts of rank 0 without telling the router."""
+    if dist.get_rank() == 0:
+        experts = _first_experts(run)
+        for linear in (experts.linear_fc1, experts.linear_fc2):
+            linear.weight.data[:2] = linear.weight.data[:2].flip(0).clone()
+    _copy_to_main_parameters(run)
+
+
+def drop_one_token(run: Run) -> None:
+    """Forget one of the first token's experts, on rank 0, in the first layer."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def drop(router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]):
+        probs, routing_map = output
+        routing_map = routing_map.clone()
+        routing_map[0, routing_map[0].nonzero()[0]] = False
+        return probs * routing_map, routing_map
+
+    if dist.get_rank() == 0:
+        router = next(module for module in run.model[0].modules() if isinstance(module, TopKRouter))
+        router.register_forward_hook(drop)
+
+
+def _first_experts(run: Run) -> GroupedExperts:
+    return next(module for module in run.model[0].modules() if isinstance(module, GroupedExperts))
+
+
+def _copy_to_main_parameters(run: Run) -> None:
+    run.optimizer.reload_model_params()

@@ -1,0 +1,132 @@
+"""N gloo ranks for tests: started once, given many tasks; if one rank fails, all fail, with that rank's traceback.
+
+A task is a module-level function called on every rank inside a fresh process group. Importing torch and megatron-core
+costs seconds, so the ranks are forked from one server process that has imported them, and stay for the next task.
+"""
+
+import contextlib
+import datetime
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOAD = ["tests.preload"]
+DEFAULT_TIMEOUT = 180.0
+"""Seconds for one task."""
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish in time; the message holds its traceback."""
+
+
+class Ranks:
+    """`world_size` processes that run tasks together: `Ranks(4).run(task, argument)` -> the ranks' results in order."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._serial = itertools.count()
+
+    def run(self, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
+        """Call `task(*args)` on every rank and return what each returned.
+
+        Raises:
+            RankFailure: the first rank that failed, with its traceback. All ranks are then stopped; the next `run`
+                starts new ones.
+        """
+        if not all(process.is_alive() for process in self._processes) or not self._processes:
+            self.stop()
+            self._start()
+        with tempfile.TemporaryDirectory() as directory:
+            rendezvous = os.path.join(directory, f"store{next(self._serial)}")
+            for pipe in self._pipes:
+                pipe.send((task, args, rendezvous, timeout))
+            try:
+                return self._collect(task, timeout)
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """End all ranks at once."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, task: Callable, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(self.world_size)) - results.keys())
+                raise RankFailure(f"{task.__name__}: ranks {missing} did not finish in {timeout} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    error, results[rank] = pipe.recv()
+                except EOFError:
+                    raise RankFailure(f"{task.__name__}: rank {rank} died") from None
+                if error is not None:
+                    raise RankFailure(f"{task.__name__}: rank {rank} of {self.world_size} failed\n{error}")
+        return [results[rank] for rank in range(self.world_size)]
+
+
+def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task, args, rendezvous, timeout = pipe.recv()
+        except EOFError:
+            return
+        try:
+            with _process_group(rank, world_size, rendezvous, timeout):
+                outcome = (None, task(*args))
+        except BaseException:
+            outcome = (traceback.format_exc(), None)
+        pipe.send(outcome)
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
+    """The default gloo group for one task, and no trace of it afterwards."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(rendezvous, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    yield
+    get_moe_layer_wise_logging_tracker().clear()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,311 @@
+"""tools/preprocess_data.py: datasets as megatron-core reads them, any worker count, and input that goes wrong."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tools_loader import TOOLS, load_tool
+
+tool = load_tool("preprocess_data")
+
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
+EOD_OF_NULL = 100
+GOOD = '{"text": "1 2 3"}'
+BAD_LINES = {
+    b"{": "not JSON",
+    b"{} {}": "not JSON",
+    b"[" * 100_000: "not JSON",
+    b"1" * 5000: "not JSON",
+    b'["1"]': "not a JSON object but list",
+    b'{"other": "1"}': "no key 'text'",
+    b'{"text": null}': "key 'text' holds no string but NoneType",
+    b'{"text": 7}': "key 'text' holds no string but int",
+    b'{"text": "\xff"}': "invalid UTF-8",
+    b'{"text": "\\ud800"}': "key 'text' is not Unicode text",
+    b'{"text": "1 two"}': "the tokenizer cannot take this text",
+    b'{"text": "1 %d"}' % 10**30: "the tokenizer cannot take this text",
+    b'{"text": "1 101"}': "token 101 is outside the vocabulary, 0 to 100",
+    b'{"text": "-1"}': "token -1 is outside the vocabulary",
+}
+
+
+def run(source: Path | list[Path], prefix: Path, *flags: str) -> int:
+    sources = source if isinstance(source, list) else [source]
+    return tool.main(["--input", *map(str, sources), "--output-prefix", str(prefix), *flags])
+
+
+def read(prefix: Path, key: str = "text") -> list[list[int]]:
+    dataset = IndexedDataset(f"{prefix}_{key}_document")
+    assert len(dataset) == len(dataset.document_indices) - 1
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+def write(path: Path, *lines: str | bytes) -> Path:
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A prefix in a folder that does not exist yet."""
+    return tmp_path / "out" / "of" / "run"
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A file of several chunks, and its documents."""
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(100, size=size).tolist() for size in generator.integers(1, 900, size=1000)]
+    lines = [json.dumps({"text": " ".join(map(str, document))}) for document in documents]
+    path = write(tmp_path_factory.mktemp("numbers") / "numbers.jsonl", *lines)
+    assert path.stat().st_size > 4 * tool.CHUNK_BYTES
+    return path, documents
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model from the tool that trains them."""
+    folder = tmp_path_factory.mktemp("model")
+    corpus = write(
+        folder / "corpus.jsonl", *(json.dumps({"text": line}) for line in Path(__file__).read_text().splitlines())
+    )
+    prefix = folder / "model"
+    flags = ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", "400"]
+    assert load_tool("train_tokenizer").main(flags) == 0
+    return prefix.with_suffix(".model")
+
+
+@pytest.mark.parametrize("workers", ["1", "2", "3"])
+def test_round_trip_with_any_worker_count(
+    numbers: tuple[Path, list[list[int]]], output: Path, workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, documents = numbers
+    assert run(path, output, *NULL, "--workers", workers) == 0
+    assert read(output) == documents
+    assert names(output.parent) == ["run_text_document.bin", "run_text_document.idx"]
+    assert f"run_text_document: 1000 documents, {sum(map(len, documents))} tokens (uint16)" in capsys.readouterr().err
+
+
+def test_same_bytes_with_any_worker_count(numbers: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    path, _ = numbers
+    bad = write(tmp_path / "bad.jsonl", "{", GOOD, "", "{}")
+    outputs = []
+    for workers in ("1", "2", "3"):
+        prefix = tmp_path / workers / "run"
+        flags = ("--append-eod", "--on-bad-line", "skip", "--workers", workers)
+        assert run([bad, path, bad, path], prefix, *NULL, *flags) == 0
+        outputs.append([Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_append_eod_and_empty_documents(tmp_path: Path, output: Path) -> None:
+    source = write(tmp_path / "in.jsonl", GOOD, '{"text": ""}', "", "  \r", '\ufeff{"text": "4"}\r')
+    assert run(source, output, *NULL, "--append-eod") == 0
+    assert read(output) == [[1, 2, 3, EOD_OF_NULL], [4, EOD_OF_NULL]]
+
+
+def test_several_files_and_no_newline_at_the_end(tmp_path: Path, output: Path) -> None:
+    for name, line in (("a", '{"text": "1"}'), ("b", '{"text": "2"}')):
+        (tmp_path / name).write_text(line)
+    assert run([tmp_path / "b", tmp_path / "a"], output, *NULL) == 0
+    assert read(output) == [[2], [1]]
+
+
+def test_several_keys(tmp_path: Path, output: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        '{"text": "1 2", "title": "3"}',
+        '{"text": "4", "title": ""}',
+        '{"text": "5", "title": 6}',
+    )
+    assert run(source, output, *NULL, "--json-keys", "title", "text", "--on-bad-line", "skip") == 0
+    assert read(output, "title") == [[3]]
+    assert read(output, "text") == [[1, 2], [4]]
+
+
+def test_large_vocabulary_takes_four_bytes(tmp_path: Path, output: Path) -> None:
+    source = write(tmp_path / "in.jsonl", '{"text": "1 99999"}')
+    assert run(source, output, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100000") == 0
+    assert read(output) == [[1, 99999]]
+    assert Path(f"{output}_text_document.bin").stat().st_size == 8
+
+
+def test_sentencepiece(tmp_path: Path, output: Path, model: Path) -> None:
+    texts = ["def f(x):\n\treturn  x\n", "日本", "\n"]
+    source = write(tmp_path / "in.jsonl", *(json.dumps({"text": text}) for text in texts))
+    flags = ("--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(model), "--append-eod")
+    assert run(source, output, *flags, "--workers", "2") == 0
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    documents = read(output)
+    assert [document[-1] for document in documents] == [processor.eos_id()] * 3
+    assert [processor.decode(document[:-1]) for document in documents] == texts
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=lambda value: value[:20])
+def test_bad_line_ends_the_run(
+    tmp_path: Path, output: Path, line: bytes, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", GOOD, "", line, GOOD)
+    assert run(source, output, *NULL) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"{source}:3: {reason}") and "--on-bad-line skip" in message
+    assert not names(output.parent)
+
+
+def test_bad_lines_are_skipped_and_reported(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", GOOD, *BAD_LINES, GOOD)
+    assert run(source, output, *NULL, "--on-bad-line", "skip") == 0
+    message = capsys.readouterr().err
+    for number, reason in enumerate(BAD_LINES.values(), 2):
+        assert f"{source}:{number}: {reason}" in message
+    assert f"{len(BAD_LINES)} bad lines skipped" in message
+    assert read(output) == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_twenty_bad_lines_are_shown_the_rest_counted(
+    tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", *["{"] * 25, GOOD)
+    assert run(source, output, *NULL, "--on-bad-line", "skip", "--workers", "2") == 0
+    message = capsys.readouterr().err
+    assert f"{source}:20:" in message and f"{source}:21:" not in message
+    assert "25 bad lines skipped" in message
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_the_first_bad_line_is_the_one_reported(
+    numbers: tuple[Path, list[list[int]]],
+    tmp_path: Path,
+    output: Path,
+    workers: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    late = write(tmp_path / "late.jsonl", numbers[0].read_bytes() + b"{", *["{"] * 5)
+    assert run([numbers[0], late], output, *NULL, "--workers", workers) == 1
+    assert capsys.readouterr().err.startswith(f"{late}:1001: not JSON")
+    assert not names(output.parent)
+
+
+def test_older_output_is_replaced_only_on_success(tmp_path: Path) -> None:
+    prefix = tmp_path / "out" / "run"
+    good = write(tmp_path / "good.jsonl", GOOD)
+    assert run(good, prefix, *NULL) == 0
+    assert run(write(tmp_path / "bad.jsonl", '{"text": "9"}', "{"), prefix, *NULL) == 1
+    assert read(prefix) == [[1, 2, 3]]
+    assert run(write(tmp_path / "new.jsonl", '{"text": "9"}'), prefix, *NULL) == 0
+    assert read(prefix) == [[9]]
+    assert len(names(prefix.parent)) == 2
+
+
+def test_input_without_any_document(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", '{"text": ""}', "{")
+    assert run(source, output, *NULL, "--on-bad-line", "skip") == 1
+    assert "--json-keys text" in capsys.readouterr().err
+    assert not names(output.parent)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def fill_the_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def die(*_: object) -> None:
+    os._exit(1)
+
+
+@pytest.mark.parametrize(("failure", "status"), [(interrupt, 130), (fill_the_disk, 1)])
+@pytest.mark.parametrize("method", ["add", "finish"])
+def test_no_trace_of_a_run_that_was_cut_short(
+    numbers: tuple[Path, list[list[int]]],
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: object,
+    status: int,
+    method: str,
+) -> None:
+    monkeypatch.setattr(tool.Output, method, failure)
+    assert run(numbers[0], output, *NULL, "--workers", "2") == status
+    assert "nothing was written" in capsys.readouterr().err
+    assert not names(output.parent)
+
+
+def test_dead_worker(
+    numbers: tuple[Path, list[list[int]]],
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tool, "encode_chunk", die)
+    assert run(numbers[0], output, *NULL, "--workers", "2") == 1
+    assert "--workers 2" in capsys.readouterr().err
+    assert not names(output.parent)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--input", "/no/such/file"], "--input: /no/such/file: no such file"),
+        (["--input", str(TOOLS)], "is a directory"),
+        (["--workers", "0"], "--workers: 0: give an integer of at least 1"),
+        (["--workers", "two"], "--workers: two: give an integer of at least 1"),
+        (["--on-bad-line", "ignore"], "--on-bad-line: invalid choice: 'ignore'"),
+        (["--json-keys", "text", "text"], "--json-keys text text"),
+        (["--json-keys", "a/b"], "--json-keys 'a/b'"),
+        (["--tokenizer-type", "GPTSentencePieceTokenizer"], "--tokenizer-model: not given"),
+        (["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", __file__], f"model {__file__}"),
+        (["--output-prefix", f"{__file__}/run"], f"--output-prefix {__file__}/run"),
+    ],
+)
+def test_wrong_flags(
+    tmp_path: Path, output: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(write(tmp_path / "in.jsonl", GOOD), output, *NULL, *flags)
+    assert message in capsys.readouterr().err
+    assert not output.parent.exists()
+
+
+def test_missing_tokenizer_flags(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", GOOD)
+    for flags, flag in (([], "--tokenizer-type"), (["--tokenizer-type", "NullTokenizer"], "--vocab-size")):
+        with pytest.raises(SystemExit, match="2"):
+            run(source, output, *flags)
+        assert f"{flag}: not given" in capsys.readouterr().err
+
+
+def test_append_eod_needs_a_token(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(["1 2 3"]), model_writer=model, vocab_size=6, eos_id=-1, minloglevel=2
+    )
+    (tmp_path / "no_eos.model").write_bytes(model.getvalue())
+    source = write(tmp_path / "in.jsonl", GOOD)
+    flags = ("--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "no_eos.model"))
+    with pytest.raises(SystemExit, match="2"):
+        run(source, output, *flags, "--append-eod")
+    assert "--append-eod: the tokenizer has no end-of-document token" in capsys.readouterr().err
+    assert run(source, output, *flags) == 0
+
+
+def test_as_a_script(tmp_path: Path, output: Path) -> None:
+    source = write(tmp_path / "in.jsonl", GOOD)
+    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(source), "--output-prefix", output]
+    finished = subprocess.run([*command, *NULL, "--workers", "2"], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "" and "1 documents, 3 tokens" in finished.stderr
+    assert read(output) == [[1, 2, 3]]

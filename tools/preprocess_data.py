@@ -1,0 +1,336 @@
+"""Tokenize JSONL text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
+
+Every input line is a JSON object with a string under each of --json-keys. The output does not depend on --workers,
+and it appears only when all of the input is done: after an error or Ctrl-C, older files are still there, untouched.
+
+    python tools/preprocess_data.py --input data/sample/code.jsonl --output-prefix data/sample/code \\
+        --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model data/sample/bpe.model --append-eod
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from textfiles import BadLine, existing_file, parse_line, positive_int, staged
+
+from megatron_balance.config import TokenizerConfig
+from megatron_balance.flags import add_flags, build
+
+CHUNK_BYTES = 2**18
+BAD_LINES_SHOWN = 20
+
+
+class PreprocessingError(Exception):
+    """The settings or the input as a whole cannot give a dataset; the text says what to change."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What turns a line into tokens. Hashable, so that each process builds the tokenizer once (`encoder`)."""
+
+    tokenizer: TokenizerConfig
+    """Its special tokens are a tuple here."""
+    keys: tuple[str, ...]
+    append_eod: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive lines of one input file."""
+
+    path: Path
+    first: int
+    """Number of the first line, from 1."""
+    lines: list[bytes]
+
+
+@dataclass
+class EncodedChunk:
+    """A chunk's tokens."""
+
+    size: int
+    """Bytes of input."""
+    documents: dict[str, list[np.ndarray]]
+    """Per key one array [tokens] of the dataset's dtype for each document that has tokens."""
+    bad: list[BadLine] = dataclasses.field(default_factory=list)
+
+
+class Encoder:
+    """Lines -> tokens with one tokenizer."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.tokenizer = load_tokenizer(settings.tokenizer)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.dtype = DType.optimal_dtype(self.vocab_size)
+        self.ending = np.array([end_of_document(self.tokenizer)] if settings.append_eod else [], dtype=np.int64)
+
+    def encode_line(self, line: bytes) -> list[np.ndarray]:
+        """One array [tokens] per key; ValueError says what is wrong with the line."""
+        return [self.encode_text(text) for text in parse_line(line, self.settings.keys)]
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The text's tokens [tokens] and, if it has any, the end-of-document token where one is asked for."""
+        try:
+            tokens = np.array(self.tokenizer.tokenize(text) if text else [], dtype=np.int64)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"the tokenizer cannot take this text: {error}") from error
+        outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if outside.size:
+            raise ValueError(f"token {outside[0]} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+        return (np.concatenate((tokens, self.ending)) if tokens.size else tokens).astype(self.dtype)
+
+
+def load_tokenizer(config: TokenizerConfig) -> Any:
+    """megatron-core's tokenizer for these settings; PreprocessingError where they do not describe one."""
+    needed = "vocab_size" if config.tokenizer_type == "NullTokenizer" else "tokenizer_model"
+    if config.tokenizer_type != "GPT2BPETokenizer" and getattr(config, needed) is None:
+        flag = needed.replace("_", "-")
+        raise PreprocessingError(f"--{flag}: not given; --tokenizer-type {config.tokenizer_type} needs it")
+    special = config.tokenizer_special_tokens
+    try:
+        return build_tokenizer(dataclasses.replace(config, tokenizer_special_tokens=special and list(special)))
+    except Exception as error:  # each tokenizer library raises types of its own for a wrong file or flag
+        raise PreprocessingError(
+            f"--tokenizer-type {config.tokenizer_type}: no tokenizer from --tokenizer-model "
+            f"{config.tokenizer_model}: {error}; give the model that belongs to the type"
+        ) from error
+
+
+def end_of_document(tokenizer: Any) -> int:
+    """The tokenizer's end-of-document token; PreprocessingError where it has none."""
+    try:
+        token = tokenizer.eod
+    except AttributeError:
+        token = None
+    if token is None or not 0 <= token < tokenizer.vocab_size:  # SentencePiece says -1 for a model without </s>
+        raise PreprocessingError(
+            "--append-eod: the tokenizer has no end-of-document token; drop the flag, or use a model that has one "
+            "(tools/train_tokenizer.py makes such models)"
+        )
+    return token
+
+
+@functools.cache
+def encoder(settings: Settings) -> Encoder:
+    """This process's encoder; worker processes inherit or rebuild it."""
+    return Encoder(settings)
+
+
+def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
+    """Tokenize a chunk; bad lines are reported in the result, and no key of theirs is encoded."""
+    encoded = EncodedChunk(sum(map(len, chunk.lines)), {key: [] for key in settings.keys})
+    for number, line in enumerate(chunk.lines, chunk.first):
+        if not line.strip():
+            continue
+        try:
+            documents = encoder(settings).encode_line(line)
+        except ValueError as error:
+            encoded.bad.append(BadLine(chunk.path, number, str(error)))
+            continue
+        for key, tokens in zip(settings.keys, documents, strict=True):
+            if tokens.size:
+                encoded.documents[key].append(tokens)
+    return encoded
+
+
+def read_chunks(paths: Iterable[Path]) -> Iterator[Chunk]:
+    """The input files in order, in chunks of about CHUNK_BYTES."""
+    for path in paths:
+        with path.open("rb") as file:
+            first = 1
+            while lines := file.readlines(CHUNK_BYTES):
+                yield Chunk(path, first, lines)
+                first += len(lines)
+
+
+def encode_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> Iterator[EncodedChunk]:
+    """`encode_chunk` for each chunk, in order, by so many processes (1: by this one)."""
+    if workers == 1:
+        yield from map(functools.partial(encode_chunk, settings), chunks)
+        return
+    # Ctrl-C reaches the whole process group; only the parent acts on it.
+    pool = ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    try:
+        pending: deque = deque()
+        for chunk in chunks:
+            pending.append(pool.submit(encode_chunk, settings, chunk))
+            if len(pending) > 2 * workers:  # bounds memory: an executor's own map() would read all of the input
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise PreprocessingError(
+            f"--workers {workers}: a worker process died, perhaps for want of memory; try fewer"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Output:
+    """The datasets being written, one per key, inside `folder`."""
+
+    def __init__(self, folder: Path, name: str, keys: tuple[str, ...], dtype: type[np.number]) -> None:
+        self.stems = {key: str(folder / f"{name}_{key}_document") for key in keys}
+        self.builders = {key: IndexedDatasetBuilder(f"{stem}.bin", dtype=dtype) for key, stem in self.stems.items()}
+        self.documents = dict.fromkeys(keys, 0)
+        self.tokens = dict.fromkeys(keys, 0)
+
+    def add(self, encoded: EncodedChunk) -> None:
+        """Append a chunk's documents."""
+        for key, documents in encoded.documents.items():
+            for tokens in documents:
+                self.builders[key].add_document(tokens, [tokens.size])
+                self.tokens[key] += tokens.size
+            self.documents[key] += len(documents)
+
+    def finish(self) -> None:
+        """Write the indices; PreprocessingError for a dataset without documents, which nothing could load."""
+        for key, builder in self.builders.items():
+            if not self.documents[key]:
+                raise PreprocessingError(f"--input: no line has text under --json-keys {key}; check both flags")
+            builder.finalize(f"{self.stems[key]}.idx")
+
+    def close(self) -> None:
+        """Close the data files, finished or not."""
+        for builder in self.builders.values():
+            builder.data_file.close()
+
+
+class Display:
+    """Progress and bad lines on stderr; the bar only where stderr is a terminal."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.console = Console(stderr=True)
+        columns = (TextColumn("{task.fields[rate]:.0f} docs/s"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        # Refreshing by hand leaves no second thread running when the worker processes are forked.
+        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal, auto_refresh=False)
+        self.task = self.bar.add_task("", total=sum(path.stat().st_size for path in paths), rate=0.0)
+        self.started = time.monotonic()
+        self.bad = 0
+
+    def advance(self, size: int, documents: int) -> None:
+        """Account for `size` more bytes of input; `documents` is the count so far."""
+        self.bar.update(self.task, advance=size, rate=documents / self.seconds, refresh=True)
+
+    def report(self, line: BadLine) -> None:
+        """Show a bad line, or only count it once many were shown."""
+        self.bad += 1
+        if self.bad <= BAD_LINES_SHOWN:
+            self.console.out(str(line), highlight=False)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start, above 0."""
+        return max(time.monotonic() - self.started, 1e-9)
+
+
+def preprocess(settings: Settings, paths: list[Path], prefix: str, workers: int, skip_bad: bool) -> list[str]:
+    """Write the datasets and return the lines of a summary. BadLine at the first bad line unless they are skipped."""
+    display = Display(paths)
+    folder, name = os.path.split(prefix)
+    dtype = encoder(settings).dtype
+    with staged(Path(folder)) as staging, display.bar:
+        output = Output(staging, name, settings.keys, dtype)
+        with (
+            contextlib.closing(output),
+            contextlib.closing(encode_chunks(settings, read_chunks(paths), workers)) as encoded_chunks,
+        ):
+            for encoded in encoded_chunks:
+                if encoded.bad and not skip_bad:
+                    raise encoded.bad[0]
+                for line in encoded.bad:
+                    display.report(line)
+                output.add(encoded)
+                display.advance(encoded.size, max(output.documents.values()))
+            output.finish()
+    summary = [
+        f"{prefix}_{key}_document: {output.documents[key]} documents, {output.tokens[key]} tokens "
+        f"({dtype.__name__}), {display.seconds:.1f} s"
+        for key in settings.keys
+    ]
+    return summary + ([f"{display.bad} bad lines skipped"] if display.bad else [])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; returns the exit status, 2 (SystemExit) for wrong flags."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    settings = _settings(parser, args)
+    try:
+        skip_bad = args.on_bad_line == "skip"
+        summary = preprocess(settings, args.input, args.output_prefix, args.workers, skip_bad)
+    except BadLine as error:
+        message, status = f"{error}\nfix the line, or leave out such lines with --on-bad-line skip", 1
+    except (PreprocessingError, OSError) as error:
+        message, status = str(error), 1
+    except KeyboardInterrupt:
+        message, status = "interrupted", 130
+    else:
+        print(*summary, sep="\n", file=sys.stderr)
+        return 0
+    print(f"{message}; nothing was written", file=sys.stderr)
+    return status
+
+
+def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Settings:
+    """The checked settings; a mistake in the flags ends in `parser.error`."""
+    keys = args.json_keys
+    if len(set(keys)) < len(keys):
+        parser.error(f"--json-keys {' '.join(keys)}: names a key twice; give each key once")
+    if unusable := [key for key in keys if not key or "/" in key or os.sep in key]:
+        parser.error(f"--json-keys {unusable[0]!r}: a key becomes part of a file name; rename the key in the input")
+    if args.tokenizer_type is None:
+        parser.error("--tokenizer-type: not given; choose one of those that --help lists")
+    special = args.tokenizer_special_tokens
+    config = build(TokenizerConfig, vars(args), tokenizer_special_tokens=special and tuple(special))
+    settings = Settings(config, tuple(keys), args.append_eod)
+    try:
+        encoder(settings)
+    except PreprocessingError as error:
+        parser.error(str(error))
+    try:
+        Path(os.path.dirname(args.output_prefix)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output-prefix {args.output_prefix}: no directory to write to: {error}; choose another prefix")
+    return settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = parser.add_argument_group("input and output")
+    add = data.add_argument
+    add("--input", type=existing_file, nargs="+", required=True, metavar="FILE", help="JSONL files, read in this order")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (default: text)")
+    add("--output-prefix", required=True, metavar="PREFIX", help="datasets are named PREFIX_KEY_document")
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--workers", type=positive_int, default=1, metavar="N", help="tokenizing processes (default: %(default)s)")
+    add(
+        "--on-bad-line",
+        choices=["error", "skip"],
+        default="error",
+        help="what to do with a line that holds no document: write nothing at all (the default), or report and skip it",
+    )
+    add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
