@@ -2,10 +2,12 @@
 
 import sys
 
-from megatron_balance.device import cpu
+from megatron_balance.device import cpu, quiet
 
 
 def main(argv: list[str]) -> None:
+    # Both before megatron.core is imported
+    quiet.silence_expected_warnings()
     cpu.install()
     from megatron_balance import launch
 

@@ -31,7 +31,12 @@ INTERNAL_FIELDS = {
     *("num_microbatches_with_partial_activation_checkpoints", "batch_p2p_comm", "batch_p2p_sync"),
     *("deallocate_pipeline_outputs", "hetereogenous_dist_checkpoint", "heterogeneous_block_specs"),
     *("pipeline_model_parallel_layout", "cp_comm_type", "use_te_rng_tracker", "tp_comm_atomic_ag", "tp_comm_atomic_rs"),
-    *("moe_token_dropping", "memory_efficient_layer_norm", "fused_single_qkv_rope", "disable_parameter_transpose_cache"),
+    *(
+        "moe_token_dropping",
+        "memory_efficient_layer_norm",
+        "fused_single_qkv_rope",
+        "disable_parameter_transpose_cache",
+    ),
     *("tp_only_amax_red", "activation_func_fp8_input_store", "quant_recipe", "moe_router_topk_limited_devices"),
     *("store_param_remainders", "decoupled_weight_decay", "preserve_fp32_weights", "use_custom_fsdp", "nccl_ub"),
     *("use_inference_optimized_layers", "average_in_collective", "timers", "muon_split_qkv", "softmax_scale"),
@@ -42,7 +47,7 @@ INTERNAL_FIELDS = {
 
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "num_moe_experts": {"arg_names": ["--num-experts"]},
-    "window_size": {"type": lambda text: _integers(text), "nargs": None},
+    "window_size": {"type": lambda text: _window(text), "nargs": None},
     "moe_layer_freq": {"type": lambda text: parse_layer_frequency(text), "default": 1},
     "moe_router_load_balancing_type": {
         "nargs": "+",
@@ -62,7 +67,11 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
         "default": True,
     },
     "overlap_p2p_comm": {"arg_names": ["--no-overlap-p2p-communication"], "action": "store_false", "default": True},
-    "attention_softmax_in_fp32": {"action": "store_true", "arg_names": ["--attention-softmax-in-fp32"], "default": False},
+    "attention_softmax_in_fp32": {
+        "action": "store_true",
+        "arg_names": ["--attention-softmax-in-fp32"],
+        "default": False,
+    },
     "min_lr": {"default": 0.0},
     "optimizer": {"choices": ["adam", "sgd"]},
     "grad_reduce_in_fp32": {"arg_names": ["--accumulate-allreduce-grads-in-fp32"]},
@@ -145,9 +154,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
 
 
 def _add_refused(parser: argparse.ArgumentParser, flag: str, reason: str) -> None:
-    parser.add_argument(
-        flag, action=_Refuse, nargs="*", dest=argparse.SUPPRESS, metavar=reason, help=argparse.SUPPRESS
-    )
+    parser.add_argument(flag, action=_Refuse, nargs="*", dest=argparse.SUPPRESS, metavar=reason, help=argparse.SUPPRESS)
 
 
 def _megatron_fields() -> list[dataclasses.Field]:
@@ -211,9 +218,13 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def _window(text: str) -> tuple[int, int]:
     """`--window-size`: `128,0` or `(128,0)`."""
-    return tuple(int(part) for part in text.strip("() ").split(","))
+    try:
+        left, right = (int(part) for part in text.strip("() ").split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: give two integers such as 128,0") from error
+    return left, right
 
 
 _OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}

@@ -1,7 +1,6 @@
 """Wires everything: RunConfig -> model, optimizer, schedule and data. The only file that imports all packages."""
 
 import copy
-import logging
 import random
 
 import numpy as np
@@ -39,9 +38,7 @@ def build_run(config: RunConfig) -> Run:
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
     )
     model = build_model(config, groups, vocab_size)
-    optimizer = get_megatron_optimizer(
-        config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups
-    )
+    optimizer = get_megatron_optimizer(config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups)
     connect(config, model, optimizer)
     length = run_length(config.train, groups.dp.size())
     return Run(
@@ -167,12 +164,3 @@ def connect(config: RunConfig, model: list[torch.nn.Module], optimizer: Megatron
 
 def _one_or_all(functions: list) -> object:
     return functions[0] if len(functions) == 1 else functions
-
-
-def silence_expected_warnings() -> None:
-    """megatron-core warns of every MLP class that it did not ship; ours gets its arguments from its spec."""
-
-    def expected(record: logging.LogRecord) -> bool:
-        return "Unknown MLP type" not in record.getMessage()
-
-    logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(expected)

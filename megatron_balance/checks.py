@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 DEFAULT_SPLIT = "969,30,1"
 
 UNSUPPORTED_FIELDS = {
-    **dict.fromkeys(("fp8", "fp4", "first_last_layers_bf16", "num_layers_at_"), "8- and 4-bit training is not supported"),
+    **dict.fromkeys(("fp8", "fp4", "first_last_layers_bf16", "num_layers_at_"), "8- and 4-bit training: not supported"),
     **dict.fromkeys(
         ("cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
         "CUDA graphs are not supported: the number of routed tokens changes from step to step",
@@ -26,18 +26,20 @@ UNSUPPORTED_FIELDS = {
         "this program trains; it does not serve",
     ),
     **dict.fromkeys(
-        ("cpu_offloading", "fine_grained_activation", "offload_modules", "min_offloaded"), "offloading is not supported"
+        ("cpu_offloading", "fine_grained_activation", "offload_modules", "min_offloaded", "optimizer_cpu_offload",
+         "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer", "pin_cpu_"),
+        "offloading is not supported",
     ),
     **dict.fromkeys(("use_kitchen", "kitchen"), "the kitchen extension is not supported"),
     **dict.fromkeys(
         ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_"),
         "megatron-core's batch-level overlap cuts its own MoE layer in stages and is not supported",
     ),
-    **dict.fromkeys(("use_megatron_fsdp", "data_parallel_sharding_strategy", "fsdp_", "outer_dp"), "FSDP is not supported"),
-    **dict.fromkeys(("optimizer_cpu_offload", "muon_"), "not supported; use --optimizer adam or sgd"),
-    **dict.fromkeys(("hybrid_context", "hierarchical_context", "max_seqlen_per_dp"), "context parallelism is not supported"),
+    **dict.fromkeys(("use_megatron_fsdp", "data_parallel_sharding", "fsdp_", "outer_dp"), "FSDP is not supported"),
+    "muon_": "not supported; use --optimizer adam or sgd",
+    **dict.fromkeys(("hybrid_context", "hierarchical_context", "max_seqlen_"), "context parallelism: not supported"),
     **dict.fromkeys(("moe_latent_size", "moe_enable_routing_replay"), "not supported by the balanced MoE layer"),
-}
+}  # fmt: skip
 """Fields of megatron-core's configs, by prefix, that are refused as flags, with the reason."""
 
 REFUSED = {
@@ -54,7 +56,9 @@ NOT_YET = {
     ),
     **dict.fromkeys(("--exit-signal-handler", "--exit-duration-in-mins"), "needs checkpoints, not available yet"),
     **dict.fromkeys(("--yaml-cfg", "--dry-run", "--moe-routing-trace-path"), "not available yet"),
-    **dict.fromkeys(("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), "not available yet; use --tensorboard-dir"),
+    **dict.fromkeys(
+        ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), "not available yet; use --tensorboard-dir"
+    ),
     **dict.fromkeys(("--moe-router-force-workload", "--moe-router-force-biased"), "not available yet"),
     **dict.fromkeys(
         ("--balance-alpha", "--balance-threshold", "--balance-metric", "--balance-vexperts-per-rank",
@@ -79,6 +83,13 @@ ONLY_VALUE = {
     "moe_parallel_schedule": ("megatron",),
 }
 """Our flags whose other values are still to come, and the values that work."""
+
+AT_LEAST_ONE = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
+    *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
+)
 
 NO_EFFECT_WITHOUT_POLICY = (
     *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
@@ -178,14 +189,14 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
 
 def _required(values: Mapping[str, Any]) -> None:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
-        if not values[name]:
+        if values[name] is None:
             raise ValueError(f"--{name.replace('_', '-')} is required")
     if (values["train_iters"] is None) == (values["train_samples"] is None):
         raise ValueError("give --train-iters N or --train-samples N, and only one of them")
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
-    for name in ("log_interval", "micro_batch_size"):
-        if values[name] < 1:
+    for name in AT_LEAST_ONE:
+        if values[name] is not None and values[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {values[name]}: give at least 1")
 
 
@@ -197,9 +208,7 @@ def _available(values: Mapping[str, Any], given: Collection[str]) -> None:
             raise ValueError(f"{flag} {values[name]}: not available yet; use {flag} {' or '.join(allowed)}")
     for name in NO_EFFECT_WITHOUT_POLICY:
         if name in given:
-            raise ValueError(
-                f"--{name.replace('_', '-')}: has no effect with --balance-policy none; leave it out"
-            )
+            raise ValueError(f"--{name.replace('_', '-')}: has no effect with --balance-policy none; leave it out")
     if values["context_parallel_size"] > 1:
         raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
 
@@ -238,8 +247,8 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
     if world_size % (expert * pipeline):
         raise ValueError(
             f"--expert-model-parallel-size {values['expert_model_parallel_size']} x expert tensor parallelism "
-            f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must divide "
-            f"the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
+            f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
+            f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
         )
     if values["sequence_parallel"] and tensor == 1:
         raise ValueError("--sequence-parallel: needs --tensor-model-parallel-size above 1; leave it out")
@@ -262,10 +271,10 @@ def _model_shape(values: Mapping[str, Any]) -> None:
         raise ValueError("--swiglu and --squared-relu: choose one activation")
     if values["bf16"] and values["fp16"]:
         raise ValueError("--bf16 and --fp16: choose one precision")
-    if values["recompute_granularity"] == "full" and not (values["recompute_method"] and values["recompute_num_layers"]):
-        raise ValueError(
-            "--recompute-granularity full: also give --recompute-method uniform --recompute-num-layers 1"
-        )
+    if values["recompute_granularity"] == "full" and not (
+        values["recompute_method"] and values["recompute_num_layers"]
+    ):
+        raise ValueError("--recompute-granularity full: also give --recompute-method uniform --recompute-num-layers 1")
     if values["overlap_param_gather"] and not (values["use_distributed_optimizer"] and values["overlap_grad_reduce"]):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
 
@@ -297,7 +306,7 @@ def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
     if stages == 2 and not values["overlap_p2p_comm"]:
         # Batched, the two messages between the same two ranks would be taken for each other
         raise ValueError(
-            "--no-overlap-p2p-communication: the interleaved schedule needs --pipeline-model-parallel-size above 2 for it"
+            "--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with the interleaved schedule"
         )
     if per_chunk < 1 or uneven or layers // stages % per_chunk:
         raise ValueError(

@@ -77,9 +77,11 @@ def add_flags(
         options = _argparse_options(hints[field.name], _default(field))
         if options is None and not meta:
             continue
-        options = (options or {"default": _default(field)}) | {"help": _help(field_docs(cls).get(field.name, ""))}
+        help_text = _help(field_docs(cls).get(field.name, ""))
+        options = (options or {"default": _default(field)}) | {"help": help_text}
         names = meta.pop("arg_names", None) or _names(field.name, negated=options.get("action") == "store_false")
-        group.add_argument(*names, dest=field.name, **(options | meta))
+        keywords: dict[str, Any] = {**options, **meta, "dest": field.name}
+        group.add_argument(*names, **keywords)
         added.append(field.name)
     return added
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.arguments import parse_args
-from megatron_balance.build import build_run, silence_expected_warnings
+from megatron_balance.build import build_run
 from megatron_balance.checks import Machine
 from megatron_balance.device import groups
 from megatron_balance.observe.load import LoadRecorder
@@ -20,7 +20,6 @@ def pretrain(argv: list[str]) -> None:
         groups.node_topology(launch, config.comm.moe_comm_node_size)
     except ValueError as error:
         raise SystemExit(f"pretrain_gpt_moe.py: error: {error}") from error
-    silence_expected_warnings()
     torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
     groups.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
     try:

@@ -3,10 +3,10 @@
 import pytest
 
 from megatron_balance.device import cpu
+from tests.harness import Ranks
 
+# Before any test module imports megatron.core
 cpu.install()
-
-from tests.harness import Ranks  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

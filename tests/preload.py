@@ -1,7 +1,9 @@
 """What every rank needs, imported once by the server that ranks are forked from."""
 
-from megatron_balance.device import cpu
+import importlib
 
+from megatron_balance.device import cpu, quiet
+
+quiet.silence_expected_warnings()
 cpu.install()
-
-import megatron_balance.build  # noqa: E402, F401
+importlib.import_module("megatron_balance.build")

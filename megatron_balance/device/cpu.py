@@ -3,18 +3,18 @@
 The table below is everything megatron-core asks of CUDA while a GPT-MoE trains, and what the CPU answers. It is
 installed once, by the entry point, when `torch.cuda.is_available()` is false, and never when CUDA is there.
 
-| megatron-core asks for                          | the CPU answers            | why                                     |
-|-------------------------------------------------|----------------------------|-----------------------------------------|
-| `torch.cuda.current_device()`                   | the `cpu` device           | used as the `device=` of new tensors    |
-| `torch.cuda.synchronize`, `empty_cache`, ...    | nothing                    | CPU work is already done                |
-| `torch.cuda.Stream`, `Event`, `stream(...)`     | objects that never wait    | there is one stream: program order      |
-| `torch.cuda.{get,set}_rng_state`, `manual_seed` | the CPU generator          | dropout and init fork named RNG states  |
-| `device="cuda"` literals                        | `device="cpu"`             | optimizer, clipping, aux-loss tracker   |
-| `tensor.type() == "torch.cuda.FloatTensor"`     | the CUDA name              | the optimizers sort parameters by it    |
-| `Tensor.cuda()`, `Module.cuda()`                | identity                   |                                         |
-| `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler and time |
-| `te_general_gemm` without Transformer Engine    | `None`                     | 0.16.1 raises NameError in the router   |
-| `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as split sizes     |
+| megatron-core asks for                          | the CPU answers            | why                              |
+|-------------------------------------------------|----------------------------|----------------------------------|
+| `torch.cuda.current_device()`                   | the `cpu` device           | the `device=` of new tensors     |
+| `torch.cuda.synchronize`, `empty_cache`, ...    | nothing                    | CPU work is already done         |
+| `torch.cuda.Stream`, `Event`, `stream(...)`     | objects that never wait    | one stream: program order        |
+| `torch.cuda.{get,set}_rng_state`, `manual_seed` | the CPU generator          | dropout and init fork RNG states |
+| `device="cuda"` literals                        | `device="cpu"`             | optimizer, clipping, aux losses  |
+| `tensor.type() == "torch.cuda.FloatTensor"`     | the CUDA name              | optimizers sort parameters by it |
+| `Tensor.cuda()`, `Module.cuda()`                | identity                   |                                  |
+| `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
+| `te_general_gemm` without Transformer Engine    | `None`                     | 0.16.1's router raises NameError |
+| `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |
 """
 
 import contextlib

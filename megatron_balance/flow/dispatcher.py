@@ -104,15 +104,16 @@ class AllToAllDispatcher(Dispatcher):
         return sort_chunks_by_idxs(rows, sizes_AB.reshape(-1), order, probs=probs, fused=self.fused)
 
 
+MEGATRON_DISPATCHERS = {"allgather": MoEAllGatherTokenDispatcher, "flex": MoEFlexTokenDispatcher}
+
+
 class MegatronDispatcher(Dispatcher):
     """One of megatron-core's own dispatchers (allgather; flex, which is DeepEP) behind the two verbs."""
-
-    CLASSES = {"allgather": MoEAllGatherTokenDispatcher, "flex": MoEFlexTokenDispatcher}
 
     def __init__(self, config: TransformerConfig, rank: int, groups: ProcessGroupCollection) -> None:
         slots = config.num_moe_experts // config.expert_model_parallel_size
         indices = list(range(rank * slots, (rank + 1) * slots))
-        self.stages: MoETokenDispatcher = self.CLASSES[config.moe_token_dispatcher_type](
+        self.stages: MoETokenDispatcher = MEGATRON_DISPATCHERS[config.moe_token_dispatcher_type](
             slots, indices, config=config, pg_collection=groups
         )
 

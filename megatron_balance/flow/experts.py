@@ -69,7 +69,9 @@ class GroupedExperts(MegatronModule):
     The initial weights equal those of megatron-core's SequentialMLP for the same seed.
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
         super().__init__(config)
         assert pg_collection.expt_tp.size() == 1
         recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
@@ -89,10 +91,11 @@ class GroupedExperts(MegatronModule):
             _initialize_affine_weight_gpu(
                 weight2, self.config.output_layer_init_method, partition_dim=1, is_expert=True
             )
-        for parameter, dimension in ((first.weight, 1), (first.bias, 1), (second.weight, 2)):
+        stride = 2 if self.config.gated_linear_unit else 1
+        for parameter, dimension, step in ((first.weight, 1, stride), (first.bias, 1, stride), (second.weight, 2, 1)):
             if parameter is not None:
                 # Without this mark, gradient norms would count only tensor-parallel rank 0's experts
-                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, step)
 
     def forward(self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
         """Every row through its slot's expert, weighted by its combine probability: [R, H].

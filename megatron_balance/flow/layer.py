@@ -48,9 +48,7 @@ class BalancedMoELayer(MoELayer):
 
         self.router = submodules.router(config=config, pg_collection=pg_collection)
         self.dispatcher = self._build_dispatcher(comm, pg_collection)
-        self.experts = build_module(
-            submodules.experts, self.num_local_experts, config, pg_collection=pg_collection
-        )
+        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=pg_collection)
         if self.use_shared_expert:
             self.shared_experts = build_module(
                 submodules.shared_experts,

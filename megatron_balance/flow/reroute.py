@@ -9,9 +9,7 @@ import torch
 from megatron_balance.flow.plan import DispatchPlan
 
 
-def reroute(
-    probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace each chosen expert by one of its hosts, as many times as `plan` says.
 
     Args:

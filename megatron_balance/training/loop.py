@@ -129,9 +129,7 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
     return losses
 
 
-def _forward_backward(
-    run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool
-) -> dict[str, float]:
+def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> dict[str, float]:
     config, stages = run.config.transformer, run.groups.pp.size()
     single = len(run.model) == 1
     reports = get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(

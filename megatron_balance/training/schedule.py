@@ -17,10 +17,22 @@ NOT_RANK_ZERO = 1
 
 
 def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
-    """Number of microbatches as a function of the samples consumed so far."""
+    """Number of microbatches as a function of the samples consumed so far.
+
+    Raises:
+        ValueError: a ramp that does not lead to the global batch size in whole microbatches on every rank.
+    """
     sizes = (train.global_batch_size, train.micro_batch_size, data_parallel_size, False, NOT_RANK_ZERO)
     if train.rampup_batch_size is None:
         return ConstantNumMicroBatchesCalculator(*sizes)
+    start, increment, samples = train.rampup_batch_size
+    step, span = train.micro_batch_size * data_parallel_size, train.global_batch_size - start
+    if min(start, increment, samples, span) < 1 or start % step or increment % step or span % increment:
+        raise ValueError(
+            f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be multiples of {step} "
+            "(--micro-batch-size times the data-parallel size) and lead to --global-batch-size "
+            f"{train.global_batch_size}"
+        )
     return RampupBatchsizeNumMicroBatchesCalculator(*sizes, *train.rampup_batch_size)
 
 
@@ -33,24 +45,40 @@ class Length:
 
 
 def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
-    """Iterations and samples of the whole run; with a ramping batch size neither follows from the other by a product."""
+    """Iterations and samples of the whole run, in whole global batches.
+
+    With a ramping batch size neither follows from the other by a product.
+    """
     batches = build_batch_schedule(train, data_parallel_size)
     iterations = samples = 0
-    while (iterations < train.train_iters) if train.train_iters is not None else (samples < train.train_samples):
+    while train.train_iters is None or iterations < train.train_iters:
         batches.update(samples, consistency_check=False)
-        iterations, samples = iterations + 1, samples + batches.get_current_running_global_batch_size()
+        batch = batches.get_current_running_global_batch_size()
+        if train.train_samples is not None and samples + batch > train.train_samples:
+            break
+        iterations, samples = iterations + 1, samples + batch
+    if not iterations:
+        raise ValueError(f"--train-samples {train.train_samples}: give at least one global batch, {batch}")
     return Length(iterations, samples)
 
 
-def build_param_scheduler(
-    config: RunConfig, optimizer: MegatronOptimizer, length: Length
-) -> OptimizerParamScheduler:
-    """Learning-rate and weight-decay schedule; its steps are samples."""
-    scheduler, batch, total = config.scheduler, config.train.global_batch_size, length.samples
+def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, length: Length) -> OptimizerParamScheduler:
+    """Learning-rate and weight-decay schedule; its steps are samples.
+
+    Raises:
+        ValueError: a warmup that leaves nothing to decay over.
+    """
+    scheduler, batch = config.scheduler, config.train.global_batch_size
+    total = config.train.train_samples or length.samples
     decay = scheduler.lr_decay_samples or (scheduler.lr_decay_iters or 0) * batch or total
     warmup = scheduler.lr_warmup_samples or scheduler.lr_warmup_iters * batch
     if scheduler.lr_warmup_fraction is not None:
         warmup = int(scheduler.lr_warmup_fraction * decay)
+    if warmup >= decay:
+        raise ValueError(
+            f"--lr-warmup-iters, -samples or -fraction: a warmup of {warmup} samples must be shorter than the decay "
+            f"of {decay}; shorten it, or set --lr-decay-iters or --lr-decay-samples"
+        )
     weight_decay = config.optimizer.weight_decay
     return OptimizerParamScheduler(
         optimizer,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.arguments import parse_args
-from megatron_balance.build import build_run, silence_expected_warnings
+from megatron_balance.build import build_run
 from megatron_balance.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import Run, StepReport, train_step
@@ -26,7 +26,6 @@ Curve = list[tuple[float, float]]
 def build(flags: str) -> Run:
     """Build the run of `BASE` and `flags` on this rank."""
     config, _ = parse_args(f"{BASE} {flags}".split(), Machine.here(dist.get_world_size()))
-    silence_expected_warnings()
     return build_run(config)
 
 

@@ -1,0 +1,328 @@
+"""flags.py: dataclass fields as command-line flags; and Megatron's flags as its users know them."""
+
+import argparse
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from megatron_balance.arguments import build_parser
+from megatron_balance.flags import add_flags, build, field_docs, flag_field, flag_names
+
+
+class Color(enum.Enum):
+    RED = 1
+    GREEN = 2
+
+
+@dataclass(frozen=True)
+class Base:
+    """A dataclass with one field of every kind that a flag can express."""
+
+    count: int = 3
+    """How many,
+    in two lines with 100% detail."""
+
+    rate: float | None = None
+    name: str = "a"
+    """Its name."""
+
+
+@dataclass(frozen=True)
+class Example(Base):
+    """Inherits, overrides a docstring and adds."""
+
+    name: str = "b"
+    """Another name."""
+
+    quiet: bool = False
+    """Say less."""
+
+    warm_start: bool = True
+    """Start warm."""
+
+    mode: Literal["fast", "slow"] = "fast"
+    """Speed."""
+
+    level: Literal[1, 2] | None = None
+    """Level."""
+
+    sizes: list[int] | None = None
+    """Sizes."""
+
+    weights: tuple[float, ...] = (0.5, 0.5)
+    """Weights."""
+
+    color: Color = Color.RED
+    """Color."""
+
+    made: list[int] = field(default_factory=lambda: [7])
+    """From a factory."""
+
+    callback: Callable[[], None] | None = None
+    """Has no text form."""
+
+    either: int | str = 0
+    """Has no single type."""
+
+    spelled: bool = flag_field(True, arg_names=["--not-spelled"])
+    """Spelled unlike its name."""
+
+    _private: int = 0
+    """Nobody's business."""
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, Example)
+    return parser
+
+
+def test_field_docs_are_one_line_and_the_subclass_wins() -> None:
+    docs = field_docs(Example)
+    assert docs["count"] == "How many, in two lines with 100% detail."
+    assert docs["name"] == "Another name."
+    assert field_docs(Base)["name"] == "Its name."
+    assert "rate" not in docs
+
+
+def test_added_fields(parser: argparse.ArgumentParser) -> None:
+    flags = {action.dest for action in parser._actions} - {"help"}
+    fields = "count rate name quiet warm_start mode level sizes weights color made spelled"
+    assert flags == set(fields.split())
+
+
+def test_defaults(parser: argparse.ArgumentParser) -> None:
+    values = vars(parser.parse_args([]))
+    assert values == {name: getattr(Example(), name) for name in values}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("--count 5", "count", 5),
+        ("--rate 1e-3", "rate", 1e-3),
+        ("--name x", "name", "x"),
+        ("--quiet", "quiet", True),
+        ("--no-warm-start", "warm_start", False),
+        ("--disable-warm-start", "warm_start", False),
+        ("--mode slow", "mode", "slow"),
+        ("--level 2", "level", 2),
+        ("--sizes 1 2 3", "sizes", [1, 2, 3]),
+        ("--weights 1 2", "weights", [1.0, 2.0]),
+        ("--color GREEN", "color", Color.GREEN),
+        ("--made 1", "made", [1]),
+        ("--not-spelled", "spelled", False),
+    ],
+)
+def test_values(parser: argparse.ArgumentParser, text: str, name: str, expected: Any) -> None:
+    assert getattr(parser.parse_args(text.split()), name) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--count x", "--mode medium", "--level 3", "--sizes", "--warm-start", "--spelled", "--callback x", "--quie"],
+)
+def test_rejected(parser: argparse.ArgumentParser, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        parser.parse_args(text.split())
+    assert error.value.code == 2
+    assert text.split()[0] in capsys.readouterr().err
+
+
+def test_help_survives_percent_signs(parser: argparse.ArgumentParser) -> None:
+    assert "with 100% detail" in " ".join(parser.format_help().split())
+
+
+def test_skip_and_metadata() -> None:
+    parser = argparse.ArgumentParser()
+    metadata = {"count": {"arg_names": ["--how-many"], "default": 9}, "callback": {"type": str}}
+    added = add_flags(parser, Example, skip={"rate", "mode"}, metadata=metadata)
+    assert "rate" not in added and "mode" not in added and "callback" in added
+    values = parser.parse_args(["--callback", "f"])
+    assert (values.count, values.callback) == (9, "f")
+    assert parser.parse_args(["--how-many", "4"]).count == 4
+
+
+def test_shared_names_are_added_once() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_flags(parser.add_argument_group("first"), Base) == ["count", "rate", "name"]
+    added = add_flags(parser.add_argument_group("second"), Example)
+    assert not {"count", "rate", "name"} & set(added)
+    assert "quiet" in added
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("count", ["--count"]),
+        ("warm_start", ["--no-warm-start", "--disable-warm-start"]),
+        ("spelled", ["--not-spelled"]),
+    ],
+)
+def test_flag_names(name: str, expected: list[str]) -> None:
+    assert flag_names(Example.__dataclass_fields__[name]) == expected
+
+
+def test_build_takes_its_own_fields_and_given_ones_win() -> None:
+    built = build(Base, {"count": 1, "name": "x", "foreign": 2}, name="y")
+    assert built == Base(count=1, name="y")
+    with pytest.raises(TypeError, match="foreign"):
+        build(Base, {}, foreign=2)
+
+
+MEGATRON = {
+    "--num-layers": None,
+    "--hidden-size": None,
+    "--ffn-hidden-size": None,
+    "--num-attention-heads": None,
+    "--group-query-attention": False,
+    "--num-query-groups": 1,
+    "--kv-channels": None,
+    "--seq-length": None,
+    "--max-position-embeddings": None,
+    "--position-embedding-type": "learned_absolute",
+    "--rotary-base": 10000,
+    "--normalization": "LayerNorm",
+    "--norm-epsilon": 1e-5,
+    "--swiglu": False,
+    "--disable-bias-linear": True,
+    "--untie-embeddings-and-output-weights": False,
+    "--qk-layernorm": False,
+    "--make-vocab-size-divisible-by": 128,
+    "--init-method-std": 0.02,
+    "--attention-dropout": 0.1,
+    "--hidden-dropout": 0.1,
+    "--transformer-impl": "transformer_engine",
+    "--tensor-model-parallel-size": 1,
+    "--pipeline-model-parallel-size": 1,
+    "--context-parallel-size": 1,
+    "--expert-model-parallel-size": 1,
+    "--expert-tensor-parallel-size": None,
+    "--num-layers-per-virtual-pipeline-stage": None,
+    "--sequence-parallel": False,
+    "--use-distributed-optimizer": False,
+    "--overlap-grad-reduce": False,
+    "--overlap-param-gather": False,
+    "--no-align-param-gather": True,
+    "--distributed-backend": "nccl",
+    "--distributed-timeout-minutes": 10,
+    "--num-experts": None,
+    "--moe-layer-freq": 1,
+    "--moe-router-topk": 2,
+    "--moe-ffn-hidden-size": None,
+    "--moe-router-load-balancing-type": "aux_loss",
+    "--moe-aux-loss-coeff": 0.0,
+    "--moe-z-loss-coeff": None,
+    "--moe-router-score-function": "softmax",
+    "--moe-router-pre-softmax": False,
+    "--moe-router-dtype": None,
+    "--moe-router-topk-scaling-factor": None,
+    "--moe-router-num-groups": None,
+    "--moe-router-group-topk": None,
+    "--moe-router-enable-expert-bias": False,
+    "--moe-router-bias-update-rate": 1e-3,
+    "--moe-router-force-load-balancing": False,
+    "--moe-token-dispatcher-type": "allgather",
+    "--moe-grouped-gemm": False,
+    "--moe-expert-capacity-factor": None,
+    "--moe-pad-expert-input-to-capacity": False,
+    "--moe-token-drop-policy": "probs",
+    "--moe-shared-expert-intermediate-size": None,
+    "--moe-shared-expert-overlap": False,
+    "--moe-permute-fusion": False,
+    "--moe-per-layer-logging": False,
+    "--micro-batch-size": None,
+    "--global-batch-size": None,
+    "--train-iters": None,
+    "--train-samples": None,
+    "--optimizer": "adam",
+    "--lr": None,
+    "--min-lr": 0.0,
+    "--lr-decay-style": "linear",
+    "--lr-decay-iters": None,
+    "--lr-warmup-iters": 0,
+    "--lr-warmup-fraction": None,
+    "--weight-decay": 0.01,
+    "--clip-grad": 1.0,
+    "--adam-beta1": 0.9,
+    "--adam-beta2": 0.999,
+    "--adam-eps": 1e-8,
+    "--bf16": False,
+    "--fp16": False,
+    "--seed": 1234,
+    "--recompute-granularity": None,
+    "--recompute-modules": None,
+    "--deterministic-mode": False,
+    "--data-path": None,
+    "--train-data-path": None,
+    "--split": None,
+    "--data-cache-path": None,
+    "--mock-data": False,
+    "--num-workers": 2,
+    "--tokenizer-type": None,
+    "--tokenizer-model": None,
+    "--vocab-file": None,
+    "--merge-file": None,
+    "--vocab-size": None,
+    "--eod-mask-loss": False,
+    "--exit-interval": None,
+    "--log-interval": 100,
+    "--eval-interval": None,
+    "--eval-iters": 100,
+    "--tensorboard-dir": None,
+    "--log-throughput": False,
+}
+"""Flags that Megatron users have in their fingers, with the defaults of core_v0.16.1."""
+
+RUN_FLAGS = build_parser()
+
+
+@pytest.mark.parametrize("flag", MEGATRON)
+def test_megatron_default(flag: str) -> None:
+    action = RUN_FLAGS._option_string_actions[flag]
+    assert action.default == MEGATRON[flag]
+    assert type(action.default) is type(MEGATRON[flag])
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--no-align-param-gather", "align_param_gather", False),
+        ("--accumulate-allreduce-grads-in-fp32", "grad_reduce_in_fp32", True),
+        (
+            "--moe-router-load-balancing-type aux_loss sinkhorn",
+            "moe_router_load_balancing_type",
+            ["aux_loss", "sinkhorn"],
+        ),
+        ("--moe-aux-loss-coeff 1e-2 1e-3", "moe_aux_loss_coeff", [1e-2, 1e-3]),
+        ("--window-size 128,0", "window_size", (128, 0)),
+        ("--window-size (128,0)", "window_size", (128, 0)),
+        ("--moe-layer-freq ([0]*1+[1]*2)", "moe_layer_freq", [0, 1, 1]),
+        ("--data-path 0.3 a 0.7 b", "data_path", ["0.3", "a", "0.7", "b"]),
+        ("--rampup-batch-size 2 2 100", "rampup_batch_size", [2, 2, 100]),
+        ("--recompute-modules moe_act core_attn", "recompute_modules", ["moe_act", "core_attn"]),
+    ],
+)
+def test_megatron_values(text: str, name: str, expected: Any) -> None:
+    assert getattr(RUN_FLAGS.parse_args(text.split()), name) == expected
+
+
+@pytest.mark.parametrize("text", ["--window-size 128", "--window-size a,b", "--rampup-batch-size 1 2", "--num-layer 3"])
+def test_megatron_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        RUN_FLAGS.parse_args(text.split())
+    assert text.split()[0] in capsys.readouterr().err
+
+
+def test_every_flag_has_help() -> None:
+    without = [action.option_strings for action in RUN_FLAGS._actions if not action.help]
+    assert without == []
+
+
+def test_help_prints() -> None:
+    assert "--moe-router-topk" in RUN_FLAGS.format_help()
