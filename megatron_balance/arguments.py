@@ -150,7 +150,10 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     given = {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
     values = vars(args)
     layout, notices = check(values, given, machine)
-    return Parsed(_run_config(values, layout), notices)
+    try:
+        return Parsed(_run_config(values, layout), notices)
+    except AssertionError as error:
+        raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
 
 
 def _add_refused(parser: argparse.ArgumentParser, flag: str, reason: str) -> None:
@@ -253,7 +256,7 @@ def _evaluate(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
-        return [_evaluate(element) for element in node.elts]
+        return [_entry(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _evaluate(node.left), _evaluate(node.right)
         size = max(_length(left) + _length(right), _length(left) * _scale(right), _length(right) * _scale(left))
@@ -261,6 +264,13 @@ def _evaluate(node: ast.expr) -> Any:
             raise ValueError("too long")
         return _OPERATORS[type(node.op)](left, right)
     raise ValueError("not allowed")
+
+
+def _entry(node: ast.expr) -> int:
+    value = _evaluate(node)
+    if isinstance(value, list):
+        raise ValueError("a list in a list")
+    return value
 
 
 def _length(value: int | list) -> int:

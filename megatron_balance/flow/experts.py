@@ -5,6 +5,7 @@ Shape suffixes: S slots (experts of this rank), R rows (tokens, grouped by slot)
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,11 +57,40 @@ class GroupedLinear(torch.nn.Module):
     ) -> torch.Tensor:
         """[R, I] -> [R, O]; the bias is multiplied by `scale_R` [R] if given."""
         rows = grouped_linear(rows_RI, self.weight, tokens_per_slot)
-        if self.bias is None:
-            return rows
-        repeats = tokens_per_slot.to(rows.device, non_blocking=True)
-        bias = self.bias.repeat_interleave(repeats, dim=0, output_size=rows.shape[0])
-        return rows + (bias if scale_R is None else (bias * scale_R.unsqueeze(-1)).to(rows.dtype))
+        return rows if self.bias is None else _AddSlotBias.apply(rows, self.bias, tokens_per_slot.tolist(), scale_R)
+
+
+class _AddSlotBias(torch.autograd.Function):
+    """Adds each slot's bias to its rows in place, times `scale_R` if given.
+
+    A gathered bias per row would be as large as the rows, and its gradient a scatter; this needs neither.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RO: torch.Tensor, bias_SO: torch.Tensor, sizes: list[int], scale_R: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.has_scale = sizes, scale_R is not None
+        ctx.save_for_backward(*((bias_SO, scale_R) if scale_R is not None else ()))
+        for slot, (rows, bias) in enumerate(zip(rows_RO.split(sizes), bias_SO, strict=True)):
+            if scale_R is None:
+                rows.add_(bias)
+            else:
+                scale = scale_R.split(sizes)[slot].unsqueeze(-1)
+                rows.add_((bias * scale).to(rows.dtype))
+        ctx.mark_dirty(rows_RO)
+        return rows_RO
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor | None]:
+        chunks = gradient.split(ctx.sizes)
+        if not ctx.has_scale:
+            return gradient, torch.stack([chunk.sum(0) for chunk in chunks]), None, None
+        bias_SO, scale_R = ctx.saved_tensors
+        scales = scale_R.split(ctx.sizes)
+        weighted = [(chunk * scale.unsqueeze(-1)).sum(0) for chunk, scale in zip(chunks, scales, strict=True)]
+        to_scale = [(chunk * bias).sum(-1) for chunk, bias in zip(chunks, bias_SO, strict=True)]
+        return gradient, torch.stack(weighted).to(bias_SO.dtype), None, torch.cat(to_scale).to(scale_R.dtype)
 
 
 class GroupedExperts(MegatronModule):

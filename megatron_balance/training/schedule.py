@@ -10,7 +10,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_balance.config import RunConfig, TrainConfig
+from megatron_balance.config import RunConfig, SchedulerConfig, TrainConfig
 
 NOT_RANK_ZERO = 1
 """The calculators log on rank 0; the loop prints the batch size of every logged iteration anyway."""
@@ -66,7 +66,7 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
     """Learning-rate and weight-decay schedule; its steps are samples.
 
     Raises:
-        ValueError: a warmup that leaves nothing to decay over.
+        ValueError: settings that contradict each other.
     """
     scheduler, batch = config.scheduler, config.train.global_batch_size
     total = config.train.train_samples or length.samples
@@ -74,12 +74,11 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
     warmup = scheduler.lr_warmup_samples or scheduler.lr_warmup_iters * batch
     if scheduler.lr_warmup_fraction is not None:
         warmup = int(scheduler.lr_warmup_fraction * decay)
-    if warmup >= decay:
-        raise ValueError(
-            f"--lr-warmup-iters, -samples or -fraction: a warmup of {warmup} samples must be shorter than the decay "
-            f"of {decay}; shorten it, or set --lr-decay-iters or --lr-decay-samples"
-        )
     weight_decay = config.optimizer.weight_decay
+    start_wd = weight_decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
+    end_wd = weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
+    _check_rates(config, warmup, decay)
+    _check_weight_decay(scheduler, start_wd, end_wd)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=scheduler.lr_warmup_init,
@@ -88,8 +87,8 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=scheduler.lr_decay_style,
-        start_wd=weight_decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay,
-        end_wd=weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay,
+        start_wd=start_wd,
+        end_wd=end_wd,
         wd_incr_steps=total,
         wd_incr_style=scheduler.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=False,
@@ -97,3 +96,28 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
         wsd_decay_steps=None if scheduler.lr_wsd_decay_iters is None else scheduler.lr_wsd_decay_iters * batch,
         lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
     )
+
+
+def _check_rates(config: RunConfig, warmup: int, decay: int) -> None:
+    rate, floor, start = config.optimizer.lr, config.optimizer.min_lr, config.scheduler.lr_warmup_init
+    if warmup >= decay:
+        raise ValueError(
+            f"--lr-warmup-iters, -samples or -fraction: a warmup of {warmup} samples must be shorter than the decay "
+            f"of {decay}; shorten it, or set --lr-decay-iters or --lr-decay-samples"
+        )
+    if not 0 <= floor <= rate:
+        raise ValueError(f"--min-lr {floor}: choose 0 to --lr {rate}")
+    if start > rate:
+        raise ValueError(f"--lr-warmup-init {start}: choose at most --lr {rate}")
+    if config.scheduler.lr_decay_style == "WSD" and config.scheduler.lr_wsd_decay_iters is None:
+        raise ValueError("--lr-decay-style WSD: also give --lr-wsd-decay-iters")
+
+
+def _check_weight_decay(scheduler: SchedulerConfig, start: float, end: float) -> None:
+    if not 0 <= start <= end:
+        raise ValueError(f"--start-weight-decay {start}: choose 0 to --end-weight-decay {end}")
+    if scheduler.weight_decay_incr_style == "constant" and start != end:
+        raise ValueError(
+            f"--weight-decay-incr-style constant: does not lead from --start-weight-decay {start} to "
+            f"--end-weight-decay {end}; use linear or cosine"
+        )

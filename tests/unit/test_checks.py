@@ -1,0 +1,364 @@
+"""Command lines: what is refused and how it is said, what is derived, what falls back."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+
+from megatron_balance.arguments import Parsed, build_parser, parse_args
+from megatron_balance.checks import NOT_YET, ONLY_VALUE, REFUSED, Layout, Machine, check
+
+CPU = Machine(world_size=8, cuda=False, transformer_engine=False, apex=False)
+GPU = Machine(world_size=8, cuda=True, transformer_engine=True, apex=True)
+GOOD = {
+    **{"--num-layers": "4", "--hidden-size": "48", "--num-attention-heads": "4", "--seq-length": "32"},
+    **{"--micro-batch-size": "2", "--train-iters": "20", "--lr": "1e-3", "--num-experts": "8"},
+    **{"--tokenizer-type": "NullTokenizer", "--vocab-size": "127"},
+}
+"""A good command line but for the data."""
+
+
+def argv(flags: str = "", without: str = "") -> list[str]:
+    """`GOOD` and `flags`, which win; without the flags named in `without`."""
+    data = [] if "data" in flags or without == "data" else ["--mock-data"]
+    good = [part for flag, value in GOOD.items() if flag not in without.split() for part in (flag, value)]
+    return good + data + flags.split()
+
+
+def parse(flags: str = "", world_size: int = 8) -> Parsed:
+    return parse_args(argv(flags), dataclasses.replace(CPU, world_size=world_size))
+
+
+def layout_on(machine: Machine, flags: str = "", given: tuple[str, ...] = ()) -> tuple[Layout, list[str]]:
+    """`check` alone: it knows a machine's libraries by `machine` only."""
+    return check(vars(PARSER.parse_args(argv(flags))), given, machine)
+
+
+PARSER = build_parser()
+
+BAD = [
+    # flags, what the message says: flag, value, remedy
+    ("--train-samples 100", "--train-iters", "--train-samples", "only one"),
+    ("--log-interval 0", "--log-interval 0", "at least 1"),
+    ("--micro-batch-size 0", "--micro-batch-size 0", "at least 1"),
+    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0", "at least 1"),
+    ("--pipeline-model-parallel-size -1", "--pipeline-model-parallel-size -1", "at least 1"),
+    ("--expert-model-parallel-size 0", "--expert-model-parallel-size 0", "at least 1"),
+    ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0", "at least 1"),
+    ("--num-attention-heads 0", "--num-attention-heads 0", "at least 1"),
+    ("--global-batch-size 0", "--global-batch-size 0", "at least 1"),
+    ("--eval-interval 0", "--eval-interval 0", "at least 1"),
+    ("--context-parallel-size 2", "--context-parallel-size 2", "use 1"),
+    ("--balance-explain", "--balance-explain", "no effect", "leave it out"),
+    ("--balance-guest-slots 2", "--balance-guest-slots", "no effect", "leave it out"),
+    ("--distributed-backend nccl", "--distributed-backend nccl", "needs CUDA", "--distributed-backend gloo"),
+    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine", "--transformer-impl local"),
+    ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized", "use local"),
+    (
+        "--tensor-model-parallel-size 3",
+        *("--tensor-model-parallel-size 3", "--pipeline-model-parallel-size 1", "(8)", "change them"),
+    ),
+    (
+        "--expert-model-parallel-size 4 --expert-tensor-parallel-size 4",
+        *("--expert-model-parallel-size 4", "(8)", "--expert-tensor-parallel-size 1"),
+    ),
+    ("--sequence-parallel", "--sequence-parallel", "--tensor-model-parallel-size above 1", "leave it out"),
+    ("--hidden-size 50", "--hidden-size 50", "multiple of --num-attention-heads 4"),
+    (
+        "--tensor-model-parallel-size 8 --sequence-parallel",
+        *("--num-attention-heads 4", "multiple of --tensor-model-parallel-size 8"),
+    ),
+    (
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30",
+        *("--seq-length 30", "multiple of --tensor-model-parallel-size 4"),
+    ),
+    ("--swiglu --squared-relu", "--swiglu", "--squared-relu", "choose one"),
+    ("--bf16 --fp16", "--bf16", "--fp16", "choose one"),
+    ("--recompute-granularity full", "--recompute-granularity full", "--recompute-method uniform"),
+    ("--overlap-param-gather", "--overlap-param-gather", "--use-distributed-optimizer --overlap-grad-reduce"),
+    ("--max-position-embeddings 16", "--max-position-embeddings 16", "at least --seq-length 32"),
+    (
+        "--num-layers 3 --pipeline-model-parallel-size 2",
+        *("--num-layers 3", "multiple of --pipeline-model-parallel-size 2"),
+    ),
+    (
+        "--num-layers-per-virtual-pipeline-stage 1",
+        *("--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-size above 1"),
+    ),
+    (
+        "--num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2 --no-overlap-p2p-communication",
+        *("--no-overlap-p2p-communication", "--pipeline-model-parallel-size above 2"),
+    ),
+    (
+        "--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2",
+        *("--num-layers-per-virtual-pipeline-stage 3", "divide the 2 layers"),
+    ),
+    (
+        "--num-layers-per-virtual-pipeline-stage 0 --pipeline-model-parallel-size 2",
+        *("--num-layers-per-virtual-pipeline-stage 0", "divide the 2 layers"),
+    ),
+    ("--global-batch-size 24", "--global-batch-size 24", "--micro-batch-size 2", "size 8", "of 16"),
+    (
+        "--num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2 --global-batch-size 24",
+        *("--global-batch-size 24", "(3)", "multiple of --pipeline-model-parallel-size 2"),
+    ),
+    ("--mock-data --data-path a", "--data-path", "--train-data-path", "--mock-data", "one of"),
+    ("--train-data-path a --split 1,0,0", "--split", "--data-path", "leave it out"),
+    ("--expert-model-parallel-size 8 --num-experts 12", "--num-experts 12", "--expert-model-parallel-size 8"),
+    ("--num-experts 0", "--num-experts 0", "multiple of"),
+    ("--moe-router-topk 9", "--moe-router-topk 9", "1 to --num-experts 8"),
+    ("--moe-router-topk 0", "--moe-router-topk 0", "1 to --num-experts 8"),
+    ("--moe-layer-freq [1]*3", "--moe-layer-freq", "3 entries", "--num-layers 4"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2", "also give --sequence-parallel"),
+    ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
+    ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex", "needs CUDA", "use alltoall"),
+    (
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        *("--expert-tensor-parallel-size 2", "use --expert-tensor-parallel-size 1", "--moe-layer-impl megatron"),
+    ),
+    (
+        "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",
+        *("megatron-core refuses", "Bias", "ETP==1"),
+    ),
+    ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap", "--moe-layer-impl balanced", "leave it out"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), [(case[0], case[1:]) for case in BAD], ids=[case[0] for case in BAD])
+def test_mistakes(flags: str, said: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(flags)
+    missing = [part for part in said if part not in str(error.value)]
+    assert not missing, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("without", "flags", "said"),
+    [
+        ("--num-layers", "", ("--num-layers is required",)),
+        ("--hidden-size", "", ("--hidden-size is required",)),
+        ("--num-attention-heads", "", ("--num-attention-heads is required",)),
+        ("--seq-length", "", ("--seq-length is required",)),
+        ("--micro-batch-size", "", ("--micro-batch-size is required",)),
+        ("--lr", "", ("--lr is required",)),
+        ("--train-iters", "", ("--train-iters N", "--train-samples N")),
+        ("--train-iters", "--train-samples 9 --lr-decay-iters 9", ("--lr-decay-iters", "use --lr-decay-samples")),
+        ("--tokenizer-type", "", ("--tokenizer-type is required", "NullTokenizer with --vocab-size")),
+        ("data", "", ("--data-path", "--train-data-path", "--mock-data")),
+        ("--num-experts", "--expert-model-parallel-size 2", ("--expert-model-parallel-size 2", "--num-experts")),
+    ],
+)
+def test_missing_flags(without: str, flags: str, said: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_args(argv(flags, without), CPU)
+    assert all(part in str(error.value) for part in said), str(error.value)
+
+
+@pytest.mark.parametrize("name", ONLY_VALUE)
+def test_values_still_to_come(name: str) -> None:
+    action = next(action for action in PARSER._actions if action.dest == name)
+    other = next(value for value in action.choices or ["auto"] if value not in ONLY_VALUE[name])
+    flag = action.option_strings[0]
+    with pytest.raises(ValueError, match=rf"^{flag} {other}: not available yet; use {flag} {ONLY_VALUE[name][0]}"):
+        parse(f"{flag} {other}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_good_command_line(world_size: int) -> None:
+    config, notices = parse(f"--expert-model-parallel-size {world_size} --moe-ffn-hidden-size 64", world_size)
+    assert config.train.global_batch_size == 2 * world_size
+    assert config.transformer.expert_model_parallel_size == world_size
+    assert config.transformer.num_moe_experts == 8
+    assert config.transformer.moe_ffn_hidden_size == 64
+    assert config.launch.distributed_backend == "gloo"
+    assert config.model.max_position_embeddings == 32
+    assert len(notices) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", 16),
+        ("--global-batch-size 48", 48),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 8),
+        ("--pipeline-model-parallel-size 4", 4),
+        ("--expert-model-parallel-size 8", 16),
+    ],
+)
+def test_global_batch_size(flags: str, expected: int) -> None:
+    assert parse(flags).config.train.global_batch_size == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "dense", "experts"),
+    [
+        ("", 192, 192),
+        ("--swiglu", 128, 128),
+        ("--swiglu --hidden-size 64", 128, 128),
+        ("--swiglu --hidden-size 1024", 2688, 2688),
+        ("--ffn-hidden-size 80", 80, 80),
+        ("--swiglu --ffn-hidden-size 80", 80, 80),
+        ("--moe-ffn-hidden-size 32", 192, 32),
+        ("--moe-ffn-hidden-size 32 --swiglu", 128, 32),
+    ],
+)
+def test_inner_widths(flags: str, dense: int, experts: int) -> None:
+    config, notices = parse(flags)
+    assert (config.transformer.ffn_hidden_size, config.transformer.moe_ffn_hidden_size) == (dense, experts)
+    assert any("--moe-ffn-hidden-size" in notice for notice in notices) == ("--moe-ffn" not in flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "activation", "gated"),
+    [("", F.gelu, False), ("--swiglu", F.silu, True), ("--squared-relu", squared_relu, False)],
+)
+def test_activation(flags: str, activation: object, gated: bool) -> None:
+    config = parse(flags).config.transformer
+    assert (config.activation_func, config.gated_linear_unit) == (activation, gated)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "grads_in_fp32"),
+    [
+        ("", torch.float32, False),
+        ("--bf16", torch.bfloat16, True),
+        ("--fp16", torch.float16, False),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", torch.float16, True),
+    ],
+)
+def test_precision(flags: str, dtype: torch.dtype, grads_in_fp32: bool) -> None:
+    config = parse(flags).config
+    assert {config.transformer.params_dtype, config.transformer.pipeline_dtype, config.optimizer.params_dtype} == {dtype}
+    assert config.ddp.grad_reduce_in_fp32 == grads_in_fp32
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", None),
+        ("--pipeline-model-parallel-size 2", None),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --num-layers 12", 3),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --num-layers 16", 2),
+    ],
+)
+def test_virtual_pipeline_size(flags: str, expected: int | None) -> None:
+    config, _ = parse(f"{flags} --global-batch-size 32")
+    assert config.transformer.virtual_pipeline_model_parallel_size == expected
+    assert config.transformer.overlap_p2p_comm == (expected is not None)
+    assert config.transformer.batch_p2p_comm == (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", 1),
+        ("--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear", 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 1),
+    ],
+)
+def test_expert_tensor_parallel_size(flags: str, expected: int) -> None:
+    assert parse(flags).config.transformer.expert_tensor_parallel_size == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("--data-path a", "969,30,1"), ("--data-path a --split 8,1,1", "8,1,1"), ("", None)]
+)
+def test_split(flags: str, expected: str | None) -> None:
+    config, notices = parse(flags)
+    assert config.data.split == expected
+    assert any("--split" in notice and "969,30,1" in notice for notice in notices) == (expected == "969,30,1")
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend", "impl", "noticed"),
+    [
+        (CPU, "gloo", "local", ["--distributed-backend gloo", "--transformer-impl local"]),
+        (dataclasses.replace(GPU, transformer_engine=False), "nccl", "local", ["--transformer-impl local"]),
+        (GPU, "nccl", "transformer_engine", []),
+    ],
+    ids=["cpu", "cuda", "cuda with transformer engine"],
+)
+def test_fallbacks_are_noticed(machine: Machine, backend: str, impl: str, noticed: list[str]) -> None:
+    layout, notices = layout_on(machine, "--moe-ffn-hidden-size 64")
+    assert (layout.backend, layout.transformer_impl) == (backend, impl)
+    assert len(notices) == len(noticed)
+    assert all(flag in notice for flag, notice in zip(noticed, notices, strict=True))
+
+
+def test_explicit_choices_on_a_gpu_stand() -> None:
+    flags = "--distributed-backend gloo --transformer-impl local"
+    layout, _ = layout_on(GPU, flags, ("distributed_backend", "transformer_impl"))
+    assert (layout.backend, layout.transformer_impl) == ("gloo", "local")
+
+
+def test_fusions_need_cuda() -> None:
+    on_cpu, on_gpu = (layout_on(machine)[0] for machine in (CPU, GPU))
+    assert not any(getattr(on_cpu, name) for name in Layout.FUSIONS)
+    assert on_gpu.masked_softmax_fusion and on_gpu.persist_layer_norm and on_gpu.gradient_accumulation_fusion
+    switched_off = layout_on(GPU, "--no-masked-softmax-fusion --no-persist-layer-norm")[0]
+    assert not switched_off.masked_softmax_fusion and not switched_off.persist_layer_norm
+
+
+@pytest.mark.parametrize(
+    ("flags", "attribute", "expected"),
+    [
+        ("--moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type", "sinkhorn"),
+        ("--moe-aux-loss-coeff 1e-2", "moe_aux_loss_coeff", 1e-2),
+        ("--num-query-groups 2", "num_query_groups", 4),
+        ("--group-query-attention --num-query-groups 2", "num_query_groups", 2),
+        ("--moe-layer-freq [0,1]*2", "moe_layer_freq", [0, 1, 0, 1]),
+    ],
+)
+def test_transformer_values(flags: str, attribute: str, expected: object) -> None:
+    assert getattr(parse(flags).config.transformer, attribute) == expected
+
+
+def test_grouped_gemm_is_noticed_with_our_layer_only() -> None:
+    assert any("--moe-grouped-gemm" in notice for notice in parse("--moe-grouped-gemm").notices)
+    assert not any("--moe-grouped-gemm" in notice for notice in parse("").notices)
+
+
+UPSTREAM_SPELLINGS = {
+    **{"--fp8-format": "8- and 4-bit", "--fp4-format": "8- and 4-bit", "--fp4-param-gather": "8- and 4-bit"},
+    **{"--disable-mamba-mem-eff-path": "only GPT", "--multi-latent-attention": "not supported yet"},
+    **{"--optimizer-cpu-offload": "offloading", "--optimizer-offload-fraction": "offloading"},
+    **{"--no-pin-cpu-grads": "offloading", "--cuda-graph-impl": "CUDA graphs", "--use-megatron-fsdp": "FSDP"},
+    **{"--muon-momentum": "--optimizer adam or sgd", "--delay-wgrad-compute": "batch-level overlap"},
+}
+
+
+@pytest.mark.parametrize(("flag", "reason"), (REFUSED | NOT_YET | UPSTREAM_SPELLINGS).items())
+@pytest.mark.parametrize("value", ["", " 1", " a b"])
+def test_refused_flags(flag: str, reason: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        PARSER.parse_args(f"{flag}{value}".split())
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert f"{flag}: " in message and reason in message
+
+
+@pytest.mark.parametrize("flag", ["--fp8", "--fp4", "--use-mamba-mem-eff-path"])
+def test_field_names_that_upstream_spells_otherwise_are_unknown(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        PARSER.parse_args([flag])
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3", "--save x"])
+def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        parse_args(flags.split(), CPU)
+    assert error.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 2
+    assert "--help" in lines[0] and flags.split()[0] in lines[1]
+
+
+def test_nothing_refused_is_in_the_help() -> None:
+    shown = PARSER.format_help().split()
+    assert not set(shown) & (REFUSED.keys() | NOT_YET.keys())

@@ -1,0 +1,114 @@
+"""training/data.py: who reads which sample, blends, vocabulary padding."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.training.data import MicrobatchSampler, padded_vocab_size, parse_blend
+
+micro_batch_sizes = st.integers(1, 4)
+rank_counts = st.integers(1, 5)
+microbatches = st.integers(1, 6)
+starts = st.integers(0, 50)
+leftovers = st.integers(0, 50)
+
+
+def samplers(micro: int, ranks: int, count: int, consumed: int, left: int) -> list[MicrobatchSampler]:
+    """Every rank's sampler of a dataset with room for `count` microbatches per rank after `consumed` samples."""
+    step = micro * ranks
+    total = consumed + count * step + left % step
+    return [MicrobatchSampler(total, micro, rank, ranks, consumed) for rank in range(ranks)]
+
+
+@given(micro_batch_sizes, rank_counts, microbatches, starts, leftovers)
+def test_ranks_share_a_contiguous_range(micro: int, ranks: int, count: int, consumed: int, left: int) -> None:
+    """Every sample is used at most once, and none is skipped but the last incomplete microbatches."""
+    batches = [list(sampler) for sampler in samplers(micro, ranks, count, consumed, left)]
+    used = sorted(index for rank in batches for batch in rank for index in batch)
+    assert used == list(range(consumed, consumed + count * micro * ranks))
+    assert all(len(batch) == micro for rank in batches for batch in rank)
+
+
+@given(micro_batch_sizes, rank_counts, microbatches, starts, leftovers)
+def test_length_is_the_number_of_microbatches(micro: int, ranks: int, count: int, consumed: int, left: int) -> None:
+    for sampler in samplers(micro, ranks, count, consumed, left):
+        assert len(sampler) == len(list(sampler)) == count
+
+
+@given(micro_batch_sizes, rank_counts, microbatches, st.integers(1, 4))
+def test_global_batches_do_not_depend_on_the_number_of_ranks(micro: int, ranks: int, count: int, batches: int) -> None:
+    size = micro * ranks * count
+
+    def global_batches(ranks: int) -> list[list[int]]:
+        """Sorted samples of each global batch."""
+        readers = [iter(MicrobatchSampler(batches * size, micro, rank, ranks)) for rank in range(ranks)]
+        per_rank = size // micro // ranks
+        return [
+            sorted(index for reader in readers for batch in itertools.islice(reader, per_rank) for index in batch)
+            for _ in range(batches)
+        ]
+
+    assert global_batches(ranks) == global_batches(1)
+
+
+@given(micro_batch_sizes, rank_counts, st.integers(2, 6), leftovers, st.data())
+def test_resuming_continues(micro: int, ranks: int, count: int, left: int, data: st.DataObject) -> None:
+    done = data.draw(st.integers(1, count - 1))
+    for rank, sampler in enumerate(samplers(micro, ranks, count, 0, left)):
+        resumed = MicrobatchSampler(sampler.total, micro, rank, ranks, consumed_samples=done * micro * ranks)
+        assert list(resumed) == list(sampler)[done:]
+
+
+def test_order() -> None:
+    assert [list(map(list, sampler)) for sampler in samplers(2, 2, 2, 1, 1)] == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
+
+
+def test_iterating_again_starts_over() -> None:
+    (sampler,) = samplers(2, 1, 3, 0, 0)
+    assert list(sampler) == list(sampler)
+
+
+@pytest.mark.parametrize(("total", "consumed"), [(0, 0), (7, 0), (10, 3), (8, 8), (8, 9)])
+def test_too_few_samples(total: int, consumed: int) -> None:
+    with pytest.raises(ValueError) as error:
+        MicrobatchSampler(total, micro_batch_size=4, rank=0, ranks=2, consumed_samples=consumed)
+    parts = (f"{total} samples", f"{consumed} of them", "2 data-parallel ranks", "lower --micro-batch-size", "more data")
+    assert all(part in str(error.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["a"], (["a"], None)),
+        (["a", "b"], (["a", "b"], None)),
+        (["a", "b", "c"], (["a", "b", "c"], None)),
+        (["0.3", "a", "0.7", "b"], (["a", "b"], [0.3, 0.7])),
+        (["1", "a"], (["a"], [1.0])),
+        (["1e-1", "a", "2", "7"], (["a", "7"], [0.1, 2.0])),
+        (["7"], (["7"], None)),
+    ],
+)
+def test_blend(paths: list[str], expected: tuple[list[str], list[float] | None]) -> None:
+    assert parse_blend(paths) == expected
+
+
+def test_blend_with_a_weight_too_many() -> None:
+    with pytest.raises(ValueError, match=r"0.3 a 0.7: give `weight prefix` pairs, or prefixes only"):
+        parse_blend(["0.3", "a", "0.7"])
+
+
+@pytest.mark.parametrize(
+    ("size", "divisible_by", "tensor_parallel", "expected"),
+    [(1, 128, 1, 128), (128, 128, 1, 128), (129, 128, 1, 256), (129, 128, 4, 512), (50257, 128, 1, 50304), (5, 1, 1, 5)],
+)
+def test_padded_vocab_size(size: int, divisible_by: int, tensor_parallel: int, expected: int) -> None:
+    assert padded_vocab_size(size, divisible_by, tensor_parallel) == expected
+
+
+@given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 8))
+def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: int) -> None:
+    padded, multiple = padded_vocab_size(size, divisible_by, tensor_parallel), divisible_by * tensor_parallel
+    assert padded % multiple == 0
+    assert size <= padded < size + multiple

@@ -1,0 +1,174 @@
+"""flow/experts.py: grouped products against one slot after another."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.flow.experts import GroupedLinear, grouped_linear
+
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+"""Largest error allowed, as a share of the largest value."""
+
+SIZES = {
+    "even": [4, 4, 4],
+    "uneven": [1, 7, 3],
+    "first empty": [0, 5, 2],
+    "middle empty": [5, 0, 0, 2],
+    "last empty": [5, 2, 0],
+    "one slot": [6],
+    "one row": [0, 1, 0],
+    "no rows": [0, 0, 0],
+}
+WIDTHS = {"aligned": (16, 32), "odd": (7, 5), "odd in": (7, 16), "odd out": (16, 5), "single": (1, 1)}
+
+sizes_cases = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+width_cases = pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
+dtype_cases = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+DEVICE = torch.cuda.current_device()
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+
+
+def loop_linear(rows_RI: torch.Tensor, weight_SOI: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Each slot's rows times its weight in float64, one slot after another."""
+    chunks = rows_RI.double().split(sizes)
+    return torch.cat([chunk @ weight.T for chunk, weight in zip(chunks, weight_SOI.double(), strict=True)])
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+def assert_same_function(found: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Equal outputs, and equal gradients of the inputs for a random gradient of the output."""
+    assert_close(found, expected, found.dtype)
+    gradient = torch.randn(found.shape, dtype=torch.float64, device=DEVICE).to(found.dtype)
+    ours = torch.autograd.grad(found, inputs, gradient)
+    theirs = torch.autograd.grad(expected, inputs, gradient.double())
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, found.dtype)
+
+
+@sizes_cases
+@width_cases
+@dtype_cases
+def test_grouped_linear(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int]) -> None:
+    torch.manual_seed(0)
+    inputs, outputs = widths
+    rows, weight = random(sum(sizes), inputs, dtype=dtype), random(len(sizes), outputs, inputs, dtype=dtype)
+    found = grouped_linear(rows, weight, torch.tensor(sizes))
+    assert found.dtype == dtype
+    assert_same_function(found, loop_linear(rows, weight, sizes), [rows, weight])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    st.sampled_from([4, 8, 9]),
+    st.sampled_from([4, 8, 9]),
+    st.sampled_from(list(TOLERANCE)),
+)
+def test_grouped_linear_on_random_shapes(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    rows, weight = random(sum(sizes), inputs, dtype=dtype), random(len(sizes), outputs, inputs, dtype=dtype)
+    assert_same_function(
+        grouped_linear(rows, weight, torch.tensor(sizes)), loop_linear(rows, weight, sizes), [rows, weight]
+    )
+
+
+@dtype_cases
+def test_empty_slots_have_zero_gradients(dtype: torch.dtype) -> None:
+    sizes = [0, 3, 0]
+    rows, weight = random(3, 16, dtype=dtype), random(3, 16, 16, dtype=dtype)
+    (gradient,) = torch.autograd.grad(grouped_linear(rows, weight, torch.tensor(sizes)).sum(), [weight])
+    assert torch.equal(gradient[[0, 2]], torch.zeros_like(gradient[[0, 2]]))
+    assert gradient[1].abs().max() > 0
+
+
+@dtype_cases
+@width_cases
+def test_strided_rows_and_expanded_gradients(dtype: torch.dtype, widths: tuple[int, int]) -> None:
+    """Rows cut out of a wider tensor, and the gradient of a sum, are not contiguous."""
+    inputs, outputs = widths
+    wide, weight = random(5, inputs + 3, dtype=dtype), random(2, outputs, inputs, dtype=dtype)
+    found = grouped_linear(wide[:, 2:-1], weight, torch.tensor([2, 3]))
+    expected = loop_linear(wide[:, 2:-1], weight, [2, 3])
+    assert_close(found, expected, dtype)
+    ours = torch.autograd.grad(found.sum(), [wide, weight])
+    theirs = torch.autograd.grad(expected.sum(), [wide, weight])
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, dtype)
+
+
+def new_linear(slots: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True, ranks: int = 1):
+    """A GroupedLinear with random parameters."""
+    config = SimpleNamespace(params_dtype=dtype, add_bias_linear=bias, expert_model_parallel_size=ranks)
+    linear = GroupedLinear(slots, inputs, outputs, config)
+    for parameter in linear.parameters():
+        torch.nn.init.normal_(parameter)
+    return linear
+
+
+def loop_layer(linear: GroupedLinear, rows: torch.Tensor, sizes: list[int], scale: torch.Tensor | None):
+    """The layer in float64, one slot after another."""
+    output = loop_linear(rows, linear.weight, sizes)
+    bias = torch.cat([one.expand(size, -1) for one, size in zip(linear.bias.double(), sizes, strict=True)])
+    return output + (bias if scale is None else bias * scale.double().unsqueeze(1))
+
+
+@sizes_cases
+@width_cases
+@dtype_cases
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_bias(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], scaled: bool) -> None:
+    torch.manual_seed(0)
+    linear, rows = new_linear(len(sizes), *widths, dtype), random(sum(sizes), widths[0], dtype=dtype)
+    scale = random(sum(sizes), dtype=dtype) if scaled else None
+    found = linear(rows, torch.tensor(sizes), scale)
+    assert found.dtype == dtype
+    inputs = [rows, *linear.parameters()] + ([scale] if scaled else [])
+    assert_same_function(found, loop_layer(linear, rows, sizes, scale), inputs)
+
+
+def test_scale_in_higher_precision_keeps_the_rows_precision() -> None:
+    """Combine weights are float32 while the experts compute in bfloat16."""
+    linear, rows, scale = new_linear(2, 16, 16, torch.bfloat16), *(random(5, 16, dtype=torch.bfloat16), torch.rand(5))
+    scale = scale.to(DEVICE).requires_grad_()
+    found = linear(rows, torch.tensor([2, 3]), scale)
+    assert found.dtype == torch.bfloat16
+    assert_close(found, loop_layer(linear, rows, [2, 3], scale), torch.bfloat16)
+    gradients = torch.autograd.grad(found.sum(), [linear.bias, scale])
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_only_the_bias_needs_a_gradient(scaled: bool) -> None:
+    linear, rows = new_linear(2, 16, 16, torch.float32), random(5, 16, dtype=torch.float32).detach()
+    scale = torch.rand(5, device=DEVICE) if scaled else None
+    linear.weight.requires_grad_(False)
+    linear(rows, torch.tensor([2, 3]), scale).sum().backward()
+    per_row = torch.ones(5, device=DEVICE) if scale is None else scale
+    expected = torch.stack([per_row[:2].sum(), per_row[2:].sum()])
+    torch.testing.assert_close(linear.bias.grad, expected.unsqueeze(1).expand(2, 16))
+
+
+def test_without_bias() -> None:
+    linear, rows = new_linear(2, 16, 8, torch.float32, bias=False), random(5, 16, dtype=torch.float32)
+    assert [name for name, _ in linear.named_parameters()] == ["weight"]
+    expected = torch.cat([F.linear(rows[:2], linear.weight[0]), F.linear(rows[2:], linear.weight[1])])
+    assert_close(linear(rows, torch.tensor([2, 3])), expected, torch.float32)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, True), (2, False)])
+def test_experts_of_several_ranks_are_marked(ranks: int, expected: bool) -> None:
+    linear = new_linear(2, 4, 4, torch.float32, ranks=ranks)
+    assert [parameter.allreduce for parameter in linear.parameters()] == [expected, expected]
