@@ -210,6 +210,7 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         moe_router_load_balancing_type=_single(values["moe_router_load_balancing_type"]),
         moe_aux_loss_coeff=_single(values["moe_aux_loss_coeff"]),
         batch_p2p_comm=not layout.overlap_p2p_comm,
+        cuda_graph_scope=[],
         # gloo still reads an output that the schedule frees; NCCL orders the two by streams
         deallocate_pipeline_outputs=layout.backend == "nccl",
         **{name: getattr(layout, name) for name in layout.FUSIONS},

@@ -1,0 +1,93 @@
+"""pretrain_gpt_moe.py as a user starts it: under torchrun, in processes of its own."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.runs import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE = re.compile(
+    r"^ \[[\d :.-]+\] iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \| elapsed time per iteration \(ms\): [\d.]+ \|"
+    r" learning rate: [\d.E+-]+ \| global batch size: +\d+ \| lm loss: ([\d.E+-]+) \|",
+    re.MULTILINE,
+)
+
+
+def launch(processes: int, flags: str) -> subprocess.CompletedProcess:
+    """The entry point on `processes` ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, "pretrain_gpt_moe.py", *BASE.split(), *flags.split()],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess, Path]:
+    """A run over two pipeline stages with everything that prints and records."""
+    events = tmp_path_factory.mktemp("events")
+    flags = (
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 --train-iters 9 "
+        "--log-interval 2 --eval-interval 3 --eval-iters 2 --exit-interval 6 --log-tokens-per-expert "
+        f"--tensorboard-dir {events}"
+    )
+    return launch(4, flags), events
+
+
+def test_it_trains_evaluates_and_stops_at_the_exit_interval(finished) -> None:
+    process, _ = finished
+    assert process.returncode == 0, process.stderr[-3000:]
+    lines = LINE.findall(process.stdout)
+    assert [(int(iteration), int(samples)) for iteration, samples, _ in lines] == [(2, 16), (4, 32), (6, 48)]
+    assert [float(loss) for _, _, loss in lines] == sorted((float(loss) for _, _, loss in lines), reverse=True)
+    assert len(re.findall(r"validation loss at iteration [36] \| lm loss value: [\d.E+-]+ \|", process.stdout)) == 2
+    assert "exiting at iteration 6" in process.stdout
+
+
+def test_it_prints_the_tokens_of_every_expert(finished) -> None:
+    process, _ = finished
+    rows = re.findall(r"^ +([12]) \|((?: +\d+){8}) \|", process.stdout, re.MULTILINE)
+    assert [layer for layer, _ in rows] == ["1", "2"]
+    # micro batch 2 x 32 tokens x 2 data-parallel ranks x top-2
+    assert all(sum(map(int, counts.split())) == 2 * 32 * 2 * 2 for _, counts in rows)
+
+
+def test_it_prints_nothing_that_nobody_can_act_on(finished) -> None:
+    process, _ = finished
+    assert "Warning" not in process.stderr
+    assert "CPU RNG state" not in process.stderr
+
+
+def test_it_records_to_tensorboard(finished) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, events = finished
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    wanted = {"lm loss", "learning-rate", "batch-size", "grad-norm", "loss-scale", "iteration-time", "throughput"}
+    assert wanted | {"load_balancing_loss", "z_loss", "lm loss validation"} <= set(tags)
+    assert len(accumulator.Scalars("lm loss")) == 6
+
+
+def test_a_mistake_ends_every_rank_at_once_with_flag_value_and_remedy() -> None:
+    start = time.monotonic()
+    process = launch(4, "--expert-model-parallel-size 3")
+    assert process.returncode != 0
+    assert time.monotonic() - start < 60
+    assert process.stderr.count("--expert-model-parallel-size 3 x expert tensor parallelism 1") >= 1
+    assert "must divide the number of processes (4); lower one of them" in process.stderr
+    # The launcher's own traceback comes after the message, and there is none of ours
+    assert process.stderr.index("error: --expert-model-parallel-size") < process.stderr.index("Traceback")
+    assert "ValueError" not in process.stderr
