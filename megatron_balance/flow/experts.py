@@ -29,7 +29,11 @@ def grouped_linear(rows_RI: torch.Tensor, weight_SOI: torch.Tensor, tokens_per_s
     """
     if _grouped_mm_accepts(weight_SOI):
         offsets = tokens_per_slot.cumsum(0).to(device=rows_RI.device, dtype=torch.int32, non_blocking=True)
-        return F.grouped_mm(rows_RI, weight_SOI.transpose(-1, -2), offs=offsets)
+        output = F.grouped_mm(rows_RI.contiguous(), weight_SOI.transpose(-1, -2), offs=offsets)
+        if output.requires_grad:
+            # Its backward refuses the expanded gradient that a plain sum() sends
+            output.register_hook(torch.Tensor.contiguous)
+        return output
     chunks = rows_RI.split(tokens_per_slot.tolist())
     return torch.cat([F.linear(chunk, weight) for chunk, weight in zip(chunks, weight_SOI.unbind(), strict=True)])
 

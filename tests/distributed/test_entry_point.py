@@ -13,7 +13,8 @@ from tests.distributed.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(
-    r"^ \[[\d :.-]+\] iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \| elapsed time per iteration \(ms\): [\d.]+ \|"
+    r"^ \[[\d :.-]+\] iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|"
+    r" elapsed time per iteration \(ms\): [\d.]+ \|"
     r" learning rate: [\d.E+-]+ \| global batch size: +\d+ \| lm loss: ([\d.E+-]+) \|",
     re.MULTILINE,
 )

@@ -230,7 +230,9 @@ def test_activation(flags: str, activation: object, gated: bool) -> None:
 )
 def test_precision(flags: str, dtype: torch.dtype, grads_in_fp32: bool) -> None:
     config = parse(flags).config
-    assert {config.transformer.params_dtype, config.transformer.pipeline_dtype, config.optimizer.params_dtype} == {dtype}
+    assert {config.transformer.params_dtype, config.transformer.pipeline_dtype, config.optimizer.params_dtype} == {
+        dtype
+    }
     assert config.ddp.grad_reduce_in_fp32 == grads_in_fp32
 
 
@@ -341,9 +343,7 @@ def test_refused_flags(flag: str, reason: str, value: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("flag", ["--fp8", "--fp4", "--use-mamba-mem-eff-path"])
-def test_field_names_that_upstream_spells_otherwise_are_unknown(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_field_names_that_upstream_spells_otherwise_are_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         PARSER.parse_args([flag])
     assert f"unrecognized arguments: {flag}" in capsys.readouterr().err

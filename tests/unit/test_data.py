@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.training.data import MicrobatchSampler, padded_vocab_size, parse_blend
@@ -22,6 +22,7 @@ def samplers(micro: int, ranks: int, count: int, consumed: int, left: int) -> li
     return [MicrobatchSampler(total, micro, rank, ranks, consumed) for rank in range(ranks)]
 
 
+@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, microbatches, starts, leftovers)
 def test_ranks_share_a_contiguous_range(micro: int, ranks: int, count: int, consumed: int, left: int) -> None:
     """Every sample is used at most once, and none is skipped but the last incomplete microbatches."""
@@ -31,12 +32,14 @@ def test_ranks_share_a_contiguous_range(micro: int, ranks: int, count: int, cons
     assert all(len(batch) == micro for rank in batches for batch in rank)
 
 
+@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, microbatches, starts, leftovers)
 def test_length_is_the_number_of_microbatches(micro: int, ranks: int, count: int, consumed: int, left: int) -> None:
     for sampler in samplers(micro, ranks, count, consumed, left):
         assert len(sampler) == len(list(sampler)) == count
 
 
+@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, microbatches, st.integers(1, 4))
 def test_global_batches_do_not_depend_on_the_number_of_ranks(micro: int, ranks: int, count: int, batches: int) -> None:
     size = micro * ranks * count
@@ -53,6 +56,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(micro: int, ranks: 
     assert global_batches(ranks) == global_batches(1)
 
 
+@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, st.integers(2, 6), leftovers, st.data())
 def test_resuming_continues(micro: int, ranks: int, count: int, left: int, data: st.DataObject) -> None:
     done = data.draw(st.integers(1, count - 1))
@@ -74,7 +78,13 @@ def test_iterating_again_starts_over() -> None:
 def test_too_few_samples(total: int, consumed: int) -> None:
     with pytest.raises(ValueError) as error:
         MicrobatchSampler(total, micro_batch_size=4, rank=0, ranks=2, consumed_samples=consumed)
-    parts = (f"{total} samples", f"{consumed} of them", "2 data-parallel ranks", "lower --micro-batch-size", "more data")
+    parts = (
+        f"{total} samples",
+        f"{consumed} of them",
+        "2 data-parallel ranks",
+        "lower --micro-batch-size",
+        "more data",
+    )
     assert all(part in str(error.value) for part in parts)
 
 
@@ -101,12 +111,20 @@ def test_blend_with_a_weight_too_many() -> None:
 
 @pytest.mark.parametrize(
     ("size", "divisible_by", "tensor_parallel", "expected"),
-    [(1, 128, 1, 128), (128, 128, 1, 128), (129, 128, 1, 256), (129, 128, 4, 512), (50257, 128, 1, 50304), (5, 1, 1, 5)],
+    [
+        (1, 128, 1, 128),
+        (128, 128, 1, 128),
+        (129, 128, 1, 256),
+        (129, 128, 4, 512),
+        (50257, 128, 1, 50304),
+        (5, 1, 1, 5),
+    ],
 )
 def test_padded_vocab_size(size: int, divisible_by: int, tensor_parallel: int, expected: int) -> None:
     assert padded_vocab_size(size, divisible_by, tensor_parallel) == expected
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 8))
 def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: int) -> None:
     padded, multiple = padded_vocab_size(size, divisible_by, tensor_parallel), divisible_by * tensor_parallel

@@ -159,3 +159,11 @@ def test_without_bias() -> None:
 def test_experts_of_several_ranks_are_marked(ranks: int, expected: bool) -> None:
     linear = new_linear(2, 4, 4, torch.float32, ranks=ranks)
     assert [parameter.allreduce for parameter in linear.parameters()] == [expected, expected]
+
+
+def test_expanded_gradients_and_strided_rows_are_accepted() -> None:
+    weight = torch.randn(2, 8, 4, requires_grad=True)
+    rows = torch.randn(4, 6).T.requires_grad_()
+    grouped_linear(rows, weight, torch.tensor([2, 4])).sum().backward()
+    expected = torch.stack([chunk.sum(0).expand(8, 4) for chunk in rows.detach().split([2, 4])])
+    torch.testing.assert_close(weight.grad, expected)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from tools_loader import TOOLS, load_tool
+
+from tests.unit.tools_loader import TOOLS, load_tool
 
 tool = load_tool("preprocess_data")
 

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tools_loader import load_tool
+
+from tests.unit.tools_loader import load_tool
 
 tool = load_tool("make_sample_corpus")
 NAMES = ("code.jsonl", "english.jsonl")

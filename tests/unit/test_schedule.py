@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -53,6 +53,7 @@ def trainings(draw: st.DrawFn) -> tuple[TrainConfig, int]:
     return train, ranks
 
 
+@settings(deadline=None)
 @given(trainings())
 def test_run_length_equals_the_model(training: tuple[TrainConfig, int]) -> None:
     train, ranks = training
@@ -60,6 +61,7 @@ def test_run_length_equals_the_model(training: tuple[TrainConfig, int]) -> None:
     assert run_length(train, ranks) == Length(len(sizes), sum(sizes))
 
 
+@settings(deadline=None)
 @given(trainings())
 def test_batch_schedule_follows_the_model(training: tuple[TrainConfig, int]) -> None:
     train, ranks = training
@@ -102,7 +104,9 @@ def test_less_than_one_batch() -> None:
 )
 def test_impossible_ramps(ramp: list[int]) -> None:
     train = TrainConfig(2, 8, rampup_batch_size=ramp, train_iters=1)
-    with pytest.raises(ValueError, match=rf"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: .*multiples of 4 .*size 8"):
+    with pytest.raises(
+        ValueError, match=rf"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: .*multiples of 4 .*size 8"
+    ):
         build_batch_schedule(train, data_parallel_size=2)
 
 
@@ -180,7 +184,10 @@ def test_decay_is_over_the_samples_asked_for() -> None:
     ("settings", "expected"),
     [
         ({}, [DECAY] * 5),
-        ({"start_weight_decay": 0.0, "end_weight_decay": 0.4, "weight_decay_incr_style": "linear"}, [0, 0.1, 0.2, 0.3, 0.4]),
+        (
+            {"start_weight_decay": 0.0, "end_weight_decay": 0.4, "weight_decay_incr_style": "linear"},
+            [0, 0.1, 0.2, 0.3, 0.4],
+        ),
         ({"start_weight_decay": 0.2, "end_weight_decay": 0.2}, [0.2] * 5),
     ],
     ids=["constant", "linear", "given"],

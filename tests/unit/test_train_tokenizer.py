@@ -8,7 +8,8 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from tools_loader import load_tool
+
+from tests.unit.tools_loader import load_tool
 
 tool = load_tool("train_tokenizer")
 

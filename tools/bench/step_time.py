@@ -18,6 +18,9 @@ from pathlib import Path
 
 IMPLEMENTATIONS = ("balanced", "megatron")
 
+WARMUP = 10
+"""Iterations before measuring: routing varies, and with it the sizes of tensors that the allocator gets to know."""
+
 COMMON = (
     "--num-layers 2 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4 --num-experts 8 "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --lr 1e-3 --train-iters 1000 --mock-data "
@@ -41,9 +44,7 @@ def main() -> int:
     if args.worker:
         _work(json.loads(args.worker), Path(args.output))
         return 0
-    print(
-        "case     ratio balanced/megatron of the median iteration time, per job | ms | ratio of peak memory own, process"
-    )
+    print("case     ratio balanced/megatron of the median iteration time | ms | ratio of peak memory: own, process")
     for case in args.cases:
         flags = f"{COMMON} {CASES[case]} --expert-model-parallel-size {args.processes}"
         times = [_job(args.processes, flags, IMPLEMENTATIONS, args.iterations) for _ in range(args.repeats)]
@@ -104,11 +105,11 @@ def _work(task: dict, output: Path) -> None:
 
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
-    for iteration in range(3 + task["iterations"]):
+    for iteration in range(WARMUP + task["iterations"]):
         for name in order if iteration % 2 else order[::-1]:
             dist.barrier()
             report = train_step(runs[name])
-            if iteration >= 3:
+            if iteration >= WARMUP:
                 seconds[name].append(report.seconds)
     peaks = torch.tensor([_memory("VmHWM") - before, _memory("VmHWM")], dtype=torch.float64)
     if machine.cuda:

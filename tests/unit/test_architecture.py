@@ -1,0 +1,126 @@
+"""The shape of the package: which part may import which, and how long files and functions may be."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_balance.config
+
+PACKAGE = Path(megatron_balance.config.__file__).parent
+NAME = PACKAGE.name
+
+LEVELS = (
+    {"config", "flags", "device"},
+    {"placement", "comm", "profile"},
+    {"training", "flow", "timeline", "simulate", "observe"},
+    {"__init__", "arguments", "checks", "build", "launch"},
+)
+"""Parts of the package, lowest first: a part imports from its own level and from below."""
+
+STRANGERS = {("flow", "timeline"), ("timeline", "flow")}
+"""They meet in one value only, the Placement."""
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+
+
+def part_of(path: Path) -> str:
+    """The package's direct member that a file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def level_of(part: str) -> int:
+    levels = [level for level, parts in enumerate(LEVELS) if part in parts]
+    assert len(levels) == 1, f"{part}: give it one place in LEVELS"
+    return levels[0]
+
+
+def imports(source: str) -> Iterator[str]:
+    """Full names of everything that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def forbidden(part: str, source: str) -> list[str]:
+    """Imports that a file of `part` must not have."""
+    own = [name for name in imports(source) if name.split(".")[0] == NAME]
+    targets = {name: name.split(".")[1] for name in own if "." in name}
+    return [
+        name for name, target in targets.items() if level_of(target) > level_of(part) or (part, target) in STRANGERS
+    ]
+
+
+def uses_distributed(source: str) -> bool:
+    """Whether a file imports torch.distributed or reaches it as an attribute of torch."""
+    imported = any(name.startswith("torch.distributed") for name in imports(source))
+    attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return imported or any(ast.unparse(node) == "torch.distributed" for node in attributes)
+
+
+def long_functions(source: str, limit: int) -> list[str]:
+    functions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
+    return [f"{name}: {length} lines" for name, length in lengths.items() if length > limit]
+
+
+@every_file
+def test_imports_point_down(path: Path) -> None:
+    assert forbidden(part_of(path), path.read_text(encoding="utf-8")) == []
+
+
+@every_file
+def test_sizes(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    assert long_functions(source, MAX_FUNCTION_LINES) == []
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "placement").rglob("*.py")), ids=lambda path: path.name)
+def test_placement_is_pure(path: Path) -> None:
+    assert not uses_distributed(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "expected"),
+    [
+        ("flow", "from megatron_balance.training.loop import Run", []),
+        ("flow", "from megatron_balance.timeline import actions", ["megatron_balance.timeline.actions"]),
+        ("timeline", "import megatron_balance.flow.plan", ["megatron_balance.flow.plan"]),
+        ("timeline", "from megatron_balance.placement.placement import Placement", []),
+        ("comm", "def f():\n from megatron_balance.flow import plan", ["megatron_balance.flow.plan"]),
+        ("config", "from megatron_balance import build", ["megatron_balance.build"]),
+        ("training", "import torch, megatron.core", []),
+        ("build", "from megatron_balance import arguments, flow", []),
+    ],
+)
+def test_the_import_rule_itself(part: str, source: str, expected: list[str]) -> None:
+    assert forbidden(part, source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch", False),
+        ("import torch.distributed as dist", True),
+        ("from torch import distributed", True),
+        ("from torch.distributed import nn", True),
+        ("import torch\ntorch.distributed.get_rank()", True),
+    ],
+)
+def test_the_purity_rule_itself(source: str, expected: bool) -> None:
+    assert uses_distributed(source) == expected
+
+
+def test_the_size_rule_itself() -> None:
+    assert long_functions("def f():\n x = 1\n y = 2\ndef g():\n pass", limit=2) == ["f: 3 lines"]

@@ -1,0 +1,249 @@
+"""training/logging.py and observe/load.py: what people and scrapers read."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.checks import Machine
+from megatron_balance.config import RunConfig
+from megatron_balance.observe.load import LoadRecorder
+from megatron_balance.training.logging import RunLog, flops_per_sample, moe_layer_pattern
+from megatron_balance.training.loop import Progress, StepReport
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 100 --mock-data --tokenizer-type NullTokenizer --vocab-size 31 --log-interval 2"
+)
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
+
+
+def run_config(flags: str = "") -> RunConfig:
+    machine = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
+    return parse_args(f"{FLAGS} {flags}".split(), machine).config
+
+
+@pytest.fixture
+def single_rank(tmp_path: Path) -> Iterator[None]:
+    """torch.distributed with this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def report(iteration: int, loss: float = 6.25, **changes: object) -> StepReport:
+    values = {
+        "losses": {"lm loss": loss, "load_balancing_loss": 1.0},
+        **{"grad_norm": 0.5571, "learning_rate": 1e-4, "loss_scale": 1.0, "global_batch_size": 32},
+        **{"skipped": False, "seconds": 0.25},
+    }
+    return StepReport(iteration=iteration, **(values | changes))
+
+
+def printed(
+    log: RunLog, reports: list[StepReport], progress: Progress, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    for one in reports:
+        log.step(one, progress)
+    return capsys.readouterr().out.splitlines()
+
+
+FLOAT = r"(-?\d\.\d{6}E[+-]\d{2}|NAN|-?INF)"
+LINE = re.compile(
+    r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]"
+    r" iteration (?P<iteration>[ \d]{8})/(?P<iterations>[ \d]{8}) \|"
+    r" consumed samples: (?P<samples>[ \d]{12}) \|"
+    r" elapsed time per iteration \(ms\): (?P<milliseconds>\d+\.\d) \|"
+    r"( throughput per GPU \(TFLOP/s/GPU\): (?P<throughput>\d+\.\d) \|)?"
+    rf" learning rate: (?P<learning_rate>{FLOAT}) \|"
+    r" global batch size: (?P<batch>[ \d]{5}) \|"
+    rf" lm loss: (?P<loss>{FLOAT}) \|"
+    rf"( load_balancing_loss: (?P<balance>{FLOAT}) \|)?"
+    r" loss scale: (?P<scale>\d+\.\d) \|"
+    r"( grad norm: (?P<norm>\d+\.\d{3}) \|)?"
+    r" number of skipped iterations: (?P<skipped>[ \d]{3}) \|"
+    r" number of nan iterations: (?P<nan>[ \d]{3}) \|"
+)
+"""Megatron's training log line, as a scraper reads it."""
+
+
+def fields(line: str) -> dict[str, str | None]:
+    match = LINE.fullmatch(line)
+    assert match, line
+    return match.groupdict()
+
+
+def test_log_line(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(run_config(), 100, 128)
+    lines = printed(log, [report(9, 6.0), report(10, 6.5)], Progress(10, 320), capsys)
+    assert len(lines) == 1
+    assert lines[0].split("]", 1)[1] == (
+        " iteration       10/     100 | consumed samples:          320 | elapsed time per iteration (ms): 250.0 |"
+        " learning rate: 1.000000E-04 | global batch size:    32 | lm loss: 6.250000E+00 |"
+        " load_balancing_loss: 1.000000E+00 | loss scale: 1.0 | grad norm: 0.557 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+    assert fields(lines[0])["loss"] == "6.250000E+00"
+
+
+def test_line_is_due_every_log_interval(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [report(iteration, loss=float(iteration)) for iteration in range(1, 6)]
+    lines = [fields(line) for line in printed(RunLog(run_config(), 5, 128), reports, Progress(), capsys)]
+    assert [int(line["iteration"]) for line in lines] == [2, 4]
+    assert [float(line["loss"]) for line in lines] == [1.5, 3.5]
+
+
+def test_times_are_averaged(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [report(1, seconds=0.1), report(2, seconds=0.3)]
+    (line,) = printed(RunLog(run_config(), 5, 128), reports, Progress(), capsys)
+    assert fields(line)["milliseconds"] == "200.0"
+
+
+def test_skipped_iterations_do_not_count_into_losses(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    log, progress = RunLog(run_config(), 5, 128), Progress(skipped_iterations=1)
+    reports = [report(1, loss=float("nan"), skipped=True), report(2, loss=4.0)]
+    (line,) = printed(log, reports, progress, capsys)
+    assert (float(fields(line)["loss"]), int(fields(line)["skipped"])) == (4.0, 1)
+    (line,) = printed(log, [report(3, skipped=True), report(4, skipped=True)], progress, capsys)
+    assert (float(fields(line)["loss"]), int(fields(line)["skipped"])) == (0.0, 0)
+
+
+def test_nan_iterations(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [report(1), report(2, loss=float("nan"))]
+    (line,) = printed(RunLog(run_config(), 5, 128), reports, Progress(nan_iterations=1), capsys)
+    assert (fields(line)["nan"], fields(line)["loss"]) == ("  1", "NAN")
+
+
+def test_no_grad_norm_and_no_auxiliary_loss(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    one = report(2, grad_norm=None, losses={"lm loss": 2.0})
+    (line,) = printed(RunLog(run_config(), 5, 128), [one], Progress(), capsys)
+    assert fields(line)["norm"] is None and fields(line)["balance"] is None
+
+
+def test_throughput(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(run_config("--log-throughput"), 5, 128)
+    log.flops_per_sample = 2e12
+    (line,) = printed(log, [report(2, global_batch_size=8, seconds=0.5)], Progress(), capsys)
+    assert fields(line)["throughput"] == "32.0"
+
+
+def test_evaluation(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(run_config(), 5, 128)
+    log.evaluation("validation", Progress(iteration=7), {"lm loss": 2.0})
+    log.evaluation("test", Progress(iteration=7), {"lm loss": 100.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (" validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 |")
+    assert "lm loss PPL: 4.851652E+08" in lines[1]
+
+
+def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
+    log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} --tensorboard-log-interval 2"), 5, 128)
+    recorded: list[tuple[str, int]] = []
+    log.writer.add_scalar = lambda name, value, iteration: recorded.append((name, iteration))
+    for iteration in (1, 2, 3):
+        log.step(report(iteration), Progress())
+    log.close()
+    names = "lm loss, load_balancing_loss, learning-rate, batch-size, grad-norm, loss-scale, iteration-time, throughput"
+    assert sorted(recorded) == sorted((name, 2) for name in names.split(", "))
+
+
+def test_only_the_last_rank_speaks(
+    single_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    log = RunLog(run_config(f"--tensorboard-dir {tmp_path}"), 5, 128)
+    assert printed(log, [report(2)], Progress(), capsys) == []
+    assert log.writer is None
+
+
+ATTENTION = 4 * 8 * 8
+"""Weights of one layer's query, key, value and output projections."""
+
+SCORES = 2 * 4 * 8
+"""Multiplications of one token's scores and their weighted sum, over 4 positions."""
+
+OUTPUT = 8 * 32
+"""Weights of the output layer."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "per_token"),
+    [
+        ("", 2 * (ATTENTION + SCORES + 2 * 8 * 32) + OUTPUT),
+        ("--swiglu --ffn-hidden-size 16", 2 * (ATTENTION + SCORES + 3 * 8 * 16) + OUTPUT),
+        (
+            "--group-query-attention --num-query-groups 1",
+            2 * (2 * 8 * 8 + 2 * 8 * 4 + SCORES + 2 * 8 * 32) + OUTPUT,
+        ),
+        (MOE, 2 * (ATTENTION + SCORES + 2 * 2 * 8 * 8 + 8 * 4) + OUTPUT),
+        (
+            f"{MOE} --swiglu --ffn-hidden-size 16 --moe-layer-freq [0,1]",
+            2 * (ATTENTION + SCORES) + 3 * 8 * 16 + (2 * 3 * 8 * 8 + 8 * 4) + OUTPUT,
+        ),
+        (
+            f"{MOE} --moe-shared-expert-intermediate-size 24",
+            2 * (ATTENTION + SCORES + 2 * 2 * 8 * 8 + 2 * 8 * 24 + 8 * 4) + OUTPUT,
+        ),
+    ],
+)
+def test_flops_per_sample(flags: str, per_token: int) -> None:
+    """Two operations per multiplication; once forward, twice backward; 4 tokens."""
+    assert flops_per_sample(run_config(flags), vocab_size=32) == 2 * 3 * 4 * per_token
+
+
+@pytest.mark.parametrize(
+    ("experts", "frequency", "expected"),
+    [
+        (None, 1, [0, 0, 0, 0]),
+        (8, 1, [1, 1, 1, 1]),
+        (8, 2, [1, 0, 1, 0]),
+        (8, 3, [1, 0, 0, 1]),
+        (8, [0, 1, 1, 0], [0, 1, 1, 0]),
+    ],
+)
+def test_moe_layer_pattern(experts: int | None, frequency: int | list[int], expected: list[int]) -> None:
+    config = SimpleNamespace(num_layers=4, num_moe_experts=experts, moe_layer_freq=frequency)
+    assert moe_layer_pattern(config) == expected
+
+
+def table(loads: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    recorder = LoadRecorder([])
+    monkeypatch.setattr(recorder, "gather", lambda groups: loads)
+    return recorder.table(None).splitlines()
+
+
+def test_load_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert table({1: [30, 10, 20, 20], 12: [20, 20, 20, 20]}, monkeypatch)[1:] == [
+        "layer |     e0     e1     e2     e3 | max/mean",
+        "-" * 46,
+        "    1 |     30     10     20     20 |     1.50",
+        "   12 |     20     20     20     20 |     1.00",
+    ]
+
+
+def test_load_table_widens_for_large_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = table({1: [123456789, 0]}, monkeypatch)
+    assert lines[3] == "    1 | 123456789         0 |     2.00"
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize("loads", [{}, {1: [0, 0]}], ids=["no layers", "no tokens"])
+def test_load_table_without_load(loads: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(table(loads, monkeypatch)) == 3 + len(loads)
+
+
+def test_load_is_counted_in_training_passes_with_gradients_only() -> None:
+    recorder = LoadRecorder([])
+    routing_map = torch.tensor([[True, False], [True, True]])
+    router = SimpleNamespace(training=True, layer_number=3)
+    with torch.no_grad():
+        recorder._count(router, None, (torch.ones(2, 2), routing_map))
+    recorder._count(SimpleNamespace(training=False, layer_number=4), None, (torch.ones(2, 2), routing_map))
+    assert recorder.counts == {}
+    recorder._count(router, None, (torch.ones(2, 2), routing_map))
+    assert {layer: counts.tolist() for layer, counts in recorder.counts.items()} == {3: [2, 1]}
