@@ -5,6 +5,7 @@ Shape suffixes: S slots (experts of this rank), R rows (tokens, grouped by slot)
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,21 @@ def _grouped_mm_accepts(weight_SOI: torch.Tensor) -> bool:
     return weight_SOI.dtype in GROUPED_MM_DTYPES and aligned
 
 
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Weights of one linear layer for some slots: `weight` [S, O, I] and `bias` [S, O] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(
+        self, rows_RI: torch.Tensor, tokens_per_slot: torch.Tensor, scale_R: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[R, I] -> [R, O]; the bias is multiplied by `scale_R` [R] if given."""
+        rows = grouped_linear(rows_RI, self.weight, tokens_per_slot)
+        return rows if self.bias is None else _AddSlotBias.apply(rows, self.bias, tokens_per_slot.tolist(), scale_R)
+
+
 class GroupedLinear(torch.nn.Module):
     """One linear layer per slot: `weight` [S, O, I] and, if asked for, `bias` [S, O]."""
 
@@ -60,8 +76,21 @@ class GroupedLinear(torch.nn.Module):
         self, rows_RI: torch.Tensor, tokens_per_slot: torch.Tensor, scale_R: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[R, I] -> [R, O]; the bias is multiplied by `scale_R` [R] if given."""
-        rows = grouped_linear(rows_RI, self.weight, tokens_per_slot)
-        return rows if self.bias is None else _AddSlotBias.apply(rows, self.bias, tokens_per_slot.tolist(), scale_R)
+        return self.whole()(rows_RI, tokens_per_slot, scale_R)
+
+    def whole(self) -> Projection:
+        """All slots together."""
+        return Projection(self.weight, self.bias)
+
+    def by_slot(self) -> list[Projection]:
+        """Each slot alone."""
+        weights = self.weight.split(1)
+        return [
+            Projection(weight, bias)
+            for weight, bias in zip(
+                weights, self.bias.split(1) if self.bias is not None else [None] * len(weights), strict=True
+            )
+        ]
 
 
 class _AddSlotBias(torch.autograd.Function):
@@ -142,12 +171,28 @@ class GroupedExperts(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
-        inner = self.linear_fc1(rows_RH, tokens_per_slot)
+        if rows_RH.is_cuda:
+            return self._compute(self.linear_fc1.whole(), self.linear_fc2.whole(), rows_RH, tokens_per_slot, probs_R)
+        # A CPU gains nothing from grouping; slot by slot, the tensors between the projections stay in its caches
+        sizes = tokens_per_slot.tolist()
+        inputs = (rows_RH.split(sizes), tokens_per_slot.split(1), probs_R.split(sizes))
+        slots = zip(self.linear_fc1.by_slot(), self.linear_fc2.by_slot(), *inputs, strict=True)
+        return torch.cat([self._compute(*slot) for slot in slots])
+
+    def _compute(
+        self,
+        first: Projection,
+        second: Projection,
+        rows_RH: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs_R: torch.Tensor,
+    ) -> torch.Tensor:
+        inner = first(rows_RH, tokens_per_slot)
         if not self.activation_recompute:
-            return self.linear_fc2(self._activate(inner, probs_R), tokens_per_slot, probs_R)
+            return second(self._activate(inner, probs_R), tokens_per_slot, probs_R)
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
         activated = checkpoint.checkpoint(self._activate, inner, probs_R)
-        output = self.linear_fc2(activated, tokens_per_slot, probs_R)
+        output = second(activated, tokens_per_slot, probs_R)
         checkpoint.discard_output_and_register_recompute(output)
         return output
 

@@ -189,3 +189,30 @@ def exchange_uneven_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16], ids=str)
 def test_all_to_all_moves_uneven_rows(ranks, world_size: int, dtype: torch.dtype) -> None:
     ranks(world_size).run(exchange_uneven_rows, dtype)
+
+
+def experts_together_and_apart(activation: dict) -> None:
+    """One grouped product for all slots, as on CUDA, equals slot by slot, as on a CPU, gradients included."""
+    config = moe_config(params_dtype=torch.float32, expert_model_parallel_size=1, **activation)
+    experts = GroupedExperts(EXPERTS, config, build_groups(config, seed=7))
+    tokens = torch.tensor([3, 0, 5, 1, 0, 8, 2, 4])
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(int(tokens.sum()), HIDDEN, generator=generator)
+    probs = torch.rand(len(rows), generator=generator)
+    results = []
+    for together in (True, False):
+        inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
+        if together:
+            whole = experts.linear_fc1.whole(), experts.linear_fc2.whole()
+            output = experts._compute(*whole, inputs[0], tokens, inputs[1])
+        else:
+            output = experts(inputs[0], tokens, inputs[1])
+        gradients = torch.autograd.grad(output.square().sum(), [*inputs, *experts.parameters()])
+        results.append([output, *gradients])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_experts_together_equal_experts_apart(ranks, activation: str) -> None:
+    ranks(1).run(experts_together_and_apart, ACTIVATIONS[activation])
