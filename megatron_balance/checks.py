@@ -21,6 +21,7 @@ UNSUPPORTED_FIELDS = {
         "only GPT models with self-attention are supported",
     ),
     **dict.fromkeys(("multi_latent_attention", "mtp_"), "not supported yet"),
+    **dict.fromkeys(("moe_per_layer_logging", "log_num_zeros_in_grad"), "not available yet"),
     **dict.fromkeys(
         ("inference", "flash_decode", "mlp_chunks_for_prefill", "symmetric_ar_type", "batch_invariant"),
         "this program trains; it does not serve",

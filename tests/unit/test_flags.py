@@ -234,7 +234,6 @@ MEGATRON = {
     "--moe-shared-expert-intermediate-size": None,
     "--moe-shared-expert-overlap": False,
     "--moe-permute-fusion": False,
-    "--moe-per-layer-logging": False,
     "--micro-batch-size": None,
     "--global-batch-size": None,
     "--train-iters": None,
