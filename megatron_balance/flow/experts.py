@@ -72,25 +72,16 @@ class GroupedLinear(torch.nn.Module):
             # DDP and the optimizer keep expert parameters apart by this mark
             parameter.allreduce = config.expert_model_parallel_size == 1
 
-    def forward(
-        self, rows_RI: torch.Tensor, tokens_per_slot: torch.Tensor, scale_R: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[R, I] -> [R, O]; the bias is multiplied by `scale_R` [R] if given."""
-        return self.whole()(rows_RI, tokens_per_slot, scale_R)
+    def forward(self, by_slot: bool = False) -> list[Projection]:
+        """The weights to compute with: all slots together, or each slot alone.
 
-    def whole(self) -> Projection:
-        """All slots together."""
-        return Projection(self.weight, self.bias)
-
-    def by_slot(self) -> list[Projection]:
-        """Each slot alone."""
+        A call of the module, because DDP's `--overlap-param-gather` waits for a module's parameters before its call.
+        """
+        if not by_slot:
+            return [Projection(self.weight, self.bias)]
         weights = self.weight.split(1)
-        return [
-            Projection(weight, bias)
-            for weight, bias in zip(
-                weights, self.bias.split(1) if self.bias is not None else [None] * len(weights), strict=True
-            )
-        ]
+        biases = self.bias.split(1) if self.bias is not None else [None] * len(weights)
+        return [Projection(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 class _AddSlotBias(torch.autograd.Function):
@@ -172,11 +163,11 @@ class GroupedExperts(MegatronModule):
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
         if rows_RH.is_cuda:
-            return self._compute(self.linear_fc1.whole(), self.linear_fc2.whole(), rows_RH, tokens_per_slot, probs_R)
+            return self._compute(*self.linear_fc1(), *self.linear_fc2(), rows_RH, tokens_per_slot, probs_R)
         # A CPU gains nothing from grouping; slot by slot, the tensors between the projections stay in its caches
         sizes = tokens_per_slot.tolist()
         inputs = (rows_RH.split(sizes), tokens_per_slot.split(1), probs_R.split(sizes))
-        slots = zip(self.linear_fc1.by_slot(), self.linear_fc2.by_slot(), *inputs, strict=True)
+        slots = zip(self.linear_fc1(by_slot=True), self.linear_fc2(by_slot=True), *inputs, strict=True)
         return torch.cat([self._compute(*slot) for slot in slots])
 
     def _compute(

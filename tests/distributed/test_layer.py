@@ -203,7 +203,7 @@ def experts_together_and_apart(activation: dict) -> None:
     for together in (True, False):
         inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
         if together:
-            whole = experts.linear_fc1.whole(), experts.linear_fc2.whole()
+            whole = *experts.linear_fc1(), *experts.linear_fc2()
             output = experts._compute(*whole, inputs[0], tokens, inputs[1])
         else:
             output = experts(inputs[0], tokens, inputs[1])

@@ -119,7 +119,7 @@ def test_bias(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], sca
     torch.manual_seed(0)
     linear, rows = new_linear(len(sizes), *widths, dtype), random(sum(sizes), widths[0], dtype=dtype)
     scale = random(sum(sizes), dtype=dtype) if scaled else None
-    found = linear(rows, torch.tensor(sizes), scale)
+    found = linear()[0](rows, torch.tensor(sizes), scale)
     assert found.dtype == dtype
     inputs = [rows, *linear.parameters()] + ([scale] if scaled else [])
     assert_same_function(found, loop_layer(linear, rows, sizes, scale), inputs)
@@ -129,7 +129,7 @@ def test_scale_in_higher_precision_keeps_the_rows_precision() -> None:
     """Combine weights are float32 while the experts compute in bfloat16."""
     linear, rows, scale = new_linear(2, 16, 16, torch.bfloat16), *(random(5, 16, dtype=torch.bfloat16), torch.rand(5))
     scale = scale.to(DEVICE).requires_grad_()
-    found = linear(rows, torch.tensor([2, 3]), scale)
+    found = linear()[0](rows, torch.tensor([2, 3]), scale)
     assert found.dtype == torch.bfloat16
     assert_close(found, loop_layer(linear, rows, [2, 3], scale), torch.bfloat16)
     gradients = torch.autograd.grad(found, [linear.bias, scale], torch.ones_like(found))
@@ -141,7 +141,7 @@ def test_only_the_bias_needs_a_gradient(scaled: bool) -> None:
     linear, rows = new_linear(2, 16, 16, torch.float32), random(5, 16, dtype=torch.float32).detach()
     scale = torch.rand(5, device=DEVICE) if scaled else None
     linear.weight.requires_grad_(False)
-    output = linear(rows, torch.tensor([2, 3]), scale)
+    output = linear()[0](rows, torch.tensor([2, 3]), scale)
     output.backward(torch.ones_like(output))
     per_row = torch.ones(5, device=DEVICE) if scale is None else scale
     expected = torch.stack([per_row[:2].sum(), per_row[2:].sum()])
@@ -152,7 +152,7 @@ def test_without_bias() -> None:
     linear, rows = new_linear(2, 16, 8, torch.float32, bias=False), random(5, 16, dtype=torch.float32)
     assert [name for name, _ in linear.named_parameters()] == ["weight"]
     expected = torch.cat([F.linear(rows[:2], linear.weight[0]), F.linear(rows[2:], linear.weight[1])])
-    assert_close(linear(rows, torch.tensor([2, 3])), expected, torch.float32)
+    assert_close(linear()[0](rows, torch.tensor([2, 3])), expected, torch.float32)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, True), (2, False)])
