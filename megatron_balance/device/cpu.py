@@ -12,7 +12,7 @@ installed once, by the entry point, when `torch.cuda.is_available()` is false, a
 | `device="cuda"` literals                        | `device="cpu"`             | optimizer, clipping, aux losses  |
 | `tensor.type() == "torch.cuda.FloatTensor"`     | the CUDA name              | optimizers sort parameters by it |
 | `Tensor.cuda()`, `Module.cuda()`                | identity                   |                                  |
-| CUDA's caching allocator                        | malloc that keeps memory   | page faults cost a tenth of it   |
+| CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
 | `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
 | `te_general_gemm` without Transformer Engine    | `None`                     | 0.16.1's router raises NameError |
 | `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |

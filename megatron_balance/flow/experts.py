@@ -60,8 +60,8 @@ class Projection:
         return rows if self.bias is None else _AddSlotBias.apply(rows, self.bias, tokens_per_slot.tolist(), scale_R)
 
 
-class GroupedLinear(torch.nn.Module):
-    """One linear layer per slot: `weight` [S, O, I] and, if asked for, `bias` [S, O]."""
+class GroupedWeights(torch.nn.Module):
+    """Parameters of one linear layer per slot: `weight` [S, O, I] and, if asked for, `bias` [S, O]."""
 
     def __init__(self, slots: int, inputs: int, outputs: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -132,8 +132,8 @@ class GroupedExperts(MegatronModule):
         self.activation_recompute = "moe_act" in recompute
         inner = config.moe_ffn_hidden_size
         width = 2 * inner if config.gated_linear_unit else inner
-        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, width, config)
-        self.linear_fc2 = GroupedLinear(num_local_experts, inner, config.hidden_size, config)
+        self.linear_fc1 = GroupedWeights(num_local_experts, config.hidden_size, width, config)
+        self.linear_fc2 = GroupedWeights(num_local_experts, inner, config.hidden_size, config)
         if config.perform_initialization:
             self._initialize()
 

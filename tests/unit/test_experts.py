@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.flow.experts import GroupedLinear, grouped_linear
+from megatron_balance.flow.experts import GroupedWeights, grouped_linear
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Largest error allowed, as a share of the largest value."""
@@ -96,15 +96,15 @@ def test_empty_slots_have_zero_gradients(dtype: torch.dtype) -> None:
 
 
 def new_linear(slots: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True, ranks: int = 1):
-    """A GroupedLinear with random parameters."""
+    """A GroupedWeights with random parameters."""
     config = SimpleNamespace(params_dtype=dtype, add_bias_linear=bias, expert_model_parallel_size=ranks)
-    linear = GroupedLinear(slots, inputs, outputs, config)
+    linear = GroupedWeights(slots, inputs, outputs, config)
     for parameter in linear.parameters():
         torch.nn.init.normal_(parameter)
     return linear
 
 
-def loop_layer(linear: GroupedLinear, rows: torch.Tensor, sizes: list[int], scale: torch.Tensor | None):
+def loop_layer(linear: GroupedWeights, rows: torch.Tensor, sizes: list[int], scale: torch.Tensor | None):
     """The layer in float64, one slot after another."""
     output = loop_linear(rows, linear.weight, sizes)
     bias = torch.cat([one.expand(size, -1) for one, size in zip(linear.bias.double(), sizes, strict=True)])
