@@ -91,6 +91,7 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
 GROUPS = (
     ("model", ours.ModelConfig),
     ("training", ours.TrainConfig),
+    ("checkpointing", ours.CheckpointConfig),
     ("learning rate and weight decay", ours.SchedulerConfig),
     ("data", ours.DataConfig),
     ("tokenizer", ours.TokenizerConfig),
@@ -186,6 +187,7 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
         tokenizer=build(ours.TokenizerConfig, values),
         data=build(ours.DataConfig, values, split=layout.split),
         train=build(ours.TrainConfig, values, global_batch_size=layout.global_batch_size),
+        checkpoint=build(ours.CheckpointConfig, values),
         scheduler=build(ours.SchedulerConfig, values),
         log=build(ours.LogConfig, values),
         launch=build(ours.LaunchConfig, values, distributed_backend=layout.backend),

@@ -51,11 +51,6 @@ REFUSED = {
 """Upstream's flags that would do harm or mean nothing here."""
 
 NOT_YET = {
-    **dict.fromkeys(
-        ("--save", "--load", "--save-interval", "--async-save", "--ckpt-step", "--finetune", "--use-checkpoint-args"),
-        "checkpoints are not available yet",
-    ),
-    **dict.fromkeys(("--exit-signal-handler", "--exit-duration-in-mins"), "needs checkpoints, not available yet"),
     **dict.fromkeys(("--yaml-cfg", "--dry-run", "--moe-routing-trace-path"), "not available yet"),
     **dict.fromkeys(
         ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), "not available yet; use --tensorboard-dir"

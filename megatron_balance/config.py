@@ -6,6 +6,7 @@ of them together: nothing below the entry point reads parsed arguments.
 """
 
 import dataclasses
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -219,6 +220,10 @@ class DataConfig:
     """Restart positions after end-of-document tokens."""
 
 
+def _signal(text: str) -> signal.Signals:
+    return signal.Signals(int(text)) if text.isdigit() else signal.Signals[text.upper()]
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How long, how much at a time, and from which seed."""
@@ -239,7 +244,24 @@ class TrainConfig:
     """Samples to train for, instead of --train-iters."""
 
     exit_interval: int | None = None
-    """Stop after an iteration divisible by this."""
+    """Save and stop after an iteration divisible by this."""
+
+    exit_duration_in_mins: int | None = None
+    """Save and stop after this many minutes."""
+
+    exit_signal_handler: bool = False
+    """Save and stop with exit status 0 when --exit-signal arrives."""
+
+    exit_signal: signal.Signals = flag_field(
+        signal.SIGTERM, type=lambda text: _signal(text), nargs=None, choices=None, metavar="SIGTERM"
+    )
+    """The signal of --exit-signal-handler, by name or number."""
+
+    check_for_spiky_loss: bool = False
+    """Report losses far above those of the iterations before."""
+
+    max_consecutive_bad_iterations: int = 3
+    """Exit after this many iterations in a row whose loss or gradient was NaN or infinite."""
 
     eval_interval: int | None = None
     """Iterations between validations; default: none."""
@@ -249,6 +271,67 @@ class TrainConfig:
 
     seed: int = 1234
     """Seed of Python, NumPy, PyTorch and the data order."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a run, how often, and from where it resumes."""
+
+    save: str | None = None
+    """Directory for checkpoints."""
+
+    save_interval: int | None = flag_field(None, arg_names=["--save-interval", "--persistent-save-interval"])
+    """Iterations between checkpoints; default: only when training ends."""
+
+    keep_last: int | None = None
+    """Delete all but the newest N checkpoints after each save."""
+
+    save_retain_interval: int | None = None
+    """Delete checkpoints after each save, but the newest and those at iterations divisible by this."""
+
+    async_save: bool = False
+    """Write in the background while training goes on."""
+
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Checkpoint format."""
+
+    ckpt_fully_parallel_save: bool = flag_field(
+        True, arg_names=["--no-ckpt-fully-parallel-save", "--disable-ckpt-fully-parallel-save"]
+    )
+    """Let one data-parallel rank write what all of them hold, instead of a share each."""
+
+    ckpt_fully_parallel_load: bool = False
+    """Let each data-parallel rank read a share and exchange it, instead of reading everything."""
+
+    no_save_optim: bool = False
+    """Do not save the optimizer's state."""
+
+    no_save_rng: bool = False
+    """Do not save the random number generators' state."""
+
+    load: str | None = None
+    """Directory of checkpoints to resume from; nothing there: start afresh, with a warning."""
+
+    ckpt_step: int | None = None
+    """Iteration to resume from; default: the newest checkpoint."""
+
+    pretrained_checkpoint: str | None = None
+    """Directory of checkpoints to start from as by --finetune when --load holds none."""
+
+    finetune: bool = False
+    """Load the weights only and begin at iteration 0."""
+
+    no_load_optim: bool = False
+    """Do not load the optimizer's state."""
+
+    no_load_rng: bool = False
+    """Do not load the random number generators' state."""
+
+    use_checkpoint_args: bool = False
+    """Take the model's shape and the tokenizer from the checkpoint's flags; flags given here win."""
+
+    exit_on_missing_checkpoint: bool = False
+    """Exit with status 1 when --load holds no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +422,7 @@ class RunConfig:
     tokenizer: TokenizerConfig
     data: DataConfig
     train: TrainConfig
+    checkpoint: CheckpointConfig
     scheduler: SchedulerConfig
     log: LogConfig
     launch: LaunchConfig
