@@ -7,43 +7,49 @@ checking need no process group: every rank does both before it joins the job, so
 import argparse
 import ast
 import dataclasses
+import functools
+import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance import config as ours
-from megatron_balance.checks import NOT_YET, REFUSED, UNSUPPORTED_FIELDS, Layout, Machine, check
-from megatron_balance.flags import add_flags, build, flag_names
+from megatron_balance.checks import Layout, Machine, check
+from megatron_balance.flags import PRECISIONS, add_flags, build, flag_names
+from megatron_balance.training import saved_flags
+from megatron_balance.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
+from megatron_balance.yaml_file import read_flags
 
 FREQUENCY_LIMIT = 100_000
 """Longest list that a --moe-layer-freq expression may build."""
 
 INTERNAL_FIELDS = {
-    *("params_dtype", "pipeline_dtype", "autocast_dtype", "enable_autocast", "variable_seq_lengths"),
-    *("virtual_pipeline_model_parallel_size", "gated_linear_unit", "activation_func", "bias_activation_fusion"),
-    *("num_microbatches_with_partial_activation_checkpoints", "batch_p2p_comm", "batch_p2p_sync"),
-    *("deallocate_pipeline_outputs", "hetereogenous_dist_checkpoint", "heterogeneous_block_specs"),
-    *("pipeline_model_parallel_layout", "cp_comm_type", "use_te_rng_tracker", "tp_comm_atomic_ag", "tp_comm_atomic_rs"),
-    *(
-        "moe_token_dropping",
-        "memory_efficient_layer_norm",
-        "fused_single_qkv_rope",
-        "disable_parameter_transpose_cache",
-    ),
-    *("tp_only_amax_red", "activation_func_fp8_input_store", "quant_recipe", "moe_router_topk_limited_devices"),
+    *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
+    *("virtual_pipeline_model_parallel_size", "gated_linear_unit", "bias_activation_fusion", "softmax_scale"),
+    *("num_microbatches_with_partial_activation_checkpoints", "hetereogenous_dist_checkpoint", "fused_single_qkv_rope"),
+    *("use_te_rng_tracker", "moe_token_dropping", "memory_efficient_layer_norm", "disable_parameter_transpose_cache"),
+    *("tp_only_amax_red", "activation_func_fp8_input_store", "moe_router_topk_limited_devices", "muon_split_qkv"),
     *("store_param_remainders", "decoupled_weight_decay", "preserve_fp32_weights", "use_custom_fsdp", "nccl_ub"),
-    *("use_inference_optimized_layers", "average_in_collective", "timers", "muon_split_qkv", "softmax_scale"),
-    *("async_tensor_model_parallel_allreduce", "moe_extended_tp", "config_logger_dir", "barrier_with_L1_time"),
-    *("use_cpu_initialization",),
+    *("use_inference_optimized_layers",),
 }
 """Fields of megatron-core's dataclasses that no flag sets: derived below, or megatron-core's own business."""
+
+OPTIMIZER_PRECISIONS = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
+}
+"""What the precision-aware optimizer may keep its state in."""
 
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "num_moe_experts": {"arg_names": ["--num-experts"]},
@@ -54,6 +60,8 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
         "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
         "default": "aux_loss",
     },
+    "no_rope_freq": {"type": lambda text: parse_layer_frequency(text)},
+    "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text)},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
     "num_layers_in_first_pipeline_stage": {"arg_names": ["--decoder-first-pipeline-num-layers"]},
     "num_layers_in_last_pipeline_stage": {"arg_names": ["--decoder-last-pipeline-num-layers"]},
@@ -74,6 +82,7 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     },
     "min_lr": {"default": 0.0},
     "optimizer": {"choices": ["adam", "sgd"]},
+    **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
     "grad_reduce_in_fp32": {"arg_names": ["--accumulate-allreduce-grads-in-fp32"]},
     "bucket_size": {"arg_names": ["--ddp-bucket-size"]},
     "check_for_nan_in_grad": {
@@ -87,6 +96,14 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "reduce_scatter_with_fp32_accumulation": {"arg_names": ["--ddp-reduce-scatter-with-fp32-accumulation"]},
 }
 """Upstream's spelling and default where they differ from the field's."""
+
+SHORTHANDS = {
+    "--recompute-activations": ("recompute_granularity", "selective"),
+    "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+}
+"""Switches of upstream's that give another flag a value."""
+
+MEGATRON_CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 GROUPS = (
     ("model", ours.ModelConfig),
@@ -113,27 +130,54 @@ class Parsed(NamedTuple):
     """What was decided for the user, one sentence each, to be logged once."""
 
 
-class _Refuse(argparse.Action):
-    """A flag of Megatron's that would be misunderstood: it ends the run with the reason."""
+class Parser(argparse.ArgumentParser):
+    """Knows why it refuses a flag, and where the flags come from if not from the command line."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        parser.error(f"{option}: {self.metavar}")
+    source = ""
+
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""
+        values, unknown = self.parse_known_args(None if args is None else list(args), namespace)
+        for flag in (text.partition("=")[0] for text in unknown):
+            if reason := refusal(flag):
+                self.error(f"{flag}: {reason}")
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return values
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{self.source}{message}")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """All flags, grouped as `--help` shows them."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         usage="pretrain_gpt_moe.py [flags]  (--help shows them)",
         description="Train a GPT with mixture-of-experts layers on megatron-core.",
         allow_abbrev=False,
     )
-    unsupported = [field for field in _megatron_fields() if _unsupported_reason(field.name)]
-    skip = INTERNAL_FIELDS | {field.name for field in unsupported}
+    parser.add_argument("--yaml-cfg", metavar="FILE", help="Flags from a YAML file; those given here win.")
+    skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
     for title, cls in GROUPS:
-        add_flags(parser.add_argument_group(title), cls, skip=skip, metadata=MEGATRON_FLAGS)
-    refused = {flag: _unsupported_reason(field.name) for field in unsupported for flag in flag_names(field)}
-    for flag, reason in (refused | REFUSED | NOT_YET).items():
-        _add_refused(parser, flag, reason)
+        group = parser.add_argument_group(title)
+        add_flags(group, cls, skip=skip, metadata=MEGATRON_FLAGS)
+        for action in group._group_actions if cls in MEGATRON_CLASSES else []:
+            if isinstance(action, argparse._StoreFalseAction):
+                action.help = f"Switches off: {action.help}"
+    for flag, (name, value) in SHORTHANDS.items():
+        text = f"Short for --{name.replace('_', '-')} {value}."
+        parser.add_argument(flag, action="store_const", dest=name, const=value, help=text)
+    for entry, reason in ACCEPTED.items():
+        flag, _, value = entry.partition(" ")
+        if value:
+            kind = str if value.isupper() else _only(value, reason)
+            parser.add_argument(flag, dest=flag, type=kind, help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    for flag, reasons in REFUSED_VALUES.items():
+        action = parser._option_string_actions[flag]
+        action.type = _all_but(reasons, action.type)
+        action.choices = [choice for choice in action.choices or () if choice not in reasons]
     return parser
 
 
@@ -145,29 +189,88 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
         SystemExit: argparse's own errors (unknown flag, not a number) and `--help`.
     """
     parser = build_parser()
+    argv = [*yaml_flags(parser, argv), *argv]
     args = parser.parse_args(argv)
+    if args.use_checkpoint_args:
+        if args.load is None:
+            raise ValueError("--use-checkpoint-args: also give --load")
+        parser.set_defaults(**saved_flags.of_newest(Path(args.load), args.ckpt_step))
+        args = parser.parse_args(argv)
     unset = object()
     blank = argparse.Namespace(**dict.fromkeys(vars(args), unset))
     given = {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
+    _check_finite(parser, args)
     values = vars(args)
     layout, notices = check(values, given, machine)
     try:
-        return Parsed(_run_config(values, layout), notices)
-    except AssertionError as error:
+        return Parsed(_run_config(values, layout), _without_effect(given) + notices)
+    except (AssertionError, ImportError, RuntimeError) as error:
         raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
 
 
-def _add_refused(parser: argparse.ArgumentParser, flag: str, reason: str) -> None:
-    parser.add_argument(flag, action=_Refuse, nargs="*", dest=argparse.SUPPRESS, metavar=reason, help=argparse.SUPPRESS)
+def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
+    """The flags of the command line's `--yaml-cfg`, parsed once on their own so that an error names the file.
+
+    Raises:
+        ValueError: the file is not a mapping of flags to values.
+        SystemExit: argparse's own errors about a value in it.
+    """
+    path = parser.parse_args(argv).yaml_cfg
+    if path is None:
+        return []
+    flags = read_flags(path, parser, refusal)
+    parser.source = f"{path}: "
+    try:
+        _check_finite(parser, parser.parse_args(flags))
+    finally:
+        parser.source = ""
+    return flags
+
+
+def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            parser.error(f"argument {action.option_strings[0]}: {value} is not a finite number")
+
+
+def _without_effect(given: Collection[str]) -> list[str]:
+    reasons = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
+    return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
+
+
+def _only(value: str, reason: str) -> Callable[[str], str]:
+    """A converter that accepts one value of a flag."""
+
+    def convert(text: str) -> str:
+        if text != value:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {value} {reason}")
+        return text
+
+    return convert
+
+
+def _all_but(reasons: Mapping[str, str], kind: Any) -> Callable[[str], Any]:
+    """A converter that refuses some of upstream's values with the reason."""
+
+    @functools.wraps(kind)
+    def convert(text: str) -> Any:
+        if text in reasons:
+            raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
+        return kind(text)
+
+    return convert
 
 
 def _megatron_fields() -> list[dataclasses.Field]:
-    classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-    return [field for cls in classes for field in dataclasses.fields(cls) if field.name not in INTERNAL_FIELDS]
+    return [field for cls in MEGATRON_CLASSES for field in dataclasses.fields(cls)]
 
 
-def _unsupported_reason(name: str) -> str:
-    return next((reason for prefix, reason in UNSUPPORTED_FIELDS.items() if name.startswith(prefix)), "")
+def _is_without_effect(field: dataclasses.Field) -> bool:
+    """Whether the flag of a field of megatron-core's is refused, or accepted without effect."""
+    names = MEGATRON_FLAGS.get(field.name, {}).get("arg_names") or flag_names(field)
+    return any(refusal(name) or name in ACCEPTED for name in names)
 
 
 def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
@@ -175,11 +278,16 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
     dtype = torch.bfloat16 if values["bf16"] else torch.float16 if values["fp16"] else torch.float32
     return ours.RunConfig(
         transformer=_transformer_config(values, layout, dtype),
-        optimizer=build(OptimizerConfig, values, params_dtype=dtype),
+        optimizer=build(
+            OptimizerConfig,
+            values,
+            params_dtype=dtype,
+            **{name: PRECISIONS[values[name]] for name in OPTIMIZER_PRECISIONS},
+        ),
         ddp=build(
             DistributedDataParallelConfig,
             values,
-            grad_reduce_in_fp32=values["grad_reduce_in_fp32"] or values["bf16"],
+            grad_reduce_in_fp32=values["grad_reduce_in_fp32"] or (values["bf16"] and not values["grad_reduce_in_bf16"]),
         ),
         balance=build(ours.BalanceConfig, values),
         comm=build(ours.CommConfig, values),
@@ -195,13 +303,14 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
 
 
 def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    activation = F.silu if values["swiglu"] else squared_relu if values["squared_relu"] else F.gelu
+    activations = {"swiglu": F.silu, "quick_geglu": quick_gelu, "squared_relu": squared_relu}
+    activation = next((activations[name] for name in activations if values[name]), F.gelu)
     return build(
         TransformerConfig,
         values,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        gated_linear_unit=values["swiglu"],
+        gated_linear_unit=values["swiglu"] or values["quick_geglu"],
         activation_func=activation,
         num_query_groups=values["num_query_groups"] if values["group_query_attention"] else None,
         ffn_hidden_size=layout.ffn_hidden_size,

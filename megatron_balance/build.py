@@ -1,7 +1,9 @@
 """Wires everything: RunConfig -> model, optimizer, schedule and data. The only file that imports all packages."""
 
 import copy
+import functools
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,16 +25,20 @@ from megatron_balance.device import groups as device_groups
 from megatron_balance.device.norm import TorchNorm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.training.data import build_data, build_tokenizer, padded_vocab_size
-from megatron_balance.training.loop import Run
+from megatron_balance.training.data import build_data, padded_vocab_size
+from megatron_balance.training.loop import Progress, Run
+from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
+from megatron_balance.training.tokenizer import build_tokenizer
 
 
 def build_run(config: RunConfig) -> Run:
     """Build one training run in an initialised job; every rank calls it."""
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
-    groups = device_groups.build_groups(config.transformer, config.train.seed)
+    groups = device_groups.build_groups(
+        config.transformer, config.train.seed, config.launch.distributed_timeout_minutes
+    )
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
@@ -41,6 +47,8 @@ def build_run(config: RunConfig) -> Run:
     optimizer = get_megatron_optimizer(config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups)
     connect(config, model, optimizer)
     length = run_length(config.train, groups.dp.size())
+    progress = Progress()
+    consumed = (lambda: progress.consumed_samples, lambda: progress.consumed_valid_samples)
     return Run(
         config=config,
         groups=groups,
@@ -49,8 +57,10 @@ def build_run(config: RunConfig) -> Run:
         scheduler=build_param_scheduler(config, optimizer, length),
         batches=build_batch_schedule(config.train, groups.dp.size()),
         length=length,
-        data=build_data(config, tokenizer, groups, length),
+        data=build_data(config, tokenizer, groups, length, consumed),
         vocab_size=vocab_size,
+        guard=LossGuard(config, model, groups),
+        progress=progress,
     )
 
 
@@ -87,6 +97,8 @@ def _build_chunk(config: RunConfig, groups: ProcessGroupCollection, vocab_size: 
         position_embedding_type=config.model.position_embedding_type,
         rotary_percent=config.model.rotary_percent,
         rotary_base=config.model.rotary_base,
+        rope_scaling=config.model.use_rope_scaling,
+        rope_scaling_factor=config.model.rope_scaling_factor,
         seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
         pg_collection=groups,
         vp_stage=stage,
@@ -124,19 +136,25 @@ def balanced_layer_spec(
     spec: ModuleSpec, groups: ProcessGroupCollection, balance: BalanceConfig, comm: CommConfig
 ) -> ModuleSpec:
     """A transformer layer spec with BalancedMoELayer in place of megatron-core's MoELayer; dense layers unchanged."""
-    mlp = spec.submodules.mlp
-    if mlp.module is not MoELayer:
+    module, submodules = parts(spec.submodules.mlp)
+    if module is not MoELayer:
         return spec
     spec = copy.deepcopy(spec)
-    submodules = copy.copy(mlp.submodules)
+    submodules = copy.copy(submodules)
     submodules.experts = ModuleSpec(module=GroupedExperts)
     spec.submodules.mlp = ModuleSpec(
         module=BalancedMoELayer,
         submodules=submodules,
-        params={"pg_collection": groups, "balance": balance, "comm": comm},
-        metainfo=mlp.metainfo,
+        params={"groups": groups, "balance": balance, "comm": comm},
     )
     return spec
+
+
+def parts(spec: ModuleSpec | functools.partial) -> tuple[Callable, object]:
+    """What a spec builds, and from which submodules; since 0.19, megatron-core's own specs of MLPs are partials."""
+    if isinstance(spec, functools.partial):
+        return spec.func, spec.keywords["submodules"]
+    return spec.module, spec.submodules
 
 
 def _with_torch_norm(spec: ModuleSpec) -> ModuleSpec:
@@ -156,7 +174,7 @@ def connect(config: RunConfig, model: list[torch.nn.Module], optimizer: Megatron
     hooks.finalize_model_grads_func = finalize_model_grads
     if config.ddp.overlap_grad_reduce:
         hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
-        if len(model) > 1:
+        if len(model) > 1 and config.launch.align_grad_reduce:
             hooks.grad_sync_func = [chunk.start_grad_sync for chunk in model]
     if config.ddp.overlap_param_gather and config.ddp.align_param_gather:
         hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])

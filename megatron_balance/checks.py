@@ -8,89 +8,32 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT, ONLY_VALUE
+
 DEFAULT_SPLIT = "969,30,1"
 
-UNSUPPORTED_FIELDS = {
-    **dict.fromkeys(("fp8", "fp4", "first_last_layers_bf16", "num_layers_at_"), "8- and 4-bit training: not supported"),
-    **dict.fromkeys(
-        ("cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
-        "CUDA graphs are not supported: the number of routed tokens changes from step to step",
-    ),
-    **dict.fromkeys(
-        ("mamba", "use_mamba", "is_hybrid_model", "linear_", "dsa_", "experimental_attention", "heterogeneous"),
-        "only GPT models with self-attention are supported",
-    ),
-    **dict.fromkeys(("multi_latent_attention", "mtp_"), "not supported yet"),
-    **dict.fromkeys(("moe_per_layer_logging", "log_num_zeros_in_grad"), "not available yet"),
-    **dict.fromkeys(
-        ("inference", "flash_decode", "mlp_chunks_for_prefill", "symmetric_ar_type", "batch_invariant"),
-        "this program trains; it does not serve",
-    ),
-    **dict.fromkeys(
-        ("cpu_offloading", "fine_grained_activation", "offload_modules", "min_offloaded", "optimizer_cpu_offload",
-         "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer", "pin_cpu_"),
-        "offloading is not supported",
-    ),
-    **dict.fromkeys(("use_kitchen", "kitchen"), "the kitchen extension is not supported"),
-    **dict.fromkeys(
-        ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_"),
-        "megatron-core's batch-level overlap cuts its own MoE layer in stages and is not supported",
-    ),
-    **dict.fromkeys(("use_megatron_fsdp", "data_parallel_sharding", "fsdp_", "outer_dp"), "FSDP is not supported"),
-    "muon_": "not supported; use --optimizer adam or sgd",
-    **dict.fromkeys(("hybrid_context", "hierarchical_context", "max_seqlen_"), "context parallelism: not supported"),
-    **dict.fromkeys(("moe_latent_size", "moe_enable_routing_replay"), "not supported by the balanced MoE layer"),
-}  # fmt: skip
-"""Fields of megatron-core's configs, by prefix, that are refused as flags, with the reason."""
-
-REFUSED = {
-    "--use-cpu-initialization": "gives every expert-parallel rank the same experts; leave it out",
-    "--use-legacy-models": "removed upstream; leave it out",
-    "--use-mcore-models": "this program is built on megatron-core; leave it out",
-}
-"""Upstream's flags that would do harm or mean nothing here."""
-
-NOT_YET = {
-    **dict.fromkeys(("--yaml-cfg", "--dry-run", "--moe-routing-trace-path"), "not available yet"),
-    **dict.fromkeys(
-        ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), "not available yet; use --tensorboard-dir"
-    ),
-    **dict.fromkeys(("--moe-router-force-workload", "--moe-router-force-biased"), "not available yet"),
-    **dict.fromkeys(
-        ("--balance-alpha", "--balance-threshold", "--balance-metric", "--balance-vexperts-per-rank",
-         "--balance-demi-slots", "--balance-demi-weights", "--balance-capacities"),
-        "its policy is not available yet",
-    ),
-    **dict.fromkeys(
-        ("--moe-comm-codec-directions", "--moe-comm-order", "--moe-comm-refit-interval", "--no-moe-parallel-saa"),
-        "not available yet",
-    ),
-}  # fmt: skip
-"""Flags of features that are still to come."""
-
-ONLY_VALUE = {
-    "balance_policy": ("none",),
-    "balance_overlap": ("none",),
-    "balance_ownership": ("fixed",),
-    "balance_profile": ("builtin",),
-    "moe_comm_alltoall": ("default", "flat"),
-    "moe_comm_codec": ("none",),
-    "moe_comm_chunks": ("1",),
-    "moe_parallel_schedule": ("megatron",),
-}
-"""Our flags whose other values are still to come, and the values that work."""
+ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
+"""In place of GELU."""
 
 AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
+    *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
+    "max_consecutive_bad_iterations",
 )
 
 NO_EFFECT_WITHOUT_POLICY = (
     *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
     *("balance_explain", "balance_log_dir", "balance_timeline"),
 )
+
+NOT_BALANCED = (
+    *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+    *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
+)
+"""What only megatron-core's own MoE layer reads; later versions than 0.16.1 do not have all of it."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +94,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     """
     notices: list[str] = []
     _required(values)
-    _available(values, given)
+    _available(values, given, notices)
     backend, impl = _backends(values, given, machine, notices)
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
@@ -160,11 +103,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     moe_ffn = _moe(values, given, expert_tp, machine, notices)
     fused = machine.cuda
     gated_fusion = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"]
-    plain_fusion = not values["swiglu"] and values["bias_gelu_fusion"] and not values["num_moe_experts"]
+    gelu = not any(values[name] for name in ACTIVATIONS)
+    plain_fusion = gelu and values["bias_gelu_fusion"] and values["add_bias_linear"] and not values["num_moe_experts"]
     return Layout(
         backend=backend,
         transformer_impl=impl,
-        global_batch_size=_global_batch_size(values, data_parallel),
+        global_batch_size=_global_batch_size(values, data_parallel, virtual),
         max_position_embeddings=_positions(values),
         ffn_hidden_size=_ffn_hidden_size(values),
         moe_ffn_hidden_size=moe_ffn,
@@ -183,28 +127,38 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     ), notices
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _required(values: Mapping[str, Any]) -> None:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
         if values[name] is None:
-            raise ValueError(f"--{name.replace('_', '-')} is required")
+            raise ValueError(f"{_flag(name)} is required")
     if (values["train_iters"] is None) == (values["train_samples"] is None):
         raise ValueError("give --train-iters N or --train-samples N, and only one of them")
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
     for name in AT_LEAST_ONE:
         if values[name] is not None and values[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {values[name]}: give at least 1")
+            raise ValueError(f"{_flag(name)} {values[name]}: give at least 1")
+    if values["distributed_timeout_minutes"] <= 0:
+        raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
 
 
-def _available(values: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuse features that are not there yet, and balancing flags that nothing would read."""
+def _available(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
+    """Refuse features that are not there yet, and balancing flags that nothing would read; note other idle flags."""
     for name, allowed in ONLY_VALUE.items():
         if values[name] not in allowed:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {values[name]}: not available yet; use {flag} {' or '.join(allowed)}")
+            flag, choices = _flag(name), " or ".join(allowed)
+            raise ValueError(f"{flag} {values[name]}: not available yet; use {flag} {choices}")
     for name in NO_EFFECT_WITHOUT_POLICY:
         if name in given:
-            raise ValueError(f"--{name.replace('_', '-')}: has no effect with --balance-policy none; leave it out")
+            raise ValueError(f"{_flag(name)}: has no effect with --balance-policy none; leave it out")
+    for name, condition in NO_EFFECT_WITHOUT.items():
+        needed, _, value = condition.partition(" ")
+        if name in given and (values[needed] != value if value else not values[needed]):
+            notices.append(f"{_flag(name)} has no effect without {_flag(needed)} {value}".rstrip())
     if values["context_parallel_size"] > 1:
         raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
 
@@ -219,6 +173,8 @@ def _backends(
             raise ValueError("--distributed-backend nccl: needs CUDA; use --distributed-backend gloo")
         backend = "gloo"
         notices.append("no CUDA here: --distributed-backend gloo")
+    if values["average_in_collective"] and backend == "gloo":
+        raise ValueError("--ddp-average-in-collective: gloo cannot average; leave it out")
     if impl == "transformer_engine" and not (machine.cuda and machine.transformer_engine):
         if "transformer_impl" in given:
             raise ValueError(
@@ -227,8 +183,13 @@ def _backends(
             )
         impl = "local"
         notices.append("no Transformer Engine here: --transformer-impl local")
-    if impl == "inference_optimized":
-        raise ValueError("--transformer-impl inference_optimized: this program trains; use local or transformer_engine")
+    needs_te = {
+        "fp32_residual_connection": impl == "local" and (values["bf16"] or values["fp16"]),
+        "moe_router_fusion": not machine.transformer_engine,
+    }
+    for name, missing in needs_te.items():
+        if values[name] and missing:
+            raise ValueError(f"{_flag(name)}: needs Transformer Engine; leave it out")
     return backend, impl
 
 
@@ -263,8 +224,16 @@ def _model_shape(values: Mapping[str, Any]) -> None:
             f"--seq-length {values['seq_length']}: with --sequence-parallel it must be a multiple of "
             f"--tensor-model-parallel-size {tensor}"
         )
-    if values["swiglu"] and values["squared_relu"]:
-        raise ValueError("--swiglu and --squared-relu: choose one activation")
+    for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
+        if isinstance(values[name], list) and len(values[name]) != values["num_layers"]:
+            raise ValueError(
+                f"{_flag(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
+            )
+    activations = [name for name in ACTIVATIONS if values[name]]
+    if len(activations) > 1:
+        raise ValueError(f"{' and '.join(map(_flag, activations))}: choose one activation")
+    if values["grad_reduce_in_bf16"] and (not values["bf16"] or values["grad_reduce_in_fp32"]):
+        raise ValueError("--grad-reduce-in-bf16: needs --bf16, and not --accumulate-allreduce-grads-in-fp32")
     if values["bf16"] and values["fp16"]:
         raise ValueError("--bf16 and --fp16: choose one precision")
     if values["recompute_granularity"] == "full" and not (
@@ -290,28 +259,31 @@ def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
 
 
 def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
-    layers, stages = values["num_layers"], values["pipeline_model_parallel_size"]
+    stages, ends = values["pipeline_model_parallel_size"], ("embedding", "loss")
+    layers = values["num_layers"] + sum(values[f"account_for_{end}_in_pipeline_split"] for end in ends)
     uneven = values["num_layers_in_first_pipeline_stage"] or values["num_layers_in_last_pipeline_stage"]
     if layers % stages and not uneven:
         raise ValueError(f"--num-layers {layers}: must be a multiple of --pipeline-model-parallel-size {stages}")
-    per_chunk = values["num_layers_per_virtual_pipeline_stage"]
-    if per_chunk is None:
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    wanted = {name: values[name] for name in names if values[name] is not None}
+    if not wanted:
         return None
+    if len(wanted) > 1:
+        raise ValueError(f"{' and '.join(map(_flag, wanted))}: give one of them")
+    ((name, value),) = wanted.items()
     if stages == 1:
-        raise ValueError("--num-layers-per-virtual-pipeline-stage: needs --pipeline-model-parallel-size above 1")
+        raise ValueError(f"{_flag(name)} {value}: needs --pipeline-model-parallel-size above 1")
     if stages == 2 and not values["overlap_p2p_comm"]:
         # Batched, the two messages between the same two ranks would be taken for each other
         raise ValueError(
             "--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with the interleaved schedule"
         )
-    if per_chunk < 1 or uneven or layers // stages % per_chunk:
-        raise ValueError(
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk}: must divide the {layers // stages} layers of a stage"
-        )
-    return layers // stages // per_chunk
+    if value < 1 or uneven or layers // stages % value:
+        raise ValueError(f"{_flag(name)} {value}: must divide the {layers // stages} layers of a stage")
+    return value if name == "num_virtual_stages_per_pipeline_rank" else layers // stages // value
 
 
-def _global_batch_size(values: Mapping[str, Any], data_parallel: int) -> int:
+def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: int | None) -> int:
     step = values["micro_batch_size"] * data_parallel
     total = values["global_batch_size"] or step
     if total % step:
@@ -320,7 +292,7 @@ def _global_batch_size(values: Mapping[str, Any], data_parallel: int) -> int:
             f"times the data-parallel size {data_parallel}, that is of {step}"
         )
     stages = values["pipeline_model_parallel_size"]
-    if values["num_layers_per_virtual_pipeline_stage"] and total // step % stages:
+    if virtual and total // step % stages:
         raise ValueError(
             f"--global-batch-size {total}: the interleaved schedule needs a number of microbatches ({total // step}) "
             f"that is a multiple of --pipeline-model-parallel-size {stages}"
@@ -336,6 +308,12 @@ def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
         raise ValueError("give one of --data-path, --train-data-path (with --valid-/--test-data-path) and --mock-data")
     if any(per_split) and values["split"]:
         raise ValueError("--split: goes with --data-path; leave it out with --train-data-path")
+    if values["data_cache_path"] is None:
+        for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
+            if values[name]:
+                raise ValueError(f"{_flag(name)}: also give --data-cache-path")
+    if values["data_path"] and values["dataloader_fast_cache_load"]:
+        raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
     if values["tokenizer_type"] is None:
         raise ValueError("--tokenizer-type is required (for --mock-data: NullTokenizer with --vocab-size)")
     if values["data_path"] and values["split"] is None:
@@ -352,16 +330,13 @@ def _moe(
     if experts is None:
         if parallel > 1:
             raise ValueError(f"--expert-model-parallel-size {parallel}: needs --num-experts")
+        idle = sorted(_flag(name) for name in given if name.startswith("moe_"))
+        notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
         return values["moe_ffn_hidden_size"]
     if experts < 1 or experts % parallel:
         raise ValueError(f"--num-experts {experts}: must be a multiple of --expert-model-parallel-size {parallel}")
     if not 1 <= values["moe_router_topk"] <= experts:
         raise ValueError(f"--moe-router-topk {values['moe_router_topk']}: choose 1 to --num-experts {experts}")
-    if isinstance(values["moe_layer_freq"], list) and len(values["moe_layer_freq"]) != values["num_layers"]:
-        raise ValueError(
-            f"--moe-layer-freq: the list has {len(values['moe_layer_freq'])} entries for --num-layers "
-            f"{values['num_layers']}"
-        )
     if values["tensor_model_parallel_size"] > 1 and not values["sequence_parallel"]:
         raise ValueError(
             f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with --num-experts also give "
@@ -386,8 +361,8 @@ def _balanced_layer(values: Mapping[str, Any], given: Collection[str], expert_tp
             f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): the balanced MoE layer "
             "keeps experts whole; use --expert-tensor-parallel-size 1, or --moe-layer-impl megatron"
         )
-    for name in ("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"):
-        if values[name]:
-            raise ValueError(f"--{name.replace('_', '-')}: not available with --moe-layer-impl balanced; leave it out")
+    for name in NOT_BALANCED:
+        if values.get(name):
+            raise ValueError(f"{_flag(name)}: not available with --moe-layer-impl balanced; leave it out")
     if "moe_grouped_gemm" in given:
         notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")

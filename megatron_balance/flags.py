@@ -98,6 +98,17 @@ def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
     return cls(**({name: values[name] for name in names & values.keys()} | given))
 
 
+def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
+    """The member of an enumeration with this name.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none.
+    """
+    if name not in kind.__members__:
+        raise argparse.ArgumentTypeError(f"{name[:80]!r}: choose from {', '.join(kind.__members__)}")
+    return kind[name]
+
+
 def _default(field: dataclasses.Field) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -129,5 +140,5 @@ def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
     if origin in (list, tuple) and inner and inner[0] in (int, float, str):
         return {"type": inner[0], "nargs": "+", "default": default}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return {"type": lambda name: hint[name], "choices": list(hint), "default": default}
+        return {"type": functools.partial(enum_member, hint), "choices": list(hint), "default": default}
     return None

@@ -1,36 +1,73 @@
 """From a command line to a finished run, on every rank."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import build_run
 from megatron_balance.checks import Machine
+from megatron_balance.config import RunConfig
 from megatron_balance.device import groups
 from megatron_balance.observe.load import LoadRecorder
+from megatron_balance.training.checkpoint import CheckpointError, Checkpoints
+from megatron_balance.training.hang_guard import HangGuard
 from megatron_balance.training.logging import RunLog
-from megatron_balance.training.loop import train
+from megatron_balance.training.loop import Run, train
+from megatron_balance.training.loss_guard import PoisonedRun
+from megatron_balance.training.stopping import Stopping
 
 
 def pretrain(argv: list[str]) -> None:
     """Parse, check, join the job, build, train. A user's mistake ends every rank before it joins."""
     launch = groups.Launch.from_environment()
-    try:
+    with _leaving_together(ValueError):
         config, notices = parse_args(argv, Machine.here(launch.world_size))
         groups.node_topology(launch, config.comm.moe_comm_node_size)
-    except ValueError as error:
-        raise SystemExit(f"pretrain_gpt_moe.py: error: {error}") from error
     torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
-    groups.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
-    try:
-        run = build_run(config)
-        log = RunLog(config, run.length.iterations, run.vocab_size)
-        for notice in notices:
-            log.message(f"note: {notice}")
-        recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
-        train(run, log)
+    timeout_minutes = config.launch.distributed_timeout_minutes
+    store = groups.start(launch, config.launch.distributed_backend, timeout_minutes)
+    stopping = Stopping(config.train)
+    with HangGuard(store, launch.rank, launch.world_size, timeout_minutes * 60, launch.store_rank) as guard:
+        with stopping.listening():
+            with _leaving_together(ValueError, CheckpointError):
+                run, log, checkpoints = _prepare(config, notices, guard)
+            recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
+            with _leaving_together(CheckpointError, PoisonedRun):
+                train(run, log, checkpoints, stopping)
         if recorder is not None:
             log.message(recorder.table(run.groups))
         log.close()
-    finally:
-        dist.destroy_process_group()
+        _finish_together()
+    dist.destroy_process_group()
+
+
+def _prepare(config: RunConfig, notices: list[str], guard: HangGuard) -> tuple[Run, RunLog, Checkpoints]:
+    run = build_run(config)
+    guard.follow(run.position)
+    log = RunLog(config, run.length.iterations, run.vocab_size)
+    for notice in notices:
+        log.message(f"note: {notice}")
+    # A writer that stalls is to be named before the ranks that wait for it
+    checkpoints = Checkpoints(run, log, patience=config.launch.distributed_timeout_minutes * 60 / 2)
+    checkpoints.prepare()
+    checkpoints.load()
+    return run, log, checkpoints
+
+
+@contextlib.contextmanager
+def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
+    """Errors that every rank raises alike end the program with their message, not with a traceback each."""
+    try:
+        yield
+    except errors as error:
+        raise SystemExit(f"pretrain_gpt_moe.py: error: {error}") from error
+
+
+def _finish_together() -> None:
+    """Wait for all ranks: one that leaves earlier would look dead. (`dist.barrier` warns of its choice of device.)"""
+    finished = torch.zeros(1, device=torch.cuda.current_device())
+    dist.all_reduce(finished)
+    finished.item()

@@ -6,6 +6,7 @@ costs seconds, so the ranks are forked from one server process that has imported
 
 import contextlib
 import datetime
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -72,7 +73,8 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs), daemon=True)
+            # Not daemons: saving a checkpoint starts processes of its own
+            process = context.Process(target=_serve, args=(rank, self.world_size, theirs))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -117,7 +119,6 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
 def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
     """The default gloo group for one task, and no trace of it afterwards."""
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     dist.init_process_group(
         "gloo",
@@ -127,6 +128,18 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
         timeout=datetime.timedelta(seconds=timeout),
     )
     yield
-    get_moe_layer_wise_logging_tracker().clear()
+    forget_auxiliary_losses()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    # Models and groups refer to each other; a gloo group's threads end only with its last reference
+    gc.collect()
+
+
+def forget_auxiliary_losses() -> None:
+    """Drop megatron-core's record of auxiliary losses, which has the size of the last run's model."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # 0.19; its legacy dictionary is only a copy
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()

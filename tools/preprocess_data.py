@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from textfiles import BadLine, existing_file, parse_line, positive_int, staged
 
 from megatron_balance.config import TokenizerConfig
 from megatron_balance.flags import add_flags, build
+from megatron_balance.training.tokenizer import build_tokenizer
 
 CHUNK_BYTES = 2**18
 BAD_LINES_SHOWN = 20

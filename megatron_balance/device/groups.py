@@ -11,6 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+BACKSTOP_SECONDS = 6.0
+"""Collectives time out this much after `--distributed-timeout-minutes`: first the hang guard names the stalled rank."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -20,16 +23,23 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int
+    store_rank: int | None = 0
+    """The rank whose process holds the key-value store; None: the launcher does."""
+
+    attempt: int = 0
+    """How often the launcher has started the job again."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them, a single process."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's; without them, a single process."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+            store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
 
@@ -56,20 +66,30 @@ def node_topology(launch: Launch, node_size: int | None) -> Topology:
     return Topology(launch.world_size, size)
 
 
-def start(launch: Launch, backend: str, timeout_minutes: float) -> None:
-    """Join the job: pick this process's device and initialise torch.distributed (rendezvous by environment)."""
+def start(launch: Launch, backend: str, timeout_minutes: float) -> dist.Store:
+    """Join the job: pick this process's device and initialise torch.distributed (rendezvous by environment).
+
+    Returns:
+        The job's key-value store.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank)
-    if not dist.is_initialized():
-        dist.init_process_group(
-            backend,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=datetime.timedelta(minutes=timeout_minutes),
-        )
+    if dist.is_initialized():
+        return dist.group.WORLD.get_group_store()
+    timeout = datetime.timedelta(minutes=_backend_minutes(timeout_minutes))
+    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    # A launcher's store outlives the attempt: without the prefix, ranks would look for addresses of the last attempt
+    store = dist.PrefixStore(f"attempt{launch.attempt}", store)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    return store
 
 
-def build_groups(config: TransformerConfig, seed: int) -> ProcessGroupCollection:
+def _backend_minutes(timeout_minutes: float) -> float:
+    return timeout_minutes + BACKSTOP_SECONDS / 60
+
+
+def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 10) -> ProcessGroupCollection:
     """Create the process groups of `config`'s layout and seed this rank's random number generators.
 
     megatron-core keeps its groups in `parallel_state`, which some of its parts still read; ours take the returned
@@ -83,6 +103,7 @@ def build_groups(config: TransformerConfig, seed: int) -> ProcessGroupCollection
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=_backend_minutes(timeout_minutes),
     )
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)

@@ -72,8 +72,8 @@ class AllToAllDispatcher(Dispatcher):
         self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
     ) -> tuple[Dispatched, CombineHandle]:
         sent, received = plan.input_splits(self.rank), plan.output_splits(self.rank)
-        # Copy each token once per chosen expert, grouped by destination rank and slot
-        rows, probs, token_of_row = permute(
+        # Copy each token once per chosen expert, grouped by destination rank and slot; 0.19 returns more (padding)
+        rows, probs, token_of_row, *_ = permute(
             tokens_TH, map_TP, probs=probs_TP, num_out_tokens=sum(sent), fused=self.fused
         )
         rows = self.all_to_all(rows, received, sent)

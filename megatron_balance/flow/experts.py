@@ -5,12 +5,15 @@ Shape suffixes: S slots (experts of this rank), R rows (tokens, grouped by slot)
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_gpu
@@ -120,14 +123,21 @@ class _AddSlotBias(torch.autograd.Function):
 class GroupedExperts(MegatronModule):
     """Home slots of one rank: two projections with an activation between, for every expert at once.
 
-    The initial weights equal those of megatron-core's SequentialMLP for the same seed.
+    The initial weights equal those of megatron-core's SequentialMLP for the same seed, and so do the names and shapes
+    in a checkpoint.
+
+    Args:
+        home_experts: the logical expert in each slot.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self, home_experts: Sequence[int], config: TransformerConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config)
         assert pg_collection.expt_tp.size() == 1
+        self.home_experts = tuple(home_experts)
+        self.replica = pg_collection.expt_dp.rank()
+        num_local_experts = len(self.home_experts)
         recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
         self.activation_recompute = "moe_act" in recompute
         inner = config.moe_ffn_hidden_size
@@ -200,3 +210,46 @@ class GroupedExperts(MegatronModule):
         else:
             activated = config.activation_func(inner)
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Every parameter as one shard per slot, placed by the slot's logical expert along an axis of all experts.
+
+        A checkpoint holds `experts.linear_fc1.weight` [..., E, O, I]: it does not know which rank owned an expert.
+        """
+        return {
+            f"{prefix}{name}": ShardedTensorFactory(
+                f"{prefix}experts.{name}",
+                parameter,
+                functools.partial(_shards_by_expert, self.home_experts, self.config.num_moe_experts, sharded_offsets),
+                torch.stack,
+                (0, 0, self.replica),
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+
+def _shards_by_expert(
+    experts: Sequence[int],
+    num_experts: int,
+    sharded_offsets: tuple,
+    key: str,
+    tensor_S: torch.Tensor,
+    replica_id: tuple[int, ...],
+    flattened_range: None,
+) -> list[ShardedTensor]:
+    """One shard per slot of a parameter, or of its optimizer state, [S, ...]."""
+    assert flattened_range is None, "optimizer state is saved in the parameters' shapes"
+    axis = len(sharded_offsets)
+    return [
+        ShardedTensor.from_rank_offsets(
+            key,
+            tensor,
+            *sharded_offsets,
+            (axis, expert, num_experts),
+            replica_id=replica_id,
+            prepend_axis_num=axis + 1,
+        )
+        for tensor, expert in zip(tensor_S.unbind(), experts, strict=True)
+    ]

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.alltoall import FlatAllToAll
@@ -34,11 +33,13 @@ class BalancedMoELayer(MoELayer):
         submodules: MoESubmodules,
         layer_number: int | None = None,
         *,
-        pg_collection: ProcessGroupCollection,
+        groups: ProcessGroupCollection,
         balance: BalanceConfig,
         comm: CommConfig,
+        **_: object,
     ) -> None:
-        BaseMoELayer.__init__(self, config, layer_number, pg_collection)
+        """`groups`, `balance` and `comm` come from the spec; 0.19 also passes `pg_collection` and more, unused here."""
+        BaseMoELayer.__init__(self, config, layer_number, groups)
         self.submodules = submodules
         self.balance = balance
         recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
@@ -46,15 +47,13 @@ class BalancedMoELayer(MoELayer):
         self.shared_experts_recompute = "shared_experts" in recompute
         self.placement = Placement.identity(config.num_moe_experts, self.ep_group.size())
 
-        self.router = submodules.router(config=config, pg_collection=pg_collection)
-        self.dispatcher = self._build_dispatcher(comm, pg_collection)
-        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=pg_collection)
+        self.router = submodules.router(config=config, pg_collection=groups)
+        self.dispatcher = self._build_dispatcher(comm, groups)
+        home = self.placement.experts_of(self.ep_group.rank())
+        self.experts = submodules.experts(home, config, pg_collection=groups)
         if self.use_shared_expert:
-            self.shared_experts = build_module(
-                submodules.shared_experts,
-                config=config,
-                pg_collection=pg_collection,
-                gate=config.moe_shared_expert_gate,
+            self.shared_experts = submodules.shared_experts(
+                config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
 
     def _build_dispatcher(self, comm: CommConfig, groups: ProcessGroupCollection) -> Dispatcher:

@@ -38,6 +38,10 @@ class Placement:
     def slots_per_rank(self) -> int:
         return self.num_physical // self.num_ranks
 
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """The logical expert in each slot of a rank."""
+        return self.expert_of_physical[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
+
     @property
     def is_identity(self) -> bool:
         """Whether physical and logical experts are the same thing."""

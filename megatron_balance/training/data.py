@@ -1,6 +1,6 @@
-"""Samples: tokenizer, datasets and the order in which ranks read them. All formats are megatron.core.datasets'."""
+"""Samples: datasets and the order in which ranks read them. All formats are megatron.core.datasets'."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_balance.config import DataConfig, RunConfig, TokenizerConfig
+from megatron_balance.config import DataConfig, RunConfig
+from megatron_balance.training import data_files
 from megatron_balance.training.schedule import Length
 
 Batch = dict[str, torch.Tensor]
@@ -28,11 +28,6 @@ class Data:
     train: list[Iterator[Batch]]
     valid: list[Iterator[Batch]] | None
     test: list[Iterator[Batch]] | None
-
-
-def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
-    """megatron.core's tokenizer of the given type."""
-    return build_megatron_tokenizer(config)
 
 
 def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int) -> int:
@@ -59,11 +54,16 @@ def build_data(
     tokenizer: MegatronTokenizerBase,
     groups: ProcessGroupCollection,
     length: Length,
-    consumed_samples: int = 0,
+    consumed: tuple[Callable[[], int], Callable[[], int]] = (lambda: 0, lambda: 0),
 ) -> Data:
-    """Build the datasets (rank 0 writes the index caches first) and this rank's iterators over them."""
+    """Build the datasets (rank 0 writes the index caches first) and this rank's iterators over them.
+
+    `consumed` says how many samples training and validation have used up before; it is asked when the first sample is
+    drawn, so a checkpoint may be loaded in between.
+    """
     # Only the ends of the pipeline look at samples: tokens at the first stage, labels at the last
     reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
+    _check_files(config.data, reads)
     datasets = BlendedMegatronDatasetBuilder(
         MockGPTDataset if config.data.mock_data else GPTDataset,
         _num_samples(config, length),
@@ -72,7 +72,7 @@ def build_data(
     ).build()
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
 
-    def iterators(dataset: Dataset | None, consumed: int, repeat: bool) -> list[Iterator[Batch]] | None:
+    def iterators(dataset: Dataset | None, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]] | None:
         if not reads:
             return [iter(())] * chunks
         if dataset is None:
@@ -80,7 +80,28 @@ def build_data(
         return [_iterate(dataset, config, groups, consumed, repeat) for _ in range(chunks)]
 
     train, valid, test = datasets
-    return Data(iterators(train, consumed_samples, False), iterators(valid, 0, True), iterators(test, 0, True))
+    return Data(
+        iterators(train, consumed[0], False), iterators(valid, consumed[1], True), iterators(test, lambda: 0, True)
+    )
+
+
+def _check_files(data: DataConfig, reads: bool) -> None:
+    """ValueError on every rank if a file that this rank or another will read is not what it should be."""
+    given = [data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path]
+    prefixes = [prefix for paths in given if paths and not data.mock_data for prefix in parse_blend(paths)[0]]
+    rank, problem = torch.distributed.get_rank(), None
+    if reads or rank == 0:
+        try:
+            # One thorough look at files that all ranks share; but a rank may lack a mount that others have
+            data_files.check_indices(prefixes, thorough=rank == 0)
+            data_files.check_caches(prefixes, data.data_cache_path)
+        except ValueError as error:
+            problem = str(error)
+    problems = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    found = [problem if rank == 0 else f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if found:
+        raise ValueError(found[0])
 
 
 def _num_samples(config: RunConfig, length: Length) -> list[int]:
@@ -106,31 +127,41 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
+        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        mmap_bin_files=data.mmap_bin_files,
+        fast_cache_load=data.dataloader_fast_cache_load,
+        defer_npy_index_mmap=data.dataloader_defer_npy_index_mmap,
+        allow_ambiguous_pad_tokens=data.allow_ambiguous_pad_tokens,
         # Attention is causal by construction; a mask per sample would only cost memory
         create_attention_mask=False,
     )
 
 
 def _iterate(
-    dataset: Dataset, config: RunConfig, groups: ProcessGroupCollection, consumed_samples: int, repeat: bool
+    dataset: Dataset, config: RunConfig, groups: ProcessGroupCollection, consumed: Callable[[], int], repeat: bool
 ) -> Iterator[Batch]:
     """Microbatches of this data-parallel rank on its device, for ever if `repeat`."""
-    sampler = MicrobatchSampler(
-        len(dataset), config.train.micro_batch_size, groups.dp.rank(), groups.dp.size(), consumed_samples
-    )
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=config.data.num_workers,
-        pin_memory=torch.cuda.is_available(),
-        persistent_workers=repeat and config.data.num_workers > 0,
-    )
+    step = config.train.micro_batch_size * groups.dp.size()
+    position = consumed() % max(1, len(dataset) // step * step) if repeat else consumed()
     device = torch.cuda.current_device()
     while True:
+        sampler = MicrobatchSampler(
+            len(dataset), config.train.micro_batch_size, groups.dp.rank(), groups.dp.size(), position
+        )
+        loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=config.data.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            # Workers' seeds drawn from the default generator would shift dropout by when iterators are made
+            generator=torch.Generator().manual_seed(config.train.seed),
+        )
         for sample in loader:
             yield {name: value.to(device, non_blocking=True) for name, value in sample.items()}
         if not repeat:
             return
+        position = 0
 
 
 class MicrobatchSampler:

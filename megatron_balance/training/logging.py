@@ -47,6 +47,8 @@ class RunLog:
         if self.writer is not None:
             for key, value in losses.items():
                 self.writer.add_scalar(f"{key} {name}", value, progress.iteration)
+                if self.config.log.log_validation_ppl_to_tensorboard:
+                    self.writer.add_scalar(f"{key} {name} ppl", math.exp(min(20, value)), progress.iteration)
 
     def close(self) -> None:
         if self.writer is not None:
@@ -80,12 +82,15 @@ class RunLog:
             **report.losses,
             "learning-rate": report.learning_rate,
             "batch-size": report.global_batch_size,
-            "loss-scale": report.loss_scale,
             "iteration-time": report.seconds,
             "throughput": self._throughput(report, report.seconds),
         }
         if report.grad_norm is not None:
             scalars["grad-norm"] = report.grad_norm
+        if self.config.log.log_loss_scale_to_tensorboard:
+            scalars["loss-scale"] = report.loss_scale
+        if self.config.log.log_world_size_to_tensorboard:
+            scalars["world-size"] = dist.get_world_size()
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, report.iteration)
 

@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,15 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config import RunConfig
 from megatron_balance.training.data import Batch, Data
+from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog
+from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.schedule import Length
+from megatron_balance.training.stall import Position
+from megatron_balance.training.stopping import Stopping
+
+if TYPE_CHECKING:
+    from megatron_balance.training.checkpoint import Checkpoints
 
 
 @dataclass
@@ -28,8 +36,10 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    consumed_valid_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    bad_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,9 @@ class Run:
     length: Length
     data: Data
     vocab_size: int
+    guard: LossGuard
     progress: Progress = field(default_factory=Progress)
+    position: Position = field(default_factory=Position)
 
 
 @dataclass(frozen=True)
@@ -61,23 +73,41 @@ class StepReport:
     loss_scale: float
     global_batch_size: int
     skipped: bool
-    """The optimizer did not step (fp16 overflow)."""
+    """The optimizer did not step (fp16 overflow, or a fault)."""
 
     seconds: float
+    fault: str | None = None
+    """Where a NaN or infinite loss or gradient came from; None if there was none."""
 
 
-def train(run: Run, log: RunLog, after_step: Callable[[StepReport], None] | None = None) -> None:
-    """Train to the end of the run, or to `--exit-interval`; `after_step` is called after every iteration."""
+def train(
+    run: Run,
+    log: RunLog,
+    checkpoints: "Checkpoints | None" = None,
+    stopping: Stopping | None = None,
+    after_step: Callable[[StepReport], None] | None = None,
+) -> None:
+    """Train from where the run is to its end, or until `stopping` says so; both ends are saved.
+
+    `after_step` is called after every iteration.
+    """
     settings, progress = run.config.train, run.progress
+    stopping = stopping or Stopping(settings)
     while progress.iteration < run.length.iterations:
         report = train_step(run)
         log.step(report, progress)
+        run.guard.review(report, progress, log.message)
         if after_step is not None:
             after_step(report)
         if settings.eval_interval and progress.iteration % settings.eval_interval == 0 and run.data.valid:
             log.evaluation("validation", progress, evaluate(run, run.data.valid))
-        if settings.exit_interval and progress.iteration % settings.exit_interval == 0:
-            log.message(f"exiting at iteration {progress.iteration} (--exit-interval {settings.exit_interval})")
+            progress.consumed_valid_samples += settings.eval_iters * settings.global_batch_size
+        reason = stopping.reason(progress.iteration)
+        if checkpoints is not None:
+            run.position.enter("checkpoint")
+            checkpoints.after_step(last=reason is not None or progress.iteration == run.length.iterations)
+        if reason is not None:
+            log.message(f"exiting at iteration {progress.iteration} ({reason})")
             return
     if settings.eval_interval and run.data.test:
         log.evaluation("test", progress, evaluate(run, run.data.test))
@@ -87,22 +117,27 @@ def train_step(run: Run) -> StepReport:
     """One iteration: every microbatch forward and backward, gradients reduced, one optimizer step."""
     start = time.perf_counter()
     progress = run.progress
+    run.position.enter("forward-backward", progress.iteration + 1)
     run.batches.update(progress.consumed_samples, consistency_check=True)
     batch_size = run.batches.get_current_running_global_batch_size()
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
 
-    losses = _forward_backward(run, run.data.train, run.batches.get(), forward_only=False)
-    stepped, grad_norm, _ = run.optimizer.step()
+    repeat = functools.partial(_forward_backward, run, microbatches=run.batches.get(), forward_only=True)
+    reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
+    fault = run.guard.fault(reports, repeat)
+    run.position.enter("optimizer")
+    stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()
     if stepped:
         run.scheduler.step(increment=batch_size)
 
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.skipped_iterations += not stepped
-    losses |= _auxiliary_losses(run)
-    progress.nan_iterations += any(value != value for value in losses.values())
+    losses = _mean_losses(reports, run.groups) | _auxiliary_losses(run)
+    progress.nan_iterations += fault is not None or any(value != value for value in losses.values())
+    progress.bad_in_a_row = progress.bad_in_a_row + 1 if fault else 0
     torch.cuda.synchronize()
     return StepReport(
         iteration=progress.iteration,
@@ -113,27 +148,35 @@ def train_step(run: Run) -> StepReport:
         global_batch_size=batch_size,
         skipped=not stepped,
         seconds=time.perf_counter() - start,
+        fault=fault,
     )
 
 
 @torch.no_grad()
 def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
     """Mean losses over `--eval-iters` global batches; empty off the last pipeline stage."""
+    run.position.enter("evaluation")
     for chunk in run.model:
         chunk.eval()
     microbatches = run.config.train.global_batch_size // (run.config.train.micro_batch_size * run.groups.dp.size())
-    losses = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
+    reports = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
     for chunk in run.model:
         chunk.train()
     clear_aux_losses_tracker()
-    return losses
+    return _mean_losses(reports, run.groups)
 
 
-def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> dict[str, float]:
+def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
+    """This rank's losses of every microbatch; empty off the last pipeline stage."""
     config, stages = run.config.transformer, run.groups.pp.size()
     single = len(run.model) == 1
-    reports = get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(
-        forward_step_func=forward_step,
+
+    def counted_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        run.position.advance()
+        return forward_step(data, model)
+
+    return get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(
+        forward_step_func=counted_forward_step,
         data_iterator=data[0] if single else data,
         model=run.model[0] if single else run.model,
         num_microbatches=microbatches,
@@ -141,7 +184,6 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
         micro_batch_size=run.config.train.micro_batch_size,
         forward_only=forward_only,
     )
-    return _mean_losses(reports, run.groups)
 
 
 def forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -168,7 +210,7 @@ def token_loss(
     return loss, tokens.int(), {"lm loss": torch.stack([loss.detach(), tokens]).clone()}
 
 
-def _mean_losses(reports: list[dict[str, torch.Tensor]], groups: ProcessGroupCollection) -> dict[str, float]:
+def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[str, float]:
     """Per-token means over the microbatches and data-parallel ranks of the last pipeline stage."""
     if not is_pp_last_stage(groups.pp) or not reports:
         return {}

@@ -2,18 +2,14 @@
 
 from dataclasses import dataclass
 
-from megatron.core.num_microbatches_calculator import (
-    ConstantNumMicroBatchesCalculator,
-    NumMicroBatchesCalculator,
-    RampupBatchsizeNumMicroBatchesCalculator,
-)
+from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator, NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_balance.config import RunConfig, SchedulerConfig, TrainConfig
 
 NOT_RANK_ZERO = 1
-"""The calculators log on rank 0; the loop prints the batch size of every logged iteration anyway."""
+"""The calculator logs on rank 0; the loop prints the batch size of every logged iteration anyway."""
 
 
 def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
@@ -22,9 +18,10 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
     Raises:
         ValueError: a ramp that does not lead to the global batch size in whole microbatches on every rank.
     """
-    sizes = (train.global_batch_size, train.micro_batch_size, data_parallel_size, False, NOT_RANK_ZERO)
     if train.rampup_batch_size is None:
-        return ConstantNumMicroBatchesCalculator(*sizes)
+        return ConstantNumMicroBatchesCalculator(
+            train.global_batch_size, train.micro_batch_size, data_parallel_size, False, NOT_RANK_ZERO
+        )
     start, increment, samples = train.rampup_batch_size
     step, span = train.micro_batch_size * data_parallel_size, train.global_batch_size - start
     if min(start, increment, samples, span) < 1 or start % step or increment % step or span % increment:
@@ -33,7 +30,29 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
             "(--micro-batch-size times the data-parallel size) and lead to --global-batch-size "
             f"{train.global_batch_size}"
         )
-    return RampupBatchsizeNumMicroBatchesCalculator(*sizes, *train.rampup_batch_size)
+    return RampingBatches(train, data_parallel_size)
+
+
+class RampingBatches(NumMicroBatchesCalculator):
+    """Global batches that grow from START by INCREMENT, each size over an equal share of SAMPLES.
+
+    Written out because megatron-core 0.19 has only tables of thresholds.
+    """
+
+    def __init__(self, train: TrainConfig, data_parallel_size: int) -> None:
+        super().__init__()
+        self.start, self.increment, self.samples = train.rampup_batch_size
+        self.final = train.global_batch_size
+        self.micro_batch_size = train.micro_batch_size
+        self.data_parallel_size = data_parallel_size
+        self.update(0)
+
+    def update(self, consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+        """Set the size of the batch that follows `consumed_samples`."""
+        increments = (self.final - self.start) // self.increment
+        size = self.start + min(increments, consumed_samples * increments // self.samples) * self.increment
+        self.current_global_batch_size = self.current_running_global_batch_size = size
+        self.num_micro_batches = size // (self.micro_batch_size * self.data_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -91,9 +110,9 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
         end_wd=end_wd,
         wd_incr_steps=total,
         wd_incr_style=scheduler.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-        wsd_decay_steps=None if scheduler.lr_wsd_decay_iters is None else scheduler.lr_wsd_decay_iters * batch,
+        use_checkpoint_opt_param_scheduler=scheduler.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
+        wsd_decay_steps=scheduler.lr_wsd_decay_samples or (scheduler.lr_wsd_decay_iters or 0) * batch or None,
         lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
     )
 
@@ -109,8 +128,14 @@ def _check_rates(config: RunConfig, warmup: int, decay: int) -> None:
         raise ValueError(f"--min-lr {floor}: choose 0 to --lr {rate}")
     if start > rate:
         raise ValueError(f"--lr-warmup-init {start}: choose at most --lr {rate}")
-    if config.scheduler.lr_decay_style == "WSD" and config.scheduler.lr_wsd_decay_iters is None:
-        raise ValueError("--lr-decay-style WSD: also give --lr-wsd-decay-iters")
+    wsd = (config.scheduler.lr_wsd_decay_iters, config.scheduler.lr_wsd_decay_samples)
+    if config.scheduler.lr_decay_style == "WSD" and not any(wsd):
+        raise ValueError("--lr-decay-style WSD: also give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+    if config.scheduler.override_opt_param_scheduler and config.scheduler.use_checkpoint_opt_param_scheduler:
+        raise ValueError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: the schedule of a resumed run "
+            "comes from the flags or from the checkpoint; choose one"
+        )
 
 
 def _check_weight_decay(scheduler: SchedulerConfig, start: float, end: float) -> None:

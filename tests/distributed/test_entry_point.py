@@ -67,6 +67,7 @@ def test_it_prints_the_tokens_of_every_expert(finished) -> None:
 def test_it_prints_nothing_that_nobody_can_act_on(finished) -> None:
     process, _ = finished
     assert "Warning" not in process.stderr
+    assert "DEPRECATED" not in process.stderr
     assert "CPU RNG state" not in process.stderr
 
 

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_balance.build import parts
 from megatron_balance.comm.alltoall import FlatAllToAll
 from megatron_balance.config import BalanceConfig, CommConfig
 from megatron_balance.device.groups import build_groups
@@ -42,7 +43,7 @@ def moe_config(**changes: object) -> TransformerConfig:
 def build_layer(config: TransformerConfig, groups: ProcessGroupCollection) -> BalancedMoELayer:
     """The layer alone, with initial weights large enough to matter."""
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts))
-    layer = BalancedMoELayer(config, submodules, 1, pg_collection=groups, balance=BalanceConfig(), comm=CommConfig())
+    layer = BalancedMoELayer(config, submodules, 1, groups=groups, balance=BalanceConfig(), comm=CommConfig())
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in layer.experts.parameters():
@@ -140,13 +141,13 @@ def initial_weights(gated: bool) -> list[torch.Tensor]:
         add_bias_linear=not gated,
     )
     local = EXPERTS // dist.get_world_size()
-    ours = GroupedExperts(local, config, build_groups(config, seed=7))
+    ours = GroupedExperts(range(local), config, build_groups(config, seed=7))
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     groups = build_groups(config, seed=7)
-    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    theirs = SequentialMLP(local, config, spec.submodules.experts.submodules, pg_collection=groups)
+    _, submodules = parts(get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False))
+    theirs: SequentialMLP = submodules.experts(local, config, pg_collection=groups)
     for name, parameter in ours.named_parameters():
         expected = torch.stack([expert.get_parameter(name) for expert in theirs.local_experts])
         assert torch.equal(parameter, expected), name
@@ -194,7 +195,7 @@ def test_all_to_all_moves_uneven_rows(ranks, world_size: int, dtype: torch.dtype
 def experts_together_and_apart(activation: dict) -> None:
     """One grouped product for all slots, as on CUDA, equals slot by slot, as on a CPU, gradients included."""
     config = moe_config(params_dtype=torch.float32, expert_model_parallel_size=1, **activation)
-    experts = GroupedExperts(EXPERTS, config, build_groups(config, seed=7))
+    experts = GroupedExperts(range(EXPERTS), config, build_groups(config, seed=7))
     tokens = torch.tensor([3, 0, 5, 1, 0, 8, 2, 4])
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(int(tokens.sum()), HIDDEN, generator=generator)

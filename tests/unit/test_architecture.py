@@ -12,10 +12,10 @@ PACKAGE = Path(megatron_balance.config.__file__).parent
 NAME = PACKAGE.name
 
 LEVELS = (
-    {"config", "flags", "device"},
+    {"config", "training_config", "flags", "device"},
     {"placement", "comm", "profile"},
     {"training", "flow", "timeline", "simulate", "observe"},
-    {"__init__", "arguments", "checks", "build", "launch"},
+    {"__init__", "arguments", "yaml_file", "checks", "upstream_flags", "build", "launch"},
 )
 """Parts of the package, lowest first: a part imports from its own level and from below."""
 

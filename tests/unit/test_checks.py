@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from megatron_balance.arguments import Parsed, build_parser, parse_args
-from megatron_balance.checks import NOT_YET, ONLY_VALUE, REFUSED, Layout, Machine, check
+from megatron_balance.checks import Layout, Machine, check
+from megatron_balance.upstream_flags import ONLY_VALUE
 
 CPU = Machine(world_size=8, cuda=False, transformer_engine=False, apex=False)
 GPU = Machine(world_size=8, cuda=True, transformer_engine=True, apex=True)
@@ -55,7 +57,7 @@ BAD = [
     ("--balance-guest-slots 2", "--balance-guest-slots", "no effect", "leave it out"),
     ("--distributed-backend nccl", "--distributed-backend nccl", "needs CUDA", "--distributed-backend gloo"),
     ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine", "--transformer-impl local"),
-    ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized", "use local"),
+    ("--ddp-average-in-collective", "--ddp-average-in-collective", "gloo", "leave it out"),
     (
         "--tensor-model-parallel-size 3",
         *("--tensor-model-parallel-size 3", "--pipeline-model-parallel-size 1", "(8)", "change them"),
@@ -75,6 +77,22 @@ BAD = [
         *("--seq-length 30", "multiple of --tensor-model-parallel-size 4"),
     ),
     ("--swiglu --squared-relu", "--swiglu", "--squared-relu", "choose one"),
+    ("--quick-geglu --squared-relu", "--squared-relu and --quick-geglu", "choose one"),
+    ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16", "needs --bf16"),
+    ("--mock-data --dataloader-fast-cache-load", "--dataloader-fast-cache-load", "also give --data-cache-path"),
+    (
+        "--mock-data --dataloader-defer-npy-index-mmap",
+        "--dataloader-defer-npy-index-mmap",
+        "also give --data-cache-path",
+    ),
+    (
+        "--data-path a --data-cache-path b --dataloader-fast-cache-load",
+        *("--dataloader-fast-cache-load", "--data-path", "use --train-data-path"),
+    ),
+    ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
+    ("--fp32-residual-connection --bf16", "--fp32-residual-connection", "needs Transformer Engine"),
+    ("--use-te-activation-func", "--use-te-activation-func", "--moe-layer-impl balanced", "leave it out"),
+    ("--exp-avg-dtype fp16", "megatron-core refuses", "exp_avg_dtype"),
     ("--bf16 --fp16", "--bf16", "--fp16", "choose one"),
     ("--recompute-granularity full", "--recompute-granularity full", "--recompute-method uniform"),
     ("--overlap-param-gather", "--overlap-param-gather", "--use-distributed-optimizer --overlap-grad-reduce"),
@@ -98,6 +116,14 @@ BAD = [
     (
         "--num-layers-per-virtual-pipeline-stage 0 --pipeline-model-parallel-size 2",
         *("--num-layers-per-virtual-pipeline-stage 0", "divide the 2 layers"),
+    ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2",
+        *("--num-virtual-stages-per-pipeline-rank 3", "divide the 2 layers"),
+    ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
+        *("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage", "one of them"),
     ),
     ("--global-batch-size 24", "--global-batch-size 24", "--micro-batch-size 2", "size 8", "of 16"),
     (
@@ -212,7 +238,10 @@ def test_inner_widths(flags: str, dense: int, experts: int) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "activation", "gated"),
-    [("", F.gelu, False), ("--swiglu", F.silu, True), ("--squared-relu", squared_relu, False)],
+    [
+        *(("", F.gelu, False), ("--swiglu", F.silu, True), ("--squared-relu", squared_relu, False)),
+        ("--quick-geglu", quick_gelu, True),
+    ],
 )
 def test_activation(flags: str, activation: object, gated: bool) -> None:
     config = parse(flags).config.transformer
@@ -224,6 +253,7 @@ def test_activation(flags: str, activation: object, gated: bool) -> None:
     [
         ("", torch.float32, False),
         ("--bf16", torch.bfloat16, True),
+        ("--bf16 --grad-reduce-in-bf16", torch.bfloat16, False),
         ("--fp16", torch.float16, False),
         ("--fp16 --accumulate-allreduce-grads-in-fp32", torch.float16, True),
     ],
@@ -244,6 +274,8 @@ def test_precision(flags: str, dtype: torch.dtype, grads_in_fp32: bool) -> None:
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2),
         ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --num-layers 12", 3),
         ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --num-layers 16", 2),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 16", 2),
+        ("--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split --num-layers 3", None),
     ],
 )
 def test_virtual_pipeline_size(flags: str, expected: int | None) -> None:
@@ -312,6 +344,9 @@ def test_fusions_need_cuda() -> None:
         ("--num-query-groups 2", "num_query_groups", 4),
         ("--group-query-attention --num-query-groups 2", "num_query_groups", 2),
         ("--moe-layer-freq [0,1]*2", "moe_layer_freq", [0, 1, 0, 1]),
+        ("--no-rope-freq [0,1]*2 --position-embedding-type rope", "no_rope_freq", [0, 1, 0, 1]),
+        ("--window-attn-skip-freq 2", "window_attn_skip_freq", 2),
+        ("--recompute-activations", "recompute_granularity", "selective"),
     ],
 )
 def test_transformer_values(flags: str, attribute: str, expected: object) -> None:
@@ -323,30 +358,21 @@ def test_grouped_gemm_is_noticed_with_our_layer_only() -> None:
     assert not any("--moe-grouped-gemm" in notice for notice in parse("").notices)
 
 
-UPSTREAM_SPELLINGS = {
-    **{"--fp8-format": "8- and 4-bit", "--fp4-format": "8- and 4-bit", "--fp4-param-gather": "8- and 4-bit"},
-    **{"--disable-mamba-mem-eff-path": "only GPT", "--multi-latent-attention": "not supported yet"},
-    **{"--optimizer-cpu-offload": "offloading", "--optimizer-offload-fraction": "offloading"},
-    **{"--no-pin-cpu-grads": "offloading", "--cuda-graph-impl": "CUDA graphs", "--use-megatron-fsdp": "FSDP"},
-    **{"--muon-momentum": "--optimizer adam or sgd", "--delay-wgrad-compute": "batch-level overlap"},
-}
-
-
-@pytest.mark.parametrize(("flag", "reason"), (REFUSED | NOT_YET | UPSTREAM_SPELLINGS).items())
-@pytest.mark.parametrize("value", ["", " 1", " a b"])
-def test_refused_flags(flag: str, reason: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        PARSER.parse_args(f"{flag}{value}".split())
-    assert error.value.code == 2
-    message = capsys.readouterr().err
-    assert f"{flag}: " in message and reason in message
-
-
-@pytest.mark.parametrize("flag", ["--fp8", "--fp4", "--use-mamba-mem-eff-path"])
-def test_field_names_that_upstream_spells_otherwise_are_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        PARSER.parse_args([flag])
-    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "without", "expected"),
+    [
+        ("--num-query-groups 2", "", ["--num-query-groups has no effect without --group-query-attention"]),
+        ("--num-query-groups 2 --group-query-attention", "", []),
+        ("--eval-iters 2 --exit-signal SIGINT", "", ["--eval-iters", "--exit-signal has no effect without"]),
+        ("--rotary-base 9", "", ["--rotary-base has no effect without --position-embedding-type rope"]),
+        ("--rotary-base 9 --position-embedding-type rope", "", []),
+        ("--moe-grouped-gemm --moe-router-topk 2", "--num-experts", ["--moe-grouped-gemm", "--moe-router-topk"]),
+    ],
+)
+def test_idle_flags_are_noticed(flags: str, without: str, expected: list[str]) -> None:
+    idle = [notice for notice in parse_args(argv(flags, without), CPU).notices if "no effect" in notice]
+    assert len(idle) == len(expected)
+    assert all(part in notice for part, notice in zip(expected, idle, strict=True))
 
 
 @pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3", "--dry-run"])
@@ -357,8 +383,3 @@ def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 2
     assert "--help" in lines[0] and flags.split()[0] in lines[1]
-
-
-def test_nothing_refused_is_in_the_help() -> None:
-    shown = PARSER.format_help().split()
-    assert not set(shown) & (REFUSED.keys() | NOT_YET.keys())

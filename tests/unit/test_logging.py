@@ -152,6 +152,19 @@ def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
     assert sorted(recorded) == sorted((name, 2) for name in names.split(", "))
 
 
+def test_tensorboard_keys_on_demand(single_rank: None, tmp_path: Path) -> None:
+    flags = "--no-log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard"
+    log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} {flags}"), 5, 128)
+    recorded: dict[str, float] = {}
+    log.writer.add_scalar = lambda name, value, iteration: recorded.update({name: value})
+    log.step(report(1), Progress())
+    log.evaluation("validation", Progress(1), {"lm loss": 2.0})
+    log.close()
+    assert "loss-scale" not in recorded
+    assert recorded["world-size"] == 1
+    assert recorded["lm loss validation ppl"] == pytest.approx(7.389056)
+
+
 def test_only_the_last_rank_speaks(
     single_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,9 +170,24 @@ def test_constant_after_warmup_from_a_start() -> None:
     assert rates == pytest.approx([0.5, 0.75, 1, 1, 1])
 
 
-def test_wsd_anneals_at_the_end() -> None:
-    settings = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 2}
+@pytest.mark.parametrize("annealing", [{"lr_wsd_decay_iters": 2}, {"lr_wsd_decay_samples": 8}], ids=str)
+def test_wsd_anneals_at_the_end(annealing: dict) -> None:
+    settings = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", **annealing}
     assert values(scheduler(**settings), 10, "lr") == pytest.approx([PEAK] * 9 + [0.55, FLOOR])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"override_opt_param_scheduler": True}, PEAK), ({"use_checkpoint_opt_param_scheduler": True}, 2 * PEAK)],
+    ids=str,
+)
+def test_a_resumed_schedule_comes_from_the_side_asked_for(settings: dict, expected: float) -> None:
+    saved = scheduler().state_dict() | {"max_lr": 2 * PEAK}
+    resumed = scheduler(**settings)
+    resumed.load_state_dict(saved)
+    assert resumed.max_lr == expected
+    with pytest.raises(AssertionError, match="do not match"):
+        scheduler().load_state_dict(saved)
 
 
 def test_decay_is_over_the_samples_asked_for() -> None:
@@ -203,7 +218,11 @@ def test_weight_decay(settings: dict, expected: list[float]) -> None:
         ({"lr_warmup_fraction": 1.0}, "-fraction.*shorter than the decay"),
         ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "--lr-warmup-iters.*shorter than the decay of 20"),
         ({"lr_warmup_init": 2.0}, "--lr-warmup-init 2.0: choose at most --lr 1.0"),
-        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD: also give --lr-wsd-decay-iters"),
+        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD: also give --lr-wsd-decay-iters or --lr-wsd-decay-samples"),
+        (
+            {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: .* choose one",
+        ),
         ({"start_weight_decay": 0.1}, "--start-weight-decay 0.1: choose 0 to --end-weight-decay 0.05"),
         ({"end_weight_decay": 0.1}, "--weight-decay-incr-style constant: .*use linear or cosine"),
     ],

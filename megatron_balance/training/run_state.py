@@ -1,0 +1,244 @@
+"""What a checkpoint holds of a run, as megatron-core's sharded state dict, and how it comes back.
+
+Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. What only
+makes sense on the same layout (random number generators) is kept per rank.
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+
+from megatron_balance.config import RunConfig
+from megatron_balance.training.loop import Run
+
+CONTENT = {
+    # The default form of the distributed optimizer's state raises in megatron-core 0.16.1
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""How megatron-core is to name and shard things."""
+
+Parts = frozenset[str]
+"""Of `optimizer` and `rng`: what is saved, or loaded, beside the weights."""
+
+
+def layout(config: RunConfig) -> dict[str, int]:
+    """What has to be equal for per-rank state to mean the same."""
+    transformer = config.transformer
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor": transformer.tensor_model_parallel_size,
+        "pipeline": transformer.pipeline_model_parallel_size,
+        "virtual_pipeline": transformer.virtual_pipeline_model_parallel_size or 1,
+        "context": transformer.context_parallel_size,
+        "expert": transformer.expert_model_parallel_size,
+        "expert_tensor": transformer.expert_tensor_parallel_size,
+    }
+
+
+def common_state(run: Run, parts: Parts) -> dict[str, Any]:
+    """What every rank knows alike: plain numbers and strings, and a few scalars."""
+    progress = run.progress
+    state = {
+        "checkpoint_version": 3.0,
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "opt_param_scheduler": run.scheduler.state_dict(),
+        "layout": layout(run.config),
+        "parts": sorted(parts),
+    }
+    if "optimizer" in parts:
+        state["optimizer_step"] = _step(run.optimizer)
+        state["grad_scaler"] = [scaler.state_dict() for scaler in _grad_scalers(run.optimizer)]
+    return state
+
+
+def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
+    """Weights, optimizer state and random number generators, as shards. Collective with the distributed optimizer."""
+    metadata = CONTENT | {"dp_cp_group": run.groups.dp_cp}
+    modules = unwrap_model(run.model)
+    # One name for all virtual pipeline chunks would collide in the dict, not in the checkpoint
+    models = {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(modules)}
+    for model in models.values():
+        # State of 8-bit training, which is not supported; Transformer Engine's layers and others differ only in it
+        model.update({name: LocalNonpersistentObject(None) for name in model if name.endswith("_extra_state")})
+    state: dict[str, Any] = dict(models)
+    if "optimizer" in parts:
+        if is_loading:
+            _allocate_adam(run.optimizer)
+        optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+        half = run.config.transformer.bf16 or run.config.transformer.fp16
+        _name_main_parameters(optimizer, models, half, is_loading)
+        # Hyperparameters come from the flags, and their structure depends on the layout
+        state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
+    if "rng" in parts:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        state["rng_state"] = ShardedObject("rng_state", random_states(), (ranks,), (rank,))
+    return state
+
+
+def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) -> None:
+    """Put what `dist_checkpointing.load` returned for `sharded_state` into the run.
+
+    With `weights_only` the run begins at iteration 0 with these weights.
+    """
+    for index, module in enumerate(unwrap_model(run.model)):
+        module.load_state_dict(loaded[f"model{index}"], strict=True)
+    if "optimizer" in parts:
+        _load_optimizer(run.optimizer, loaded["optimizer"], loaded["optimizer_step"])
+        for scaler, state in zip(_grad_scalers(run.optimizer), loaded["grad_scaler"], strict=True):
+            scaler.load_state_dict(state)
+    else:
+        run.optimizer.reload_model_params()
+    if "rng" in parts:
+        set_random_states(loaded["rng_state"])
+    if not weights_only:
+        _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
+        run.progress.iteration = loaded["iteration"]
+        run.progress.consumed_samples = loaded["consumed_samples"]
+        run.progress.consumed_valid_samples = loaded["consumed_valid_samples"]
+
+
+def _load_scheduler(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:
+        raise ValueError(
+            f"the learning-rate or weight-decay schedule differs from the checkpoint's ({error}): give "
+            "--override-opt_param-scheduler to take the flags', --use-checkpoint-opt_param-scheduler to take the checkpoint's"
+        ) from error
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators of this rank, in plain containers and tensors."""
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(algorithm), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """The inverse of `random_states`."""
+    random.setstate(states["python"])
+    algorithm, keys, *rest = states["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _local_unless_sharded(value: Any) -> Any:
+    kept = isinstance(value, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+    return value if kept else LocalNonpersistentObject(value)
+
+
+def _optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _grad_scalers(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    return (part.grad_scaler for part in _optimizers(optimizer) if getattr(part, "grad_scaler", None) is not None)
+
+
+def _step(optimizer: MegatronOptimizer) -> int:
+    """Steps that Adam's bias correction counts; 0 before the first, and with SGD."""
+    steps = {0}
+    for part in _optimizers(optimizer):
+        states = (*part.optimizer.state.values(), *part.optimizer.param_groups)
+        steps |= {int(state["step"]) for state in states if "step" in state}
+    return max(steps)
+
+
+def _name_main_parameters(optimizer: dict, models: dict, half: bool, is_loading: bool) -> None:
+    """Let the distributed optimizer's main parameters be what they are without it, so that it may come and go.
+
+    In half precision they are called `fp32_param` there; else they are the weights, which are in the checkpoint already.
+    """
+    prefix = "optimizer.state.param."
+    weights = {
+        _place(shard, shard.key): shard.data
+        for shard in nested_values(models)
+        if isinstance(shard, ShardedTensor | ShardedTensorFactory)
+    }
+    for part in (optimizer, *(value for value in optimizer.values() if isinstance(value, dict))):
+        for tensors in (part.get("param_state") or {}).values():
+            shard = tensors.pop("param")
+            name = shard.key.removeprefix(prefix)
+            if half:
+                tensors["param"] = dataclasses.replace(shard, key=f"optimizer.state.fp32_param.{name}")
+            elif is_loading:
+                tensors["param"] = LocalNonpersistentObject(weights[_place(shard, name)])
+
+
+def _place(shard: ShardedTensor | ShardedTensorFactory, name: str) -> tuple:
+    """What tells one shard of this rank from another: layers share names."""
+    return name, shard.build_fn if isinstance(shard, ShardedTensorFactory) else shard.global_offset
+
+
+def _allocate_adam(optimizer: MegatronOptimizer) -> None:
+    """Give torch's Adam the state that it would have after a step: the distributed optimizer asks for its step."""
+    for part in _optimizers(optimizer):
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.Adam):
+            continue
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            state = inner.state[parameter]
+            state.setdefault("step", torch.tensor(0.0))
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(parameter))
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> None:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for index, part in enumerate(parts):
+        if part not in _optimizers(optimizer):
+            continue
+        part_state, inner = state if len(parts) == 1 else state[index], part.optimizer
+        shards = part_state.pop("param_state", None)
+        # Float16 and distributed optimizers wrap the inner optimizer's state dict
+        _insert_step(part_state.get("optimizer", part_state), step)
+        part.load_state_dict(part_state)
+        if shards is not None:
+            for parameter_state in inner.state.values():
+                # megatron-core 0.16.1 would look for torch's step among the shards
+                parameter_state.pop("step", None)
+            part.load_parameter_state_from_fully_reshardable(shards)
+        if isinstance(inner, torch.optim.Adam) and step:
+            for parameter_state in inner.state.values():
+                # One tensor each: torch counts in place
+                parameter_state["step"] = torch.tensor(float(step))
+
+
+def _insert_step(state: dict, step: int) -> None:
+    """Put the step count where megatron-core looks for it in an optimizer's state dict."""
+    per_group = [group for group in state["param_groups"] if "step" in group]
+    for group in per_group:
+        group["step"] = step
+    if not per_group and step and "state" in state:
+        state["state"]["common_step"] = torch.tensor(float(step))

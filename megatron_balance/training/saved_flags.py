@@ -1,0 +1,103 @@
+"""The flags a checkpoint was made with, as `arguments.json` beside its data."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.config import RunConfig
+from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+
+FILE = "arguments.json"
+
+MODEL_FIELDS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type"),
+    *("rotary_base", "rotary_percent", "rotary_interleaved", "normalization", "layernorm_epsilon", "qk_layernorm"),
+    *("layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "swiglu", "squared_relu", "quick_geglu"),
+    *("qk_l2_norm", "attention_output_gate", "softmax_type", "window_size", "window_attn_skip_freq"),
+    *("use_rope_scaling", "rope_scaling_factor", "no_rope_freq"),
+    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "num_moe_experts", "moe_layer_freq"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("moe_router_enable_expert_bias", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+)
+"""What the model is, by field name: `--use-checkpoint-args` takes them, resuming compares them."""
+
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "seq_length")
+"""What `--use-checkpoint-args` takes beside the model."""
+
+SPELLED = {
+    "num_moe_experts": "--num-experts",
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "add_bias_linear": "--disable-bias-linear",
+}
+"""Flags that are not called as their fields are."""
+
+WITHOUT_WEIGHTS = ("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling")
+"""Model fields that may be changed on purpose: a difference is reported, not refused."""
+
+
+def to_json(config: RunConfig) -> str:
+    """All settings that have a text form, by section and field."""
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    plain = {
+        name: {
+            field.name: value
+            for field in dataclasses.fields(section)
+            if _is_plain(value := getattr(section, field.name))
+        }
+        for name, section in sections.items()
+    }
+    return json.dumps(plain, indent=1)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(entry) for entry in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def read(checkpoint: Path) -> dict[str, Any]:
+    """Model and tokenizer settings of a checkpoint, by field name.
+
+    Raises:
+        ValueError: the file is missing or not what `to_json` wrote; names it.
+    """
+    path = checkpoint / FILE
+    try:
+        sections = json.loads(path.read_text(encoding="utf-8"))
+        fields = {name: value for section in sections.values() for name, value in section.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: cannot read the checkpoint's flags: {error}") from error
+    return {name: fields[name] for name in (*MODEL_FIELDS, *TOKENIZER_FIELDS) if name in fields}
+
+
+def of_newest(root: Path, step: int | None) -> dict[str, Any]:
+    """`read` of the checkpoint that `--load root` would begin with.
+
+    Raises:
+        ValueError: there is none, or its flags cannot be read.
+    """
+    directory = CheckpointDirectory(root)
+    for iteration in [step or directory.tracked() or 0, *directory.iterations()]:
+        if directory.path(iteration).is_dir():
+            return read(directory.path(iteration))
+    raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint; give the model's flags")
+
+
+def flag_of(name: str) -> str:
+    """A field's flag."""
+    return SPELLED.get(name, f"--{name.replace('_', '-')}")
+
+
+def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
+    """Model settings that differ from a checkpoint's: those that cannot be, and those that may."""
+    mine = {name: value for section in json.loads(to_json(config)).values() for name, value in section.items()}
+    refused, reported = [], []
+    for name in MODEL_FIELDS:
+        if name in saved and name in mine and saved[name] != mine[name]:
+            text = f"{flag_of(name)} {mine[name]}: the checkpoint has {saved[name]}"
+            (reported if name in WITHOUT_WEIGHTS else refused).append(text)
+    return refused, reported

@@ -1,0 +1,266 @@
+"""Flags that do nothing or are refused, and why: data, and one lookup.
+
+Every other flag of Megatron's does what Megatron's documentation says. A reason completes the sentence `--flag: ...`.
+"""
+
+from fnmatch import fnmatchcase
+
+ACCEPTED = {
+    **dict.fromkeys(
+        ("--use-mcore-models", "--use-legacy-models", "--no-scatter-gather-tensors-in-pipeline",
+         "--fp16-lm-cross-entropy", "--no-gradient-reduce-div-fusion", "--no-async-tensor-model-parallel-allreduce",
+         "--disable-async-tensor-model-parallel-allreduce"),
+        "has no effect on models of megatron-core, and this program builds no others",
+    ),
+    "--moe-extended-tp": "is gone from megatron-core; --expert-tensor-parallel-size says how experts are split",
+    "--use-flash-attn": "has no effect; --attention-backend chooses the attention",
+    "--local-rank RANK": "has no effect; the launcher's LOCAL_RANK counts",
+    **dict.fromkeys(
+        ("--use-dist-ckpt", "--auto-detect-ckpt-format", "--dist-ckpt-format torch_dist"),
+        "has no effect; checkpoints are always in --ckpt-format torch_dist",
+    ),
+    "--dist-ckpt-optim-fully-reshardable": "is always so: a checkpoint can be loaded in another layout",
+    "--dist-ckpt-strictness assume_ok_unexpected": "is what loading does anyway",
+    "--ckpt-fully-parallel-save": "is the default; --no-ckpt-fully-parallel-save switches it off",
+    **dict.fromkeys(
+        ("--ckpt-assume-constant-structure", "--use-persistent-ckpt-worker"),
+        "has no effect; how a checkpoint's plan and writers are reused is not adjustable",
+    ),
+    "--no-create-attention-mask-in-dataloader": "is always so: attention is causal by construction",
+    "--dataloader-type single": "is always so: samples are read once, in order",
+    "--disable-gloo-process-groups": "is always so: no gloo groups are made beside those of --distributed-backend",
+    **dict.fromkeys(
+        ("--manual-gc", "--manual-gc-interval N", "--no-manual-gc-eval", "--disable-manual-gc-eval"),
+        "has no effect; Python collects garbage when it sees fit",
+    ),
+    "--train-sync-interval N": "has no effect; host and device meet in every iteration",
+    "--empty-unused-memory-level 0": "is always so: the allocator keeps its memory",
+    **dict.fromkeys(("--timing-log-level 0", "--no-barrier-with-level-1-timing"), "is always so: no timers are kept"),
+    "--rerun-mode disabled": "is always so: no iteration is run twice",
+    "--rope-type rope": "is always so; YaRN belongs to multi-latent attention",
+    "--disable-msc": "is always so: files are plain files",
+    "--no-one-logger": "is always so: nothing is sent to one-logger",
+}  # fmt: skip
+"""Flags whose absence changes nothing: `--switch`, `--flag VALUE` (any value), or `--flag value` (only that one)."""
+
+REFUSED = {
+    # What this program is not
+    "this program trains; it does not serve": """
+        --inference-* --no-inference-* --enable-chunked-prefill --disable-chunked-prefill --decode-only-cuda-graphs
+        --nccl-all-reduce-for-prefill --use-legacy-static-engine --max-tokens-to-oom --flash-decode
+        --mlp-chunks-for-prefill --symmetric-ar-type --batch-invariant-mode --cache-mla-latents
+        --moe-pad-experts-for-cuda-graph-inference --onnx-safe""",
+    "reinforcement learning is not supported": """
+        --rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method
+        --moe-enable-routing-replay""",
+    "supervised fine-tuning on conversations is not supported": "--sft --sft-*",
+    "only GPT models with self-attention are supported": """
+        --bert-* --biencoder-* --block-data-path --embedding-path --evidence-data-path --ict-* --indexer-*
+        --query-in-block-prob --retriever-* --titles-data-path --use-one-sent-docs --output-bert-embeddings --mask-prob
+        --short-seq-prob --relative-attention-* --mamba-* --disable-mamba-* --is-hybrid-model --hybrid-attention-ratio
+        --hybrid-mlp-ratio --hybrid-override-pattern --linear-* --dsa-* --experimental-attention-variant
+        --heterogeneous-* --spec --mrope-section""",
+    "images are not supported; this program trains on text": """
+        --classes-fraction --data-per-class-fraction --dino-* --head-lr-mult --img-h --img-w --iter-per-epoch
+        --mask-factor --mask-type --no-data-sharding --num-channels --num-classes --patch-dim --swin-* --vision-*
+        --sample-rate""",
+    # Parts of megatron-core and of Megatron-LM that are not wired up
+    "multi-latent attention is not supported": """
+        --multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mscale
+        --mscale-all-dim --rotary-scaling-factor""",
+    "multi-token prediction is not supported": "--mtp-*",
+    "latent experts are not supported": "--moe-latent-size",
+    "8- and 4-bit training is not supported; use --bf16": """
+        --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-* --te-precision-*
+        --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache --use-kitchen* --kitchen-*""",
+    "CUDA graphs are not supported: the number of routed tokens changes from step to step": """
+        --cuda-graph-* --enable-cuda-graph --external-cuda-graph --te-rng-tracker""",
+    "context parallelism is not supported yet; leave it out": """
+        --cp-comm-type --hybrid-context-parallel --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank
+        --create-all-gather-group""",
+    "FSDP is not supported; use --use-distributed-optimizer": """
+        --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-* --data-parallel-sharding-strategy
+        --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --suggested-communication-unit-size
+        --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
+    "one instance of the distributed optimizer spans all data-parallel ranks; leave it out":
+        "--num-distributed-optimizer-instances",
+    "the first parameters are not gathered inside the optimizer's step; use --overlap-param-gather":
+        "--overlap-param-gather-with-optimizer-step",
+    "offloading is not supported; use recomputation (--recompute-granularity)": """
+        --cpu-offloading* --no-cpu-offloading-* --disable-cpu-offloading-* --fine-grained-activation-offloading
+        --offload-modules --min-offloaded-tensor-size
+        --optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --disable-pin-cpu-*""",
+    "megatron-core's batch-level overlap cuts its own MoE layer in stages and is not supported": """
+        --overlap-moe-expert-parallel-comm --delay-wgrad-compute --ep-overlap-*""",
+    "Transformer Engine's user buffers are not set up, so tensor parallelism does not overlap; leave it out": """
+        --tp-comm-* --no-tp-comm-* --disable-tp-comm-*""",
+    "special NCCL communicators are not supported; NCCL's own environment variables work": """
+        --use-nccl-ub --disable-symmetric-registration --use-sharp --sharp-* --nccl-communicator-config-path
+        --high-priority-stream-groups --pipeline-model-parallel-comm-backend""",
+    "it needs a PyTorch with ring exchange, which nobody publishes": "--use-ring-exchange-p2p",
+    "weights are not clipped by their attention logits": "--qk-clip --qk-clip-*",
+    "megatron-core's transformer layer does not have it": "--apply-residual-connection-post-layernorm",
+    "use --optimizer adam or sgd": "--muon-*",
+    "upcycling is not supported": "--moe-use-upcycling --moe-upcycling-granularity",
+    "fill-in-the-middle data is not supported": "--fim-*",
+    "documents that share a sample are not masked from each other; leave it out": "--reset-attention-mask",
+    "name the data with --data-path or --train-data-path, --valid-data-path and --test-data-path": """
+        --data-args-path --per-split-data-args-path --per-dataset-sequences-path""",
+    "object storage is not supported; copy the data to a file system": "--object-storage-cache-path",
+    "all validation data is one blend, of which --eval-iters batches are drawn": """
+        --full-validation --multiple-validation-sets""",
+    "batch sizes change by --rampup-batch-size only": "--phase-transition-iterations --decrease-batch-size-if-needed",
+    "this program always trains; leave it out": "--skip-train",
+    "iterations are neither skipped nor run again": """
+        --iterations-to-skip --result-rejected-tracker-filename --error-injection-*""",
+    "checkpoints are written to --save in --ckpt-format torch_dist, as megatron-core 0.14 and later lay them out": """
+        --ckpt-convert-* --dist-ckpt-save-pre-mcore-014 --distrib-optim-fully-reshardable-mem-efficient
+        --load-main-params-from-ckpt""",
+    "every checkpoint is a lasting one in --save; use --async-save and --keep-last": """
+        --non-persistent-* --replication --replication-*""",
+    "parallel sizes come from the command line; give them there": "--use-mp-args-from-checkpoint-args",
+    "give --tokenizer-model, which wins over the checkpoint's": """
+        --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args""",
+    "jobs are restarted by the launcher (torchrun --max-restarts, sbatch --requeue) with --load": """
+        --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --adlr-autoresume --adlr-autoresume-interval""",
+    "one-logger is not supported; use --tensorboard-dir": "--one-logger-* --app-tag-run-*",
+    "a training run reports no such thing; use NVIDIA's own tools (Nsight Systems, nvidia-smi)": """
+        --log-straggler --straggler-* --disable-straggler-on-startup --run-workload-inspector-server --log-energy""",
+    "debugging aids of Megatron-LM are not supported": """
+        --check-weight-hash-across-dp-replicas-interval --dump-param-to-param-group-map --save-dgrads-interval
+        --save-wgrads-interval --fake-process-group --disable-jit-fuser --enable-experimental
+        --config-logger-dir""",
+    "the order of ranks is tensor, expert, data, pipeline": "--use-tp-pp-dp-mapping",
+    "stages hold equally many layers; --decoder-first- and --decoder-last-pipeline-num-layers change the ends":
+        "--pipeline-model-parallel-layout",
+    "process groups are made at once, with one timeout: --distributed-timeout-minutes": """
+        --lazy-mpu-init --distributed-timeout-seconds-after-init""",
+    "workers of the data loader get no handler; send the signal to the launcher's children only":
+        "--exit-signal-handler-for-dataloader",
+    # Would do harm
+    "it gives every expert-parallel rank the same experts; leave it out": "--use-cpu-initialization",
+    "data-parallel ranks must start with the same weights; leave it out": "--data-parallel-random-init",
+    # Megatron has, or had, another flag for the same
+    "removed upstream; use --micro-batch-size": "--batch-size",
+    "removed upstream; use --tensor-model-parallel-size": "--model-parallel-size",
+    "removed upstream; use --lr-warmup-fraction": "--warmup",
+    "removed upstream; use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1":
+        "--checkpoint-activations",
+    "removed upstream; use --position-embedding-type none": "--no-position-embedding",
+    "use --num-layers": "--encoder-num-layers --decoder-num-layers",
+    "use --seq-length": "--encoder-seq-length --decoder-seq-length",
+    "use --ddp-bucket-size": "--ddp-num-buckets",
+    "use --init-method-std": "--init-method-xavier-uniform",
+    "use --swiglu, --squared-relu or neither (GELU)": "--openai-gelu",
+    "use --apply-wd-to-qk-layernorm": "--no-weight-decay-cond-type",
+    "megatron-core's tokenizers are used; leave it out": "--legacy-tokenizer",
+    "use --tokenizer-special-tokens": "--tiktoken-special-tokens --vocab-extra-ids",
+    "use --make-vocab-size-divisible-by": "--padded-vocab-size",
+    # Still to come
+    "not available yet": """
+        --dry-run --moe-routing-trace-path --moe-router-force-workload --moe-router-force-biased --moe-per-layer-logging
+        --moe-comm-codec-directions --moe-comm-order --moe-comm-refit-interval --no-moe-parallel-saa
+        --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
+        --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
+        --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
+    "not available yet; use --tensorboard-dir": "--wandb-*",
+    "its policy is not available yet": """
+        --balance-alpha --balance-threshold --balance-metric --balance-vexperts-per-rank --balance-demi-slots
+        --balance-demi-weights --balance-capacities""",
+}  # fmt: skip
+"""Reason -> the flags that are refused for it; `*` stands for any ending."""
+
+NEWER = """
+    --activation-offload-fraction --adaptive-muon-* --delay-offload-* --delta-offload-* --expert-gtp-*
+    --expert-tensor-parallel-num-weight-shards --fine-grained-offloading-* --flash-attention-version
+    --fused-residual-rmsnorm --grad-norm-skip-threshold --gtp-* --high-priority-a2a-comm-stream --lion-*
+    --megatron-fsdp-* --mlp-chunks-for-training --moe-expert-rank-capacity-factor --moe-flex-dispatcher-num-sms
+    --moe-hybridep-num-blocks-* --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-* --moe-mlp-glu-*
+    --moe-ncclep-* --moe-paged-stash* --moe-permute-fusion-into-hybridep --moe-router-quantile-balancing-ema
+    --moe-shared-expert-glu-* --moe-single-grouped-* --mup-* --num-buckets --optimizer-cuda-graph
+    --overlap-dispatch-backward-* --param-name-patterns-* --soap-* --tensor-parallel-num-weight-shards
+    --use-grouped-gemm-for-* --use-layer-wise-* --use-mup --use-transformer-engine-op-fuser
+    --no-cuda-graph-* --disable-cuda-graph-* --no-dsa-* --disable-dsa-* --no-fsdp-* --disable-fsdp-* --no-soap-*
+    --disable-soap-*"""
+"""Flags for fields that megatron-core gained after 0.16.1. Refused until someone has looked at what each does here."""
+
+NEWER_REASON = "came after megatron-core 0.16.1 and is not supported yet; leave it out"
+
+REFUSED_VALUES = {
+    "--ckpt-format": {
+        **dict.fromkeys(
+            ("torch", "torch_dcp"), "use torch_dist; Megatron-LM's --ckpt-convert-format torch_dist converts"
+        ),
+        "fsdp_dtensor": "FSDP is not supported; use torch_dist",
+    },
+    "--optimizer": dict.fromkeys(("muon", "dist_muon"), "not supported; use adam or sgd"),
+    "--position-embedding-type": dict.fromkeys(
+        ("mrope", "relative"), "only GPT models are supported; use rope, learned_absolute or none"
+    ),
+    "--transformer-impl": {"inference_optimized": "this program trains; use local or transformer_engine"},
+    "--tokenizer-type": {
+        **dict.fromkeys(
+            ("BertWordPieceLowerCase", "BertWordPieceCase"), "only GPT models are supported; use SentencePieceTokenizer"
+        ),
+        **dict.fromkeys(
+            ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"),
+            "images and conversations are not supported; use HuggingFaceTokenizer",
+        ),
+    },
+}
+"""Flag -> upstream's choices that are refused, with the reason."""
+
+ONLY_VALUE = {
+    "balance_policy": ("none",),
+    "balance_overlap": ("none",),
+    "balance_ownership": ("fixed",),
+    "balance_profile": ("builtin",),
+    "moe_comm_alltoall": ("default", "flat"),
+    "moe_comm_codec": ("none",),
+    "moe_comm_chunks": ("1",),
+    "moe_parallel_schedule": ("megatron",),
+}
+"""Our flags, by field, whose other values are still to come, and the values that work."""
+
+NO_EFFECT_WITHOUT = {
+    "num_query_groups": "group_query_attention",
+    **dict.fromkeys(
+        ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "no_rope_freq",
+         "use_rope_scaling"),
+        "position_embedding_type rope",
+    ),
+    "rope_scaling_factor": "use_rope_scaling",
+    "window_attn_skip_freq": "window_size",
+    "cross_entropy_fusion_impl": "cross_entropy_loss_fusion",
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), "optimizer adam"),
+    "sgd_momentum": "optimizer sgd",
+    "decoupled_min_lr": "decoupled_lr",
+    **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "fp16"),
+    **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "lr_decay_style WSD"),
+    **dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"), "recompute_granularity"),
+    "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
+    "moe_token_drop_policy": "moe_expert_capacity_factor",
+    **dict.fromkeys(("moe_shared_expert_gate", "moe_shared_expert_overlap"), "moe_shared_expert_intermediate_size"),
+    "eval_iters": "eval_interval",
+    "exit_signal": "exit_signal_handler",
+    **dict.fromkeys(
+        ("tensorboard_log_interval", "tensorboard_queue_size", "log_validation_ppl_to_tensorboard",
+         "log_world_size_to_tensorboard"),
+        "tensorboard_dir",
+    ),
+    **dict.fromkeys(
+        ("save_interval", "keep_last", "save_retain_interval", "async_save", "no_save_optim", "no_save_rng"), "save"
+    ),
+    **dict.fromkeys(
+        ("ckpt_step", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "ckpt_fully_parallel_load"), "load"
+    ),
+}  # fmt: skip
+"""Field -> the field, or field and value, without which it is noted that its flag does nothing."""
+
+
+def refusal(flag: str) -> str | None:
+    """Why a flag is refused; None if it is not, or if nobody ever heard of it."""
+    reasons = {**REFUSED, NEWER_REASON: NEWER}
+    patterns = ((pattern, reason) for reason, names in reasons.items() for pattern in names.split())
+    return next((reason for pattern, reason in patterns if fnmatchcase(flag, pattern)), None)

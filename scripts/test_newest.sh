@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Runs the tests on the newest megatron-core that pyproject.toml accepts, which asks for a newer Python than 3.11 but
+# runs on it. It lies in .cache and comes before the environment's own, which stays as it is. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+
+MEGATRON_CORE=0.19.2
+TRITON=3.7.1 # torch 2.13's; megatron-core imports it even where nothing can run it
+
+# fetch DIRECTORY PIP_ARGUMENT...: installs there without dependencies, unless it was done before
+fetch() {
+    local target="$1" && shift
+    [[ -d "${target}" ]] && return
+    rm -rf "${target}.part"
+    "${PYTHON}" -m pip install --quiet --disable-pip-version-check --no-deps --target "${target}.part" "$@"
+    mv "${target}.part" "${target}"
+}
+
+core="${PWD}/.cache/megatron-core-${MEGATRON_CORE}" triton="${PWD}/.cache/triton-${TRITON}"
+fetch "${core}" --ignore-requires-python "megatron-core==${MEGATRON_CORE}"
+fetch "${triton}" "triton==${TRITON}"
+
+# `megatron` is a namespace package: the first directory with a `megatron.core` provides it, here and in every process
+# that a test starts
+export PYTHONPATH="${core}:${triton}${PYTHONPATH:+:${PYTHONPATH}}"
+found="$("${PYTHON}" -W ignore -c 'from megatron.core.package_info import __shortversion__ as v; print(v)')"
+if [[ "${found}" != "${MEGATRON_CORE}" ]]; then
+    echo "test_newest.sh: Python imports megatron-core ${found}, not ${MEGATRON_CORE}" >&2
+    exit 1
+fi
+
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest "$@"

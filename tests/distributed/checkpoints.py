@@ -1,0 +1,139 @@
+"""Runs that save and resume, as tasks for ranks."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_balance.training.checkpoint import Checkpoints
+from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.training.loop import Run, train_step
+from tests.distributed.runs import build
+from tests.harness import forget_auxiliary_losses
+
+
+@dataclass
+class Said:
+    """Stands for the run's log: keeps the messages."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@dataclass
+class Outcome:
+    """What one rank has after a run: everything that learning depends on, and what was said."""
+
+    losses: list[tuple[float | None, float | None]]
+    weights: dict[str, torch.Tensor]
+    moments: list[torch.Tensor]
+    said: list[str]
+
+
+def train_and_save(flags: str, directory: Path | None, iterations: int, save_at: int = 0) -> Outcome:
+    """Train `iterations`, resuming from `directory` if it holds checkpoints, and save after `save_at` of them."""
+    where = f"--save {directory} --load {directory}" if directory else ""
+    run = build(f"{flags} {where}")
+    checkpoints = Checkpoints(run, said := Said(), patience=30.0)
+    checkpoints.prepare()
+    checkpoints.load()
+    losses = []
+    for count in range(1, iterations + 1):
+        report = train_step(run)
+        losses.append((report.losses.get("lm loss"), report.grad_norm))
+        if count == save_at:
+            checkpoints.save()
+        checkpoints.poll()
+    checkpoints.finish()
+    return outcome(run, losses, said)
+
+
+def outcome(run: Run, losses: list, said: Said) -> Outcome:
+    weights = {
+        f"{index}.{name}": value.detach().clone()
+        for index, chunk in enumerate(run.model)
+        for name, value in chunk.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    return Outcome(losses, weights, moments(run.optimizer), said.lines)
+
+
+def moments(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """All optimizer state and main parameters of this rank, in the optimizer's order."""
+    found = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                found += [parameter.detach().clone()]
+                found += [state[name].clone() for name in sorted(state) if isinstance(state[name], torch.Tensor)]
+    return found
+
+
+def differences(left: Outcome, right: Outcome) -> list[str]:
+    """What is not bitwise equal."""
+    found = [] if left.losses == right.losses else [f"losses: {left.losses} {right.losses}"]
+    found += [name for name in left.weights if not torch.equal(left.weights[name], right.weights[name])]
+    if left.weights.keys() != right.weights.keys() or len(left.moments) != len(right.moments):
+        found.append("not the same tensors")
+    pairs = zip(left.moments, right.moments, strict=False)
+    return found + [f"moment {index}" for index, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+
+
+def straight_against_resumed(flags: str, directory: str, iterations: int = 20) -> list[str]:
+    """Train straight; then half, save, build anew, load and train the rest: what differs on this rank."""
+    half = iterations // 2
+    straight = train_and_save(flags, None, iterations)
+    _forget()
+    first = train_and_save(flags, Path(directory), half, save_at=half)
+    _forget()
+    second = train_and_save(flags, Path(directory), iterations - half)
+    second.losses = first.losses + second.losses
+    return differences(straight, second)
+
+
+def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to: str = "") -> list[float]:
+    """Resume from `load` (or start), at once save a copy there, train, save to `save`; losses and gradient norms."""
+    run = build(f"{flags} --save {save}" + (f" --load {load}" if load else ""))
+    Checkpoints(run, Said(), patience=30.0).load()
+    if copy_to:
+        _save(run, copy_to)
+    reports = [train_step(run) for _ in range(iterations)]
+    _save(run, save)
+    losses = [[report.losses.get("lm loss") for report in reports]]
+    dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)
+    return [*losses[0], *(report.grad_norm for report in reports)]
+
+
+def _save(run: Run, directory: str) -> None:
+    settings = dataclasses.replace(run.config.checkpoint, save=directory)
+    Checkpoints(dataclasses.replace(run, config=run.config.replace(checkpoint=settings)), Said(), patience=30.0).save()
+
+
+def tensors_of(directory: str) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, whole, by its name in the checkpoint. For one rank alone."""
+    found = CheckpointDirectory(Path(directory))
+    everything = dist_checkpointing.load_plain_tensors(str(found.path(found.iterations()[0])))
+    return {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
+
+
+def unequal_tensors(left: str, right: str) -> tuple[int, list[str]]:
+    """How many tensors two checkpoints have in common, and those that are not bitwise equal."""
+    mine, theirs = tensors_of(left), tensors_of(right)
+    unequal = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]
+    return len(mine), unequal + [name for name in theirs if name not in mine]
+
+
+def _forget() -> None:
+    """Forget a run's process groups and spoil what a resumed run must not depend on."""
+    from megatron.core import parallel_state
+
+    forget_auxiliary_losses()
+    parallel_state.destroy_model_parallel()
+    torch.manual_seed(999 + dist.get_rank())

@@ -1,0 +1,167 @@
+"""Whole jobs of the entry point, every rank a process of its own that may die: for tests of what survives."""
+
+import functools
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.harness import PRELOAD
+
+Prepare = Callable[[int], None]
+"""Called in every rank, with its number, before it trains."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: exit codes (negative: the signal) and everything printed, by rank."""
+
+    codes: list[int | None]
+    output: list[str]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.output)
+
+
+class Job:
+    """`world_size` ranks started as a launcher would that sets the environment and nothing else."""
+
+    def __init__(self, world_size: int, flags: str, directory: Path, prepare: Prepare | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.logs = [directory / f"rank{rank}.txt" for rank in range(world_size)]
+        for log in self.logs:
+            log.unlink(missing_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        port = free_port()
+        self.ranks: list[BaseProcess] = [
+            context.Process(target=_rank, args=(rank, world_size, port, self.logs[rank], flags, prepare))
+            for rank in range(world_size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def wait(self, seconds: float = 120.0, grace: float | None = None) -> Ended:
+        """Wait for all ranks; `grace` seconds after a first one died, kill the others, as torchrun would."""
+        deadline = time.monotonic() + seconds
+        running = {process.sentinel: process for process in self.ranks}
+        while running and time.monotonic() < deadline:
+            for sentinel in multiprocessing.connection.wait(list(running), timeout=0.2):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode and grace is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+        codes = [process.exitcode for process in self.ranks]
+        self.kill()
+        return Ended(codes, [log.read_text(errors="replace") if log.exists() else "" for log in self.logs])
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for process in self.ranks:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare: Prepare | None) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in (numbers | {"MASTER_PORT": port}).items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    import torch
+
+    from megatron_balance import launch
+
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare(rank)
+    try:
+        launch.pretrain(flags.split())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+@dataclass(frozen=True)
+class Death:
+    """Where a process of a job dies, by SIGKILL: at the `call`-th call of the function at `point` in `rank`'s
+    `save`-th save.
+
+    A point inside a writer process is counted in each writer; `parent` makes its rank die instead of the writer.
+    """
+
+    point: str
+    call: int
+    rank: int
+    save: int = 2
+    parent: bool = False
+
+    def __call__(self, rank: int) -> None:
+        """Prepare a rank for it."""
+        if rank != self.rank:
+            return
+        from megatron_balance.training.checkpoint import Checkpoints
+
+        save_number, calls, owner = 0, 0, os.getpid()
+        holder, name = POINTS[self.point]()
+        start, original = Checkpoints._start, getattr(holder, name)
+
+        def counting(*args, **kwargs):
+            nonlocal save_number, calls
+            save_number, calls = save_number + 1, 0
+            return start(*args, **kwargs)
+
+        @functools.wraps(original)
+        def dying(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if (save_number, calls) == (self.save, self.call):
+                in_writer = os.getpid() != owner
+                os.kill(owner if self.parent and in_writer else os.getpid(), signal.SIGKILL)
+                time.sleep(1)
+            return original(*args, **kwargs)
+
+        Checkpoints._start = counting
+        setattr(holder, name, dying)
+
+
+def _points() -> dict[str, Callable[[], tuple[object, str]]]:
+    def of(module: str, name: str) -> Callable[[], tuple[object, str]]:
+        return lambda: (importlib.import_module(module), name)
+
+    training = "megatron_balance.training"
+    return {
+        "serialize": of(f"{training}.run_state", "sharded_state"),
+        "plan": lambda: (importlib.import_module(f"{training}.writer").ShardStrategy, "async_save"),
+        "start writer": of(f"{training}.writer", "_start"),
+        "write": of(f"{training}.writer", "_write"),
+        "write tensor": of("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
+        "digest": of(f"{training}.manifest", "digest"),
+        "fsync": lambda: (os, "fsync"),
+        "manifest": of(f"{training}.manifest", "write"),
+        "rename": lambda: (os, "rename"),
+        "tracker": lambda: (os, "replace"),
+        "prune": lambda: (shutil, "rmtree"),
+    }
+
+
+POINTS = _points()
+"""Where a save may be interrupted: functions that it calls, in about this order."""

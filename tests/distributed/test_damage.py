@@ -1,0 +1,141 @@
+"""Damaged checkpoints are found before anything of them is used, by name, and the one before is taken."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.training.checkpoint import CheckpointError, Checkpoints, find_sound
+from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
+from megatron_balance.training.loop import train_step
+from tests.distributed.checkpoints import Said
+from tests.distributed.runs import build
+
+FLAGS = "--expert-model-parallel-size 2 --num-layers 1"
+NEWEST = "iter_0000003"
+
+
+def flip_a_bit(path: Path, chance: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(path: Path, chance: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
+
+
+def remove(path: Path, chance: random.Random) -> None:
+    path.unlink()
+
+
+def lengthen(path: Path, chance: random.Random) -> None:
+    with open(path, "ab") as file:
+        file.write(chance.randbytes(chance.randint(1, 100)))
+
+
+def zero_a_block(path: Path, chance: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    start = chance.randrange(len(content))
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+    if content == path.read_bytes():
+        content[start] ^= 1
+    path.write_bytes(content)
+
+
+HARMS: tuple[Callable[[Path, random.Random], None], ...] = (
+    flip_a_bit,
+    flip_a_bit,
+    truncate,
+    remove,
+    lengthen,
+    zero_a_block,
+)
+
+
+def save_three(directory: str) -> None:
+    """Checkpoints of iterations 1, 2 and 3."""
+    run = build(f"{FLAGS} --save {directory}")
+    checkpoints = Checkpoints(run, Said(), patience=30.0)
+    for _ in range(3):
+        train_step(run)
+        checkpoints.save()
+
+
+def look(directory: str) -> tuple[str | None, list[str]]:
+    """What would be loaded, and what is said about the rest."""
+    said = Said()
+    found = find_sound(CheckpointDirectory(Path(directory)), None, said)
+    return found and found.name, said.lines
+
+
+@pytest.fixture(scope="module")
+def sound(ranks, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("sound")
+    ranks(2).run(save_three, str(directory))
+    return directory
+
+
+def harmed(sound: Path, directory: Path, name: str, harm: Callable, chance: random.Random) -> Path:
+    """A copy of the checkpoints with one file of the newest one harmed."""
+    shutil.copytree(sound, directory)
+    harm(directory / NEWEST / name, chance)
+    return directory
+
+
+def test_sound_checkpoints_are_taken_newest_first(sound, ranks):
+    assert ranks(2).run(look, str(sound)) == [(NEWEST, [])] * 2
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, pytest.param(range(3, 40), marks=pytest.mark.slow)], ids=str)
+def test_every_damage_is_found_and_named(seed, sound, ranks, tmp_path):
+    names = sorted(path.name for path in (sound / NEWEST).iterdir())
+    for one in seed if isinstance(seed, range) else [seed]:
+        chance = random.Random(one)
+        for name in names:
+            harm = chance.choice(HARMS)
+            directory = harmed(sound, tmp_path / f"{one}{name}", name, harm, chance)
+            for found, said in ranks(2).run(look, str(directory)):
+                assert found == "iter_0000002", (one, name, harm.__name__)
+                assert any("damaged" in line and f"{NEWEST}/{name}" in line for line in said), (said, name, harm)
+            shutil.rmtree(directory)
+
+
+def test_a_missing_directory_and_a_wrong_tracker_are_named(sound, ranks, tmp_path):
+    directory = shutil.copytree(sound, tmp_path / "missing")
+    shutil.rmtree(directory / NEWEST)
+    for found, said in ranks(2).run(look, str(directory)):
+        assert found == "iter_0000002" and any("missing" in line and NEWEST in line for line in said)
+    for content, expected in ((b"\xb3", NEWEST), (b"1", "iter_0000001"), (b"", NEWEST), (b"9", NEWEST)):
+        directory = shutil.copytree(sound, tmp_path / f"tracker{content!r}")
+        (directory / TRACKER).write_bytes(content)
+        for found, said in ranks(2).run(look, str(directory)):
+            assert found == expected and any("tracker" in line or TRACKER in line for line in said)
+
+
+def look_and_fail(directory: str) -> str:
+    try:
+        look(directory)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_nothing_is_loaded_when_all_are_damaged(sound, ranks, tmp_path):
+    directory = shutil.copytree(sound, tmp_path / "all")
+    for path in directory.glob("iter_*/.metadata"):
+        path.unlink()
+    for message in ranks(2).run(look_and_fail, str(directory)):
+        assert "no sound checkpoint" in message and str(directory) in message
+
+
+def test_an_unfinished_directory_is_no_checkpoint(sound, ranks, tmp_path):
+    directory = shutil.copytree(sound, tmp_path / "unfinished")
+    (directory / NEWEST).rename(directory / "iter_0000004.saving-00000000")
+    (directory / "iter_0000009").mkdir()
+    (directory / TRACKER).unlink()
+    for found, said in ranks(2).run(look, str(directory)):
+        assert found == "iter_0000002"
+        assert any("iter_0000009/manifest.json" in line for line in said)

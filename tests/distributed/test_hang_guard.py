@@ -1,0 +1,232 @@
+"""A rank that stops, dies, sleeps or fails ends the whole job, and all others name it."""
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.runs import BASE
+from tests.harness import PRELOAD
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_MINUTES = 0.1
+LIMIT = TIMEOUT_MINUTES * 60 + 10
+"""Seconds in which every rank but a stopped one has to exit."""
+
+FLAGS = f"--global-batch-size 24 --train-iters 100000 --log-interval 1 --distributed-timeout-minutes {TIMEOUT_MINUTES}"
+WORLD_SIZE = 3
+
+
+def run_rank(
+    rank: int, world_size: int, port: int, directory: Path, flags: str, mischief: Callable[[int], None]
+) -> None:
+    """One rank as a launcher that sets the environment and nothing else would start it."""
+    for name, descriptor in (("out", 1), ("err", 2)):
+        os.dup2(os.open(directory / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in (ranks | {"MASTER_PORT": port}).items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    import torch
+
+    from megatron_balance import launch
+
+    torch.set_num_threads(1)
+    mischief(rank)
+    launch.pretrain(f"{BASE} {flags}".split())
+
+
+def behave(rank: int) -> None:
+    """No mischief."""
+
+
+def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls: int, rank: int) -> None:
+    """Have the victims call `action` once, before the forward of a microbatch."""
+    from megatron_balance.training import loop
+
+    original, count = loop.forward_step, 0
+
+    def forward_step(data, model):
+        nonlocal count
+        count += 1
+        if count == calls and rank in victims:
+            action()
+        return original(data, model)
+
+    loop.forward_step = forward_step
+
+
+def oversleep() -> None:
+    time.sleep(3600)
+
+
+def sleep_in_rank_1(rank: int) -> None:
+    replace_forward(oversleep, (1,), 20, rank)
+
+
+def fail_in_rank_1(rank: int) -> None:
+    def fail() -> None:
+        raise ValueError("a bad sample")
+
+    replace_forward(fail, (1,), 20, rank)
+
+
+def think_on_all_ranks(rank: int) -> None:
+    replace_forward(lambda: time.sleep(5), tuple(range(WORLD_SIZE)), 20, rank)
+
+
+class Job:
+    """Ranks without a launcher that would end the others when one is gone."""
+
+    def __init__(
+        self, directory: Path, mischief: Callable[[int], None] = behave, flags: str = FLAGS, world_size=WORLD_SIZE
+    ) -> None:
+        self.directory = directory
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.ranks = [
+            context.Process(target=run_rank, args=(rank, world_size, port, directory, flags, mischief), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def await_iteration(self, iteration: int) -> None:
+        last = len(self.ranks) - 1
+        log = self.directory / f"out{last}"
+        deadline = time.monotonic() + 90
+        while not log.exists() or not re.search(rf"iteration +{iteration}/", log.read_text()):
+            assert time.monotonic() < deadline and self.ranks[last].is_alive(), self.errors(last)
+            time.sleep(0.1)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.ranks[rank].pid, number)
+
+    def join(self, ranks: list[int], seconds: float) -> list[int | None]:
+        """Exit codes of `ranks` at the latest after `seconds`; None: still there."""
+        start = time.monotonic()
+        for rank in ranks:
+            self.ranks[rank].join(max(0.0, start + seconds - time.monotonic()))
+        print(f"exits after {time.monotonic() - start:.1f} s")
+        return [self.ranks[rank].exitcode for rank in ranks]
+
+    def errors(self, rank: int) -> str:
+        return (self.directory / f"err{rank}").read_text()
+
+    def verdict(self, rank: int) -> str:
+        """What a rank said last, after all its stacks."""
+        stacks, _, line = self.errors(rank).strip().rpartition("\n")
+        assert "Traceback" in stacks or ("Current thread" in stacks and "Thread 0x" in stacks)
+        print(line)
+        return line
+
+    def stop(self) -> None:
+        for process in self.ranks:
+            process.kill()
+        for process in self.ranks:
+            process.join()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def of(*args, **kwargs) -> Job:
+        jobs.append(Job(tmp_path, *args, **kwargs))
+        return jobs[-1]
+
+    yield of
+    for job in jobs:
+        job.stop()
+
+
+def others(victim: int) -> list[int]:
+    return [rank for rank in range(WORLD_SIZE) if rank != victim]
+
+
+# 0 holds the key-value store
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_stopped_rank_is_named(start, victim: int) -> None:
+    job = start()
+    job.await_iteration(5)
+    job.signal(victim, signal.SIGSTOP)
+    assert job.join(others(victim), LIMIT) == [1, 1]
+    for rank in others(victim):
+        assert f"rank {victim} stalled or died: " in job.verdict(rank)
+        assert re.search(rf"; this rank \({rank}\) waited in \w+ .*; exiting$", job.verdict(rank))
+        if victim != 0:
+            assert re.search(r"no sign of life for \d+ s \(last seen in iteration \d+, [\w-]+\)", job.verdict(rank))
+    job.signal(victim, signal.SIGCONT)
+    assert job.join([victim], 15) == [1]
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_killed_rank_is_named(start, victim: int) -> None:
+    job = start(flags=FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
+    job.await_iteration(5)
+    job.signal(victim, signal.SIGKILL)
+    assert job.join(others(victim), 15) == [1, 1]
+    for rank in others(victim):
+        assert f"rank {victim} stalled or died: " in job.verdict(rank)
+        assert "Traceback" in job.errors(rank)
+
+
+def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None:
+    job = start(sleep_in_rank_1)
+    job.await_iteration(4)
+    assert job.join([0, 1, 2], LIMIT + 5) == [1, 1, 1]
+    for rank in (0, 1, 2):
+        assert re.search(
+            r"^rank 1 stalled: no progress for \d+ s, not in a collective but in oversleep \(test_hang_",
+            job.verdict(rank),
+        )
+
+
+def test_a_failing_rank_is_named(start) -> None:
+    job = start(fail_in_rank_1, FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
+    job.await_iteration(4)
+    assert job.join([0, 1, 2], 15) == [1, 1, 1]
+    for rank in (0, 1, 2):
+        assert job.verdict(rank).startswith("rank 1 failed with ValueError: a bad sample (iteration 5, forward-")
+    assert "Traceback" in job.errors(1)
+
+
+def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:
+    job = start(think_on_all_ranks, FLAGS.replace("100000", "8").replace(str(TIMEOUT_MINUTES), "0.05"))
+    job.await_iteration(4)
+    assert job.join([0, 1, 2], LIMIT + 20) == [0, 0, 0]
+
+
+def test_under_torchrun_all_ranks_speak_before_the_launcher_ends_them(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        "import os, sys\n"
+        "from megatron_balance.device import cpu\n"
+        "cpu.install()\n"
+        "from tests.distributed.test_hang_guard import sleep_in_rank_1\n"
+        "sleep_in_rank_1(int(os.environ['RANK']))\n"
+        "from megatron_balance import launch\n"
+        "launch.pretrain(sys.argv[1:])\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
+    process = subprocess.run(
+        [*torchrun, str(script), *BASE.split(), *FLAGS.split()],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode != 0
+    for rank in range(WORLD_SIZE):
+        assert re.search(rf"rank 1 stalled: no progress .*; this rank \({rank}\) w.*; exiting", process.stderr)

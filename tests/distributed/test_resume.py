@@ -1,0 +1,219 @@
+"""How a run stops, and from what it goes on: the flags around checkpoints, as a user meets them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_balance.training import writer
+from megatron_balance.training.checkpoint import CheckpointError, Checkpoints
+from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.training.loop import train_step
+from tests.distributed.checkpoints import Said, outcome, unequal_tensors
+from tests.distributed.jobs import Job
+from tests.distributed.runs import BASE, build
+
+EP2 = "--expert-model-parallel-size 2 --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1"
+
+
+def iterations(directory: Path) -> list[int]:
+    return CheckpointDirectory(directory).iterations()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Checkpoints of iterations 2 and 3: an interval, and `--exit-interval`."""
+    directory = tmp_path_factory.mktemp("saved")
+    flags = f"{BASE} {EP2} --save {directory} --save-interval 2 --exit-interval 3"
+    ended = Job(2, flags, directory / "log").wait()
+    assert ended.codes == [0, 0], ended.text
+    return directory
+
+
+def test_exit_interval_saves(saved):
+    assert iterations(saved) == [3, 2]
+
+
+def test_a_signal_saves_and_exits_with_status_0(tmp_path):
+    flags = f"{BASE} {EP2} --train-iters 100000 --save {tmp_path} --load {tmp_path} --exit-signal-handler"
+    for earlier in ([], [1]):
+        job = Job(2, flags, tmp_path / "log")
+        deadline = time.monotonic() + 60
+        while not (job.logs[1].exists() and " iteration " in job.logs[1].read_text()):
+            assert time.monotonic() < deadline, job.logs[1].read_text()
+            time.sleep(0.1)
+        os.kill(job.ranks[0].pid, signal.SIGTERM)
+        ended = job.wait()
+        assert ended.codes == [0, 0], ended.text
+        assert "SIGTERM was received" in ended.text
+        assert ("successfully loaded checkpoint" in ended.text) == bool(earlier)
+    assert len(iterations(tmp_path)) == 2
+
+
+def test_nothing_to_load_is_a_warning_or_an_error(tmp_path):
+    flags = f"{BASE} {EP2} --train-iters 1 --load {tmp_path / 'nothing'}"
+    ended = Job(2, flags, tmp_path / "log").wait()
+    assert ended.codes == [0, 0] and "WARNING: --load" in ended.text
+    ended = Job(2, f"{flags} --exit-on-missing-checkpoint", tmp_path / "log").wait()
+    assert ended.codes == [1, 1]
+    assert ended.text.count("no checkpoint there (--exit-on-missing-checkpoint)") == 1
+    assert "Traceback" not in ended.text
+
+
+def test_the_checkpoint_gives_the_models_shape(saved, tmp_path):
+    flags = (
+        f"--load {saved} --use-checkpoint-args --micro-batch-size 2 --lr 1e-3 --train-iters 20 --exit-interval 4 "
+        "--mock-data --num-workers 0 --attention-dropout 0 --hidden-dropout 0 --expert-model-parallel-size 2 "
+        "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --log-interval 1"
+    )
+    ended = Job(2, flags, tmp_path).wait()
+    assert ended.codes == [0, 0], ended.text
+    assert "iteration        4/" in ended.text
+
+
+def test_another_models_checkpoint_is_refused(saved, tmp_path):
+    ended = Job(2, f"{BASE} {EP2} --load {saved} --hidden-size 64 --num-experts 4", tmp_path).wait()
+    assert ended.codes == [1, 1]
+    assert "--hidden-size 64: the checkpoint has 32" in ended.text
+    assert "--num-experts 4: the checkpoint has 8" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def loaded(flags: str):
+    """What a run has right after loading: iteration, consumed samples, weights and optimizer state."""
+    run = build(f"{EP2} {flags}")
+    Checkpoints(run, said := Said(), patience=30.0).load()
+    return run.progress.iteration, run.progress.consumed_samples, outcome(run, [], said)
+
+
+def test_flags_choose_what_is_loaded(saved, ranks):
+    newest, older, tuned, no_optimizer, pretrained = (
+        ranks(2).run(loaded, flags)[0]
+        for flags in (
+            f"--load {saved}",
+            f"--load {saved} --ckpt-step 2",
+            f"--load {saved} --finetune",
+            f"--load {saved} --no-load-optim --no-load-rng",
+            f"--load {saved}/nothing --pretrained-checkpoint {saved}",
+        )
+    )
+    assert [run[:2] for run in (newest, older, tuned, no_optimizer, pretrained)] == [
+        (3, 12), (2, 8), (0, 0), (3, 12), (0, 0),
+    ]  # fmt: skip
+    name = next(name for name in newest[2].weights if "linear_fc1" in name)
+    assert not torch.equal(older[2].weights[name], newest[2].weights[name])
+    for other in (tuned, no_optimizer, pretrained):
+        assert torch.equal(other[2].weights[name], newest[2].weights[name])
+        assert len(other[2].moments) < len(newest[2].moments)
+
+
+def resave(load: str, save: str, flags: str) -> None:
+    """Load with one implementation of the MoE layer or way of reading, save again."""
+    run = build(f"{EP2} {flags} --load {load} --save {save}")
+    checkpoints = Checkpoints(run, Said(), patience=30.0)
+    checkpoints.load()
+    checkpoints.save()
+    checkpoints.finish()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--moe-layer-impl megatron --disable-bias-linear", "--moe-layer-impl megatron --swiglu --disable-bias-linear"],
+    ids=["gelu", "swiglu"],
+)
+def test_both_layers_share_one_format(flags, ranks, tmp_path):
+    def model(text: str) -> str:
+        return text.replace("--moe-layer-impl megatron", "")
+
+    ours, theirs, back = (str(tmp_path / name) for name in ("ours", "theirs", "back"))
+    ranks(2).run(save_one, ours, model(flags))
+    ranks(2).run(resave, ours, theirs, flags)
+    ranks(2).run(resave, theirs, back, f"{model(flags)} --ckpt-fully-parallel-load --async-save")
+    for other in (theirs, back):
+        count, unequal = ranks(1).run(unequal_tensors, ours, other)[0]
+        assert count >= 20 and unequal == []
+
+
+def save_one(directory: str, flags: str, sabotage: str = "") -> str:
+    """Train and save twice; `sabotage` befalls the second save. What it says, if it fails."""
+    run = build(f"{EP2} --save {directory} {flags}")
+    checkpoints = Checkpoints(run, Said(), patience=2.0)
+    checkpoints.prepare()
+    train_step(run)
+    checkpoints.save()
+    checkpoints.finish()
+    if not sabotage:
+        return ""
+    train_step(run)
+    original = writer._write
+
+    def write(bucket: tuple, transforms: list):
+        if os.path.basename(bucket[0]) == "__1_0.distcp":
+            SABOTAGE[sabotage]()
+        return original(bucket, transforms)
+
+    writer._write = write
+    try:
+        checkpoints.save()
+        checkpoints.finish()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        writer._write = original
+    return ""
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+SABOTAGE = {
+    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stall": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "fail": fail,
+}
+"""What happens to one writer of rank 1."""
+
+
+@pytest.mark.parametrize("flags", ["", "--async-save"], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("sabotage", "text"),
+    [("die", "its writer died (exit code -9)"), ("stall", "the writer has stalled"), ("fail", "No space left")],
+)
+def test_a_failing_writer_ends_the_save(sabotage, text, flags, ranks, tmp_path):
+    messages = ranks(2).run(save_one, str(tmp_path), flags, sabotage, timeout=60.0)
+    for message in messages:
+        assert text in message and ".distcp" in message and f"{tmp_path}/iter_0000001 is intact" in message
+    assert iterations(tmp_path) == [1]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(ranks, tmp_path):
+    """Room for one checkpoint, not for two; afterwards not even for a directory's first file."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        flags = f"{BASE} {EP2} --save {disk}/c --load {disk}/c --save-interval 1 --train-iters 9"
+        for _ in range(2):
+            ended = Job(2, flags, tmp_path / "log").wait()
+            assert ended.codes == [1, 1], ended.text
+            assert "No space left on device" in ended.text and "Traceback" not in ended.text, ended.text
+            newest = iterations(disk / "c")[0]
+        disk_copy = shutil.copytree(disk / "c", tmp_path / "copy")
+        iteration, *_ = ranks(2).run(loaded, f"--load {disk_copy} --train-iters 9")[0]
+        assert iteration == newest > 0
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_directory_that_cannot_be_written_is_a_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    ended = Job(2, f"{BASE} {EP2} --save {tmp_path}/file/c", tmp_path / "log").wait()
+    assert ended.codes == [1, 1]
+    assert f"--save {tmp_path}/file/c: cannot write there" in ended.text and "Traceback" not in ended.text

@@ -1,0 +1,248 @@
+"""training/manifest.py: every change of a checkpoint's files is found, and the file is named."""
+
+import hashlib
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.training import manifest
+from megatron_balance.training.manifest import Damaged, Entry, Manifest
+
+CONTENT = {
+    ".metadata": b"\x80\x04metadata",
+    "__0_0.distcp": bytes(range(256)) * 20,
+    "__1_0.distcp": b"x",
+    "common.pt": b"common" * 100,
+    "empty": b"",
+}
+EVERY = (*CONTENT, manifest.NAME)
+names = st.sampled_from(EVERY)
+offsets = st.integers(0, 1 << 20)
+
+
+def save(directory: Path) -> Path:
+    """A complete small checkpoint."""
+    for name, content in CONTENT.items():
+        (directory / name).write_bytes(content)
+    manifest.write(directory, 20, {name: manifest.digest(directory / name) for name in CONTENT})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def own(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "own"))
+
+
+def damage(checkpoint: Path, name: str, change: Callable[[bytes], bytes]) -> Damaged | None:
+    """What `verify` says of the checkpoint while one file is changed."""
+    path = checkpoint / name
+    before = path.read_bytes()
+    path.write_bytes(change(before))
+    try:
+        manifest.verify(checkpoint, CONTENT)
+    except Damaged as damaged:
+        return damaged
+    finally:
+        path.write_bytes(before)
+    return None
+
+
+def rewritten(own: Path, change: Callable[[dict], object]) -> None:
+    """A manifest with other content, whose seal holds."""
+    path = own / manifest.NAME
+    content = json.loads(path.read_text())
+    change(content)
+    del content["manifest"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    content["manifest"] = hashlib.blake2b(canonical, digest_size=32).hexdigest()
+    path.write_text(json.dumps(content))
+
+
+def test_round_trip(checkpoint: Path) -> None:
+    expected = {
+        name: Entry(len(content), hashlib.blake2b(content, digest_size=32).hexdigest())
+        for name, content in CONTENT.items()
+    }
+    assert manifest.read(checkpoint) == Manifest(20, expected)
+    manifest.verify(checkpoint, CONTENT)
+
+
+def test_the_file_is_sorted_readable_json(checkpoint: Path) -> None:
+    text = (checkpoint / manifest.NAME).read_text()
+    assert list(json.loads(text)) == ["format", "iteration", "files", "manifest"]
+    assert [line.split('"')[1] for line in text.splitlines() if "blake2b" in line] == sorted(CONTENT)
+
+
+def test_a_digest_spans_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_CHUNK_BYTES", 7)
+    (tmp_path / "file").write_bytes(b"0123456789" * 10)
+    assert manifest.digest(tmp_path / "file") == Entry(
+        100, hashlib.blake2b(b"0123456789" * 10, digest_size=32).hexdigest()
+    )
+
+
+@settings(deadline=None)
+@given(names, offsets, st.integers(0, 7))
+def test_a_flipped_bit(checkpoint: Path, name: str, offset: int, bit: int) -> None:
+    def flip(content: bytes) -> bytes:
+        place = offset % len(content)
+        return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+    if name != "empty":
+        damaged = damage(checkpoint, name, flip)
+        assert damaged is not None and damaged.path == checkpoint / name and str(checkpoint / name) in str(damaged)
+
+
+@settings(deadline=None)
+@given(names, offsets)
+def test_truncation(checkpoint: Path, name: str, offset: int) -> None:
+    if name != "empty":
+        damaged = damage(checkpoint, name, lambda content: content[: offset % len(content)])
+        assert damaged is not None and damaged.path == checkpoint / name
+
+
+@settings(deadline=None)
+@given(names, st.binary(min_size=1, max_size=20), offsets)
+def test_insertion(checkpoint: Path, name: str, added: bytes, offset: int) -> None:
+    def insert(content: bytes) -> bytes:
+        place = offset % (len(content) + 1)
+        return content[:place] + added + content[place:]
+
+    damaged = damage(checkpoint, name, insert)
+    assert damaged is not None and damaged.path == checkpoint / name
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_file_is_missing(own: Path, name: str) -> None:
+    (own / name).unlink()
+    with pytest.raises(Damaged) as error:
+        manifest.verify(own, CONTENT)
+    assert error.value.path == own / name
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_file_is_renamed(own: Path, name: str) -> None:
+    (own / name).rename(own / "other")
+    with pytest.raises(Damaged) as error:
+        manifest.verify(own, CONTENT)
+    assert error.value.path == own / name
+
+
+def test_files_are_exchanged(own: Path) -> None:
+    first, second = own / "common.pt", own / "__0_0.distcp"
+    first.write_bytes(CONTENT["__0_0.distcp"])
+    second.write_bytes(CONTENT["common.pt"])
+    for path in (first, second):
+        with pytest.raises(Damaged) as error:
+            manifest.verify(own, [path.name])
+        assert error.value.path == path
+
+
+def test_another_checkpoints_file(own: Path) -> None:
+    (own / "__1_0.distcp").write_bytes(b"y")
+    with pytest.raises(
+        Damaged, match=r"__1_0.distcp: content was changed: digest [0-9a-f]{64}, [0-9a-f]{64} when saved"
+    ):
+        manifest.verify(own, CONTENT)
+
+
+def test_sizes_are_compared_before_any_file_is_read(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own / "common.pt").write_bytes(b"short")
+    monkeypatch.setattr(manifest, "digest", lambda path: pytest.fail(f"{path} was read"))
+    with pytest.raises(Damaged, match=r"common.pt: has 5 bytes, 600 when saved"):
+        manifest.verify(own, CONTENT)
+
+
+def test_ranks_share_the_files(own: Path) -> None:
+    (own / "common.pt").write_bytes(b"y" * 600)
+    manifest.verify(own, [name for name in CONTENT if name != "common.pt"])
+    with pytest.raises(Damaged):
+        manifest.verify(own, ["common.pt"])
+
+
+def test_a_name_that_is_not_listed(checkpoint: Path) -> None:
+    with pytest.raises(Damaged, match=r"__7_0.distcp: is not listed in manifest.json"):
+        manifest.verify(checkpoint, ["__7_0.distcp"])
+
+
+@pytest.mark.parametrize("name", [manifest.NAME, "common.pt"])
+def test_a_directory_in_place_of_a_file(own: Path, name: str) -> None:
+    (own / name).unlink()
+    (own / name).mkdir()
+    with pytest.raises(Damaged) as error:
+        manifest.verify(own, CONTENT)
+    assert error.value.path == own / name
+
+
+def shapes() -> Iterator[tuple[str, Callable[[dict], object], str]]:
+    """Manifests that are sealed but not manifests: label, change, part of the reason."""
+    for name in ("../etc/passwd", "/etc/passwd", "a/b", "..", ".", "", "a\\b", "a\nb", "a\0b", "\ud800", manifest.NAME):
+        yield f"name {name!a}", lambda m, name=name: m["files"].update({name: m["files"]["empty"]}), "is not a name"
+    for size in (-1, 1.5, True, "3", None, [], 10**400):
+        reason = "changed" if size == 10**400 else "bytes"
+        yield f"size {str(size)[:9]}", lambda m, size=size: m["files"]["empty"].update(bytes=size), reason
+    for digest in ("", "0" * 63, "0" * 65, "G" * 64, "A" * 64, 5, None):
+        yield f"digest {digest!a:.9}", lambda m, digest=digest: m["files"]["empty"].update(blake2b=digest), "blake2b"
+    for iteration in (-1, 2.0, True, "20", None):
+        yield f"iteration {iteration!r}", lambda m, it=iteration: m.update(iteration=it), "iteration"
+    yield "another format", lambda m: m.update(format=2), "format 2, this version reads 1"
+    yield "no files", lambda m: m.pop("files"), "wants the keys"
+    yield "files is a list", lambda m: m.update(files=[]), "not an object"
+    yield "an entry is a list", lambda m: m["files"].update(empty=[]), "wants the keys"
+    yield "an entry has more", lambda m: m["files"]["empty"].update(more=1), "wants the keys"
+    yield "more", lambda m: m.update(more=1), "wants the keys"
+    # The seal holds, the rendering differs
+    yield "another layout", lambda m: None, "was changed"
+
+
+@pytest.mark.parametrize(("change", "reason"), [shape[1:] for shape in shapes()], ids=[shape[0] for shape in shapes()])
+def test_a_sealed_manifest_of_another_shape(own: Path, change: Callable[[dict], object], reason: str) -> None:
+    rewritten(own, change)
+    with pytest.raises(Damaged, match=reason) as error:
+        manifest.read(own)
+    assert error.value.path == own / manifest.NAME
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b"\xff", b"1" * 5000, b"[" * 100_000, b'{"a": NaN}', b"\x80\x04."],
+    ids=lambda content: str(content[:9]),
+)
+def test_not_a_manifest(own: Path, content: bytes) -> None:
+    (own / manifest.NAME).write_bytes(content)
+    with pytest.raises(Damaged, match="is not a manifest") as error:
+        manifest.read(own)
+    assert error.value.path == own / manifest.NAME
+
+
+def test_a_manifest_of_absurd_size(own: Path) -> None:
+    with open(own / manifest.NAME, "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(Damaged, match="bytes, which no manifest has"):
+        manifest.read(own)
+
+
+def test_an_absent_directory(tmp_path: Path) -> None:
+    with pytest.raises(Damaged, match="is absent"):
+        manifest.read(tmp_path / "nothing")
+
+
+def test_damage_travels_between_ranks() -> None:
+    damaged = pickle.loads(pickle.dumps(Damaged("/a/common.pt", "is absent")))
+    assert (damaged.path, damaged.reason, str(damaged)) == (
+        Path("/a/common.pt"),
+        "is absent",
+        "/a/common.pt: is absent",
+    )

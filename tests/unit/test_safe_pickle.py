@@ -1,0 +1,390 @@
+"""training/safe_pickle.py: what megatron-core saves passes, what would run code does not, and does not run."""
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import queue
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path, PosixPath
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megatron_balance.training import safe_pickle
+from megatron_balance.training.manifest import Damaged
+from megatron_balance.training.safe_pickle import check_common, check_metadata, check_objects, check_pickles
+from tests.unit import hostile
+from tests.unit.hostile import METADATA, PROTOCOL, STORAGE_INFO, find, saved, text, touch
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64),
+)
+WITHOUT_COMMON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+WITH_COMMON = WITHOUT_COMMON | {"common_backend": "torch", "common_backend_version": 1}
+"""Contents of metadata.json."""
+
+SECONDS = 5.0
+"""Of processor time, for what a hostile file of a few bytes may take."""
+
+
+def save(path: Path, as_path: bool) -> None:
+    """A task for ranks: a checkpoint with everything that megatron-core may put into one."""
+    # Its queue is a server process otherwise
+    filesystem_async._results_queue = queue.SimpleQueue()
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    weights = {
+        str(dtype): ShardedTensor.from_rank_offsets(f"weight.{dtype}", torch.ones(4, 3).to(dtype), (0, rank, ranks))
+        for dtype in DTYPES
+    }
+    whole = {"scalar": torch.tensor(1.0), "image": torch.ones(1, 2, 3, 4)}
+    state = {
+        "weights": weights,
+        "whole": [ShardedTensor.from_rank_offsets(name, value, replica_id=rank) for name, value in whole.items()],
+        "stacked": ShardedTensor.from_rank_offsets("stacked", torch.ones(2), (0, rank, ranks), prepend_axis_num=1),
+        "rng": ShardedObject("rng", [torch.get_rng_state(), 7, (1, "a")], (ranks,), (rank,)),
+        "extra": ShardedObject("extra", io.BytesIO(b"extra state"), (ranks,), (rank,)),
+        "plain": ShardedObject("plain", {"a": [1.5, None, True, b"bytes", 2**70], 3: {4}}, (1,), (0,), replica_id=rank),
+        "optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "step": torch.tensor(3)}]},
+        "iteration": 20,
+    }
+    dist_checkpointing.save(state, path if as_path else str(path), ("torch_dist", 1))
+
+
+@pytest.fixture(scope="module", params=[str, Path])
+def checkpoint(ranks, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    ranks(2).run(save, directory, request.param is Path)
+    return directory
+
+
+@pytest.fixture
+def own(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to change, with the common.pt that megatron-core wrote before 0.19."""
+    directory = Path(shutil.copytree(checkpoint, tmp_path / "own"))
+    torch.save({"iteration": 20, "optimizer": {"step": torch.tensor(3)}}, directory / "common.pt")
+    (directory / "metadata.json").write_text(json.dumps(WITH_COMMON))
+    return directory
+
+
+def runs(read: Callable[[], object], canary: Path) -> bool:
+    """Whether reading it in another process touches the canary."""
+    if (child := os.fork()) == 0:
+        try:
+            read()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    ran = canary.exists()
+    canary.unlink(missing_ok=True)
+    return ran
+
+
+def test_what_megatron_core_saves_passes(checkpoint: Path) -> None:
+    free = pickle.loads((checkpoint / ".metadata").read_bytes())
+    metadata = check_pickles(checkpoint)
+    assert vars(metadata) == vars(free)
+    assert {type(entry) for entry in metadata.state_dict_metadata.values()} == {
+        TensorStorageMetadata,
+        BytesStorageMetadata,
+    }
+    assert len(metadata.all_local_plans) == 2
+
+
+def test_a_large_metadata_in_frames_and_batches(checkpoint: Path, tmp_path: Path) -> None:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    weight = metadata.state_dict_metadata["scalar"]
+    metadata.state_dict_metadata |= {f"{index}.{'long' * 70}": weight for index in range(3000)}
+    info = next(iter(metadata.storage_data.values()))
+    far = dataclasses.replace(info, offset=2**40, length=2**33)
+    metadata.storage_data |= {MetadataIndex(f"{index}", [index, 2**36]): far for index in range(3000)}
+    for protocol in (4, 5):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+        assert vars(check_metadata(tmp_path / ".metadata")) == vars(metadata)
+
+
+PICKLES = hostile.CALLS | hostile.PLACES | hostile.OPCODES
+
+
+@pytest.mark.parametrize("payload", PICKLES.values(), ids=PICKLES)
+def test_a_hostile_metadata_is_named_and_does_not_run(tmp_path: Path, payload: hostile.Payload) -> None:
+    path, canary = tmp_path / ".metadata", tmp_path / "canary"
+    with hostile.registered():
+        path.write_bytes(payload(canary))
+        with pytest.raises(Damaged) as error:
+            check_metadata(path)
+        assert not canary.exists()
+        assert error.value.path == path
+        assert runs(lambda: pickle.loads(path.read_bytes()), canary)
+
+
+def test_the_forbidden_global_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(saved(Metadata({}, planner_data=[touch(tmp_path / "canary")])))
+    with pytest.raises(Damaged, match=r"\.metadata: asks for posix\.system, which no checkpoint needs"):
+        check_metadata(tmp_path / ".metadata")
+
+
+def reduced(callee: bytes, *arguments: bytes) -> bytes:
+    return callee + b"(" + b"".join(arguments) + b"tR"
+
+
+MEMBER = find("torch.distributed.checkpoint.planner", "WriteItemType")
+PROPERTIES = find("torch.distributed.checkpoint.metadata", "TensorProperties")
+INDEX = find("torch.distributed.checkpoint.metadata", "MetadataIndex")
+SIZE = find("torch", "Size")
+DOUBLED = b")" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(50))
+"""A tuple of the same tuple twice, and so on."""
+
+INERT = {
+    "nothing": b"",
+    "zeros": b"\0" * 100,
+    "not a pickle": b"PK\x03\x04",
+    "only a protocol": PROTOCOL,
+    "no result": PROTOCOL + b".",
+    "two results": PROTOCOL + b"NN.",
+    "another object": saved({"state_dict_metadata": {}}),
+    "another class of torch": PROTOCOL + find("torch.nn", "Linear") + b")\x81.",
+    "a class instead of an instance": PROTOCOL + METADATA + b".",
+    "never filled": PROTOCOL + METADATA + b")\x81.",
+    "filled twice": saved(Metadata({}, None, {}))[:-1] + b"}b.",
+    "fields are missing": PROTOCOL + METADATA + b")\x81}b.",
+    "a field of another type": saved(Metadata([], None, {})),
+    "an unknown field": saved(hostile.with_attribute(Metadata({}, None, {}), "mcore_data", 1)),
+    "an entry of another type": saved(Metadata({"weight": MetadataIndex("weight")}, None, {})),
+    "a place of another type": saved(Metadata({}, None, {MetadataIndex("weight"): 1})),
+    "a place of a name": saved(Metadata({}, None, {"weight": 1})),
+    "an index without a name": PROTOCOL + b"}" + INDEX + b")\x81Ns.",
+    "a description that decodes": (PROTOCOL + STORAGE_INFO + b")\x81}" + text("transform_descriptors") + b"]sb."),
+    "poisons a class": PROTOCOL + METADATA + b"N}" + text("__setstate__") + SIZE + b"s\x86b.",
+    "poisons a member": PROTOCOL + reduced(MEMBER, b"K\x01") + b"}" + text("_value_") + b"K\x02sb.",
+    "makes an enum": PROTOCOL + reduced(MEMBER, text("Other"), b"}") + b".",
+    "an unknown member": PROTOCOL + reduced(MEMBER, b"K\x63") + b".",
+    "an unknown layout": PROTOCOL + reduced(find("torch.serialization", "_get_layout"), text("torch.odd")) + b".",
+    "a size of names": PROTOCOL + reduced(SIZE, text("abc")) + b".",
+    "a size of nothing": PROTOCOL + reduced(SIZE, b"N") + b".",
+    "a size beyond all numbers": PROTOCOL + reduced(SIZE, b"\x8a\xff" + b"\x7f" * 255 + b"\x85") + b".",
+    "calls a dtype": PROTOCOL + reduced(find("torch", "float32")) + b".",
+    "properties from a dict": PROTOCOL + PROPERTIES + b")\x81}b.",
+    "properties of another kind": PROTOCOL + PROPERTIES + b")\x81(NNNNNtb.",
+    "appends to a tuple": PROTOCOL + b")Na.",
+    "sets an item of a list": PROTOCOL + b"]NNs.",
+    "below the stack": PROTOCOL + b"\x87.",
+    "memo of nothing": PROTOCOL + b"h\x07.",
+    # What pickle itself would give gigabytes for
+    "a memo of gigabytes": PROTOCOL + b"Nr\xff\xff\xff\x7f.",
+    "a string of gigabytes": PROTOCOL + b"X\xff\xff\xff\xff.",
+    "bytes of terabytes": PROTOCOL + b"\x8e" + (1 << 40).to_bytes(8, "little") + b".",
+    # What would take for ever, or overflow the stack of C, when hashed
+    "a key of 2^50 parts": PROTOCOL + b"}" + DOUBLED + b"Ns.",
+    "a key 200,000 deep": PROTOCOL + b"})" + b"\x85" * 200_000 + b"Ns.",
+    "arguments of 2^50 parts": PROTOCOL + SIZE + DOUBLED + b"\x85R.",
+    "a value 200,000 deep": PROTOCOL + b"]" * 200_000 + b"a" * 199_999 + b".",
+}
+
+
+@pytest.mark.parametrize("content", INERT.values(), ids=INERT)
+def test_what_is_no_metadata(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(content)
+    start = time.process_time()
+    with pytest.raises(Damaged) as error:
+        check_metadata(path)
+    assert error.value.path == path
+    assert len(str(error.value)) < 1000
+    assert time.process_time() - start < SECONDS
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, data: st.DataObject
+) -> None:
+    content = bytearray((checkpoint / ".metadata").read_bytes())
+    path = tmp_path_factory.getbasetemp() / "changed.metadata"
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        metadata = check_metadata(path)
+    except Damaged:
+        return
+    # What passes is what pickle makes of it
+    with open(path, "rb") as file:
+        assert vars(metadata) == vars(pickle.load(file))
+
+
+def test_a_metadata_of_absurd_size(tmp_path: Path) -> None:
+    with open(tmp_path / ".metadata", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(Damaged, match="are the most that such a file has"):
+        check_metadata(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
+def test_a_file_is_absent(own: Path, name: str) -> None:
+    (own / name).unlink()
+    with pytest.raises(Damaged, match="is absent") as error:
+        check_pickles(own)
+    assert error.value.path == own / name
+
+
+def test_a_common_may_be_absent_since_0_19_but_not_hostile(own: Path) -> None:
+    (own / "metadata.json").write_text(json.dumps(WITHOUT_COMMON))
+    check_pickles(own)
+    (own / "common.pt").write_bytes(zipped([touch(own / "canary")]))
+    with pytest.raises(Damaged, match=r"common\.pt: is not safe to read"):
+        check_pickles(own)
+    (own / "common.pt").unlink()
+    check_pickles(own)
+
+
+def zipped(obj: Any) -> bytes:
+    torch.save(obj, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def legacy(obj: Any) -> bytes:
+    torch.save(obj, buffer := io.BytesIO(), _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+OBJECTS: dict[str, hostile.Payload] = {
+    "zip": lambda canary: zipped([touch(canary)]),
+    "zip, nested": lambda canary: zipped({"rng": [torch.ones(2), {"state": (1, touch(canary))}]}),
+    "zip, eval": lambda canary: zipped([hostile.Call(eval, hostile.code(canary))]),
+    "zip, chained": lambda canary: zipped([hostile.Call(hostile.FREE_LOAD, io.BytesIO(legacy(touch(canary))))]),
+    "zip, state of a tensor": lambda canary: zipped(hostile.with_attribute(torch.ones(2), "more", touch(canary))),
+    "legacy": lambda canary: legacy([touch(canary)]),
+    "legacy, nested": lambda canary: legacy({"rng": [torch.ones(2), {"state": (1, touch(canary))}]}),
+    "bare pickle": lambda canary: pickle.dumps(touch(canary), protocol=2),
+    "bare pickle of protocol 4": lambda canary: saved(touch(canary)),
+    "bare pickle of protocol 0": lambda canary: pickle.dumps(touch(canary), protocol=0),
+}
+
+
+def replace_object(directory: Path, name: str, content: bytes) -> Path:
+    """Put other content in place of an object; returns the file it is in."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    info = metadata.storage_data[MetadataIndex(name)]
+    path = directory / info.relative_path
+    info.offset, info.length = path.stat().st_size, len(content)
+    with open(path, "ab") as file:
+        file.write(content)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+@pytest.mark.parametrize("payload", OBJECTS.values(), ids=OBJECTS)
+def test_a_hostile_object_is_named_and_does_not_run(own: Path, payload: hostile.Payload) -> None:
+    canary = own / "canary"
+    content = payload(canary)
+    path = replace_object(own, "rng/shard_1_2", content)
+    with pytest.raises(Damaged, match=r"rng/shard_1_2 is not safe to read: UnpicklingError") as error:
+        check_pickles(own)
+    assert not canary.exists()
+    assert error.value.path == path
+    # As torch.distributed.checkpoint's load planner does
+    assert runs(lambda: torch.load(io.BytesIO(content), weights_only=False), canary)
+
+
+@pytest.mark.parametrize("payload", OBJECTS.values(), ids=OBJECTS)
+def test_a_hostile_common_is_named_and_does_not_run(
+    own: Path, payload: hostile.Payload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, canary = own / "common.pt", own / "canary"
+    path.write_bytes(payload(canary))
+    # megatron-core's own call reads freely under this variable
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(Damaged, match=r"common\.pt: is not safe to read: UnpicklingError") as error:
+        check_common(own)
+    assert not canary.exists()
+    assert error.value.path == path
+    assert runs(lambda: torch.load(path, map_location="cpu"), canary)
+
+
+def test_a_script_is_no_object(own: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), own / "common.pt")
+    with pytest.raises(Damaged, match="TorchScript"):
+        check_common(own)
+
+
+def test_truncated_objects(own: Path) -> None:
+    path = own / "common.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Damaged, match=r"common\.pt: is not safe to read"):
+        check_common(own)
+
+
+@pytest.mark.parametrize("name", ["../common.pt", "/etc/passwd", "a/b", "..", "", ".metadata\0"])
+def test_an_object_that_lies_elsewhere(checkpoint: Path, name: str) -> None:
+    metadata = check_metadata(checkpoint / ".metadata")
+    metadata.storage_data[MetadataIndex("rng/shard_1_2")].relative_path = name
+    with pytest.raises(Damaged, match=r"rng/shard_1_2 lies in .*, elsewhere") as error:
+        check_objects(checkpoint, metadata)
+    assert error.value.path == checkpoint / ".metadata"
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 10), (0, -1), (0, 1 << 40), (1 << 62, 1), (1 << 62, 1 << 70)])
+@pytest.mark.parametrize("name", ["rng/shard_1_2", "scalar"])
+def test_an_entry_outside_its_file(checkpoint: Path, name: str, offset: int, length: int) -> None:
+    metadata = check_metadata(checkpoint / ".metadata")
+    (index,) = [index for index in metadata.storage_data if index.fqn == name]
+    info = metadata.storage_data[index]
+    info.offset, info.length = offset, length
+    with pytest.raises(Damaged, match=f"cannot hold {name}: bytes {offset} to") as error:
+        check_objects(checkpoint, metadata)
+    assert error.value.path == checkpoint / info.relative_path
+
+
+def test_an_object_of_absurd_size(own: Path) -> None:
+    metadata = check_metadata(own / ".metadata")
+    info = metadata.storage_data[MetadataIndex("rng/shard_1_2")]
+    info.length = 1 << 41
+    with open(own / info.relative_path, "r+b") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(Damaged, match=r"rng/shard_1_2 takes \d+ bytes; an object has"):
+        check_objects(own, metadata)
+
+
+def test_an_object_without_a_place(checkpoint: Path) -> None:
+    metadata = check_metadata(checkpoint / ".metadata")
+    del metadata.storage_data[MetadataIndex("rng/shard_1_2")]
+    with pytest.raises(Damaged, match="does not say where rng/shard_1_2 lies"):
+        check_objects(checkpoint, metadata)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "null", "[" * 60_000, "1" * 5000, "{}", json.dumps({"sharded_backend": "zarr"}), "x" * 70_000],
+    ids=lambda content: content[:9],
+)
+def test_another_metadata_json(own: Path, content: str) -> None:
+    (own / "metadata.json").write_text(content)
+    with pytest.raises(Damaged) as error:
+        check_pickles(own)
+    assert error.value.path == own / "metadata.json"
+
+
+def test_what_a_class_of_metadata_consists_of() -> None:
+    """A field that torch adds would be refused: then `_FIELDS` has to learn it."""
+    for known, fields in safe_pickle._FIELDS.items():
+        names = {field.name for field in dataclasses.fields(known)} - {"transform_descriptors"}
+        assert fields.keys() - {"all_local_plans"} == names, known
+    assert PosixPath in safe_pickle._CALLS

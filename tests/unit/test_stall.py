@@ -1,0 +1,148 @@
+"""Who holds up a job: the verdict, and what counts as waiting."""
+
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.training.stall import (
+    MAX_NAMED,
+    Position,
+    Pulse,
+    Report,
+    error_place,
+    is_communication_error,
+    verdict,
+    waits_in,
+)
+
+NOW, LIMIT = 1000.0, 600.0
+PULSES = [Pulse(7, "forward-backward", NOW - 12)] * 3
+
+
+def report(activity: str = "waited", place: str = "all_reduce", iteration: int = 7, idle: float = 601.0, time=NOW):
+    return Report(iteration, "forward-backward", activity, place, idle, time)
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        (
+            [report(), None, report()],
+            "rank 1 stalled or died: no sign of life for 12 s (last seen in iteration 7, forward-backward)",
+        ),
+        (
+            [report(), report(), report("busy", "read (data.py:3)", idle=602)],
+            "rank 2 stalled: no progress for 602 s, not in a collective but in read (data.py:3) "
+            "(iteration 7, forward-backward)",
+        ),
+        (
+            [report(iteration=8), report(iteration=8), report()],
+            "rank 2 stalled: it waited in all_reduce (iteration 7, forward-backward) while others are in iteration 8",
+        ),
+        (
+            [report("failed", "KeyError: 1", time=NOW), report(), report("failed", "ValueError: no", time=NOW - 1)],
+            "rank 2 failed with ValueError: no (iteration 7, forward-backward)",
+        ),
+        (
+            [report(place="broadcast"), report(), report("busy", "compute (layer.py:3)", idle=1)],
+            "rank 0 waited in broadcast (iteration 7, forward-backward); "
+            "rank 1 waited in all_reduce (iteration 7, forward-backward); "
+            "rank 2 was busy in compute (layer.py:3) (iteration 7, forward-backward)",
+        ),
+    ],
+    ids=["silent before all", "busy with something else", "behind", "the first failure", "cannot tell"],
+)
+def test_the_verdict_names_who_holds_up_the_job(reports: list[Report | None], expected: str) -> None:
+    assert verdict(reports, PULSES, NOW, LIMIT) == expected
+
+
+def test_a_rank_that_fails_does_not_hide_one_that_is_silent() -> None:
+    sentence = verdict([report("failed", "RuntimeError: cuda"), None, report()], PULSES, NOW, LIMIT)
+    assert sentence.startswith("rank 0 failed with RuntimeError: cuda")
+    assert "; rank 1 stalled or died: " in sentence
+
+
+def test_a_verdict_on_many_ranks_stays_readable() -> None:
+    sentence = verdict([report(), *[None] * 100], [None] * 101, NOW, LIMIT)
+    assert sentence.count("no sign of life since the start") == MAX_NAMED
+    assert sentence.endswith(f"; and {100 - MAX_NAMED} more ranks")
+
+
+def test_reports_and_pulses_travel_as_text() -> None:
+    assert Report.from_json(report().to_json().encode()) == report()
+    assert Pulse.from_json(PULSES[0].to_json()) == PULSES[0]
+
+
+def test_a_position_shows_progress() -> None:
+    position = Position()
+    position.enter("forward-backward", 3)
+    position.advance()
+    position.enter("optimizer")
+    assert (position.iteration, position.phase, position.steps) == (3, "optimizer", 3)
+
+
+class Handle:
+    """Stops in `wait`, below Python as the waits of a backend are."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.wait = self.lock.acquire
+
+    def done(self) -> None:
+        self.lock.release()
+
+
+def place_of(target, *args) -> str | None:
+    """Where a thread in `target` waits, shortly after its start."""
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    return waits_in(sys._current_frames()[thread.ident])
+
+
+def test_a_thread_that_waits_for_a_handle_waits() -> None:
+    handle = Handle()
+
+    def finish() -> None:
+        handle.wait()
+
+    place = place_of(finish)
+    handle.done()
+    assert place is not None
+    assert place.startswith("finish (test_stall.py:")
+
+
+def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
+    event = threading.Event()
+    place = place_of(event.wait)
+    event.set()
+    assert place is None
+
+
+def caught(function, *args) -> BaseException:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("no exception")
+
+
+def lose_connection() -> None:
+    raise RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
+
+
+def test_errors_of_other_ranks_are_told_from_own_ones() -> None:
+    assert is_communication_error(caught(lose_connection))
+    assert is_communication_error(dist.DistNetworkError("reset"))
+    assert not is_communication_error(caught(torch.ones(2).reshape, 3))
+    assert not is_communication_error(ValueError("gloo"))
+
+
+def test_an_error_takes_one_line() -> None:
+    assert error_place(caught(lose_connection)) == "RuntimeError: Connection closed by peer [10.0.0.1]:1"
+    assert error_place(ValueError("a\nb")) == "ValueError: a"
+    assert len(error_place(ValueError("word " * 100))) <= 120

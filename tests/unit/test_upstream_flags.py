@@ -1,0 +1,228 @@
+"""Every flag of Megatron-LM: it means the same here, or it is accepted with a notice, or refused with a reason."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.package_info import __shortversion__
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.arguments import build_parser, parse_args
+from megatron_balance.checks import Machine
+from megatron_balance.config import RunConfig
+from megatron_balance.flags import flag_names
+from megatron_balance.training import data
+from megatron_balance.upstream_flags import ACCEPTED, NEWER, NO_EFFECT_WITHOUT, REFUSED, REFUSED_VALUES, refusal
+from tests.unit.tools_loader import load_tool
+
+UPSTREAM: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data" / "megatron_flags_0.16.1.json").read_text(encoding="utf-8")
+)["flags"]
+COPIED_FROM = "0.16.1"
+CHANGED = {
+    "--moe-use-legacy-grouped-gemm": "gone",
+    "--moe-deepep-num-sms": "default",
+    "--moe-hybridep-num-sms": "default",
+    "--moe-flex-dispatcher-backend": "choices",
+    "--moe-router-score-function": "choices",
+}
+"""Flags that are not what they were in all megatron-core versions since the copy."""
+
+
+def as_copied(flags: Iterable[str]) -> list:
+    """Parameters of a test that compares the installed megatron-core with the copy."""
+    skip = pytest.mark.skipif(__shortversion__ != COPIED_FROM, reason=f"changed since megatron-core {COPIED_FROM}")
+    return [pytest.param(flag, marks=skip if flag in CHANGED else ()) for flag in flags]
+
+
+SPELLINGS = {spelling: flag for flag, facts in UPSTREAM.items() for spelling in facts["all"]}
+
+PARSER = build_parser()
+ACTIONS = PARSER._option_string_actions
+ACCEPTED_VALUES = {flag: value for flag, _, value in (entry.partition(" ") for entry in ACCEPTED)}
+SUPPORTED = [flag for flag in UPSTREAM if flag in ACTIONS and flag not in ACCEPTED_VALUES]
+REFUSED_SPELLINGS = [spelling for spelling in SPELLINGS if refusal(spelling)]
+PATTERNS = [pattern for names in REFUSED.values() for pattern in names.split()]
+
+OTHER_TYPES = {
+    "--attention-backend": "an enum, by its members' names",
+    "--exit-signal": "an enum, by name or number",
+    "--moe-layer-freq": "upstream evaluates the text; here it is parsed",
+    "--no-rope-freq": "as --moe-layer-freq",
+    "--window-attn-skip-freq": "as --moe-layer-freq",
+    "--window-size": "upstream evaluates the text; here it is parsed",
+    "--distributed-timeout-minutes": "fractions of a minute too",
+}
+OTHER_CHOICES = {"--exit-signal": "upstream's are the numbers of one machine's signals"}
+
+OURS = ("--dry-run", "--balance-*", "--moe-comm-*", "--no-moe-parallel-*", "--moe-router-force-*", "--moe-routing-*")
+"""Refused flags of our own features that are still to come."""
+
+SIZE = {"num-layers": 4, "hidden-size": 48, "num-attention-heads": 4, "seq-length": 32, "num-experts": 8}
+TRAINING = {"micro-batch-size": 2, "train-iters": 20, "lr": 1e-3, "tokenizer-type": "NullTokenizer", "vocab-size": 127}
+GOOD = ["--mock-data", *(f"--{flag}={value}" for flag, value in (SIZE | TRAINING).items())]
+MACHINE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
+
+
+def test_the_copy_is_whole() -> None:
+    assert len(UPSTREAM) == 651
+
+
+@pytest.mark.parametrize("spelling", as_copied(SPELLINGS))
+def test_every_flag_is_in_one_table(spelling: str) -> None:
+    accepted = spelling in ACCEPTED_VALUES
+    patterns = [pattern for pattern in PATTERNS if fnmatchcase(spelling, pattern)]
+    assert (spelling in ACTIONS and not accepted) + accepted + len(patterns) == 1, patterns
+
+
+def test_no_entry_is_idle() -> None:
+    fields = [
+        name
+        for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+        for field in dataclasses.fields(cls)
+        for name in flag_names(field)
+    ]
+    known = [*SPELLINGS, *fields]
+    idle = [pattern for pattern in PATTERNS if not any(fnmatchcase(flag, pattern) for flag in known)]
+    assert [pattern for pattern in idle if not any(fnmatchcase(pattern, ours) for ours in OURS)] == []
+    assert [flag for flag in ACCEPTED_VALUES if flag not in SPELLINGS] == []
+
+
+def test_a_newer_megatron_core_adds_no_flags() -> None:
+    configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = {field.name for cls in configs for field in dataclasses.fields(cls)}
+    assert [flag for flag, action in ACTIONS.items() if action.dest in fields and flag not in SPELLINGS] == []
+    assert not [flag for flag in SPELLINGS for pattern in NEWER.split() if fnmatchcase(flag, pattern)]
+
+
+@pytest.mark.parametrize("flag", as_copied(SUPPORTED))
+def test_supported_flags_are_upstreams(flag: str) -> None:
+    action, facts = ACTIONS[flag], UPSTREAM[flag]
+    assert sorted(action.option_strings) == sorted(facts["all"])
+    assert action.nargs == facts.get("nargs")
+    # A switch has no default that a user could see: upstream gives None, False or, under another name, True
+    assert action.nargs == 0 or str(action.default) == facts["default"]
+    kind = getattr(action.type, "__name__", "str") if action.nargs != 0 else None
+    expected = facts.get("type", "str") if facts.get("nargs") != 0 else None
+    assert (kind == expected) == (flag not in OTHER_TYPES), f"{kind} here, {expected} upstream"
+    choices = {str(choice) for choice in action.choices or ()} | REFUSED_VALUES.get(flag, {}).keys()
+    assert (choices == set(facts.get("choices", ()))) == (flag not in OTHER_CHOICES)
+
+
+def test_exceptions_are_about_supported_flags() -> None:
+    assert {*OTHER_TYPES, *OTHER_CHOICES, *REFUSED_VALUES} <= set(SUPPORTED)
+    for flag, reasons in REFUSED_VALUES.items():
+        assert reasons.keys() <= set(UPSTREAM[flag]["choices"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [(flag, value, reason) for flag, reasons in REFUSED_VALUES.items() for value, reason in reasons.items()],
+)
+def test_refused_values(flag: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"argument {flag}: {value}: {reason}" in error_of([flag, value], capsys)
+
+
+@pytest.mark.parametrize("flag", REFUSED_SPELLINGS)
+def test_refused_flags(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([flag], [flag, "1"], [f"{flag}=1"], [flag, "a", "b", "--bf16"], ["--data-path", "a", flag]):
+        assert f"error: {flag}: {refusal(flag)}\n" in error_of(arguments, capsys)
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as error:
+        PARSER.parse_args(arguments)
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def accepted_arguments(flag: str) -> list[str]:
+    value = ACCEPTED_VALUES[flag]
+    return [flag] if not value else [flag, "7" if value.isupper() else value]
+
+
+@pytest.mark.parametrize("flag", ACCEPTED_VALUES)
+def test_accepted_flags_take_what_upstream_takes(flag: str) -> None:
+    takes_value = UPSTREAM[SPELLINGS[flag]].get("nargs") != 0
+    assert bool(ACCEPTED_VALUES[flag]) == takes_value
+    assert PARSER.parse_args([*accepted_arguments(flag), "--num-layers", "3"]).num_layers == 3
+
+
+def test_accepted_flags_are_noticed_and_change_nothing() -> None:
+    plain = parse_args(GOOD, MACHINE)
+    given = parse_args([*GOOD, *(text for flag in ACCEPTED_VALUES for text in accepted_arguments(flag))], MACHINE)
+    expected = [f"{entry.partition(' ')[0]}: {reason}" for entry, reason in ACCEPTED.items()]
+    assert given.notices == expected + plain.notices
+    assert settings_of(given.config) == settings_of(plain.config)
+
+
+def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Every setting but the functions that megatron-core derives, which are new for every config."""
+    sections = {field.name: vars(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return {
+        name: {key: value for key, value in section.items() if not callable(value)}
+        for name, section in sections.items()
+    }
+
+
+@pytest.mark.parametrize("flag", [flag for flag, value in ACCEPTED_VALUES.items() if value and not value.isupper()])
+def test_only_what_is_done_anyway_is_accepted(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of([flag, "other"], capsys)
+    assert f"{flag}: 'other' is not supported" in message
+    assert f"{ACCEPTED_VALUES[flag]} " in message
+
+
+def test_shorthands() -> None:
+    values = PARSER.parse_args(["--recompute-activations", "--use-rotary-position-embeddings"])
+    assert (values.recompute_granularity, values.position_embedding_type) == ("selective", "rope")
+
+
+def test_data_flags_reach_megatron_core() -> None:
+    flags = "--num-dataset-builder-threads 3 --mid-level-dataset-surplus 0.5 --no-mmap-bin-files --data-cache-path x"
+    flags += " --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --allow-ambiguous-pad-tokens"
+    config = data._dataset_config(parse_args([*GOOD, *flags.split()], MACHINE).config, SimpleNamespace(vocab_size=127))
+    assert (config.num_dataset_builder_threads, config.mid_level_dataset_surplus) == (3, 0.5)
+    assert (config.mmap_bin_files, config.fast_cache_load) == (False, True)
+    assert config.defer_npy_index_mmap and config.allow_ambiguous_pad_tokens
+
+
+@pytest.mark.parametrize("flag", ["--fp8", "--fp4", "--use-mamba-mem-eff-path", "--num-layer", "--cpu"])
+def test_nothing_else_is_known(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"unrecognized arguments: {flag}" in error_of([flag], capsys)
+
+
+def test_conditions_name_fields() -> None:
+    fields = {action.dest: action for action in reversed(PARSER._actions)}
+    for name, condition in NO_EFFECT_WITHOUT.items():
+        needed, _, value = condition.partition(" ")
+        assert name in fields and (not value or value in (fields[needed].choices or ()))
+        assert {f"--{field.replace('_', '-')}" for field in (name, needed)} <= ACTIONS.keys()
+
+
+def test_the_page_of_flags_is_up_to_date() -> None:
+    flags_page = load_tool("flags_page")
+    written = flags_page.PAGE.read_text(encoding="utf-8")
+    assert written == flags_page.page(), "run python tools/flags_page.py"
+
+
+def test_help_shows_supported_flags_only() -> None:
+    shown = set(re.findall(r"(?<![\w-])--[\w-]+", PARSER.format_help()))
+    declared = {word for action in PARSER._actions for word in re.findall(r"(?<![\w-])--[\w-]+", action.help or "")}
+    assert not {flag for flag in shown - declared if refusal(flag) or flag in ACCEPTED_VALUES}
+
+
+@pytest.mark.parametrize(
+    "text", ["--lr nan", "--clip-grad inf", "--moe-aux-loss-coeff 1 inf", "--attention-dropout=nan"]
+)
+def test_numbers_are_finite(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args([*GOOD, *text.split()], MACHINE)
+    assert text.split("=")[0].split()[0] in capsys.readouterr().err

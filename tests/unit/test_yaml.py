@@ -1,0 +1,216 @@
+"""`--yaml-cfg`: a file means what the same flags mean on the command line, and nothing else is understood."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.arguments import build_parser, parse_args, yaml_flags
+from megatron_balance.checks import Machine
+from tests.unit.tools_loader import load_tool
+
+PARSER = build_parser()
+MACHINE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
+RUN = """
+language_model:
+  num_layers: 4
+  hidden-size: 48
+  inner: {num-attention-heads: 4, deeper: {seq_length: 32}}
+training:
+  micro-batch-size: 2
+  train-iters: 20
+  lr: 1e-3
+num-experts: 8
+mock-data: true
+tokenizer-type: NullTokenizer
+vocab-size: 127
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.yaml"
+
+
+def flags_of(file: Path, text: str) -> list[str]:
+    file.write_text(text, encoding="utf-8")
+    return yaml_flags(PARSER, ["--yaml-cfg", str(file)])
+
+
+def test_a_run_from_a_file(file: Path) -> None:
+    file.write_text(RUN, encoding="utf-8")
+    config = parse_args(["--yaml-cfg", str(file)], MACHINE).config
+    assert (config.transformer.num_layers, config.model.seq_length, config.optimizer.lr) == (4, 32, 1e-3)
+    assert config.data.mock_data
+
+
+def test_the_command_line_wins(file: Path) -> None:
+    file.write_text(RUN, encoding="utf-8")
+    config = parse_args(["--num-layers", "2", "--yaml-cfg", str(file), "--lr", "2e-3"], MACHINE).config
+    assert (config.transformer.num_layers, config.optimizer.lr, config.transformer.num_moe_experts) == (2, 2e-3, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("# nothing\n", []),
+        ("swiglu: true", ["--swiglu"]),
+        ("swiglu: no", []),
+        ("no-bias-gelu-fusion: on", ["--no-bias-gelu-fusion"]),
+        ("num_layers: 4", ["--num-layers=4"]),
+        ("lr: 1e-3", ["--lr=1e-3"]),
+        ("seed: 010", ["--seed=010"]),
+        ("split: 969,30,1", ["--split=969,30,1"]),
+        ("balance-profile: 'off'", ["--balance-profile=off"]),
+        ("load: --save", ["--load=--save"]),
+        ("load: a b", ["--load=a b"]),
+        ("load: null", []),
+        ("load:", []),
+        ("data-path: a", ["--data-path=a"]),
+        ("data-path: [0.3, a, 0.7, b]", ["--data-path", "0.3", "a", "0.7", "b"]),
+        ("rampup_batch_size:\n- 2\n- 2\n- 100", ["--rampup-batch-size", "2", "2", "100"]),
+        ("saving: {seed: 1}", ["--seed=1"]),
+        ("<<: {seed: 1}", ["--seed=1"]),
+        ("override-opt_param-scheduler: true", ["--override-opt-param-scheduler"]),
+        ("use-dist-ckpt: true", ["--use-dist-ckpt"]),
+    ],
+)
+def test_forms(file: Path, text: str, expected: list[str]) -> None:
+    assert flags_of(file, text) == expected
+    PARSER.parse_args(expected)
+
+
+REFUSED = {
+    # text: what the message says besides the file
+    "num-layer: 3": ("line 1: num-layer", "not a flag"),
+    "a:\n  b: 3": ("line 2: b", "not a flag"),
+    "--lr: 3": ("--lr", "not a flag"),
+    "lr=3: 1": ("lr=3", "not a flag"),
+    "help: true": ("help", "not a flag that a file can give"),
+    "yaml-cfg: b.yaml": ("yaml-cfg", "not a flag that a file can give"),
+    "use-cpu-initialization: true": ("use-cpu-initialization", "same experts"),
+    "rl_use_sequence_packing: true": ("rl_use_sequence_packing", "reinforcement learning"),
+    "lr: 1\nlr: 1": ("line 2: lr", "given as lr before"),
+    "num-layers: 1\na: {num_layers: 1}": ("num_layers", "given as num-layers before"),
+    "save-interval: 1\npersistent-save-interval: 2": ("persistent-save-interval", "given as save-interval"),
+    "swiglu: 1": ("swiglu", "write true or false"),
+    "swiglu: 'true'": ("swiglu", "write true or false"),
+    "swiglu: [true]": ("swiglu", "write true or false"),
+    "num-layers: true": ("num-layers", "takes a number or text"),
+    "balance-profile: off": ("balance-profile", "in quotes"),
+    "num-layers: [1]": ("num-layers", "not this list"),
+    "num-layers: {a: 1}": ("num-layers", "takes a number or text"),
+    "data-path: []": ("data-path", "not this list"),
+    "data-path: [[a]]": ("data-path", "takes a number or text"),
+    "data-path: [null]": ("data-path", "takes a number or text"),
+    "data-path: [a, --lr, 3]": ("data-path", "'--lr' in the list"),
+    "- lr": ("not a mapping",),
+    "lr": ("not a mapping",),
+    "? [a]\n: 1": ("a key", "not a name"),
+    "lr: &x 1": ("line 1", "anchors and aliases"),
+    "a: &a [x]\nb: [*a, *a]": ("line 1", "anchors and aliases"),
+    "lr: !!float 1": ("line 1", "tags", "tag:yaml.org,2002:float"),
+    "lr: !x 1": ("tags (!x)",),
+    "lr: !!python/object/apply:os.abort []": ("tags", "python/object/apply:os.abort"),
+    "lr: 1\n---\nlr: 2": ("single document",),
+    "a: " * 20 + "1": ("mapping values are not allowed",),
+    "[" * 20: ("nested more than 8 deep",),
+    "{a: " * 20: ("nested more than 8 deep",),
+    "a: [" + "1," * 5000 + "]": ("more than 4000 keys and values",),
+    "#" * 70_000: ("larger than 64 KiB",),
+    'lr: "\\UFFFFFFFF"': ("",),
+    "lr: \0": ("special characters",),
+    "lr: 'x": ("end of stream",),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED.items(), ids=[text[:40] for text in REFUSED])
+def test_refused(file: Path, text: str, said: tuple[str, ...]) -> None:
+    start = time.process_time()
+    with pytest.raises(ValueError) as error:
+        flags_of(file, text)
+    assert time.process_time() - start < 2
+    message = str(error.value)
+    assert message.startswith(f"--yaml-cfg {file}: ") and "\n" not in message and len(message) < 1000
+    assert all(part in message for part in said), message
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("num-layers: many", "--num-layers"),
+        ("num-layers: 1.5", "--num-layers"),
+        ("num-layers: 2001-12-14", "--num-layers"),
+        ("lr: .nan", "--lr"),
+        ("lr: nan", "--lr"),
+        ("lr: 1e999", "--lr"),
+        ("moe-aux-loss-coeff: [1, inf]", "--moe-aux-loss-coeff"),
+        ("rampup-batch-size: [1, 2]", "--rampup-batch-size"),
+        ("optimizer: muon", "--optimizer"),
+        ("ckpt-format: torch", "--ckpt-format"),
+        ("moe-layer-freq: print(1)", "--moe-layer-freq"),
+        ("dataloader-type: cyclic", "--dataloader-type"),
+    ],
+)
+def test_bad_values_name_file_and_flag(file: Path, text: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        flags_of(file, text)
+    assert error.value.code == 2
+    assert f"error: {file}: argument {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="--yaml-cfg"):
+        yaml_flags(PARSER, ["--yaml-cfg", str(tmp_path / name)])
+
+
+numbers = st.integers(1, 10**6) | st.floats(1e-9, 1e9)
+names = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1)
+SETTINGS = {
+    **dict.fromkeys(("num-layers", "micro_batch_size", "seed"), st.integers(0, 10**9)),
+    **dict.fromkeys(("lr", "weight_decay", "clip-grad"), st.floats(0, 1e6)),
+    **dict.fromkeys(("save", "tokenizer_model", "split"), names | st.text("abc -_'\"#:{}[]!&*", min_size=1)),
+    **dict.fromkeys(("swiglu", "no-rope-fusion", "use_distributed_optimizer"), st.booleans()),
+    "moe-aux-loss-coeff": st.lists(st.floats(0, 1), min_size=1),
+    "rampup-batch-size": st.lists(st.integers(0, 99), min_size=3, max_size=3),
+    "data_path": st.lists(names.filter(lambda name: not name.startswith("-")), min_size=1),
+}
+
+
+def as_arguments(name: str, value: Any) -> list[str]:
+    """What a user would write on the command line."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag] if value else []
+    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(given_flags=st.fixed_dictionaries({}, optional=SETTINGS), sections=st.booleans())
+def test_equals_the_command_line(file: Path, given_flags: dict[str, Any], sections: bool) -> None:
+    document = {f"section {index}": {name: value} for index, (name, value) in enumerate(given_flags.items())}
+    text = yaml.safe_dump(document if sections else given_flags, sort_keys=False, allow_unicode=True)
+    expected = [token for name, value in given_flags.items() for token in as_arguments(name, value)]
+    assert vars(PARSER.parse_args(flags_of(file, text))) == vars(PARSER.parse_args(expected))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text())
+def test_any_text_is_understood_or_refused(file: Path, text: str) -> None:
+    try:
+        flags_of(file, text)
+    except (ValueError, SystemExit) as error:
+        assert not isinstance(error, SystemExit) or error.code == 2
+
+
+@pytest.mark.parametrize("kind", ["yaml", "moe-layer-freq"])
+def test_mutated_inputs(kind: str) -> None:
+    result = load_tool("bench.mutate_inputs").campaign(kind, count=400, seed=7)
+    assert result.failures == []
+    assert result.accepted and result.refused
