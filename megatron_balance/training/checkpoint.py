@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -30,7 +29,7 @@ from megatron_balance.training.writer import PartWriter, ShardStrategy, sync_and
 
 POLL_SECONDS = 0.02
 COMMON_FILES = ("common.pt", "metadata.json", ".metadata", saved_flags.FILE)
-"""What rank 0 writes beside the shards."""
+"""What rank 0 writes beside the shards; since megatron-core 0.19, what was in common.pt is in its shards."""
 
 Result = TypeVar("Result")
 
@@ -65,7 +64,7 @@ class Checkpoints:
     saved_iteration: int | None = None
     """Of the last save or load in `--save`."""
 
-    _strategy: SaveShardedStrategy | None = field(default=None, repr=False)
+    _strategy: ShardStrategy | FullyParallelSaveStrategyWrapper | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.settings = self.run.config.checkpoint
@@ -113,7 +112,8 @@ class Checkpoints:
         self.finish()
         iteration = self.run.progress.iteration
         self.log.message(
-            f"saving checkpoint at iteration {iteration:7d} to {self.directory.root} in {self.settings.ckpt_format} format"
+            f"saving checkpoint at iteration {iteration:7d} to {self.directory.root} in {self.settings.ckpt_format} "
+            "format"
         )
         with _failing_as(self._failure(iteration)):
             self.in_flight = self._start(self.directory, iteration)
@@ -192,7 +192,8 @@ class Checkpoints:
         save.writer.describe([results for results, _ in written])
         (save.staged / saved_flags.FILE).write_text(saved_flags.to_json(self.run.config), encoding="utf-8")
         files = {name: entry for _, entries in written for name, entry in entries.items()}
-        files |= {name: sync_and_digest(save.staged / name) for name in COMMON_FILES}
+        common = [save.staged / name for name in COMMON_FILES if (save.staged / name).exists()]
+        files |= {path.name: sync_and_digest(path) for path in common}
         manifest.write(save.staged, save.iteration, files)
         directory.commit(save.staged, save.iteration)
         return directory.prune(save.iteration, self.settings.keep_last, self.settings.save_retain_interval)
@@ -203,7 +204,7 @@ class Checkpoints:
         remains = f"{left[0]} is intact" if left else "there is no earlier one"
         return f"saving the checkpoint of iteration {iteration} failed ({remains})"
 
-    def _save_strategy(self) -> SaveShardedStrategy:
+    def _save_strategy(self) -> ShardStrategy | FullyParallelSaveStrategyWrapper:
         if self._strategy is None:
             self._strategy = ShardStrategy("torch_dist", 1)
             if self.settings.ckpt_fully_parallel_save:
@@ -238,7 +239,7 @@ class Checkpoints:
         parts = self._parts_to_load(common, weights_only)
         self.log.message(f" loading checkpoint from {path} at iteration {common['iteration']}")
         state = run_state.sharded_state(self.run, parts, is_loading=True)
-        strategy: LoadShardedStrategy = TorchDistLoadShardedStrategy()
+        strategy: TorchDistLoadShardedStrategy | FullyParallelLoadStrategyWrapper = TorchDistLoadShardedStrategy()
         if self.settings.ckpt_fully_parallel_load:
             strategy = FullyParallelLoadStrategyWrapper(strategy, self.run.groups.dp_cp)
         loaded = dist_checkpointing.load(state, str(path), strategy)
@@ -305,7 +306,10 @@ def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[
         notices.append(f"{error}; taking the newest checkpoint")
     if tracked is None:
         return iterations, notices
-    later = [iteration for iteration in iterations if iteration > tracked]
+    unnamed = directory.finished_after_tracker(tracked)
+    later = [iteration for iteration in iterations if iteration > tracked and iteration not in unnamed]
+    if unnamed:
+        notices.append(f"{directory.root}: iterations {unnamed} were saved after the tracker's {tracked}; taking them")
     if later:
         notices.append(
             f"{directory.root}: checkpoints of iterations {later} are later than the tracker's {tracked} and are left "
@@ -313,7 +317,7 @@ def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[
         )
     if tracked not in iterations:
         notices.append(f"{directory.path(tracked)}: missing, although the tracker names it")
-    return [iteration for iteration in iterations if iteration <= tracked], notices
+    return unnamed + [iteration for iteration in iterations if iteration <= tracked], notices
 
 
 def _damage(path: Path) -> str | None:

@@ -6,8 +6,8 @@
     iter_0000020.replaced-xxxxxxxx/      a checkpoint that another of the same iteration is about to replace
     iter_0000020.deleting-xxxxxxxx/      being pruned
 
-A directory gets its final name only when all its files and the manifest are on disk; the tracker names it only then, and
-only after that are older ones pruned. So a process may die at any point: what the tracker names is complete.
+A directory gets its final name only when all its files and the manifest are on disk; the tracker names it only then,
+and only after that are older ones pruned. So a process may die at any point: what the tracker names is complete.
 """
 
 import os
@@ -16,6 +16,8 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_balance.training import manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMPLETE = re.compile(r"iter_(\d{7,})")
@@ -55,6 +57,19 @@ class CheckpointDirectory:
         if not re.fullmatch(rb"\d{1,15}\s*", text):
             raise ValueError(f"{path}: holds {text[:20]!r} instead of an iteration")
         return int(text)
+
+    def finished_after_tracker(self, tracked: int) -> list[int]:
+        """Later iterations than the tracker's that were finished after it was written, newest first.
+
+        Their process died before the tracker could name them. Others, later but older, a run that went back to an
+        earlier iteration has left behind, or the tracker was set back by hand: the tracker knows better.
+        """
+        since = (self.root / TRACKER).stat().st_mtime_ns
+        return [
+            iteration
+            for iteration in self.iterations()
+            if iteration > tracked and _finished(self.path(iteration)) > since
+        ]
 
     def stage(self, iteration: int) -> Path:
         """An empty directory to write this iteration's checkpoint into.
@@ -133,6 +148,14 @@ class CheckpointDirectory:
         # A name of its own: a writer that outlives its rank must not write into the next attempt
         path = self.path(iteration)
         return path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}")
+
+
+def _finished(path: Path) -> int:
+    """When a checkpoint's manifest was written; 0 without one."""
+    try:
+        return (path / manifest.NAME).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def sync(path: Path) -> None:

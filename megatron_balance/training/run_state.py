@@ -1,7 +1,7 @@
 """What a checkpoint holds of a run, as megatron-core's sharded state dict, and how it comes back.
 
-Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. What only
-makes sense on the same layout (random number generators) is kept per rank.
+Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. What
+only makes sense on the same layout (random number generators) is kept per rank.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def _load_scheduler(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -
     except AssertionError as error:
         raise ValueError(
             f"the learning-rate or weight-decay schedule differs from the checkpoint's ({error}): give "
-            "--override-opt_param-scheduler to take the flags', --use-checkpoint-opt_param-scheduler to take the checkpoint's"
+            "--override-opt_param-scheduler to take the flags', or --use-checkpoint-opt_param-scheduler"
         ) from error
 
 
@@ -178,7 +178,7 @@ def _step(optimizer: MegatronOptimizer) -> int:
 def _name_main_parameters(optimizer: dict, models: dict, half: bool, is_loading: bool) -> None:
     """Let the distributed optimizer's main parameters be what they are without it, so that it may come and go.
 
-    In half precision they are called `fp32_param` there; else they are the weights, which are in the checkpoint already.
+    In half precision they are called `fp32_param` there; else they are the weights, which are saved already.
     """
     prefix = "optimizer.state.param."
     weights = {

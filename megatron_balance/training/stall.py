@@ -6,7 +6,7 @@ import linecache
 import re
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -141,10 +141,10 @@ def _silence(pulse: Pulse | None, now: float) -> str:
     return f"no sign of life for {max(0.0, now - pulse.time):.0f} s (last seen in {_position(pulse)})"
 
 
-def _join(parts: Sequence[str]) -> str:
-    parts = list(parts)
-    more = [f"and {len(parts) - MAX_NAMED} more ranks"] if len(parts) > MAX_NAMED else []
-    return "; ".join(parts[:MAX_NAMED] + more)
+def _join(parts: Iterable[str]) -> str:
+    named = list(parts)
+    more = [f"and {len(named) - MAX_NAMED} more ranks"] if len(named) > MAX_NAMED else []
+    return "; ".join(named[:MAX_NAMED] + more)
 
 
 def waits_in(frame: FrameType, line: int | None = None) -> str | None:

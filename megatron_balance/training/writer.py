@@ -4,6 +4,7 @@ The processes are forked, so they see the tensors as they are now while training
 were made on the host. A process that dies or stalls is an error of the save, never a wait for ever.
 """
 
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -33,7 +35,15 @@ filesystem_async._results_queue = queue.SimpleQueue()
 class ShardStrategy(TorchDistSaveShardedStrategy):
     """megatron-core's torch_dist format; the writing itself is left to a PartWriter."""
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, planned: tuple) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_: object) -> AsyncRequest:
+        """Plan a save; 0.19 would by default leave it to nvidia-resiliency-ext, 0.16.1 does not know the choice."""
+        plan = super().async_save
+        choice = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(plan).parameters else {}
+        return plan(sharded_state_dict, checkpoint_dir, **choice)
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, planned: tuple, *_: object
+    ) -> AsyncRequest:
         return AsyncRequest(None, (writer, planned[1]), [])
 
 
