@@ -19,12 +19,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 PRELOAD = ["tests.preload"]
 DEFAULT_TIMEOUT = 180.0
 """Seconds for one task."""
+
+
+MAX_THREADS = 150
+"""The distributed optimizer's models are not collected, and their groups' threads poll: such ranks are replaced."""
 
 
 class RankFailure(AssertionError):
@@ -55,10 +60,13 @@ class Ranks:
             for pipe in self._pipes:
                 pipe.send((task, args, rendezvous, timeout))
             try:
-                return self._collect(task, timeout)
+                results = self._collect(task, timeout)
             except BaseException:
                 self.stop()
                 raise
+        if any(psutil.Process(process.pid).num_threads() > MAX_THREADS for process in self._processes):
+            self.stop()
+        return results
 
     def stop(self) -> None:
         """End all ranks at once."""
