@@ -87,6 +87,7 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "bucket_size": {"arg_names": ["--ddp-bucket-size"]},
     "check_for_nan_in_grad": {
         "arg_names": ["--no-check-for-nan-in-loss-and-grad"],
+        "help": "Do not look for NaN and infinity before a step.",
         "action": "store_false",
         "default": True,
     },

@@ -240,6 +240,8 @@ def _model_shape(values: Mapping[str, Any]) -> None:
         values["recompute_method"] and values["recompute_num_layers"]
     ):
         raise ValueError("--recompute-granularity full: also give --recompute-method uniform --recompute-num-layers 1")
+    if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
+        raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
     if values["overlap_param_gather"] and not (values["use_distributed_optimizer"] and values["overlap_grad_reduce"]):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
 

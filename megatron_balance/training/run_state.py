@@ -70,7 +70,8 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
     }
     if "optimizer" in parts:
         state["optimizer_step"] = _step(run.optimizer)
-        state["grad_scaler"] = [scaler.state_dict() for scaler in _grad_scalers(run.optimizer)]
+        # The scalers of a layout's several optimizers see the same overflows
+        state["grad_scaler"] = next((scaler.state_dict() for scaler in _grad_scalers(run.optimizer)), None)
     return state
 
 
@@ -85,8 +86,7 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
         model.update({name: LocalNonpersistentObject(None) for name in model if name.endswith("_extra_state")})
     state: dict[str, Any] = dict(models)
     if "optimizer" in parts:
-        if is_loading:
-            _allocate_adam(run.optimizer)
+        _allocate(run.optimizer)
         optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         half = run.config.transformer.bf16 or run.config.transformer.fp16
         _name_main_parameters(optimizer, models, half, is_loading)
@@ -107,8 +107,9 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
         module.load_state_dict(loaded[f"model{index}"], strict=True)
     if "optimizer" in parts:
         _load_optimizer(run.optimizer, loaded["optimizer"], loaded["optimizer_step"])
-        for scaler, state in zip(_grad_scalers(run.optimizer), loaded["grad_scaler"], strict=True):
-            scaler.load_state_dict(state)
+        for scaler in _grad_scalers(run.optimizer):
+            if loaded["grad_scaler"] is not None:
+                scaler.load_state_dict(loaded["grad_scaler"])
     else:
         run.optimizer.reload_model_params()
     if "rng" in parts:
@@ -201,17 +202,25 @@ def _place(shard: ShardedTensor | ShardedTensorFactory, name: str) -> tuple:
     return name, shard.build_fn if isinstance(shard, ShardedTensorFactory) else shard.global_offset
 
 
-def _allocate_adam(optimizer: MegatronOptimizer) -> None:
-    """Give torch's Adam the state that it would have after a step: the distributed optimizer asks for its step."""
+def _allocate(optimizer: MegatronOptimizer) -> None:
+    """Give torch's optimizers the state that they would have after a step in which nothing happened.
+
+    Without it, a run that has skipped every step so far would save less than a resumed one looks for, and the
+    distributed optimizer asks for Adam's step.
+    """
     for part in _optimizers(optimizer):
-        inner = part.optimizer
-        if not isinstance(inner, torch.optim.Adam):
-            continue
-        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-            state = inner.state[parameter]
-            state.setdefault("step", torch.tensor(0.0))
-            for name in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(name, torch.zeros_like(parameter))
+        if part.init_state_fn is None:
+            # megatron-core calls it even where, as for SGD, it has set none
+            part.init_state_fn = lambda *_: None
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(part.optimizer, torch.optim.Adam):
+                    part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+                    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+                else:
+                    names = ("momentum_buffer",) if group.get("momentum") else ()
+                for name in names:
+                    part.optimizer.state[parameter].setdefault(name, torch.zeros_like(parameter))
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> None:
@@ -222,23 +231,23 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> Non
         part_state, inner = state if len(parts) == 1 else state[index], part.optimizer
         shards = part_state.pop("param_state", None)
         # Float16 and distributed optimizers wrap the inner optimizer's state dict
-        _insert_step(part_state.get("optimizer", part_state), step)
+        _insert_step(part_state.get("optimizer", part_state), step, isinstance(inner, torch.optim.Adam))
         part.load_state_dict(part_state)
         if shards is not None:
             for parameter_state in inner.state.values():
                 # megatron-core 0.16.1 would look for torch's step among the shards
                 parameter_state.pop("step", None)
             part.load_parameter_state_from_fully_reshardable(shards)
-        if isinstance(inner, torch.optim.Adam) and step:
+        if isinstance(inner, torch.optim.Adam):
             for parameter_state in inner.state.values():
                 # One tensor each: torch counts in place
                 parameter_state["step"] = torch.tensor(float(step))
 
 
-def _insert_step(state: dict, step: int) -> None:
+def _insert_step(state: dict, step: int, per_parameter: bool) -> None:
     """Put the step count where megatron-core looks for it in an optimizer's state dict."""
-    per_group = [group for group in state["param_groups"] if "step" in group]
-    for group in per_group:
-        group["step"] = step
-    if not per_group and step and "state" in state:
+    for group in state["param_groups"]:
+        if "step" in group:
+            group["step"] = step
+    if per_parameter and "state" in state:
         state["state"]["common_step"] = torch.tensor(float(step))

@@ -14,6 +14,14 @@ LAYOUTS = {
         4,
         f"--expert-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save {DROPOUT}",
     ),
+    "ep2 sgd": (2, f"--expert-model-parallel-size 2 --optimizer sgd {DROPOUT}"),
+    "ep2 fp16": (2, f"--expert-model-parallel-size 2 --fp16 --initial-loss-scale 65536 {DROPOUT}"),
+    "pp2 interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --swiglu "
+        f"--global-batch-size 8 --disable-bias-linear --moe-shared-expert-intermediate-size 32 {DROPOUT} "
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-layer-freq [1,0,1,1]",
+    ),
 }
 
 

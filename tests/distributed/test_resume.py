@@ -55,6 +55,19 @@ def test_a_signal_saves_and_exits_with_status_0(tmp_path):
     assert len(iterations(tmp_path)) == 2
 
 
+def test_validation_goes_on_where_it_stopped(tmp_path):
+    flags = f"{BASE} {EP2} --train-iters 4 --eval-interval 2 --eval-iters 1 --split 90,5,5"
+    straight = Job(2, flags, tmp_path / "log").wait().text
+    directory = f"--save {tmp_path} --load {tmp_path}"
+    Job(2, f"{flags} {directory} --exit-interval 2", tmp_path / "log").wait()
+    resumed = Job(2, f"{flags} {directory}", tmp_path / "log").wait().text
+    lines = [
+        next(line for line in text.splitlines() if "validation loss at iteration 4" in line)
+        for text in (straight, resumed)
+    ]
+    assert lines[0] == lines[1]
+
+
 def test_nothing_to_load_is_a_warning_or_an_error(tmp_path):
     flags = f"{BASE} {EP2} --train-iters 1 --load {tmp_path / 'nothing'}"
     ended = Job(2, flags, tmp_path / "log").wait()
