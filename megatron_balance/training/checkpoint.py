@@ -177,7 +177,8 @@ class Checkpoints:
         assert directory is not None
         self.in_flight = None
         with _failing_as(self._failure(save.iteration)):
-            written = gather((save.writer.results(), save.writer.entries()))
+            written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object((save.writer.results(), save.writer.entries()), written)
             save.writer.stop()
             pruned = on_first_rank(lambda: self._commit(directory, save, written))
         self.saved_iteration = save.iteration

@@ -219,11 +219,14 @@ class _Metadata:
         self.marks: list[int] = []
         self.memo: list[Any] = []
         self.unfilled = 0
+        self.frame_end: int | None = None
 
     def load(self) -> Metadata:
         try:
             self._run()
             (metadata,) = self.stack
+            if self.frame_end not in (None, len(self.content)):
+                raise ValueError("its last frame ends elsewhere")
         except Damaged:
             raise
         except Exception as error:
@@ -298,9 +301,10 @@ class _Metadata:
             self._refuse(f"has pickle protocol {protocol}")
 
     def _frame(self) -> None:
-        """What follows may be read at once; it is at hand."""
-        if self._number(8) > len(self.content) - self.at:
-            raise ValueError("it ends early")
+        """Frames follow each other without gaps; pickle reads another text where one ends within an instruction."""
+        if self.frame_end not in (None, self.at - 1):
+            raise ValueError("it has a frame that ends elsewhere")
+        self.frame_end = self._number(8) + self.at
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:

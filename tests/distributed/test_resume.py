@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_balance.config import TrainConfig
 from megatron_balance.training import writer
 from megatron_balance.training.checkpoint import CheckpointError, Checkpoints
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.loop import train_step
+from megatron_balance.training.stopping import Stopping
 from tests.distributed.checkpoints import Said, outcome, unequal_tensors
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
@@ -66,6 +68,25 @@ def test_validation_goes_on_where_it_stopped(tmp_path):
         for text in (straight, resumed)
     ]
     assert lines[0] == lines[1]
+
+
+def reasons_to_stop(late: int, signalled: int) -> list[str | None]:
+    """What each rank decides when one's clock or signal says so."""
+    rank = torch.distributed.get_rank()
+    stopping = Stopping(TrainConfig(exit_duration_in_mins=1, exit_signal_handler=True, exit_interval=5))
+    with stopping.listening():
+        stopping.start -= 61 * (rank == late)
+        if rank == signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [stopping.reason(iteration) for iteration in (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("late", "signalled", "reason"),
+    [(9, 9, None), (1, 9, "--exit-duration-in-mins 1"), (9, 0, "SIGTERM was received"), (0, 1, "SIGTERM was received")],
+)
+def test_all_ranks_stop_for_one(late, signalled, reason, ranks):
+    assert ranks(2).run(reasons_to_stop, late, signalled) == [[reason, "--exit-interval 5"]] * 2
 
 
 def test_nothing_to_load_is_a_warning_or_an_error(tmp_path):

@@ -207,6 +207,7 @@ def test_conditions_name_fields() -> None:
         assert {f"--{field.replace('_', '-')}" for field in (name, needed)} <= ACTIONS.keys()
 
 
+@pytest.mark.skipif(__shortversion__ != COPIED_FROM, reason="the help of megatron-core's flags has changed")
 def test_the_page_of_flags_is_up_to_date() -> None:
     flags_page = load_tool("flags_page")
     written = flags_page.PAGE.read_text(encoding="utf-8")
