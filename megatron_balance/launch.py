@@ -34,10 +34,11 @@ def pretrain(argv: list[str]) -> None:
         with stopping.listening():
             with _leaving_together(ValueError, CheckpointError):
                 run, log, checkpoints = _prepare(config, notices, guard)
+            resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
             with _leaving_together(CheckpointError, PoisonedRun):
                 train(run, log, checkpoints, stopping)
-        if recorder is not None:
+        if recorder is not None and run.progress.iteration > resumed_at:
             log.message(recorder.table(run.groups))
         log.close()
         _finish_together()

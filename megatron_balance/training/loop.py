@@ -93,6 +93,8 @@ def train(
     """
     settings, progress = run.config.train, run.progress
     stopping = stopping or Stopping(settings)
+    if progress.iteration >= run.length.iterations:
+        log.message(f"nothing to train: the run is at iteration {progress.iteration} of {run.length.iterations}")
     while progress.iteration < run.length.iterations:
         report = train_step(run)
         log.step(report, progress)
