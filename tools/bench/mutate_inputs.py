@@ -177,52 +177,41 @@ def index_kind(folder: Path, _: Path) -> Kind:
     # The largest .bin last: it stays, and holds all
     shapes = [[[5]], [[2, 3], [4]], [[1]] * 40, [[0, 7, 0], [0], [300]], [[9] * 30] * 4]
     valid = [build(dtype, shape) for shape in shapes for dtype in (np.uint8, np.uint16, np.int32, np.int64)]
-    rng, hostile = random.Random(0), []
-    extremes = (
-        0,
-        1,
-        2,
-        5,
-        7,
-        8,
-        33,
-        255,
-        2**15,
-        2**31 - 1,
-        2**31,
-        2**32 - 1,
-        2**61,
-        2**63 - 8,
-        2**63,
-        2**64 - 8,
-        2**64 - 1,
-    )
-    for _ in range(6000):
-        data = bytearray(rng.choice(valid))
-        for _ in range(rng.randint(1, 2)):
-            # A bit, a field of the header, a number further on, the length of the file
-            flipped, field, start = (
-                rng.randrange(len(data)),
-                rng.choice((0, 9, 17, 18, 26)),
-                rng.randrange(34, len(data), 4),
-            )
-            value = rng.choice((rng.choice(extremes), rng.randrange(2**64), rng.randrange(64)))
-            number = value.to_bytes(8, "little")
-            edit = rng.randrange(5)
-            if edit == 0:
-                data[flipped] ^= 1 << rng.randrange(8)
-            elif edit == 1:
-                width = 1 if field == 17 else 8
-                data[field : field + width] = number[:width]
-            elif edit == 2:
-                data[start : start + 8] = number
-            elif edit == 3:
-                del data[max(34, flipped) :]
-                data += b"\0" * (34 + 1 - len(data))
-            else:
-                data += rng.randbytes(rng.choice((1, 8, 4096)))
-        hostile.append(bytes(data))
-    return Kind(read, valid, hostile)
+    rng = random.Random(0)
+    return Kind(read, valid, [_spoilt_index(rng.choice(valid), rng) for _ in range(6000)])
+
+
+HEADER = 34
+"""Bytes of an .idx before its arrays."""
+
+FIELDS = {0: 8, 9: 8, 17: 1, 18: 8, 26: 8}
+"""Where its fields lie (magic, version, token type, counts of sequences and documents), and their bytes."""
+
+EXTREMES = (
+    *(0, 1, 2, 5, 7, 8, 33, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**61),
+    *(2**63 - 8, 2**63, 2**64 - 8, 2**64 - 1),
+)
+
+
+def _spoilt_index(valid: bytes, rng: random.Random) -> bytes:
+    """One or two changes: a bit, a field of the header, a number further on, the length of the file."""
+    data = bytearray(valid)
+    for _ in range(rng.randint(1, 2)):
+        flipped, field, start = rng.randrange(len(data)), rng.choice(list(FIELDS)), rng.randrange(HEADER, len(data), 4)
+        number = rng.choice((rng.choice(EXTREMES), rng.randrange(2**64), rng.randrange(64))).to_bytes(8, "little")
+        edit = rng.randrange(5)
+        if edit == 0:
+            data[flipped] ^= 1 << rng.randrange(8)
+        elif edit == 1:
+            data[field : field + FIELDS[field]] = number[: FIELDS[field]]
+        elif edit == 2:
+            data[start : start + 8] = number
+        elif edit == 3:
+            del data[max(HEADER, flipped) :]
+            data += b"\0" * (HEADER + 1 - len(data))
+        else:
+            data += rng.randbytes(rng.choice((1, 8, 4096)))
+    return bytes(data)
 
 
 KINDS: dict[str, Callable[[Path, Path], Kind]] = {
