@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shutil
 import signal
 import socket
@@ -63,7 +64,22 @@ class Job:
                     deadline = min(deadline, time.monotonic() + grace)
         codes = [process.exitcode for process in self.ranks]
         self.kill()
-        return Ended(codes, [log.read_text(errors="replace") if log.exists() else "" for log in self.logs])
+        return Ended(codes, [self.output(rank) for rank in range(len(self.ranks))])
+
+    def await_iteration(self, iteration: int | None = None, seconds: float = 90.0) -> None:
+        """Wait until the last rank, which prints, has logged this iteration, or any."""
+        last, deadline = len(self.ranks) - 1, time.monotonic() + seconds
+        while not re.search(rf"iteration +{iteration or '[0-9]+'}/", self.output(last)):
+            assert time.monotonic() < deadline and self.ranks[last].is_alive(), self.output(last)
+            time.sleep(0.1)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank."""
+        os.kill(self.ranks[rank].pid, number)
+
+    def output(self, rank: int) -> str:
+        """Everything that a rank has printed so far."""
+        return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
 
     def kill(self) -> None:
         """End every rank at once."""

@@ -1,10 +1,8 @@
 """A rank that stops, dies, sleeps or fails ends the whole job, and all others name it."""
 
-import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.jobs import Job, Prepare
 from tests.distributed.runs import BASE
-from tests.harness import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_MINUTES = 0.1
@@ -23,28 +21,6 @@ LIMIT = TIMEOUT_MINUTES * 60 + 10
 
 FLAGS = f"--global-batch-size 24 --train-iters 100000 --log-interval 1 --distributed-timeout-minutes {TIMEOUT_MINUTES}"
 WORLD_SIZE = 3
-
-
-def run_rank(
-    rank: int, world_size: int, port: int, directory: Path, flags: str, mischief: Callable[[int], None]
-) -> None:
-    """One rank as a launcher that sets the environment and nothing else would start it."""
-    for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(directory / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ |= {name: str(value) for name, value in (ranks | {"MASTER_PORT": port}).items()}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    import torch
-
-    from megatron_balance import launch
-
-    torch.set_num_threads(1)
-    mischief(rank)
-    launch.pretrain(f"{BASE} {flags}".split())
-
-
-def behave(rank: int) -> None:
-    """No mischief."""
 
 
 def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls: int, rank: int) -> None:
@@ -82,35 +58,8 @@ def think_on_all_ranks(rank: int) -> None:
     replace_forward(lambda: time.sleep(5), tuple(range(WORLD_SIZE)), 20, rank)
 
 
-class Job:
-    """Ranks without a launcher that would end the others when one is gone."""
-
-    def __init__(
-        self, directory: Path, mischief: Callable[[int], None] = behave, flags: str = FLAGS, world_size=WORLD_SIZE
-    ) -> None:
-        self.directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self.ranks = [
-            context.Process(target=run_rank, args=(rank, world_size, port, directory, flags, mischief), daemon=True)
-            for rank in range(world_size)
-        ]
-        for process in self.ranks:
-            process.start()
-
-    def await_iteration(self, iteration: int) -> None:
-        last = len(self.ranks) - 1
-        log = self.directory / f"out{last}"
-        deadline = time.monotonic() + 90
-        while not log.exists() or not re.search(rf"iteration +{iteration}/", log.read_text()):
-            assert time.monotonic() < deadline and self.ranks[last].is_alive(), self.errors(last)
-            time.sleep(0.1)
-
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self.ranks[rank].pid, number)
+class Guarded(Job):
+    """A job whose ranks are expected to end themselves."""
 
     def join(self, ranks: list[int], seconds: float) -> list[int | None]:
         """Exit codes of `ranks` at the latest after `seconds`; None: still there."""
@@ -120,34 +69,25 @@ class Job:
         print(f"exits after {time.monotonic() - start:.1f} s")
         return [self.ranks[rank].exitcode for rank in ranks]
 
-    def errors(self, rank: int) -> str:
-        return (self.directory / f"err{rank}").read_text()
-
     def verdict(self, rank: int) -> str:
         """What a rank said last, after all its stacks."""
-        stacks, _, line = self.errors(rank).strip().rpartition("\n")
+        stacks, _, line = self.output(rank).strip().rpartition("\n")
         assert "Traceback" in stacks or ("Current thread" in stacks and "Thread 0x" in stacks)
         print(line)
         return line
 
-    def stop(self) -> None:
-        for process in self.ranks:
-            process.kill()
-        for process in self.ranks:
-            process.join()
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., Guarded]]:
+    jobs: list[Guarded] = []
 
-    def of(*args, **kwargs) -> Job:
-        jobs.append(Job(tmp_path, *args, **kwargs))
+    def of(mischief: Prepare | None = None, flags: str = FLAGS) -> Guarded:
+        jobs.append(Guarded(WORLD_SIZE, f"{BASE} {flags}", tmp_path, mischief))
         return jobs[-1]
 
     yield of
     for job in jobs:
-        job.stop()
+        job.kill()
 
 
 def others(victim: int) -> list[int]:
@@ -178,7 +118,7 @@ def test_a_killed_rank_is_named(start, victim: int) -> None:
     assert job.join(others(victim), 15) == [1, 1]
     for rank in others(victim):
         assert f"rank {victim} stalled or died: " in job.verdict(rank)
-        assert "Traceback" in job.errors(rank)
+        assert "Traceback" in job.output(rank)
 
 
 def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None:
@@ -198,7 +138,7 @@ def test_a_failing_rank_is_named(start) -> None:
     assert job.join([0, 1, 2], 15) == [1, 1, 1]
     for rank in (0, 1, 2):
         assert job.verdict(rank).startswith("rank 1 failed with ValueError: a bad sample (iteration 5, forward-")
-    assert "Traceback" in job.errors(1)
+    assert "Traceback" in job.output(1)
 
 
 def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:

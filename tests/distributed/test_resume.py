@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -45,11 +44,8 @@ def test_a_signal_saves_and_exits_with_status_0(tmp_path):
     flags = f"{BASE} {EP2} --train-iters 100000 --save {tmp_path} --load {tmp_path} --exit-signal-handler"
     for earlier in ([], [1]):
         job = Job(2, flags, tmp_path / "log")
-        deadline = time.monotonic() + 60
-        while not (job.logs[1].exists() and " iteration " in job.logs[1].read_text()):
-            assert time.monotonic() < deadline, job.logs[1].read_text()
-            time.sleep(0.1)
-        os.kill(job.ranks[0].pid, signal.SIGTERM)
+        job.await_iteration()
+        job.signal(0, signal.SIGTERM)
         ended = job.wait()
         assert ended.codes == [0, 0], ended.text
         assert "SIGTERM was received" in ended.text
