@@ -84,7 +84,7 @@ class BalancedMoELayer(MoELayer):
 
         probs_TE, map_TE = self.router(hidden_states, padding_mask)
         plan = make_plan(self._gather_counts(map_TE), self.placement)
-        probs_TP, map_TP = reroute(probs_TE, map_TE, plan)
+        probs_TP, map_TP = reroute(probs_TE, map_TE, plan, self.ep_group.rank())
         dispatched, handle = self.dispatcher.dispatch(tokens_TH, probs_TP, map_TP, plan)
         rows_RH = self.experts(dispatched.rows_RH, dispatched.tokens_per_slot, dispatched.probs_R)
         output_TH = self.dispatcher.combine(rows_RH, handle)

@@ -1,13 +1,19 @@
 """What a layer sends where, decided before anything moves.
 
-Shape suffixes: D expert-parallel ranks, E logical experts, P physical experts (rank, slot), S slots per rank.
+Shape suffixes: D expert-parallel ranks, E logical experts, P physical experts (rank, slot), S slots per rank, M experts
+with several hosts, K hosts of the expert that has the most.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from megatron_balance.placement.placement import Placement
+
+Split = Literal["local_first", "proportional"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +43,86 @@ class DispatchPlan:
         return self.received_DS(rank).sum(0)
 
 
-def make_plan(counts_DE: torch.Tensor, placement: Placement) -> DispatchPlan:
+def make_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
     """Share each source rank's tokens among the hosts of the experts that they chose.
 
     Args:
         counts_DE: [D, E] int64 on the host, the load matrix: tokens that source rank d routed to expert e.
         placement: hosts of every expert; the same on all ranks, so that all ranks make the same plan.
+        split: `local_first` (Pro-Prophet, section IV-A): a rank that hosts an expert computes its own tokens for it,
+            all others send to the primary host. `proportional` (FlexMoE, Algorithm 3): every vExpert of an expert
+            computes equally many tokens, a rank's own ones first.
     """
-    assert placement.is_identity, "only the owner hosts an expert"
     assert counts_DE.shape == (placement.num_ranks, placement.num_experts)
-    return DispatchPlan(placement, counts_DE)
+    assert split in ("local_first", "proportional"), split
+    # One column per expert has no collision: a physical expert computes one logical expert
+    target_DE = _nearest_host(placement)
+    tokens_DP = counts_DE.new_zeros(placement.num_ranks, placement.num_physical).scatter_(1, target_DE, counts_DE)
+    shared = [expert for expert, physicals in enumerate(placement.physicals) if len(physicals) > 1]
+    if split == "proportional" and shared:
+        _share_proportionally(counts_DE, placement, shared, tokens_DP)
+    return DispatchPlan(placement, tokens_DP)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], fill: int | None = None) -> torch.Tensor:
+    """Rows of uneven length -> [rows, longest] int64; short rows go on with `fill`, or else with their last number."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([(*row, *[row[-1] if fill is None else fill] * (width - len(row))) for row in rows])
+
+
+def _nearest_host(placement: Placement) -> torch.Tensor:
+    """[D, E]: the physical expert of each source rank for each expert: its own if it hosts it, else the primary."""
+    primary = [placement.physical(rank, expert) for expert, rank in enumerate(placement.primary)]
+    target_DE = torch.tensor(primary).repeat(placement.num_ranks, 1)
+    experts_P = torch.tensor(placement.expert_of_physical)
+    hosting = (experts_P >= 0).nonzero().squeeze(1)
+    target_DE[hosting // placement.slots_per_rank, experts_P[hosting]] = hosting
+    return target_DE
+
+
+def _share_proportionally(
+    counts_DE: torch.Tensor, placement: Placement, shared: Sequence[int], tokens_DP: torch.Tensor
+) -> None:
+    """Overwrite the tokens of the `shared` experts (those with several hosts) by FlexMoE's Algorithm 3.
+
+    Whole tokens: capacities are rounded by largest remainder, and each source in turn splits what it cannot compute
+    itself over the availability that the sources before it have left. Thus every host computes its capacity exactly;
+    independent splits would round the same way on every source, towards the same host.
+    """
+    counts_DM = counts_DE[:, shared]
+    assert int(counts_DM.sum(0).max()) < 2**31, "a product of two counts fits an int64"
+    physicals_MK = pad_rows([placement.physicals[expert] for expert in shared])
+    ranks_MK = physicals_MK // placement.slots_per_rank
+    copies_MK = pad_rows([tuple(Counter(placement.hosts[expert]).values()) for expert in shared], fill=0)
+
+    # Lines 2-3: a vExpert's capacity is an even share of its expert's tokens; a host has that of its vExperts
+    capacity_MK = largest_remainder(counts_DM.sum(0), copies_MK)
+    # Lines 4-5: locality first
+    local_MK = torch.minimum(capacity_MK, counts_DM.T.gather(1, ranks_MK))
+    left_MD = counts_DM.T.scatter_add(1, ranks_MK, -local_MK)
+    # Lines 6-9: the rest in proportion to the hosts' availability
+    available_MK = capacity_MK - local_MK
+    sent_DMK = counts_DM.new_zeros(placement.num_ranks, *available_MK.shape)
+    for source, left_M in enumerate(left_MD.unbind(1)):
+        sent_DMK[source] = largest_remainder(left_M, available_MK)
+        available_MK = available_MK - sent_DMK[source]
+    sent_DMK.scatter_add_(0, ranks_MK.unsqueeze(0), local_MK.unsqueeze(0))
+
+    # Added, not assigned: rows end in copies of their last host, with no tokens
+    index_D_MK = physicals_MK.view(1, -1).expand(placement.num_ranks, -1)
+    tokens_DP.scatter_(1, index_D_MK, 0).scatter_add_(1, index_D_MK, sent_DMK.flatten(1))
+
+
+def largest_remainder(amount_M: torch.Tensor, weight_MK: torch.Tensor) -> torch.Tensor:
+    """Split each amount in proportion to its weights into whole numbers that sum to it: [M, K] int64.
+
+    Each share is its quota rounded down or up; up where the remainders are largest, of equal ones the first. A weight
+    of zero gets nothing. `amount_M` is zero wherever all weights are.
+    """
+    total_M1 = weight_MK.sum(1, keepdim=True).clamp(min=1)
+    product_MK = amount_M.unsqueeze(1) * weight_MK
+    share_MK = product_MK // total_M1
+    order_MK = (product_MK - share_MK * total_M1).argsort(dim=1, descending=True, stable=True)
+    missing_M1 = amount_M.unsqueeze(1) - share_MK.sum(1, keepdim=True)
+    one_more_MK = torch.arange(weight_MK.shape[1]) < missing_M1
+    return share_MK.scatter_add_(1, order_MK, one_more_MK.to(share_MK.dtype))

@@ -1,48 +1,281 @@
-"""Who owns and who hosts each expert of one MoE layer."""
+"""Who owns and who hosts each expert of one MoE layer.
 
-from dataclasses import dataclass
+Letters for sizes: E logical experts, D expert-parallel ranks, G guest slots per rank, P physical experts.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+EMPTY = -1
+"""What an empty slot holds."""
+
+_SLOT = re.compile(r"(?P<expert>\d+)(x(?P<times>\d+))?(?P<primary>!)?")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the experts of one MoE layer live, as a frozen value.
+    """Where the experts of one MoE layer live and who computes them, as a frozen value.
 
-    A slot is room for one expert's weights on a rank; a physical expert is a (rank, slot) pair with the index
-    `rank * slots_per_rank + slot`.
+    A slot is room for one expert's weights on a rank: E/D home slots, then G guest slots. A physical expert is a
+    (rank, slot) pair with the index `rank * slots_per_rank + slot`. An expert that its owner does not host is lent.
+
+    Raises:
+        ValueError: home is no even partition of the experts; an expert has no host, or hosts without a slot for it; a
+            guest slot holds what its rank owns, holds twice or does not host; a primary is no host.
     """
 
     num_experts: int
     """E: logical experts, what the router chooses among."""
 
-    num_ranks: int
-    """D: expert-parallel ranks."""
+    home: tuple[tuple[int, ...], ...]
+    """[D][E/D]: the logical expert whose parameters live in each home slot."""
 
-    expert_of_physical: tuple[int, ...]
-    """The logical expert in each of the P physical slots."""
+    guests: tuple[tuple[int, ...], ...]
+    """[D][G]: the logical expert in each guest slot; -1 if empty."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """[E]: ranks that compute each expert, ascending. A rank named n times holds n vExperts, in one slot."""
+
+    primary: tuple[int, ...]
+    """[E]: the host of the tokens that have no nearer host."""
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_guests()
+        self._check_hosts()
 
     @classmethod
-    def identity(cls, num_experts: int, num_ranks: int) -> "Placement":
+    def identity(cls, num_experts: int, num_ranks: int, guest_slots: int = 0) -> "Placement":
         """Every expert is computed by its owner only: expert e lives on rank e // (E/D)."""
         if num_experts % num_ranks:
             raise ValueError(
                 f"--num-experts {num_experts}: must be a multiple of --expert-model-parallel-size {num_ranks}"
             )
-        return cls(num_experts, num_ranks, tuple(range(num_experts)))
+        slots = num_experts // num_ranks
+        home = tuple(tuple(range(rank * slots, (rank + 1) * slots)) for rank in range(num_ranks))
+        owners = tuple(expert // slots for expert in range(num_experts))
+        guests = ((EMPTY,) * guest_slots,) * num_ranks
+        return cls(num_experts, home, guests, tuple((owner,) for owner in owners), owners)
+
+    def with_hosts(self, additions: Iterable[tuple[int, int]]) -> "Placement":
+        """This placement and a vExpert more for each (expert, rank); guests stay in their slots.
+
+        The order of `additions` does not matter.
+
+        Raises:
+            ValueError: an expert or rank that does not exist; a rank without a free guest slot.
+        """
+        hosts = [list(ranks) for ranks in self.hosts]
+        for expert, rank in additions:
+            if not 0 <= expert < self.num_experts:
+                raise ValueError(f"expert {expert} on rank {rank}: there are {self.num_experts} experts")
+            hosts[expert].append(rank)
+        return self.rehost(hosts)
+
+    def rehost(self, hosts: Sequence[Sequence[int]], primary: Sequence[int] | None = None) -> "Placement":
+        """The same owners with other hosts; an expert that stays a guest of a rank stays in its slot.
+
+        New guests take the free slots of their rank in ascending order of expert and slot.
+
+        Args:
+            hosts: [E] ranks in any order.
+            primary: [E]; by default as it was, where it is a host still, else the owner, else the first host.
+
+        Raises:
+            ValueError: a rank without a free guest slot, and whatever makes no valid placement.
+        """
+        ascending = tuple(tuple(sorted(ranks)) for ranks in hosts)
+        if len(ascending) != self.num_experts:
+            raise ValueError(f"{len(ascending)} lists of hosts for {self.num_experts} experts")
+        if primary is None:
+            favourites = zip(self.primary, self._owners, ascending, strict=True)
+            primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favourites]
+        wanted: list[list[int]] = [[] for _ in self.home]
+        for expert, ranks in enumerate(ascending):
+            for rank in dict.fromkeys(ranks):
+                if not 0 <= rank < self.num_ranks:
+                    raise ValueError(f"expert {expert} on rank {rank}: there are {self.num_ranks} ranks")
+                if rank != self.owner(expert):
+                    wanted[rank].append(expert)
+        guests = tuple(_assign(rank, *slots) for rank, slots in enumerate(zip(self.guests, wanted, strict=True)))
+        return replace(self, guests=guests, hosts=ascending, primary=tuple(primary))
+
+    @property
+    def num_ranks(self) -> int:
+        """D: expert-parallel ranks."""
+        return len(self.home)
+
+    @property
+    def home_slots(self) -> int:
+        """E/D: slots per rank for the experts that it owns."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def guest_slots(self) -> int:
+        """G: slots per rank for other ranks' experts."""
+        return len(self.guests[0])
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.home_slots + self.guest_slots
 
     @property
     def num_physical(self) -> int:
         """P: physical experts over all ranks."""
-        return len(self.expert_of_physical)
+        return self.num_ranks * self.slots_per_rank
 
     @property
-    def slots_per_rank(self) -> int:
-        return self.num_physical // self.num_ranks
-
-    def experts_of(self, rank: int) -> tuple[int, ...]:
-        """The logical expert in each slot of a rank."""
-        return self.expert_of_physical[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
+    def added_hosts(self) -> int:
+        """(expert, rank) pairs where a rank computes an expert that it does not own."""
+        return sum(expert != EMPTY for row in self.guests for expert in row)
 
     @property
     def is_identity(self) -> bool:
-        """Whether physical and logical experts are the same thing."""
-        return self.expert_of_physical == tuple(range(self.num_experts))
+        """Whether every expert is computed by its owner alone. Home slots may be in any order, guest slots empty."""
+        return all(ranks == (self.owner(expert),) for expert, ranks in enumerate(self.hosts))
+
+    def owner(self, expert: int) -> int:
+        """The rank that keeps the expert's parameters."""
+        return self._owners[expert]
+
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """The logical expert in each home slot of a rank."""
+        return self.home[rank]
+
+    def physical(self, rank: int, expert: int) -> int:
+        """Index of the slot in which a rank keeps an expert: its home slot if it owns it, else a guest slot.
+
+        Raises:
+            ValueError: the rank keeps no such expert.
+        """
+        return rank * self.slots_per_rank + (self.home[rank] + self.guests[rank]).index(expert)
+
+    @cached_property
+    def physicals(self) -> tuple[tuple[int, ...], ...]:
+        """[E]: the physical experts that compute each logical one, by ascending rank, without multiplicity."""
+        return tuple(
+            tuple(self.physical(rank, expert) for rank in dict.fromkeys(ranks))
+            for expert, ranks in enumerate(self.hosts)
+        )
+
+    @cached_property
+    def expert_of_physical(self) -> tuple[int, ...]:
+        """[P]: the logical expert that each physical one computes; -1 in empty slots and at a lent expert's home."""
+        experts = [EMPTY] * self.num_physical
+        for expert, indices in enumerate(self.physicals):
+            for index in indices:
+                experts[index] = expert
+        return tuple(experts)
+
+    @cached_property
+    def _owners(self) -> tuple[int, ...]:
+        rank_of = {expert: rank for rank, row in enumerate(self.home) for expert in row}
+        return tuple(rank_of[expert] for expert in range(self.num_experts))
+
+    def __str__(self) -> str:
+        """Rank by rank the home slots, a plus and the guest slots: `0 1 + 3! . | 2x2 3x0 + . .`
+
+        `x2` is two vExperts, `x0` none (a lent expert), `.` an empty slot, `!` the primary if it is not the owner.
+        """
+        rows = []
+        for rank, (home, guests) in enumerate(zip(self.home, self.guests, strict=True)):
+            slots = [*(self._slot(rank, expert) for expert in home)]
+            if guests:
+                slots += ["+", *(self._slot(rank, expert) for expert in guests)]
+            rows.append(" ".join(slots))
+        return " | ".join(rows)
+
+    def _slot(self, rank: int, expert: int) -> str:
+        if expert == EMPTY:
+            return "."
+        times = self.hosts[expert].count(rank)
+        primary = self.primary[expert] == rank != self.owner(expert)
+        return f"{expert}{f'x{times}' if times != 1 else ''}{'!' if primary else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Placement":
+        """The placement that prints as `text`.
+
+        Raises:
+            ValueError: `text` is no placement.
+        """
+        halves = [[half.split() for half in row.split("+")] for row in text.split("|")]
+        rows = [[[_parse_slot(slot) for slot in half] for half in (*row, [])[:2]] for row in halves]
+        home, guests = (tuple(tuple(expert for expert, *_ in row[half]) for row in rows) for half in (0, 1))
+        hosts: dict[int, list[int]] = {}
+        primary = {expert: rank for rank, row in enumerate(home) for expert in row}
+        for rank, (own, other) in enumerate(rows):
+            for expert, times, is_primary in own + other:
+                hosts.setdefault(expert, []).extend([rank] * times)
+                if is_primary:
+                    primary[expert] = rank
+        experts = sorted(primary)
+        ranks = tuple(tuple(hosts[expert]) for expert in experts)
+        placement = cls(len(experts), home, guests, ranks, tuple(primary[expert] for expert in experts))
+        if text.split() != str(placement).split():
+            raise ValueError(f"{text!r}: prints as {placement}")
+        return placement
+
+    def digest(self) -> str:
+        """32 hexadecimal digits, equal on all ranks and in all runs for equal placements only."""
+        return hashlib.blake2b(str(self).encode(), digest_size=16).hexdigest()
+
+    def _check_sizes(self) -> None:
+        owned = sorted(expert for row in self.home for expert in row)
+        if not owned or owned != list(range(self.num_experts)) or len({len(row) for row in self.home}) != 1:
+            raise ValueError(f"home {self.home}: must hold each of {self.num_experts} experts once, evenly over ranks")
+        if len(self.guests) != self.num_ranks or len({len(row) for row in self.guests}) != 1:
+            raise ValueError(f"guests {self.guests}: {self.num_ranks} ranks need equally many guest slots")
+        if not len(self.hosts) == len(self.primary) == self.num_experts:
+            sizes = f"hosts of {len(self.hosts)} experts, primaries of {len(self.primary)}"
+            raise ValueError(f"{sizes}: each of {self.num_experts} experts needs one entry")
+
+    def _check_guests(self) -> None:
+        for rank, row in enumerate(self.guests):
+            for expert, times in Counter(row).items():
+                if expert == EMPTY:
+                    continue
+                if not 0 <= expert < self.num_experts:
+                    raise ValueError(f"rank {rank}: its guest {expert} is none of {self.num_experts} experts")
+                if times > 1:
+                    raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
+                if self.owner(expert) == rank:
+                    raise ValueError(f"rank {rank}: owns expert {expert} and keeps it as a guest")
+                if rank not in self.hosts[expert]:
+                    raise ValueError(f"rank {rank}: keeps the guest {expert}, but the hosts are {self.hosts[expert]}")
+
+    def _check_hosts(self) -> None:
+        kept = [{*home, *guests} for home, guests in zip(self.home, self.guests, strict=True)]
+        for expert, (ranks, primary) in enumerate(zip(self.hosts, self.primary, strict=True)):
+            if not ranks:
+                raise ValueError(f"expert {expert}: has no host")
+            if list(ranks) != sorted(ranks):
+                raise ValueError(f"expert {expert}: its hosts {ranks} must ascend")
+            for rank in ranks:
+                if not 0 <= rank < self.num_ranks or expert not in kept[rank]:
+                    raise ValueError(f"expert {expert}: its host {rank} has no slot for it")
+            if primary not in ranks:
+                raise ValueError(f"expert {expert}: its primary {primary} is none of its hosts {ranks}")
+
+
+def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """The guest slots of a rank with the wanted experts: those already there stay, the others fill up."""
+    new = iter([expert for expert in wanted if expert not in slots])
+    filled = tuple(expert if expert != EMPTY and expert in wanted else next(new, EMPTY) for expert in slots)
+    if left := list(new):
+        raise ValueError(f"rank {rank}: no free guest slot of {len(slots)} for experts {left}")
+    return filled
+
+
+def _parse_slot(text: str) -> tuple[int, int, bool]:
+    """Expert, multiplicity and whether it is marked as primary."""
+    if text == ".":
+        return EMPTY, 0, False
+    match = _SLOT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r}: a slot is an expert such as 3, 3x2 or 3x2!, or a dot")
+    return int(match["expert"]), int(match["times"] or 1), match["primary"] is not None

@@ -1,0 +1,269 @@
+"""Seconds of one MoE layer under a placement, after Pro-Prophet (Eq. 1-6 and 8) and FlexMoE (Eq. 5 and 7-9).
+
+Shape suffixes: D expert-parallel ranks, E logical experts; DD is [source rank, computing rank].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from megatron_balance.placement.placement import Placement
+from megatron_balance.profile.cluster_profile import ClusterProfile
+
+Amount = TypeVar("Amount", float, np.ndarray)
+
+LINKS = ("direct", "relay", "average")
+"""How an expert reaches k guests. direct: its owner sends it k times on its own link. relay: a pipelined chain
+through the guests, each host but the last sending once. average: Pro-Prophet's Eq. 4, as if all links
+shared the work evenly."""
+
+
+def hosts_mask(placement: Placement) -> np.ndarray:
+    """[D, E] bool: whether rank d computes expert e."""
+    mask_DE = np.zeros((placement.num_ranks, placement.num_experts), dtype=bool)
+    ranks = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
+    mask_DE[ranks, np.repeat(np.arange(placement.num_experts), [len(hosts) for hosts in placement.hosts])] = True
+    return mask_DE
+
+
+def owners(placement: Placement) -> np.ndarray:
+    """[E] int64: the rank that owns each expert."""
+    home = np.asarray(placement.home, dtype=np.int64)
+    owner_E = np.empty(placement.num_experts, dtype=np.int64)
+    owner_E[home.ravel()] = np.repeat(np.arange(placement.num_ranks), home.shape[1])
+    return owner_E
+
+
+def split_local_first(counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
+    """Pro-Prophet's rule: a host computes its own tokens, everyone else's go to the primary host.
+
+    Returns:
+        [D, D] int64: tokens that each source rank has computed by each rank; what stays at home is on the diagonal.
+    """
+    remote_DE = np.where(hosts_mask(placement), 0, counts_DE)
+    to_DE = np.zeros((placement.num_ranks, placement.num_experts), dtype=np.int64)
+    to_DE[np.asarray(placement.primary), np.arange(placement.num_experts)] = 1
+    traffic_DD = remote_DE @ to_DE.T
+    diagonal = np.arange(placement.num_ranks)
+    traffic_DD[diagonal, diagonal] += (counts_DE - remote_DE).sum(1)
+    return traffic_DD
+
+
+def split_proportional(counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
+    """FlexMoE's rule, Algorithm 3: every host of an expert computes as many of its tokens, local ones first.
+
+    What a source has above its own capacity goes to the others in proportion to what they have left:
+    `cap * n - min(cap * n, I)`. A host counts as often as it appears among the expert's hosts.
+
+    Returns:
+        [D, D] float64, fractions of tokens included: a model's value, not a dispatch plan.
+    """
+    copies_DE = np.zeros(counts_DE.shape)
+    ranks = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
+    experts = np.repeat(np.arange(placement.num_experts), [len(hosts) for hosts in placement.hosts])
+    np.add.at(copies_DE, (ranks, experts), 1)
+    capacity_DE = copies_DE * (counts_DE.sum(0) / copies_DE.sum(0))
+    local_DE = np.minimum(capacity_DE, counts_DE)
+    left_DE = capacity_DE - local_DE
+    left_E = left_DE.sum(0)
+    share_DE = np.divide(left_DE, left_E, out=np.zeros_like(left_DE), where=left_E > 0)
+    return (counts_DE - local_DE) @ share_DE.T + np.diag(local_DE.sum(1))
+
+
+SPLITS: dict[str, Callable[[np.ndarray, Placement], np.ndarray]] = {
+    "local_first": split_local_first,
+    "proportional": split_proportional,
+}
+
+
+def balance_ratio(tokens_D: np.ndarray) -> float:
+    """FlexMoE Eq. 6: the heaviest rank over the mean; 1 is perfect balance, and what no tokens at all have."""
+    mean = float(np.mean(tokens_D))
+    return float(np.max(tokens_D)) / mean if mean else 1.0
+
+
+def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
+    """Pro-Prophet's RB: standard deviation of the ranks' loads before balancing over that after it; more is better."""
+    before, after = float(np.std(before_D)), float(np.std(after_D))
+    if after == 0:
+        return float("inf") if before else 1.0
+    return before / after
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one forward and backward of a MoE layer, by part; `trans` and `agg` are what is not hidden.
+
+    Numbers, or arrays where the model was given arrays.
+    """
+
+    all_to_all: Any
+    forward: Any
+    backward: Any
+    trans: Any
+    agg: Any
+
+    @property
+    def total(self) -> Any:
+        """Pro-Prophet Eq. 6, or Eq. 8 with overlap."""
+        return sum(self)
+
+
+class Overlap(NamedTuple):
+    """What Trans and Agg may hide under besides this layer's expert computation, Pro-Prophet Section V-C."""
+
+    forward: float
+    """T_FNEC: seconds of the non-MoE layers' forward."""
+
+    backward: float
+    """T_BNEC: seconds of their backward."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of one MoE layer as a function of the load matrix and the placement."""
+
+    profile: ClusterProfile
+    token_bytes: float
+    """One token in an exchange, size(input) in Eq. 1."""
+
+    param_bytes: float
+    """One expert's parameters, as Trans sends them."""
+
+    grad_bytes: float
+    """One expert's gradients, as Agg sends them."""
+
+    split: str = "local_first"
+    """A name in SPLITS."""
+
+    links: str = "direct"
+    """A name in LINKS."""
+
+    overlap: Overlap | None = None
+    """Eq. 8 if given, else Eq. 6."""
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(f"--balance-token-split {self.split}: choose from {', '.join(SPLITS)}")
+        if self.links not in LINKS:
+            raise ValueError(f"links {self.links}: choose from {', '.join(LINKS)}")
+
+    def traffic(self, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
+        """[D, D]: tokens from each source rank to the rank that computes them."""
+        return SPLITS[self.split](counts_DE, placement)
+
+    def layer_seconds(self, counts_DE: np.ndarray, placement: Placement) -> float:
+        """Eq. 6 (or Eq. 8) for a load matrix [D, E] of tokens."""
+        return float(self.layer_time(counts_DE, placement).total)
+
+    def layer_time(self, counts_DE: np.ndarray, placement: Placement) -> LayerTime:
+        """`layer_seconds` by part."""
+        traffic_DD = self.traffic(counts_DE, placement)
+        local_D = traffic_DD.diagonal()
+        received_D, sent_D = traffic_DD.sum(0) - local_D, traffic_DD.sum(1) - local_D
+        exchanged = max(received_D.max(), sent_D.max())
+        return self.time_of(float(exchanged), float(traffic_DD.sum(0).max()), link_messages(placement, self.links))
+
+    def time_of(self, exchanged: Amount, computed: Amount, messages: Amount) -> LayerTime:
+        """The model's core, on maxima over ranks; arrays of them, of any one shape, give arrays of seconds.
+
+        Args:
+            exchanged: tokens that the busiest rank receives from others or sends to them, the larger of both: what an
+                all-to-all brings, its way back takes.
+            computed: tokens of the rank that computes the most.
+            messages: experts on the busiest link, `link_messages`.
+        """
+        forward, backward = self.forward_seconds(computed), self.backward_seconds(computed)
+        trans, agg = self.trans_seconds(messages), self.agg_seconds(messages)
+        if self.overlap is not None:
+            trans = np.maximum(0.0, trans - forward - self.overlap.forward)
+            agg = np.maximum(0.0, agg - backward - self.overlap.backward)
+        return LayerTime(4 * self.all_to_all_seconds(exchanged), forward, backward, trans, agg)
+
+    def all_to_all_seconds(self, exchanged: Amount) -> Amount:
+        """Eq. 1, plus the latency that it leaves out: one of the layer's four exchanges."""
+        line = self.profile.link("all_to_all")
+        return line.alpha + line.beta * self.token_bytes * exchanged
+
+    def forward_seconds(self, computed: Amount) -> Amount:
+        """Eq. 2 for the rank with the most tokens."""
+        return self.profile.forward.overhead + self.profile.forward.seconds_per_token * computed
+
+    def backward_seconds(self, computed: Amount) -> Amount:
+        """Eq. 3 with the measured backward instead of twice the forward."""
+        return self.profile.backward.overhead + self.profile.backward.seconds_per_token * computed
+
+    def trans_seconds(self, messages: Amount) -> Amount:
+        """Eq. 4 with `messages` experts on the busiest link; for links `average` that is s * (D - n) / D."""
+        line = self.profile.link("p2p")
+        return messages * (line.alpha + line.beta * self.param_bytes)
+
+    def agg_seconds(self, messages: Amount) -> Amount:
+        """Eq. 5, the way back of Eq. 4."""
+        line = self.profile.link("p2p")
+        return messages * (line.alpha + line.beta * self.grad_bytes)
+
+    def flexmoe_seconds(self, counts_DE: np.ndarray, placement: Placement) -> float:
+        """FlexMoE Eq. 5: the slowest rank's sum of computation (Eq. 7), exchanges (Eq. 8) and synchronisation (Eq. 9).
+
+        Links between ranks of a node and across nodes count separately. What is synchronised is what moves here:
+        Trans and Agg between the owner and its guests, which is an all-reduce's reduce and broadcast.
+        """
+        profile = self.profile
+        traffic_DD = self.traffic(counts_DE, placement)
+        node_D = np.arange(placement.num_ranks) // profile.node_size
+        near, far = profile.link("p2p", "intra").beta, profile.link("p2p", "inter").beta
+        beta_DD = np.where(node_D[:, None] == node_D[None, :], near, far)
+        np.fill_diagonal(beta_DD, 0.0)
+        per_token = profile.forward.seconds_per_token + profile.backward.seconds_per_token
+        seconds_D = traffic_DD.sum(0) * per_token + 4 * self.token_bytes * (traffic_DD * beta_DD).sum(0)
+        for members in _replicas(placement):
+            seconds_D[members] += profile.all_reduce_seconds(members, self.grad_bytes)
+        return float(seconds_D.max())
+
+    def adjustment_seconds(self, source: int, target: int) -> float:
+        """FlexMoE's cost of Expand and Migrate: model states over the bandwidth between two ranks.
+
+        Here only parameters move, because optimizer states stay with the owner.
+        """
+        if source == target:
+            return 0.0
+        line = self.profile.link("p2p", self.profile.group_kind((source, target)))
+        return line.alpha + line.beta * self.param_bytes
+
+
+def _replicas(placement: Placement) -> list[list[int]]:
+    """Ranks among which each expert's gradients are summed: its hosts and its owner, ascending."""
+    return [sorted({*hosts, placement.owner(expert)}) for expert, hosts in enumerate(placement.hosts)]
+
+
+def guest_copies(placement: Placement) -> tuple[np.ndarray, np.ndarray]:
+    """Occupied guest slots as (rank, expert) pairs, two [N] arrays in the order of (expert, rank)."""
+    guests = np.asarray(placement.guests, dtype=np.int64).reshape(placement.num_ranks, -1)
+    ranks, slots = np.nonzero(guests >= 0)
+    experts = guests[ranks, slots]
+    order = np.lexsort((ranks, experts))
+    return ranks[order], experts[order]
+
+
+def link_messages(placement: Placement, links: str) -> float:
+    """Experts that cross the busiest link in one Trans, in the direction that has more of them.
+
+    With `average`, the mean over links, s * (D - n) / D of Eq. 4, where D - n is the number of an expert's guests.
+    """
+    ranks, experts = guest_copies(placement)
+    if not len(ranks):
+        return 0.0
+    num_ranks, owner_E = placement.num_ranks, owners(placement)
+    if links == "average":
+        return len(ranks) / num_ranks
+    into_D = np.bincount(ranks, minlength=num_ranks)
+    if links == "direct":
+        out_D = np.bincount(owner_E[experts], minlength=num_ranks)
+    else:
+        # The owner sends to the first guest, each guest to the next; the last of an expert's run sends to nobody
+        relays = ranks[:-1][experts[:-1] == experts[1:]]
+        out_D = np.bincount(np.concatenate([owner_E[np.unique(experts)], relays]), minlength=num_ranks)
+    return float(max(into_D.max(), out_D.max()))

@@ -1,0 +1,33 @@
+"""FasterMoE's dynamic shadowing, the baseline that Pro-Prophet compares with (its Section VI)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import everywhere, hottest_first, owners_host
+
+
+@dataclass(frozen=True)
+class FasterMoE:
+    """Copies the hottest experts to all ranks, one after the other, as long as the cost model says that it pays."""
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`. A rank whose guest slots are taken goes without."""
+        best = owners_host(current)
+        seconds = cost.layer_seconds(counts_DE, best)
+        free_D = np.full(current.num_ranks, current.guest_slots)
+        additions: list[tuple[int, int]] = []
+        for expert in hottest_first(counts_DE):
+            ranks = everywhere(current.owner(expert), free_D)
+            if not ranks:
+                break
+            free_D[ranks] -= 1
+            additions += [(expert, rank) for rank in ranks]
+            candidate = owners_host(current, additions)
+            shadowed = cost.layer_seconds(counts_DE, candidate)
+            if shadowed >= seconds:
+                break
+            best, seconds = candidate, shadowed
+        return best

@@ -1,0 +1,18 @@
+"""No balancing: owners compute their experts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import owners_host
+
+
+@dataclass(frozen=True)
+class NoPolicy:
+    """Every expert on its owner only, whatever the load."""
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`."""
+        return current if current.is_identity else owners_host(current)

@@ -1,0 +1,198 @@
+"""Pro-Prophet's planner (Algorithm 1): a greedy search for a communication-efficient placement.
+
+Shape suffixes: D expert-parallel ranks, E logical experts, K candidate guests of one expert.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.placement.cost_model import CostModel, owners
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import owners_host
+
+Guests = list[tuple[int, list[int]]]
+"""(expert, its guest ranks) in the order of selection."""
+
+
+@dataclass(frozen=True)
+class ProProphet:
+    """Copies the heaviest experts of the heaviest ranks to the ranks that hold most of their tokens.
+
+    Algorithm 1 as it is meant where a rank owns several experts: take the heaviest rank, then its heaviest expert that
+    was not selected yet. The number of guests (the paper's D - n) is chosen for each expert, bounded by the guest slots
+    and by how many experts may cross one link. That bound takes the place of the paper's n: the search is run for
+    several, and of all placements passed on the way the fastest by the cost model is kept. So the result is never
+    slower, by the model, than no guests at all.
+    """
+
+    alpha: float = 0.5
+    """Eq. 7: loads are balanced once max(H) - min(H) < alpha * I / E."""
+
+    min_gain: float = 0.001
+    """Share of the layer's time that more guests have to save: the model does not see all that they cost."""
+
+    budget: int = 56
+    """Experts looked at in all searches together, which bounds the time that planning takes at any size."""
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`."""
+        start = _Start(counts_DE, current)
+        spread = self.alpha * counts_DE.sum() / current.num_experts
+        best, kept = _Search(start, cost, math.inf).seconds(), []
+        bounds, left = _link_bounds(current.num_ranks, cost.links) if current.guest_slots else [], self.budget
+        for index, bound in enumerate(bounds):
+            # The search without a bound, the first, may need the most
+            share = left // 2 if index == 0 and len(bounds) > 1 else left // (len(bounds) - index)
+            search = _Search(start, cost, bound)
+            best, kept = search.run(spread, best, share, self.min_gain) or (best, kept)
+            left -= search.looked
+        if not kept and current.is_identity:
+            return current
+        planned = owners_host(current, [(expert, rank) for expert, ranks in kept for rank in ranks])
+        if kept and cost.split != "local_first":
+            # The search counts tokens by Pro-Prophet's rule; under another one the choice has to be confirmed
+            plain = owners_host(current)
+            return min((plain, planned), key=lambda placement: cost.layer_seconds(counts_DE, placement))
+        return planned
+
+
+def _link_bounds(num_ranks: int, links: str) -> list[float]:
+    """How many experts may cross one link: any number first, then from few to all."""
+    bounds = [math.inf]
+    if links != "average":
+        # Every number where there are few ranks, doubling where there are many
+        bounds += range(1, num_ranks) if num_ranks <= 8 else [2**power for power in range((num_ranks - 1).bit_length())]
+    return bounds
+
+
+class _Start:
+    """Loads of the ranks when every expert is computed by its owner."""
+
+    def __init__(self, counts_DE: np.ndarray, current: Placement) -> None:
+        num_ranks = current.num_ranks
+        self.counts_ED = np.ascontiguousarray(counts_DE.T, dtype=np.float64)
+        owner_E, tokens_E = owners(current), counts_DE.sum(0)
+        own_D = np.bincount(owner_E, weights=self.counts_ED[np.arange(len(owner_E)), owner_E], minlength=num_ranks)
+        self.computed_D = np.bincount(owner_E, weights=tokens_E, minlength=num_ranks)
+        self.received_D = self.computed_D - own_D
+        self.sent_D = counts_DE.sum(1) - own_D
+        self.free_D = np.full(num_ranks, current.guest_slots)
+        heaviest_first = np.lexsort((-tokens_E, owner_E)).reshape(num_ranks, -1)
+        self.experts = heaviest_first.tolist()
+        """Experts that each rank owns, heaviest first."""
+
+
+class _Search:
+    """One run of Algorithm 1: loads under the experts selected so far, updated as experts are added."""
+
+    def __init__(self, start: _Start, cost: CostModel, bound: float) -> None:
+        self.cost, self.bound, self.counts_ED = cost, bound, start.counts_ED
+        self.computed_D, self.received_D = start.computed_D.copy(), start.received_D.copy()
+        self.sent_D, self.free_D = start.sent_D.copy(), start.free_D.copy()
+        self.experts = start.experts
+        self.next = [0] * len(start.experts)
+        """Position of each rank's heaviest expert that was not selected yet."""
+        self.mean = float(self.computed_D.mean())
+        self.out_D, self.in_D = np.zeros_like(self.computed_D), np.zeros_like(self.computed_D)
+        self.messages = 0.0
+        """Experts on the busiest link, as `link_messages` counts them."""
+        self.selected: Guests = []
+        self.looked = 0
+
+    def run(self, spread: float, limit: float, budget: int, min_gain: float) -> tuple[float, Guests] | None:
+        """Select experts until the ranks are balanced, nothing helps or `budget` experts were looked at.
+
+        Returns:
+            Seconds and guests of the fastest prefix, or None if none takes less than `limit` seconds.
+        """
+        best, kept = limit, 0
+        while not self._is_balanced(spread) and self._floor() < best and self._add_guests(budget):
+            seconds = self.seconds()
+            if seconds < best * (1 - min_gain):
+                best, kept = seconds, len(self.selected)
+        return (best, self.selected[:kept]) if kept else None
+
+    def _floor(self) -> float:
+        """Seconds that no further guest can undercut: even loads, no exchange, the experts that were sent already."""
+        return float(self.cost.time_of(0.0, self.mean, max(self.messages, 1 / len(self.in_D))).total)
+
+    def seconds(self) -> float:
+        """Eq. 6 or 8 for the loads as they are."""
+        exchanged = max(self.received_D.max(), self.sent_D.max())
+        return float(self.cost.time_of(exchanged, self.computed_D.max(), self.messages).total)
+
+    def _is_balanced(self, spread: float) -> bool:
+        """Eq. 7; without any difference there is nothing to do even if alpha is 0."""
+        difference = float(self.computed_D.max() - self.computed_D.min())
+        return difference < spread or difference == 0
+
+    def _add_guests(self, budget: int) -> bool:
+        """Select the next expert and its guests; False if the heaviest rank has none whose copies would help."""
+        heaviest = int(self.computed_D.argmax())
+        while self.next[heaviest] < len(self.experts[heaviest]) and self.looked < budget:
+            expert = self.experts[heaviest][self.next[heaviest]]
+            self.next[heaviest] += 1
+            self.looked += 1
+            guests = self._choose_guests(heaviest, expert)
+            if len(guests):
+                self._apply(heaviest, expert, guests)
+                return True
+        return False
+
+    def _choose_guests(self, owner: int, expert: int) -> np.ndarray:
+        """Of the ranks with most of the expert's tokens, as many as make owner and guests fastest; ties to fewer.
+
+        The other ranks are left out of the count: with several heavy ranks, none alone would change the maximum.
+        """
+        counts_D, computed_D = self.counts_ED[expert], self.computed_D
+        heaviest = computed_D[owner]
+        loads_D = computed_D + counts_D
+        # A rank that would be no lighter than the owner is now cannot help
+        (candidates_K,) = ((self.free_D > 0) & (counts_D > 0) & (loads_D < heaviest)).nonzero()
+        order_K = candidates_K[self._preference(counts_D[candidates_K], loads_D[candidates_K])]
+        if self.bound < math.inf:
+            order_K = self._within_bound(owner, order_K)
+        if not len(order_K):
+            return order_K
+        left_K = -counts_D[order_K].cumsum()
+        computed_K = np.maximum(heaviest + left_K, np.maximum.accumulate(loads_D[order_K]))
+        exchanged_K = np.maximum(self.received_D[owner] + left_K, self.sent_D.max())
+        # What crosses the links is the bound's matter; without one, each guest pays for its part of the owner's link
+        unbounded = self.bound == math.inf and self.cost.links == "direct"
+        messages_K = np.maximum(self.messages, self.out_D[owner] + 1 + np.arange(len(order_K)) if unbounded else 0.0)
+        seconds_K = self.cost.time_of(exchanged_K, np.maximum(computed_K, self.mean), messages_K).total
+        return order_K[: int(seconds_K.argmin()) + 1]
+
+    def _preference(self, counts_K: np.ndarray, loads_K: np.ndarray) -> np.ndarray:
+        """Order of candidates: most tokens of the expert, then the lightest, then the lowest index."""
+        return np.lexsort((loads_K, -counts_K))
+
+    def _within_bound(self, owner: int, order_K: np.ndarray) -> np.ndarray:
+        """The guests that leave no link with more experts than the bound."""
+        if self.cost.links == "direct":
+            order_K = order_K[self.in_D[order_K] < self.bound]
+            return order_K[: max(0, int(self.bound - self.out_D[owner]))]
+        if self.out_D[owner] >= self.bound:
+            return order_K[:0]
+        return order_K[np.maximum(self.in_D[order_K], self.out_D[order_K]) < self.bound]
+
+    def _apply(self, owner: int, expert: int, guests: np.ndarray) -> None:
+        """Let guests compute their own tokens of an expert, which its owner computed for them."""
+        moved = self.counts_ED[expert, guests]
+        total = moved.sum()
+        self.computed_D[owner] -= total
+        self.received_D[owner] -= total
+        self.computed_D[guests] += moved
+        self.sent_D[guests] -= moved
+        self.free_D[guests] -= 1
+        self.in_D[guests] += 1
+        if self.cost.links == "average":
+            self.messages += len(guests) / len(self.in_D)
+        else:
+            self.out_D[owner] += len(guests) if self.cost.links == "direct" else 1
+            if self.cost.links == "relay":
+                self.out_D[np.sort(guests)[:-1]] += 1
+            self.messages = float(max(self.in_D.max(), self.out_D.max()))
+        self.selected.append((expert, guests.tolist()))

@@ -1,0 +1,36 @@
+"""The heaviest k experts on all ranks: Pro-Prophet's comparison policies top2 and top3 (Section VI, Fig. 15)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import everywhere, hottest_first, owners_host
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Copies the k experts with the most tokens to every rank that has a guest slot for them, whatever that costs."""
+
+    k: int
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`."""
+        free_D = np.full(current.num_ranks, current.guest_slots)
+        additions = []
+        for expert in hottest_first(counts_DE)[: self.k]:
+            ranks = everywhere(current.owner(expert), free_D)
+            free_D[ranks] -= 1
+            additions += [(expert, rank) for rank in ranks]
+        return owners_host(current, additions)
+
+
+@dataclass(frozen=True)
+class Top2(TopK):
+    k: int = 2
+
+
+@dataclass(frozen=True)
+class Top3(TopK):
+    k: int = 3

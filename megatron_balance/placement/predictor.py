@@ -1,0 +1,123 @@
+"""The next iteration's load matrix of one MoE layer, from those up to now (Pro-Prophet Section II-B: locality).
+
+Shape suffixes: D expert-parallel ranks, E logical experts, W remembered iterations.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+METHODS = ("last", "ema", "linear")
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """How to predict; what it has seen is a separate value, so that a checkpoint can hold it."""
+
+    method: str = "last"
+    """last: the latest load. ema: an exponential moving average. linear: a line through the latest `window` loads."""
+
+    decay: float = 0.75
+    """ema: weight of the past; at least 0, less than 1."""
+
+    window: int = 4
+    """linear: W, at least 2."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"--balance-predictor {self.method}: choose from {', '.join(METHODS)}")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"ema decay {self.decay}: must be at least 0 and less than 1")
+        if self.window < 2:
+            raise ValueError(f"linear window {self.window}: must be at least 2")
+
+    def observe(self, state: "History", counts_DE: np.ndarray) -> "History":
+        """The state after one more iteration.
+
+        Args:
+            counts_DE: [D, E] tokens of the iteration; another shape than before starts afresh.
+        """
+        latest = np.array(counts_DE, dtype=np.int64)
+        if state.latest is None or state.latest.shape != latest.shape:
+            state = History()
+        if self.method == "ema":
+            mean = latest.astype(np.float64)
+            if state.mean is not None:
+                mean = self.decay * state.mean + (1 - self.decay) * mean
+            return History((latest,), mean)
+        keep = self.window if self.method == "linear" else 1
+        return History((*state.recent, latest)[-keep:])
+
+    def predict(self, state: "History") -> np.ndarray | None:
+        """[D, E] int64 expected tokens, or None before the first observation.
+
+        Every source rank is expected to route as many tokens as it did last.
+        """
+        if state.latest is None:
+            return None
+        if self.method == "ema" and state.mean is not None:
+            return _with_row_sums(state.mean, state.latest.sum(1))
+        if self.method == "linear" and len(state.recent) > 1:
+            return _with_row_sums(np.maximum(_extrapolate(np.stack(state.recent)), 0), state.latest.sum(1))
+        return state.latest.copy()
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """What a predictor remembers of one layer; empty at first."""
+
+    recent: tuple[np.ndarray, ...] = ()
+    """[W] of [D, E] int64, oldest first."""
+
+    mean: np.ndarray | None = None
+    """[D, E] float64 moving average."""
+
+    @property
+    def latest(self) -> np.ndarray | None:
+        return self.recent[-1] if self.recent else None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Lists and numbers only, for a checkpoint; `from_plain` gives the same state to the bit."""
+        return {
+            "recent": [counts_DE.tolist() for counts_DE in self.recent],
+            "mean": None if self.mean is None else self.mean.tolist(),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "History":
+        mean = plain["mean"]
+        recent = tuple(np.array(counts, dtype=np.int64) for counts in plain["recent"])
+        return cls(recent, None if mean is None else np.array(mean, dtype=np.float64))
+
+
+def prediction_error(predicted_DE: np.ndarray, actual_DE: np.ndarray) -> float:
+    """Share of tokens that were predicted on the wrong expert or source: 0 is perfect, 1 all wrong.
+
+    Half the sum of absolute differences over the actual tokens; 0 without tokens.
+    """
+    tokens = int(np.sum(actual_DE))
+    return float(np.abs(np.asarray(predicted_DE) - actual_DE).sum()) / (2 * tokens) if tokens else 0.0
+
+
+def _extrapolate(recent_WDE: np.ndarray) -> np.ndarray:
+    """The least-squares line through W iterations, one step beyond the last."""
+    size = len(recent_WDE)
+    steps_W = np.arange(size) - (size - 1) / 2
+    # The prediction is linear in the observations, so the regression is one weight per iteration
+    weights_W = 1 / size + steps_W * (steps_W[-1] + 1) / (steps_W**2).sum()
+    return np.tensordot(weights_W, recent_WDE, axes=1)
+
+
+def _with_row_sums(expected_DE: np.ndarray, sums_D: np.ndarray) -> np.ndarray:
+    """Scale each row to a sum and round by largest remainder; ties go to the lower expert."""
+    totals_D = expected_DE.sum(1)
+    scale_D = np.divide(sums_D, totals_D, out=np.zeros_like(totals_D, dtype=np.float64), where=totals_D > 0)
+    scaled_DE = expected_DE * scale_D[:, None]
+    # A row without any expectation spreads its tokens evenly
+    scaled_DE[totals_D <= 0] = (sums_D[totals_D <= 0] / expected_DE.shape[1])[:, None]
+    floor_DE = np.floor(scaled_DE).astype(np.int64)
+    missing_D = sums_D - floor_DE.sum(1)
+    order_DE = np.argsort(floor_DE - scaled_DE, axis=1, kind="stable")
+    rank_DE = np.argsort(order_DE, axis=1, kind="stable")
+    return floor_DE + (rank_DE < missing_D[:, None])

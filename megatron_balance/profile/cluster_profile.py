@@ -1,0 +1,222 @@
+"""How fast a cluster communicates and computes: the constants that every cost model here is given.
+
+Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b seconds. Nothing here measures.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+VERSION = 1
+COLLECTIVES = ("p2p", "all_to_all", "broadcast", "reduce", "all_gather", "all_reduce")
+GROUPS = ("intra", "inter", "ep")
+"""Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
+
+
+class Fit(NamedTuple):
+    """The alpha-beta line through measured times."""
+
+    alpha: float
+    """Seconds that a message of no bytes takes."""
+
+    beta: float
+    """Seconds per byte."""
+
+    residual: float
+    """Root mean square of (fitted - measured) / measured."""
+
+    held_out: float
+    """The same error where a line through every other size predicts the sizes in between."""
+
+
+def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
+    """Least squares on relative errors, because sizes span orders of magnitude and small messages matter too.
+
+    Args:
+        sizes_bytes: message sizes, at least four of them and two different in each half.
+        seconds: time of each message, above zero.
+
+    Raises:
+        ValueError: too few sizes, lengths that differ, or a time that is not a positive number.
+    """
+    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    if sizes.ndim != 1 or sizes.shape != times.shape:
+        raise ValueError(f"fit: sizes {sizes.shape} and seconds {times.shape} must be lists of the same length")
+    if not (np.isfinite(sizes).all() and np.isfinite(times).all() and (times > 0).all() and (sizes >= 0).all()):
+        raise ValueError("fit: sizes must be at least 0 and seconds above 0, all of them finite")
+    order = np.argsort(sizes, kind="stable")
+    sizes, times = sizes[order], times[order]
+    if len(np.unique(sizes[::2])) < 2 or len(np.unique(sizes[1::2])) < 2:
+        raise ValueError(f"fit: give at least four different sizes, not {sorted(set(sizes.tolist()))}")
+    alpha, beta = _line(sizes, times)
+    half = _line(sizes[::2], times[::2])
+    return Fit(alpha, beta, _error(alpha, beta, sizes, times), _error(*half, sizes[1::2], times[1::2]))
+
+
+def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[float, float]:
+    """alpha and beta, both at least zero: a negative one is noise, and would let a model gain by sending more."""
+    scaled = np.stack([1 / times, sizes / times], axis=1)
+    alpha, beta = np.linalg.lstsq(scaled, np.ones(len(times)), rcond=None)[0].tolist()
+    if alpha < 0:
+        alpha, beta = 0.0, scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum()
+    if beta < 0:
+        alpha, beta = scaled[:, 0].sum() / (scaled[:, 0] ** 2).sum(), 0.0
+    return float(alpha), float(beta)
+
+
+def _error(alpha: float, beta: float, sizes: np.ndarray, times: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(((alpha + beta * sizes) / times - 1) ** 2)))
+
+
+class Throughput(NamedTuple):
+    """Expert computation on one rank: overhead + seconds_per_token * tokens."""
+
+    seconds_per_token: float
+    overhead: float
+
+
+class Bandwidth(NamedTuple):
+    """All-reduce bandwidth of one shape of device group."""
+
+    ranks: int
+    nodes: int
+    bytes_per_second: float
+    """Size of the reduced buffer over the time that the collective takes."""
+
+
+@dataclass(frozen=True)
+class ClusterProfile:
+    """Constants of one cluster and one shape of expert; a value that is saved as JSON."""
+
+    num_ranks: int
+    """D: expert-parallel size that the profile is for."""
+
+    node_size: int
+    """Expert-parallel ranks on one node."""
+
+    links: Mapping[str, Mapping[str, Fit]]
+    """links[collective][group kind]; for an all-to-all the bytes are those of the busiest rank in one direction."""
+
+    forward: Throughput
+    backward: Throughput
+
+    all_reduce: tuple[Bandwidth, ...] = ()
+    """Measured device groups, FlexMoE's BPS (Eq. 9)."""
+
+    def link(self, collective: str, group: str = "ep") -> Fit:
+        return self.links[collective][group]
+
+    def group_kind(self, ranks: Sequence[int]) -> str:
+        """`intra` if the ranks share a node, else `inter`."""
+        return "intra" if len({rank // self.node_size for rank in ranks}) <= 1 else "inter"
+
+    def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds to all-reduce a buffer over a device group; FlexMoE Eq. 9 with BPS from the profile.
+
+        A group counts by its number of ranks and of nodes. One that was not measured gets, in this order: the seconds
+        per byte interpolated linearly by number of ranks among measured groups of its kind (one node, or several), the
+        nearest measured one where it is smaller or larger than all of them; and where its kind was never measured,
+        alpha + beta * bytes of the profile's all-reduce for that kind.
+        """
+        distinct = set(ranks)
+        if len(distinct) < 2:
+            return 0.0
+        nodes = len({rank // self.node_size for rank in distinct})
+        exact = [group for group in self.all_reduce if (group.ranks, group.nodes) == (len(distinct), nodes)]
+        if exact:
+            return num_bytes / exact[0].bytes_per_second
+        kin = sorted(group for group in self.all_reduce if (group.nodes > 1) == (nodes > 1))
+        if not kin:
+            line = self.link("all_reduce", "inter" if nodes > 1 else "intra")
+            return line.alpha + line.beta * num_bytes
+        slowness = [1 / group.bytes_per_second for group in kin]
+        return num_bytes * float(np.interp(len(distinct), [group.ranks for group in kin], slowness))
+
+    def save(self, path: Path) -> None:
+        """Write the profile as JSON."""
+        content = {"version": VERSION, **dataclasses.asdict(self)}
+        content["links"] = {
+            kind: {group: line._asdict() for group, line in groups.items()} for kind, groups in self.links.items()
+        }
+        content |= {"forward": self.forward._asdict(), "backward": self.backward._asdict()}
+        content["all_reduce"] = [group._asdict() for group in self.all_reduce]
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
+    """Read a profile and check that it is for this cluster.
+
+    Raises:
+        ValueError: a file that cannot be read or is damaged, another version, or another size of cluster or node.
+    """
+    where = f"--balance-profile {path}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        found = content.get("version") if isinstance(content, dict) else None
+        raise ValueError(
+            f"{where}: version {found}, but this program reads version {VERSION}; measure the cluster again"
+        )
+    try:
+        profile = _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{where}: damaged profile ({type(error).__name__}: {error}); measure again") from error
+    if (profile.num_ranks, profile.node_size) != (num_ranks, node_size):
+        raise ValueError(
+            f"{where}: is for {profile.num_ranks} expert-parallel ranks in nodes of {profile.node_size}, but this job "
+            f"has {num_ranks} in nodes of {node_size}; measure again or use --balance-profile builtin"
+        )
+    return profile
+
+
+def _parse(content: dict[str, Any]) -> ClusterProfile:
+    links = {kind: {group: Fit(**content["links"][kind][group]) for group in GROUPS} for kind in COLLECTIVES}
+    profile = ClusterProfile(
+        num_ranks=content["num_ranks"],
+        node_size=content["node_size"],
+        links=links,
+        forward=Throughput(**content["forward"]),
+        backward=Throughput(**content["backward"]),
+        all_reduce=tuple(Bandwidth(**group) for group in content["all_reduce"]),
+    )
+    numbers = [value for groups in links.values() for line in groups.values() for value in line]
+    numbers += [*profile.forward, *profile.backward]
+    positive = [profile.num_ranks, profile.node_size, *(value for group in profile.all_reduce for value in group)]
+    for value in [*numbers, *positive]:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{value!r} is not a number of at least 0")
+    if not all(value > 0 for value in positive) or not all(type(value) is int for value in positive[:2]):
+        raise ValueError("ranks, nodes and bandwidths must be above 0")
+    return profile
+
+
+def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
+    """Constants of a plausible GPU cluster, so that runs without a measured profile repeat on any machine.
+
+    Within a node 150 GB/s and 10 us per message, between nodes 25 GB/s and 25 us; two matrix products per expert at
+    200 TFLOP/s with 2-byte numbers, half of that with wider ones; a backward costs two forwards (Pro-Prophet Eq. 3).
+    The expert-parallel group counts as one kind of link, the slower one where it spans nodes.
+
+    Args:
+        hidden, ffn: width of the model and of one expert.
+        dtype_bytes: size of the numbers that experts compute with.
+    """
+    intra, inter = Fit(10e-6, 1 / 150e9, 0.0, 0.0), Fit(25e-6, 1 / 25e9, 0.0, 0.0)
+    ring = [line._replace(beta=2 * line.beta) for line in (intra, inter)]
+    # An all-reduce is a reduce and a broadcast: every byte passes each link twice
+    links = {}
+    for kind in COLLECTIVES:
+        near, far = ring if kind == "all_reduce" else (intra, inter)
+        links[kind] = {"intra": near, "inter": far, "ep": near if num_ranks <= node_size else far}
+    flops = 200e12 if dtype_bytes <= 2 else 100e12
+    per_token = 4 * hidden * ffn / flops
+    return ClusterProfile(num_ranks, node_size, links, Throughput(per_token, 20e-6), Throughput(2 * per_token, 40e-6))

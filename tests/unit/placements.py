@@ -1,0 +1,38 @@
+"""Random placements and loads for property tests."""
+
+import torch
+from hypothesis import strategies as st
+
+from megatron_balance.placement.placement import Placement
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Any valid placement of a small size: permuted homes, guests, several vExperts on a rank, lent experts."""
+    ranks, slots, guest_slots = draw(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 3)))
+    order = draw(st.permutations(range(ranks * slots)))
+    home = tuple(tuple(order[rank * slots : (rank + 1) * slots]) for rank in range(ranks))
+    guests = []
+    for own in home:
+        others = [expert for expert in order if expert not in own]
+        chosen = st.lists(st.sampled_from(others), unique=True, max_size=guest_slots) if others else st.just([])
+        row = draw(chosen)
+        guests.append(tuple(draw(st.permutations(row + [-1] * (guest_slots - len(row))))))
+    hosts = []
+    for expert in range(ranks * slots):
+        on = [rank for rank, row in enumerate(guests) if expert in row]
+        copies = {rank: draw(st.integers(1, 3)) for rank in on}
+        owner = next(rank for rank, row in enumerate(home) if expert in row)
+        copies[owner] = draw(st.integers(0 if on else 1, 3))
+        hosts.append(tuple(rank for rank in sorted(copies) for _ in range(copies[rank])))
+    primary = tuple(draw(st.sampled_from(row)) for row in hosts)
+    return Placement(ranks * slots, home, tuple(guests), tuple(hosts), primary)
+
+
+@st.composite
+def loads(draw: st.DrawFn, placement: Placement, largest: int = 10**8) -> torch.Tensor:
+    """[D, E] tokens of each source rank for each expert: many zeros, few tokens, a lot of tokens."""
+    cells = placement.num_ranks * placement.num_experts
+    tokens = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, largest))
+    counts = draw(st.lists(tokens, min_size=cells, max_size=cells))
+    return torch.tensor(counts, dtype=torch.int64).view(placement.num_ranks, placement.num_experts)

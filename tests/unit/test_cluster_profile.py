@@ -1,0 +1,108 @@
+"""ClusterProfile: lines through measurements, files that load or say why not, bandwidths of groups."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, Bandwidth, builtin, fit, load
+
+SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
+
+
+@given(st.floats(0, 1e-3), st.floats(1e-12, 1e-8))
+def test_a_line_is_found_again(alpha: float, beta: float) -> None:
+    line = fit(SIZES, [alpha + beta * size for size in SIZES])
+    assert line.alpha == pytest.approx(alpha, rel=1e-6, abs=1e-12)
+    assert line.beta == pytest.approx(beta, rel=1e-6)
+    assert line.residual < 1e-6 and line.held_out < 1e-6
+
+
+@given(st.lists(st.floats(1e-6, 1), min_size=5, max_size=5))
+def test_no_fit_is_negative(seconds: list[float]) -> None:
+    line = fit(SIZES, seconds)
+    assert line.alpha >= 0 and line.beta >= 0
+
+
+def test_held_out_error_shows_what_the_line_misses() -> None:
+    line = fit(SIZES, [1e-5 + 1e-9 * size * (2 if index % 2 else 1) for index, size in enumerate(SIZES)])
+    assert line.held_out > 0.2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "message"),
+    [
+        ([1, 2, 3], [1, 1], "same length"),
+        ([1, 1, 1, 1], [1, 1, 1, 1], "four different sizes"),
+        ([1, 2, 3, 4], [1, 1, 0, 1], "above 0"),
+        ([1, 2, 3, 4], [1, 1, float("nan"), 1], "finite"),
+    ],
+)
+def test_measurements_that_make_no_line(sizes: list[float], seconds: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(sizes, seconds)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    profile = dataclasses.replace(builtin(8, 4, 64, 128), all_reduce=(Bandwidth(2, 1, 1e9),))
+    profile.save(tmp_path / "profile.json")
+    assert load(tmp_path / "profile.json", 8, 4) == profile
+
+
+def test_builtin_has_every_link_and_knows_where_nodes_end() -> None:
+    near, far = builtin(4, 4, 64, 128), builtin(8, 4, 64, 128)
+    assert all(set(near.links[kind]) == set(GROUPS) for kind in COLLECTIVES)
+    assert near.link("p2p") == near.link("p2p", "intra") and far.link("p2p") == far.link("p2p", "inter")
+    assert far.backward.seconds_per_token == 2 * far.forward.seconds_per_token
+    assert (far.group_kind((0, 3)), far.group_kind((3, 4))) == ("intra", "inter")
+
+
+def _damage(content: dict, key: str, value: object) -> str:
+    return json.dumps(content | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("version", 2, "version 2"),
+        ("num_ranks", 16, "for 16 expert-parallel ranks"),
+        ("node_size", 2, "nodes of 2"),
+        ("links", {}, "damaged profile .*p2p"),
+        ("forward", {"seconds_per_token": -1, "overhead": 0}, "-1 is not a number of at least 0"),
+        ("forward", {"seconds_per_token": "fast", "overhead": 0}, "'fast' is not a number"),
+        ("num_ranks", 0, "above 0"),
+        ("all_reduce", [{"ranks": 2, "nodes": 1, "bytes_per_second": 0}], "above 0"),
+        ("all_reduce", 3, "damaged profile"),
+    ],
+)
+def test_a_file_that_does_not_fit_says_why(tmp_path: Path, key: str, value: object, message: str) -> None:
+    path = tmp_path / "profile.json"
+    builtin(8, 4, 64, 128).save(path)
+    path.write_text(_damage(json.loads(path.read_text()), key, value))
+    with pytest.raises(ValueError, match=message):
+        load(path, 8, 4)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--balance-profile .*cannot be read"):
+        load(tmp_path / "none.json", 8, 4)
+    for text, message in (("{", "is not JSON"), ("[]", "version None")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "bad.json", 8, 4)
+
+
+def test_all_reduce_bandwidth_between_measured_groups() -> None:
+    measured = (Bandwidth(2, 1, 1e9), Bandwidth(4, 1, 0.5e9), Bandwidth(2, 2, 1e8))
+    profile = dataclasses.replace(builtin(8, 4, 64, 128), all_reduce=measured)
+    assert profile.all_reduce_seconds((1,), 1e9) == 0
+    assert profile.all_reduce_seconds((0, 1), 1e9) == pytest.approx(1)
+    # Seconds per byte are interpolated: halfway between 1 and 2 seconds
+    assert profile.all_reduce_seconds((0, 1, 2), 1e9) == pytest.approx(1.5)
+    assert profile.all_reduce_seconds((0, 4, 5), 1e9) == pytest.approx(10)
+    line = profile.link("all_reduce", "inter")
+    unmeasured = dataclasses.replace(profile, all_reduce=measured[:2])
+    assert unmeasured.all_reduce_seconds((0, 4), 1e9) == pytest.approx(line.alpha + line.beta * 1e9)

@@ -1,0 +1,143 @@
+"""The cost model against values worked out by hand, and that every split conserves tokens."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.placement.cost_model import (
+    LINKS,
+    SPLITS,
+    CostModel,
+    Overlap,
+    balance_gain,
+    balance_ratio,
+    link_messages,
+    split_local_first,
+    split_proportional,
+)
+from megatron_balance.placement.placement import Placement
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, Bandwidth, ClusterProfile, Fit, Throughput
+
+COUNTS_DE = np.array([[2, 0, 1], [2, 1, 0], [1, 1, 1]])
+"""Pro-Prophet's Fig. 6: 5, 2 and 2 inputs for three experts on three devices."""
+
+
+def profile(num_ranks: int = 3, node_size: int = 3) -> ClusterProfile:
+    """0.5 s per byte within a node and in the whole group, 2 s across nodes; 1 s per token forward, 2 s backward."""
+    near, far = Fit(0.0, 0.5, 0.0, 0.0), Fit(0.0, 2.0, 0.0, 0.0)
+    links = {kind: dict(zip(GROUPS, (near, far, near), strict=True)) for kind in COLLECTIVES}
+    return ClusterProfile(num_ranks, node_size, links, Throughput(1.0, 0.0), Throughput(2.0, 0.0))
+
+
+COST = CostModel(profile(), token_bytes=4, param_bytes=6, grad_bytes=12)
+PLAIN = Placement.identity(3, 3, guest_slots=2)
+GUEST = PLAIN.with_hosts([(0, 1)])
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[np.ndarray, Placement]:
+    """A load matrix and a placement with guests, as many and where they come."""
+    num_ranks, home, slots = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    placement = Placement.identity(num_ranks * home, num_ranks, slots)
+    additions = []
+    for rank in range(num_ranks):
+        strangers = [expert for expert in range(num_ranks * home) if expert // home != rank]
+        chosen = generator.permutation(strangers)[: generator.integers(0, slots + 1)]
+        additions += [(int(expert), rank) for expert in chosen]
+    zeros = generator.integers(0, 2, (num_ranks, num_ranks * home))
+    return generator.integers(0, 100, zeros.shape) * zeros, placement.with_hosts(additions)
+
+
+def test_traffic_of_the_papers_example() -> None:
+    assert split_local_first(COUNTS_DE, PLAIN).tolist() == [[2, 0, 1], [2, 1, 0], [1, 1, 1]]
+    assert split_local_first(COUNTS_DE, GUEST).tolist() == [[2, 0, 1], [0, 3, 0], [1, 1, 1]]
+
+
+def test_equations_1_to_6() -> None:
+    # Computed 5, 2, 2; received 3, 1, 1; sent 1, 2, 2. One token takes 2 s on a link
+    assert COST.layer_time(COUNTS_DE, PLAIN) == (4 * 3 * 2, 5, 10, 0, 0)
+    # Computed 3, 4, 2; received 1, 1, 1; sent 1, 0, 2; one expert sent in 3 s and its gradients in 6 s
+    assert COST.layer_time(COUNTS_DE, GUEST) == (4 * 2 * 2, 4, 8, 3, 6)
+    assert COST.layer_seconds(COUNTS_DE, GUEST) == 37
+
+
+def test_equation_8_hides_transfers() -> None:
+    hidden = dataclasses.replace(COST, overlap=Overlap(forward=0.0, backward=0.0))
+    assert hidden.layer_time(COUNTS_DE, GUEST)[3:] == (0, 0)
+    heavy = dataclasses.replace(hidden, param_bytes=20, grad_bytes=40, overlap=Overlap(forward=1.0, backward=2.0))
+    # Trans 10 s under 4 + 1, Agg 20 s under 8 + 2
+    assert heavy.layer_time(COUNTS_DE, GUEST)[3:] == (5, 10)
+
+
+def test_latencies_count_per_exchange_and_per_expert_on_a_link() -> None:
+    slow = {kind: dict.fromkeys(GROUPS, Fit(1.0, 0.0, 0.0, 0.0)) for kind in COLLECTIVES}
+    cost = dataclasses.replace(COST, profile=dataclasses.replace(profile(), links=slow))
+    two = PLAIN.with_hosts([(0, 1), (0, 2)])
+    time = cost.layer_time(COUNTS_DE, two)
+    assert (time.all_to_all, time.trans, time.agg) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("additions", "direct", "relay", "average"),
+    [
+        ([], 0, 0, 0),
+        ([(0, 1)], 1, 1, 1 / 4),
+        ([(0, 1), (0, 2), (0, 3)], 3, 1, 3 / 4),
+        ([(0, 3), (1, 3)], 2, 2, 2 / 4),
+        ([(0, 1), (0, 2), (1, 2), (1, 3)], 2, 2, 1),
+    ],
+)
+def test_experts_on_the_busiest_link(additions: list, direct: float, relay: float, average: float) -> None:
+    placement = Placement.identity(4, 4, 3).with_hosts(additions)
+    # In the last row rank 1 relays expert 0 and sends expert 1; rank 2 receives both
+    assert [link_messages(placement, links) for links in LINKS] == [direct, relay, pytest.approx(average)]
+
+
+def test_flexmoe_equations() -> None:
+    two_nodes = dataclasses.replace(COST, profile=dataclasses.replace(profile(node_size=2)))
+    # Rank 0: 5 tokens * 3 s + 4 exchanges * 4 bytes * (2 tokens * 0.5 + 1 token * 2 s per byte)
+    assert two_nodes.flexmoe_seconds(COUNTS_DE, PLAIN) == 15 + 16 * 3
+    # With a guest on rank 1, that computes 4 tokens, 1 of them from far, and synchronises 12 bytes at 0.5 s
+    assert two_nodes.flexmoe_seconds(COUNTS_DE, GUEST) == 12 + 16 * 2 + 6
+    measured = dataclasses.replace(two_nodes.profile, all_reduce=(Bandwidth(2, 1, 1.0),))
+    assert dataclasses.replace(two_nodes, profile=measured).flexmoe_seconds(COUNTS_DE, GUEST) == 12 + 16 * 2 + 12
+    assert (two_nodes.adjustment_seconds(0, 0), two_nodes.adjustment_seconds(0, 1)) == (0, 3)
+    assert two_nodes.adjustment_seconds(1, 2) == 12
+
+
+def test_proportional_split_fills_what_hosts_have_left() -> None:
+    placement = Placement.identity(2, 2, 1).with_hosts([(0, 1)])
+    # Expert 0 has 8 tokens and two hosts of 4: rank 0 keeps 4 of its 6, rank 1 its 2 and takes 2
+    assert split_proportional(np.array([[6, 0], [2, 0]]), placement).tolist() == [[4, 2], [0, 2]]
+
+
+@settings(deadline=None)
+@given(placements(), st.sampled_from(sorted(SPLITS)))
+def test_no_token_is_lost(case: tuple[np.ndarray, Placement], split: str) -> None:
+    counts_DE, placement = case
+    traffic_DD = SPLITS[split](counts_DE, placement)
+    assert (traffic_DD >= -1e-9).all()
+    assert traffic_DD.sum(1) == pytest.approx(counts_DE.sum(1))
+    for expert in range(placement.num_experts):
+        alone_DE = np.zeros_like(counts_DE)
+        alone_DE[:, expert] = counts_DE[:, expert]
+        away = np.delete(SPLITS[split](alone_DE, placement).sum(0), sorted(set(placement.hosts[expert])))
+        assert away == pytest.approx(0)
+
+
+def test_metrics() -> None:
+    assert balance_ratio(np.array([6, 2, 1])) == 2
+    assert balance_ratio(np.zeros(3)) == 1
+    assert balance_gain(np.array([0, 4]), np.array([1, 3])) == 2
+    assert balance_gain(np.array([0, 4]), np.array([2, 2])) == float("inf")
+    assert balance_gain(np.array([2, 2]), np.array([2, 2])) == 1
+
+
+@pytest.mark.parametrize(("field", "message"), [("split", "--balance-token-split x"), ("links", "links x")])
+def test_names_are_checked(field: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(COST, **{field: "x"})

@@ -1,0 +1,222 @@
+"""Placement: its invariants, its printed form and the slots that guests get."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.placement.placement import Placement
+from tests.unit.placements import placements
+
+BY_HAND = Placement(
+    num_experts=4,
+    home=((0, 1), (2, 3)),
+    guests=((3, -1), (-1, 1)),
+    hosts=((0,), (0, 0, 1), (1,), (0,)),
+    primary=(0, 1, 1, 0),
+)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 3))
+def test_identity(ranks: int, slots: int, guest_slots: int) -> None:
+    placement = Placement.identity(ranks * slots, ranks, guest_slots)
+    assert placement.is_identity
+    assert placement.added_hosts == 0
+    assert (placement.num_experts, placement.num_ranks) == (ranks * slots, ranks)
+    assert (placement.home_slots, placement.guest_slots) == (slots, guest_slots)
+    assert placement.slots_per_rank == slots + guest_slots
+    assert placement.num_physical == ranks * (slots + guest_slots) == len(placement.expert_of_physical)
+    assert [placement.owner(expert) for expert in range(ranks * slots)] == [e // slots for e in range(ranks * slots)]
+    if not guest_slots:
+        assert placement.expert_of_physical == tuple(range(ranks * slots))
+
+
+def test_placements_are_frozen_values() -> None:
+    placement = Placement.identity(4, 2)
+    assert placement == Placement.identity(4, 2) != Placement.identity(4, 4)
+    assert placement != Placement.identity(4, 2, guest_slots=1)
+    assert hash(placement) == hash(Placement.identity(4, 2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        placement.num_experts = 4
+
+
+def test_uneven_experts() -> None:
+    with pytest.raises(ValueError, match=r"--num-experts 5: .*multiple of --expert-model-parallel-size 2"):
+        Placement.identity(5, 2)
+
+
+def test_by_hand() -> None:
+    assert str(BY_HAND) == "0 1x2 + 3! . | 2 3x0 + . 1!"
+    assert not BY_HAND.is_identity
+    assert BY_HAND.added_hosts == 2
+    assert BY_HAND.experts_of(1) == (2, 3)
+    assert BY_HAND.expert_of_physical == (0, 1, 3, -1, 2, -1, -1, 1)
+    assert BY_HAND.physicals == ((0,), (1, 7), (4,), (2,))
+    # The owner keeps the weights of the expert that it lends
+    assert BY_HAND.physical(1, 3) == 5
+    with pytest.raises(ValueError):
+        BY_HAND.physical(1, 0)
+
+
+@settings(deadline=None)
+@given(placements())
+def test_physical_experts_are_the_hosts(placement: Placement) -> None:
+    hosted = {(index // placement.slots_per_rank, e) for index, e in enumerate(placement.expert_of_physical) if e >= 0}
+    assert hosted == {(rank, expert) for expert, ranks in enumerate(placement.hosts) for rank in ranks}
+    assert placement.added_hosts == sum(placement.owner(expert) != rank for rank, expert in hosted)
+    for rank, expert in hosted:
+        index = placement.physical(rank, expert)
+        slots = placement.home[rank] + placement.guests[rank]
+        assert placement.expert_of_physical[index] == expert == slots[index - rank * placement.slots_per_rank]
+        assert index in placement.physicals[expert]
+    assert all(list(indices) == sorted(indices) for indices in placement.physicals)
+    assert sum(map(len, placement.physicals)) == len(hosted)
+
+
+@settings(deadline=None)
+@given(placements(), placements())
+def test_printed_form(one: Placement, other: Placement) -> None:
+    assert Placement.parse(str(one)) == one
+    assert (str(one) == str(other)) == (one == other) == (one.digest() == other.digest())
+
+
+def test_digest_is_the_same_in_every_run() -> None:
+    assert BY_HAND.digest() == "e7777c90733622fb515c208f2022c0bd"
+
+
+@pytest.mark.parametrize(
+    "text",
+    """
+
+    0 1 2x
+    0 1 | 2 x
+    0 1 | 2
+    0 0 | 1 2
+    0 1 | 2 4
+    0 1 + 5 | 2 3 + .
+    0 +
+    0 + . + .
+    0x1
+    0!
+    0 + 1! | 1 + 0 1
+    0 + 1! | 1! + .
+    0 . | 1 2
+    0 + . | 1 + 0x0
+    0x0 + . | 1 + .
+    0 + -1 | 1 + .""".splitlines(),
+)
+def test_texts_that_are_no_placement(text: str) -> None:
+    with pytest.raises(ValueError):
+        Placement.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 5}, r"home .*: must hold each of 5 experts once"),
+        ({"home": ((0, 1), (2, 2))}, r"home .*: must hold each of 4 experts once"),
+        ({"home": ((0, 1, 2), (3,))}, r"home .*evenly over ranks"),
+        ({"home": ()}, r"home .*: must hold each of 4"),
+        ({"num_experts": 0, "home": ((), ())}, r"home .*: must hold each of 0"),
+        ({"guests": ((3, -1),)}, r"guests .*: 2 ranks need equally many guest slots"),
+        ({"guests": ((3, -1), (1,))}, r"guests .*: 2 ranks need equally many guest slots"),
+        ({"guests": ((3, 4), (-1, 1))}, r"rank 0: its guest 4 is none of 4 experts"),
+        ({"guests": ((3, -2), (-1, 1))}, r"rank 0: its guest -2 is none of 4 experts"),
+        ({"guests": ((3, -1), (1, 1))}, r"rank 1: expert 1 fills 2 guest slots"),
+        ({"guests": ((3, 0), (-1, 1))}, r"rank 0: owns expert 0 and keeps it as a guest"),
+        ({"guests": ((3, 2), (-1, 1))}, r"rank 0: keeps the guest 2, but the hosts are \(1,\)"),
+        ({"guests": ((-1, -1), (-1, 1))}, r"expert 3: its host 0 has no slot for it"),
+        ({"hosts": ((0,), (0, 1), (1,))}, r"hosts of 3 experts, primaries of 4"),
+        ({"primary": (0, 1, 1)}, r"hosts of 4 experts, primaries of 3"),
+        ({"hosts": ((), (0, 1), (1,), (0,))}, r"expert 0: has no host"),
+        ({"hosts": ((0,), (1, 0), (1,), (0,))}, r"expert 1: its hosts \(1, 0\) must ascend"),
+        ({"hosts": ((0, 1), (0, 1), (1,), (0,))}, r"expert 0: its host 1 has no slot for it"),
+        ({"hosts": ((0, 2), (0, 1), (1,), (0,))}, r"expert 0: its host 2 has no slot for it"),
+        ({"hosts": ((-1, 0), (0, 1), (1,), (0,))}, r"expert 0: its host -1 has no slot for it"),
+        ({"primary": (0, 1, 0, 0)}, r"expert 2: its primary 0 is none of its hosts \(1,\)"),
+    ],
+)
+def test_what_is_no_placement(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(BY_HAND, **changes)
+
+
+def test_added_hosts_fill_free_slots_in_order() -> None:
+    base = Placement.identity(6, 3, guest_slots=2)
+    placement = base.with_hosts([(4, 0), (2, 0), (0, 2), (0, 0)])
+    assert str(placement) == "0x2 1 + 2 4 | 2 3 + . . | 4 5 + 0 ."
+    assert placement.hosts == ((0, 0, 2), (0,), (0, 1), (1,), (0, 2), (2,))
+    assert placement.primary == base.primary
+    assert base.with_hosts([]) == base
+    assert Placement.with_hosts(base, [(0, 0), (0, 2), (2, 0), (4, 0)]) == placement
+
+
+def test_guests_stay_in_their_slots() -> None:
+    base = Placement.parse("0 1 + . 4 | 2 3 + . . | 4 5 + . .")
+    assert str(base.with_hosts([(2, 0)])) == "0 1 + 2 4 | 2 3 + . . | 4 5 + . ."
+    # Expert 4 leaves rank 0, and expert 5 takes its slot
+    without = base.with_hosts([(2, 0)]).rehost([(0,), (0,), (1, 0), (1,), (2,), (2,)])
+    assert str(without) == "0 1 + 2 . | 2 3 + . . | 4 5 + . ."
+    assert str(without.with_hosts([(5, 0)])) == "0 1 + 2 5 | 2 3 + . . | 4 5 + . ."
+
+
+@settings(deadline=None)
+@given(placements(), st.data())
+def test_more_hosts_for_any_placement(base: Placement, data: st.DataObject) -> None:
+    pairs = [(expert, rank) for expert in range(base.num_experts) for rank in range(base.num_ranks)]
+    additions = data.draw(st.lists(st.sampled_from(pairs), max_size=6))
+    kept = [{*home, *guests} for home, guests in zip(base.home, base.guests, strict=True)]
+    new = {(expert, rank) for expert, rank in additions if expert not in kept[rank]}
+    if any(sum(on == rank for _, on in new) > row.count(-1) for rank, row in enumerate(base.guests)):
+        with pytest.raises(ValueError, match=r"rank \d+: no free guest slot of \d+ for experts"):
+            base.with_hosts(additions)
+        return
+    placement = base.with_hosts(additions)
+    assert placement == base.with_hosts(data.draw(st.permutations(additions)))
+    assert (placement.home, placement.primary) == (base.home, base.primary)
+    for before, after in zip(base.guests, placement.guests, strict=True):
+        assert all(a == b for a, b in zip(after, before, strict=True) if b >= 0)
+    for expert, ranks in enumerate(placement.hosts):
+        assert list(ranks) == sorted([*base.hosts[expert], *(r for e, r in additions if e == expert)])
+
+
+@settings(deadline=None)
+@given(placements())
+def test_the_same_hosts_again(placement: Placement) -> None:
+    assert placement.rehost(placement.hosts) == placement
+    alone = [(placement.owner(expert),) for expert in range(placement.num_experts)]
+    assert placement.rehost(alone).is_identity
+    assert placement.rehost(alone).primary == tuple(rank for (rank,) in alone)
+
+
+def test_primary_of_a_lent_expert() -> None:
+    base = Placement.identity(3, 3, guest_slots=1)
+    lent = base.rehost([(2, 1), (1,), (2,)])
+    assert str(lent) == "0x0 + . | 1 + 0! | 2 + 0"
+    assert base.rehost([(2, 1), (1,), (2,)], primary=(2, 1, 2)).primary == (2, 1, 2)
+    # A primary that hosts on stays; one that does not gives way to the owner
+    assert lent.rehost([(0, 1), (1,), (2,)]).primary == (1, 1, 2)
+    assert lent.rehost([(0, 2), (1,), (2,)]).primary == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ([(0,), (1,)], "2 lists of hosts for 3 experts"),
+        ([(0,), (1,), ()], "expert 2: has no host"),
+        ([(0,), (1,), (2, 3)], "expert 2 on rank 3: there are 3 ranks"),
+        ([(0,), (1,), (-1, 2)], "expert 2 on rank -1: there are 3 ranks"),
+        ([(0,), (0, 1), (0, 2)], r"rank 0: no free guest slot of 1 for experts \[2\]"),
+    ],
+)
+def test_hosts_that_cannot_be(hosts: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Placement.identity(3, 3, guest_slots=1).rehost(hosts)
+
+
+@pytest.mark.parametrize("addition", [(3, 0), (-1, 0), (0, 3), (0, -1)])
+def test_additions_that_cannot_be(addition: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"expert -?\d on rank -?\d: there are 3 (experts|ranks)"):
+        Placement.identity(3, 3, guest_slots=1).with_hosts([addition])

@@ -1,0 +1,139 @@
+"""Policies: valid placements for any load, the same each time, and never slower than none where a model decides."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.observe.workloads import WORKLOADS, load_matrix
+from megatron_balance.placement.cost_model import LINKS, SPLITS, CostModel, Overlap, split_local_first
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import POLICIES, load_policy
+from megatron_balance.placement.policies.pro_prophet import _Search, _Start
+from megatron_balance.profile.cluster_profile import builtin
+from tests.unit.tools_loader import load_tool
+
+MODEL_DRIVEN = ("none", "pro_prophet", "fastermoe")
+
+
+def cost_model(num_ranks: int, **options: object) -> CostModel:
+    return CostModel(builtin(num_ranks, 4, 1024, 2048), 2048, 8e6, 8e6, **options)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel]:
+    """A load, the placement in use and a cost model; experts of any home, guests of an earlier plan."""
+    num_ranks, home, slots = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    size = (num_ranks, num_ranks * home)
+    counts_DE = (generator.lognormal(0, 2, size) * draw(st.sampled_from([0, 10, 1000]))).astype(np.int64)
+    counts_DE[:, generator.random(size[1]) < 0.3] = 0
+    current = Placement.identity(size[1], num_ranks, slots)
+    homes = generator.permutation(size[1]).reshape(num_ranks, home)
+    owner = {expert: rank for rank, row in enumerate(homes.tolist()) for expert in row}
+    owners = tuple(owner[expert] for expert in range(size[1]))
+    moved = dataclasses.replace(
+        current, home=tuple(map(tuple, homes.tolist())), hosts=tuple((rank,) for rank in owners), primary=owners
+    )
+    current = POLICIES["top2"]().plan(counts_DE, moved, cost_model(num_ranks)) if draw(st.booleans()) else moved
+    overlap = draw(st.sampled_from([None, Overlap(1e-4, 2e-4)]))
+    cost = cost_model(
+        num_ranks, links=draw(st.sampled_from(LINKS)), split=draw(st.sampled_from(sorted(SPLITS))), overlap=overlap
+    )
+    return counts_DE, current, cost
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(sorted(POLICIES)), cases())
+def test_any_load_gets_a_valid_placement(name: str, case: tuple[np.ndarray, Placement, CostModel]) -> None:
+    counts_DE, current, cost = case
+    planned = load_policy(name).plan(counts_DE, current, cost)
+    # Placement checks its own invariants, guest slots included
+    assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
+    assert planned == load_policy(name).plan(counts_DE.copy(), current, cost)
+    assert cost.traffic(counts_DE, planned).sum() == pytest.approx(counts_DE.sum())
+    if name in MODEL_DRIVEN:
+        plain = load_policy("none").plan(counts_DE, current, cost)
+        assert cost.layer_seconds(counts_DE, planned) <= cost.layer_seconds(counts_DE, plain) * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_the_search_counts_as_the_model_does(case: tuple[np.ndarray, Placement, CostModel]) -> None:
+    counts_DE, current, cost = case
+    cost = dataclasses.replace(cost, split="local_first")
+    search = _Search(_Start(counts_DE, current), cost, float("inf"))
+    search.run(0.0, float("inf"), 100, 0.0)
+    plain = load_policy("none").plan(counts_DE, current, cost)
+    placement = plain.with_hosts([(expert, rank) for expert, ranks in search.selected for rank in ranks])
+    assert search.computed_D.tolist() == split_local_first(counts_DE, placement).sum(0).tolist()
+    assert search.seconds() == pytest.approx(cost.layer_seconds(counts_DE, placement), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [(4, 16), (16, 16), (16, 64)])
+@pytest.mark.parametrize("links", LINKS)
+def test_balanced_load_is_left_alone(size: tuple[int, int], links: str) -> None:
+    num_ranks, num_experts = size
+    current = Placement.identity(num_experts, num_ranks, 2)
+    counts_DE = load_matrix("balanced", num_ranks, num_experts, 2, 1024, 0, 0)
+    for name in MODEL_DRIVEN:
+        assert (
+            load_policy(name).plan(counts_DE, current, cost_model(num_ranks, links=links)) is current or name != "none"
+        )
+        assert load_policy(name).plan(counts_DE, current, cost_model(num_ranks, links=links)).is_identity
+
+
+def test_guests_go_where_the_tokens_are() -> None:
+    # Rank 0 owns the hot expert, and rank 3 holds most of its tokens
+    counts_DE = np.full((4, 8), 10)
+    counts_DE[:, 0] = [5_000, 10, 10, 40_000]
+    planned = load_policy("pro_prophet").plan(counts_DE, Placement.identity(8, 4, 1), cost_model(4))
+    assert planned.hosts[0] == (0, 3) and planned.added_hosts == 1
+
+
+def test_top_k_copies_the_heaviest_to_all() -> None:
+    counts_DE = np.array([[5, 1, 9, 0]] * 4)
+    current = Placement.identity(4, 4, 2)
+    assert load_policy("top2").plan(counts_DE, current, cost_model(4)).hosts == ((0, 1, 2, 3), (1,), (0, 1, 2, 3), (3,))
+    top3 = load_policy("top3").plan(counts_DE, current, cost_model(4))
+    # Ranks 1 and 3 have both slots taken by experts 2 and 0; ranks 0 and 2 own one of those
+    assert top3.hosts == ((0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3), (3,))
+
+
+def test_fastermoe_stops_when_the_next_copy_does_not_pay() -> None:
+    counts_DE = np.array([[60_000, 10, 10, 10]] * 4)
+    planned = load_policy("fastermoe").plan(counts_DE, Placement.identity(4, 4, 3), cost_model(4))
+    assert planned.hosts == ((0, 1, 2, 3), (1,), (2,), (3,))
+
+
+@pytest.mark.parametrize(("size", "bound"), [((4, 4, 2), 1.25), ((4, 8, 1), 1.1), ((4, 16, 1), 1.1)])
+def test_pro_prophet_is_close_to_the_optimum(size: tuple[int, int, int], bound: float) -> None:
+    num_ranks, num_experts, slots = size
+    current, cost = Placement.identity(num_experts, num_ranks, slots), cost_model(num_ranks)
+    best_seconds = load_tool("bench.planner").best_seconds
+    ratios = []
+    for workload in WORKLOADS:
+        counts_DE = load_matrix(workload, num_ranks, num_experts, 2, 4096, 0, 7)
+        optimum = best_seconds(counts_DE, current, cost)
+        ratios.append(
+            cost.layer_seconds(counts_DE, load_policy("pro_prophet").plan(counts_DE, current, cost)) / optimum
+        )
+    assert min(ratios) >= 1 - 1e-12
+    assert np.median(ratios) <= bound
+
+
+def test_policies_by_path() -> None:
+    assert load_policy("pro_prophet", alpha=0.1).alpha == 0.1
+    path = "megatron_balance.placement.policies.top_k:TopK"
+    assert load_policy(path, k=4).k == 4
+    for name, message in [
+        ("best", "choose from none, pro_prophet"),
+        ("no.module:Class", "cannot be imported"),
+        ("math:Nothing", "cannot be imported"),
+        (path, "cannot be made with options"),
+        ("fractions:Fraction", "has no method plan"),
+    ]:
+        with pytest.raises(ValueError, match=f"--balance-policy {name}: .*{message}"):
+            load_policy(name)

@@ -1,0 +1,79 @@
+"""Predictors: what they expect, that they conserve tokens, and that their state survives a checkpoint."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.placement.predictor import METHODS, History, Predictor, prediction_error
+
+
+def observed(predictor: Predictor, *counts: list[list[int]]) -> History:
+    state = History()
+    for matrix in counts:
+        state = predictor.observe(state, np.array(matrix))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("predictor", "expected"),
+    [
+        (Predictor("last"), [[2, 6]]),
+        (Predictor("ema", decay=0.5), [[4, 4]]),
+        (Predictor("linear"), [[0, 8]]),
+    ],
+)
+def test_two_observations(predictor: Predictor, expected: list[list[int]]) -> None:
+    state = observed(predictor, [[6, 2]], [[2, 6]])
+    assert predictor.predict(state).tolist() == expected
+
+
+def test_linear_uses_its_window_only() -> None:
+    predictor = Predictor("linear", window=2)
+    state = observed(predictor, [[0, 100]], [[40, 60]], [[50, 50]])
+    assert len(state.recent) == 2
+    assert predictor.predict(state).tolist() == [[60, 40]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_seen_and_another_shape(method: str) -> None:
+    predictor = Predictor(method)
+    assert predictor.predict(History()) is None
+    state = observed(predictor, [[1, 2]], [[1, 2, 3]])
+    assert predictor.predict(state).tolist() == [[1, 2, 3]]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(METHODS), st.integers(0, 2**32 - 1), st.integers(1, 6))
+def test_tokens_are_conserved_and_states_survive_json(method: str, seed: int, steps: int) -> None:
+    generator = np.random.default_rng(seed)
+    predictor, state = Predictor(method), History()
+    for _ in range(steps):
+        counts_DE = generator.integers(0, 50, (3, 5)) * generator.integers(0, 2, (3, 1))
+        state = predictor.observe(state, counts_DE)
+    predicted_DE = predictor.predict(state)
+    assert (predicted_DE >= 0).all()
+    assert (predicted_DE.sum(1) == counts_DE.sum(1)).all()
+    copy = History.from_plain(json.loads(json.dumps(state.to_plain())))
+    following = generator.integers(0, 50, (3, 5))
+    expected = predictor.predict(predictor.observe(state, following))
+    assert (predictor.predict(predictor.observe(copy, following)) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"method": "best"}, "--balance-predictor best"), ({"decay": 1.0}, "decay"), ({"window": 1}, "window")],
+)
+def test_options_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Predictor(**options)
+
+
+def test_error() -> None:
+    actual = np.array([[4, 0], [0, 4]])
+    assert prediction_error(actual, actual) == 0
+    assert prediction_error(np.array([[0, 4], [4, 0]]), actual) == 1
+    assert prediction_error(np.array([[3, 1], [0, 4]]), actual) == pytest.approx(1 / 8)
+    assert prediction_error(np.zeros((1, 1)), np.zeros((1, 1))) == 0
