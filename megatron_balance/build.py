@@ -4,9 +4,11 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -25,11 +27,25 @@ from megatron_balance.device import groups as device_groups
 from megatron_balance.device.norm import TorchNorm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.passes import expert_passes
+from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.manager import Manager
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import load_policy
+from megatron_balance.placement.predictor import Predictor
+from megatron_balance.profile.cluster_profile import ClusterProfile, builtin, load
+from megatron_balance.profile.measure import LARGE_SIZES, SIZES, measure, measured_once
+from megatron_balance.timeline import hooks
+from megatron_balance.timeline.runtime import Balancer, LayerState
 from megatron_balance.training.data import build_data, padded_vocab_size
 from megatron_balance.training.loop import Progress, Run
 from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
 from megatron_balance.training.tokenizer import build_tokenizer
+
+MINIMAL_LOAD = 64
+"""Tokens per rank below which experts are not worth timing."""
 
 
 def build_run(config: RunConfig) -> Run:
@@ -47,7 +63,12 @@ def build_run(config: RunConfig) -> Run:
     optimizer = get_megatron_optimizer(config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups)
     connect(config, model, optimizer)
     length = run_length(config.train, groups.dp.size())
+    batches = build_batch_schedule(config.train, groups.dp.size())
     progress = Progress()
+    if config.balance.moe_router_force_workload != "none":
+        part = BatchPart.of(config.transformer, groups, config.model.seq_length)
+        workload = Workload(config.balance.moe_router_force_workload, config.train.seed)
+        force_routing(model, workload, part, lambda: progress.iteration, batches.get)
     consumed = (lambda: progress.consumed_samples, lambda: progress.consumed_valid_samples)
     return Run(
         config=config,
@@ -55,11 +76,12 @@ def build_run(config: RunConfig) -> Run:
         model=model,
         optimizer=optimizer,
         scheduler=build_param_scheduler(config, optimizer, length),
-        batches=build_batch_schedule(config.train, groups.dp.size()),
+        batches=batches,
         length=length,
         data=build_data(config, tokenizer, groups, length, consumed),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
+        balancer=build_balancer(config, groups, model, batches.get),
         progress=progress,
     )
 
@@ -178,6 +200,111 @@ def connect(config: RunConfig, model: list[torch.nn.Module], optimizer: Megatron
             hooks.grad_sync_func = [chunk.start_grad_sync for chunk in model]
     if config.ddp.overlap_param_gather and config.ddp.align_param_gather:
         hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
+
+
+def build_balancer(
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    model: list[torch.nn.Module],
+    microbatches: Callable[[], int],
+) -> Balancer | None:
+    """What keeps this rank's experts where `--balance-policy` wants them; None without a policy.
+
+    Allocates the guest slots. `connect` comes before: gradients are aggregated before they are finalized.
+    """
+    settings, transformer = config.balance, config.transformer
+    if settings.balance_policy == "none":
+        return None
+    options = {"alpha": settings.balance_alpha} if settings.balance_policy == "pro_prophet" else {}
+    policy = load_policy(settings.balance_policy, **options)
+    split = getattr(policy, "split", "local_first")
+    if settings.balance_token_split != "policy":
+        split = settings.balance_token_split
+    layers = {
+        module.layer_number: module
+        for chunk in model
+        for module in chunk.modules()
+        if isinstance(module, BalancedMoELayer)
+    }
+    num_ranks, num_experts = groups.ep.size(), transformer.num_moe_experts
+    slots = min(settings.balance_guest_slots, num_experts - num_experts // num_ranks)
+    owners = Placement.identity(num_experts, num_ranks, slots)
+    guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
+    profile = cluster_profile(config, groups)
+    states = {}
+    for number, layer in layers.items():
+        layer.split = split
+        parameters = list(layer.experts.parameters())
+        cost = CostModel(
+            profile,
+            token_bytes=transformer.hidden_size * transformer.params_dtype.itemsize,
+            param_bytes=sum(parameter.nbytes for parameter in parameters) / owners.home_slots,
+            grad_bytes=sum(parameter.main_grad.nbytes for parameter in parameters) / owners.home_slots,
+            split=split,
+        )
+        manager = Manager(policy, cost, Predictor(settings.balance_predictor), owners, settings.balance_interval)
+        states[number] = LayerState(manager, layer.experts)
+    exact = settings.balance_load == "exact"
+    balancer = Balancer(groups.ep, states, microbatches, guest_bytes, exact, settings.balance_explain)
+    hooks.install(balancer, layers, model, transformer)
+    return balancer
+
+
+def cluster_profile(config: RunConfig, groups: ProcessGroupCollection) -> ClusterProfile:
+    """The cost model's constants, as `--balance-profile` says; every rank of the job calls it.
+
+    What `auto` measures is kept in `--save`, and looked for there and in `--load`, so that a resumed run plans alike.
+    """
+    wanted, transformer, num_ranks = config.balance.balance_profile, config.transformer, groups.ep.size()
+    node = config.comm.moe_comm_node_size or dist.get_world_size()
+    node_size = device_groups.expert_node_size(device_groups.Topology(dist.get_world_size(), node), num_ranks, 1)
+    if wanted == "builtin":
+        matrices = 3 if transformer.gated_linear_unit else 2
+        inner = transformer.moe_ffn_hidden_size * matrices // 2
+        return builtin(num_ranks, node_size, transformer.hidden_size, inner, transformer.params_dtype.itemsize)
+    if wanted != "auto":
+        return device_groups.on_first_rank(lambda: load(Path(wanted), num_ranks, node_size))
+    say = functools.partial(print, flush=True) if dist.get_rank() == 0 else None
+    measure_now = functools.partial(measure_cluster, config, groups, node_size, say)
+    name = f"cluster_profile_{num_ranks}_in_nodes_of_{node_size}.json"
+    paths = [Path(directory) / name for directory in (config.checkpoint.save, config.checkpoint.load) if directory]
+    return measured_once(paths, num_ranks, node_size, measure_now)
+
+
+def measure_cluster(
+    config: RunConfig, groups: ProcessGroupCollection, node_size: int, say: Callable[[str], None] | None = None
+) -> ClusterProfile:
+    """Measure this job's cluster with experts of the run's shape and precision; every rank calls it.
+
+    Experts compute an eighth of a microbatch's mean load per rank up to twice that. Random number generators are left
+    as they are, so that a run with a profile measured before learns the same.
+
+    Args:
+        node_size: expert-parallel ranks on one node, `expert_node_size`.
+        say: called with lines of progress, on the ranks that give it.
+    """
+    transformer = copy.copy(config.transformer)
+    transformer.perform_initialization = False
+    slots = transformer.num_moe_experts // groups.ep.size()
+    experts = GroupedExperts(range(slots), transformer, groups)
+    device = experts.linear_fc1.weight.device
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=transformer.init_method_std, generator=generator)
+    sequence = config.model.seq_length // (groups.tp.size() if transformer.sequence_parallel else 1)
+    load = max(MINIMAL_LOAD, config.train.micro_batch_size * sequence * transformer.moe_router_topk)
+    return measure(
+        groups.ep,
+        dist.group.WORLD,
+        node_size,
+        functools.partial(expert_passes, experts),
+        [load // 8, load // 4, load // 2, load, 2 * load],
+        device,
+        transformer.params_dtype,
+        sizes_bytes=LARGE_SIZES if device.type == "cuda" else SIZES,
+        say=say,
+    )
 
 
 def _one_or_all(functions: list) -> object:

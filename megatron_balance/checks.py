@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_balance.flags import flag_of
+from megatron_balance.moe_checks import check_moe
 from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT, ONLY_VALUE
 
 DEFAULT_SPLIT = "969,30,1"
@@ -21,19 +23,13 @@ AT_LEAST_ONE = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
-    "max_consecutive_bad_iterations",
+    *("max_consecutive_bad_iterations", "balance_interval"),
 )
 
 NO_EFFECT_WITHOUT_POLICY = (
     *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
-    *("balance_explain", "balance_log_dir", "balance_timeline"),
+    *("balance_profile", "balance_explain", "balance_log_dir", "balance_alpha"),
 )
-
-NOT_BALANCED = (
-    *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
-    *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
-)
-"""What only megatron-core's own MoE layer reads; later versions than 0.16.1 do not have all of it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     _model_shape(values)
     virtual = _virtual_pipeline_size(values)
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
-    moe_ffn = _moe(values, given, expert_tp, machine, notices)
+    ffn = _ffn_hidden_size(values)
+    moe_ffn = check_moe(values, given, expert_tp, ffn, machine.cuda, notices)
     fused = machine.cuda
     gated_fusion = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"]
     gelu = not any(values[name] for name in ACTIVATIONS)
@@ -110,7 +107,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         transformer_impl=impl,
         global_batch_size=_global_batch_size(values, data_parallel, virtual),
         max_position_embeddings=_positions(values),
-        ffn_hidden_size=_ffn_hidden_size(values),
+        ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
@@ -127,21 +124,17 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     ), notices
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _required(values: Mapping[str, Any]) -> None:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
         if values[name] is None:
-            raise ValueError(f"{_flag(name)} is required")
+            raise ValueError(f"{flag_of(name)} is required")
     if (values["train_iters"] is None) == (values["train_samples"] is None):
         raise ValueError("give --train-iters N or --train-samples N, and only one of them")
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
     for name in AT_LEAST_ONE:
         if values[name] is not None and values[name] < 1:
-            raise ValueError(f"{_flag(name)} {values[name]}: give at least 1")
+            raise ValueError(f"{flag_of(name)} {values[name]}: give at least 1")
     if values["distributed_timeout_minutes"] <= 0:
         raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
 
@@ -150,15 +143,15 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
     """Refuse features that are not there yet, and balancing flags that nothing would read; note other idle flags."""
     for name, allowed in ONLY_VALUE.items():
         if values[name] not in allowed:
-            flag, choices = _flag(name), " or ".join(allowed)
+            flag, choices = flag_of(name), " or ".join(allowed)
             raise ValueError(f"{flag} {values[name]}: not available yet; use {flag} {choices}")
     for name in NO_EFFECT_WITHOUT_POLICY:
-        if name in given:
-            raise ValueError(f"{_flag(name)}: has no effect with --balance-policy none; leave it out")
+        if name in given and values["balance_policy"] == "none":
+            raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
     for name, condition in NO_EFFECT_WITHOUT.items():
         needed, _, value = condition.partition(" ")
         if name in given and (values[needed] != value if value else not values[needed]):
-            notices.append(f"{_flag(name)} has no effect without {_flag(needed)} {value}".rstrip())
+            notices.append(f"{flag_of(name)} has no effect without {flag_of(needed)} {value}".rstrip())
     if values["context_parallel_size"] > 1:
         raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
 
@@ -189,7 +182,7 @@ def _backends(
     }
     for name, missing in needs_te.items():
         if values[name] and missing:
-            raise ValueError(f"{_flag(name)}: needs Transformer Engine; leave it out")
+            raise ValueError(f"{flag_of(name)}: needs Transformer Engine; leave it out")
     return backend, impl
 
 
@@ -227,11 +220,11 @@ def _model_shape(values: Mapping[str, Any]) -> None:
     for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         if isinstance(values[name], list) and len(values[name]) != values["num_layers"]:
             raise ValueError(
-                f"{_flag(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
+                f"{flag_of(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
             )
     activations = [name for name in ACTIVATIONS if values[name]]
     if len(activations) > 1:
-        raise ValueError(f"{' and '.join(map(_flag, activations))}: choose one activation")
+        raise ValueError(f"{' and '.join(map(flag_of, activations))}: choose one activation")
     if values["grad_reduce_in_bf16"] and (not values["bf16"] or values["grad_reduce_in_fp32"]):
         raise ValueError("--grad-reduce-in-bf16: needs --bf16, and not --accumulate-allreduce-grads-in-fp32")
     if values["bf16"] and values["fp16"]:
@@ -271,17 +264,17 @@ def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
     if not wanted:
         return None
     if len(wanted) > 1:
-        raise ValueError(f"{' and '.join(map(_flag, wanted))}: give one of them")
+        raise ValueError(f"{' and '.join(map(flag_of, wanted))}: give one of them")
     ((name, value),) = wanted.items()
     if stages == 1:
-        raise ValueError(f"{_flag(name)} {value}: needs --pipeline-model-parallel-size above 1")
+        raise ValueError(f"{flag_of(name)} {value}: needs --pipeline-model-parallel-size above 1")
     if stages == 2 and not values["overlap_p2p_comm"]:
         # Batched, the two messages between the same two ranks would be taken for each other
         raise ValueError(
             "--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with the interleaved schedule"
         )
     if value < 1 or uneven or layers // stages % value:
-        raise ValueError(f"{_flag(name)} {value}: must divide the {layers // stages} layers of a stage")
+        raise ValueError(f"{flag_of(name)} {value}: must divide the {layers // stages} layers of a stage")
     return value if name == "num_virtual_stages_per_pipeline_rank" else layers // stages // value
 
 
@@ -313,7 +306,7 @@ def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
     if values["data_cache_path"] is None:
         for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
             if values[name]:
-                raise ValueError(f"{_flag(name)}: also give --data-cache-path")
+                raise ValueError(f"{flag_of(name)}: also give --data-cache-path")
     if values["data_path"] and values["dataloader_fast_cache_load"]:
         raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
     if values["tokenizer_type"] is None:
@@ -322,49 +315,3 @@ def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
         notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
         return DEFAULT_SPLIT
     return values["split"]
-
-
-def _moe(
-    values: Mapping[str, Any], given: Collection[str], expert_tp: int, machine: Machine, notices: list[str]
-) -> int | None:
-    """Checks of the MoE flags; returns the experts' inner width."""
-    experts, parallel = values["num_moe_experts"], values["expert_model_parallel_size"]
-    if experts is None:
-        if parallel > 1:
-            raise ValueError(f"--expert-model-parallel-size {parallel}: needs --num-experts")
-        idle = sorted(_flag(name) for name in given if name.startswith("moe_"))
-        notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
-        return values["moe_ffn_hidden_size"]
-    if experts < 1 or experts % parallel:
-        raise ValueError(f"--num-experts {experts}: must be a multiple of --expert-model-parallel-size {parallel}")
-    if not 1 <= values["moe_router_topk"] <= experts:
-        raise ValueError(f"--moe-router-topk {values['moe_router_topk']}: choose 1 to --num-experts {experts}")
-    if values["tensor_model_parallel_size"] > 1 and not values["sequence_parallel"]:
-        raise ValueError(
-            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with --num-experts also give "
-            "--sequence-parallel"
-        )
-    if values["moe_pad_expert_input_to_capacity"] and values["moe_expert_capacity_factor"] is None:
-        raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
-    if values["moe_token_dispatcher_type"] == "flex" and not machine.cuda:
-        raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
-    if values["moe_layer_impl"] == "balanced":
-        _balanced_layer(values, given, expert_tp, notices)
-    if values["moe_ffn_hidden_size"] is None:
-        notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
-        return _ffn_hidden_size(values)
-    return values["moe_ffn_hidden_size"]
-
-
-def _balanced_layer(values: Mapping[str, Any], given: Collection[str], expert_tp: int, notices: list[str]) -> None:
-    """What `--moe-layer-impl balanced` does not do."""
-    if expert_tp > 1:
-        raise ValueError(
-            f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): the balanced MoE layer "
-            "keeps experts whole; use --expert-tensor-parallel-size 1, or --moe-layer-impl megatron"
-        )
-    for name in NOT_BALANCED:
-        if values.get(name):
-            raise ValueError(f"{_flag(name)}: not available with --moe-layer-impl balanced; leave it out")
-    if "moe_grouped_gemm" in given:
-        notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")

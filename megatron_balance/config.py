@@ -51,6 +51,10 @@ class BalanceConfig:
     balance_token_split: Literal["policy", "local_first", "proportional"] = "policy"
     """How an expert's tokens are shared among its hosts; policy: as the policy's paper says."""
 
+    balance_alpha: float = 0.5
+    """Pro-Prophet's Eq. 7: loads are balanced once the heaviest and the lightest rank differ by less than this times
+    the mean load of an expert."""
+
     balance_overlap: Literal["none", "blockwise"] = "none"
     """blockwise: hide Plan, Trans and Agg behind the computation of neighbouring blocks."""
 
@@ -58,16 +62,28 @@ class BalanceConfig:
     """transfer: an expert's parameters and optimizer state may move to another owner."""
 
     balance_profile: str = "builtin"
-    """Cluster profile of the cost model: builtin, auto, or a path."""
+    """Cluster profile of the cost model. builtin: constants, so that runs repeat. auto: measured once and kept in
+    --save, or --load. Or the path of a profile that tools/profile_cluster.py wrote."""
 
     balance_explain: bool = False
-    """Print why each choice was made, with predicted times."""
+    """Print each change of a placement with the layer's predicted times before and after."""
+
+    moe_router_force_workload: Literal[
+        "none",
+        "balanced",
+        "hot_experts",
+        "hot_rank",
+        "spread_hot_experts",
+        "ragged_sources",
+        "zero_load",
+        "rotating_hotspot",
+        "burst",
+    ] = "none"
+    """Let tokens choose experts by a synthetic workload instead of the router's scores, for benchmarks. It depends on
+    the workload, --seed and the iteration only, not on the layout."""
 
     balance_log_dir: str | None = None
-    """Directory for load matrices (.npz)."""
-
-    balance_timeline: str | None = None
-    """Directory for Chrome/Perfetto traces, one JSON per rank."""
+    """Directory for load matrices and placements (.npz)."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,11 @@ def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
     return cls(**({name: values[name] for name in names & values.keys()} | given))
 
 
+def flag_of(name: str) -> str:
+    """A field's name as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
     """The member of an enumeration with this name.
 

@@ -1,7 +1,9 @@
 """From a command line to a finished run, on every rank."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,12 @@ from megatron_balance.checks import Machine
 from megatron_balance.config import RunConfig
 from megatron_balance.device import groups
 from megatron_balance.observe.load import LoadRecorder
-from megatron_balance.training.checkpoint import CheckpointError, Checkpoints
+from megatron_balance.observe.load_log import LoadLog
+from megatron_balance.observe.routing_trace import RoutingTrace
+from megatron_balance.training.checkpoint import CheckpointError, Checkpoints, raise_everywhere
 from megatron_balance.training.hang_guard import HangGuard
 from megatron_balance.training.logging import RunLog
-from megatron_balance.training.loop import Run, train
+from megatron_balance.training.loop import Run, StepReport, train
 from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.stopping import Stopping
 
@@ -25,7 +29,10 @@ def pretrain(argv: list[str]) -> None:
     launch = groups.Launch.from_environment()
     with _leaving_together(ValueError):
         config, notices = parse_args(argv, Machine.here(launch.world_size))
-        groups.node_topology(launch, config.comm.moe_comm_node_size)
+        topology = groups.node_topology(launch, config.comm.moe_comm_node_size)
+        if config.balance.balance_policy != "none":
+            groups.expert_node_size(topology, config.transformer.expert_model_parallel_size, 1)
+    config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
     torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
     timeout_minutes = config.launch.distributed_timeout_minutes
     store = groups.start(launch, config.launch.distributed_backend, timeout_minutes)
@@ -36,8 +43,8 @@ def pretrain(argv: list[str]) -> None:
                 run, log, checkpoints = _prepare(config, notices, guard)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
-            with _leaving_together(CheckpointError, PoisonedRun):
-                train(run, log, checkpoints, stopping)
+            with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
+                train(run, log, checkpoints, stopping, after_step)
         if recorder is not None and run.progress.iteration > resumed_at:
             log.message(recorder.table(run.groups))
         log.close()
@@ -51,11 +58,48 @@ def _prepare(config: RunConfig, notices: list[str], guard: HangGuard) -> tuple[R
     log = RunLog(config, run.length.iterations, run.vocab_size)
     for notice in notices:
         log.message(f"note: {notice}")
+    if run.balancer is not None:
+        megabytes = run.balancer.guest_bytes / 1e6
+        log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
     # A writer that stalls is to be named before the ranks that wait for it
     checkpoints = Checkpoints(run, log, patience=config.launch.distributed_timeout_minutes * 60 / 2)
     checkpoints.prepare()
     checkpoints.load()
     return run, log, checkpoints
+
+
+@contextlib.contextmanager
+def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
+    """What is to be called after every iteration for `--moe-routing-trace-path` and `--balance-log-dir`."""
+    rank, done = dist.get_rank(), run.progress.iteration
+    trace_path, log_dir = run.config.log.moe_routing_trace_path, run.config.balance.balance_log_dir
+    intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
+    trace, loads, error = None, None, None
+    try:
+        if trace_path is not None:
+            trace = RoutingTrace(run.model, Path(trace_path), rank, lambda: run.progress.iteration, done)
+        if log_dir is not None and run.groups.ep.rank() == 0:
+            loads = LoadLog(Path(log_dir), rank, done + 1)
+    except ValueError as failure:
+        error = failure
+    raise_everywhere(error)
+
+    def after_step(report: StepReport) -> None:
+        if trace is not None:
+            trace.flush()
+        if loads is not None and run.balancer is not None and run.balancer.layers:
+            loads.add(report.iteration, run.balancer.loads())
+            # A resumed run goes on from a checkpoint: what was before must be on disk by then
+            if any(report.iteration % interval == 0 for interval in intervals if interval):
+                loads.flush()
+
+    try:
+        yield after_step
+    finally:
+        if trace is not None:
+            trace.close()
+        if loads is not None:
+            loads.flush()
 
 
 @contextlib.contextmanager

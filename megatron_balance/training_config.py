@@ -296,6 +296,9 @@ class LogConfig:
     log_tokens_per_expert: bool = False
     """After training, print how many tokens each expert of each MoE layer computed in the last iteration."""
 
+    moe_routing_trace_path: str | None = None
+    """Directory for the experts that every token chose, as JSON lines: one file per rank."""
+
     tensorboard_dir: str | None = None
     """Directory for TensorBoard events."""
 

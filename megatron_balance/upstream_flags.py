@@ -159,14 +159,14 @@ REFUSED = {
     "use --make-vocab-size-divisible-by": "--padded-vocab-size",
     # Still to come
     "not available yet": """
-        --dry-run --moe-routing-trace-path --moe-router-force-workload --moe-router-force-biased --moe-per-layer-logging
+        --dry-run --moe-router-force-biased --moe-per-layer-logging --balance-timeline
         --moe-comm-codec-directions --moe-comm-order --moe-comm-refit-interval --no-moe-parallel-saa
         --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
         --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
         --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
     "not available yet; use --tensorboard-dir": "--wandb-*",
     "its policy is not available yet": """
-        --balance-alpha --balance-threshold --balance-metric --balance-vexperts-per-rank --balance-demi-slots
+        --balance-threshold --balance-metric --balance-vexperts-per-rank --balance-demi-slots
         --balance-demi-weights --balance-capacities""",
 }  # fmt: skip
 """Reason -> the flags that are refused for it; `*` stands for any ending."""
@@ -212,10 +212,8 @@ REFUSED_VALUES = {
 """Flag -> upstream's choices that are refused, with the reason."""
 
 ONLY_VALUE = {
-    "balance_policy": ("none",),
     "balance_overlap": ("none",),
     "balance_ownership": ("fixed",),
-    "balance_profile": ("builtin",),
     "moe_comm_alltoall": ("default", "flat"),
     "moe_comm_codec": ("none",),
     "moe_comm_chunks": ("1",),

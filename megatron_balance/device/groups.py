@@ -1,8 +1,11 @@
 """Process groups as values, and which ranks share a node."""
 
 import datetime
+import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+Result = TypeVar("Result")
 
 BACKSTOP_SECONDS = 6.0
 """Collectives time out this much after `--distributed-timeout-minutes`: first the hang guard names the stalled rank."""
@@ -66,6 +71,31 @@ def node_topology(launch: Launch, node_size: int | None) -> Topology:
     return Topology(launch.world_size, size)
 
 
+def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_parallel: int) -> int:
+    """How many ranks of an expert-parallel group share a node.
+
+    The i-th rank of such a group then lives on the group's node i // size. (megatron-core numbers expert tensor
+    parallel ranks first and expert-parallel ones next.)
+
+    Raises:
+        ValueError: nodes cut the groups into unequal parts.
+    """
+    block = expert_parallel * expert_tensor_parallel
+    firsts = [rank for rank in range(topology.world_size) if rank % block < expert_tensor_parallel]
+    size = expert_parallel
+    for first in firsts:
+        ranks = range(first, first - first % block + block, expert_tensor_parallel)
+        shares = [len(list(run)) for _, run in itertools.groupby(ranks, topology.node_of)]
+        if first == 0:
+            size = shares[0]
+        if any(share != size for share in shares[:-1]) or shares[-1] > size:
+            raise ValueError(
+                f"--moe-comm-node-size {topology.node_size} (default: the launcher's processes per node): nodes cut "
+                f"the expert-parallel group of ranks {[*ranks]} unevenly; choose a multiple or a divisor of {block}"
+            )
+    return size
+
+
 def start(launch: Launch, backend: str, timeout_minutes: float) -> dist.Store:
     """Join the job: pick this process's device and initialise torch.distributed (rendezvous by environment).
 
@@ -114,3 +144,17 @@ def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 
 def destroy_groups() -> None:
     """Forget the current layout's groups."""
     parallel_state.destroy_model_parallel()
+
+
+def on_first_rank(action: Callable[[], Result]) -> Result:
+    """Call `action` on the job's rank 0 only; every rank gets its result, or raises its error."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:  # whatever it is, all ranks have to know
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

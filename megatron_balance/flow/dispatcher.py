@@ -5,6 +5,7 @@ Shape suffixes: T tokens of this rank, H hidden, P physical experts, R rows rece
 chosen slot), D expert-parallel ranks, S slots per rank.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
     MoETokenDispatcher,
 )
@@ -20,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.flow.plan import DispatchPlan
+from megatron_balance.placement.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,27 +107,43 @@ class AllToAllDispatcher(Dispatcher):
         return sort_chunks_by_idxs(rows, sizes_AB.reshape(-1), order, probs=probs, fused=self.fused)
 
 
-MEGATRON_DISPATCHERS = {"allgather": MoEAllGatherTokenDispatcher, "flex": MoEFlexTokenDispatcher}
+MEGATRON_DISPATCHERS = {
+    "allgather": MoEAllGatherTokenDispatcher,
+    "alltoall": MoEAlltoAllTokenDispatcher,
+    "flex": MoEFlexTokenDispatcher,
+}
 
 
 class MegatronDispatcher(Dispatcher):
-    """One of megatron-core's own dispatchers (allgather; flex, which is DeepEP) behind the two verbs."""
+    """One of megatron-core's own dispatchers (flex is DeepEP) behind the two verbs.
+
+    Those take every expert that they are told of for a logical one, so they are told of the physical experts: by a copy
+    of the config, one for each number of slots that placements have in use.
+    """
 
     def __init__(self, config: TransformerConfig, rank: int, groups: ProcessGroupCollection) -> None:
-        slots = config.num_moe_experts // config.expert_model_parallel_size
-        indices = list(range(rank * slots, (rank + 1) * slots))
-        self.stages: MoETokenDispatcher = MEGATRON_DISPATCHERS[config.moe_token_dispatcher_type](
-            slots, indices, config=config, pg_collection=groups
-        )
+        self.config, self.rank, self.groups = config, rank, groups
+        self._stages: dict[int, MoETokenDispatcher] = {}
+
+    def _stages_for(self, placement: Placement) -> MoETokenDispatcher:
+        slots = placement.slots_per_rank
+        if slots not in self._stages:
+            config = copy.copy(self.config)
+            config.num_moe_experts = placement.num_physical
+            indices = list(range(self.rank * slots, (self.rank + 1) * slots))
+            self._stages[slots] = MEGATRON_DISPATCHERS[config.moe_token_dispatcher_type](
+                slots, indices, config=config, pg_collection=self.groups
+            )
+        return self._stages[slots]
 
     def dispatch(
         self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
-    ) -> tuple[Dispatched, None]:
-        rows, probs = self.stages.dispatch_preprocess(tokens_TH, map_TP, probs_TP)
-        rows, probs = self.stages.token_dispatch(rows, probs)
-        rows, tokens_per_slot, probs = self.stages.dispatch_postprocess(rows, probs)
-        return Dispatched(rows, probs, tokens_per_slot.cpu()), None
+    ) -> tuple[Dispatched, MoETokenDispatcher]:
+        stages = self._stages_for(plan.placement)
+        rows, probs = stages.dispatch_preprocess(tokens_TH, map_TP, probs_TP)
+        rows, probs = stages.token_dispatch(rows, probs)
+        rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
+        return Dispatched(rows, probs, tokens_per_slot.cpu()), stages
 
-    def combine(self, rows_RH: torch.Tensor, handle: None) -> torch.Tensor:
-        rows = self.stages.combine_preprocess(rows_RH)
-        return self.stages.combine_postprocess(self.stages.token_combine(rows))
+    def combine(self, rows_RH: torch.Tensor, handle: MoETokenDispatcher) -> torch.Tensor:
+        return handle.combine_postprocess(handle.token_combine(handle.combine_preprocess(rows_RH)))

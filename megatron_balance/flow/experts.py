@@ -1,7 +1,10 @@
 """The experts of one rank: one grouped GEMM per projection, whatever the device.
 
-Shape suffixes: S slots (experts of this rank), R rows (tokens, grouped by slot), H hidden, F expert's inner width
-(2F for gated units before the activation).
+A slot holds one expert's weights. Home slots are the module's parameters; guest slots hold copies of other ranks'
+experts, which come and go, and collect the gradients that those get here.
+
+Shape suffixes: S slots (of this rank), G guest slots, R rows (tokens, grouped by slot), H hidden, F expert's inner
+width (2F for gated units before the activation).
 """
 
 import functools
@@ -62,6 +65,16 @@ class Projection:
         rows = grouped_linear(rows_RI, self.weight, tokens_per_slot)
         return rows if self.bias is None else _AddSlotBias.apply(rows, self.bias, tokens_per_slot.tolist(), scale_R)
 
+    def first(self, slots: int) -> "Projection":
+        """The first slots alone."""
+        return Projection(self.weight[:slots], None if self.bias is None else self.bias[:slots])
+
+    def by_slot(self) -> list["Projection"]:
+        """Each slot alone."""
+        weights = self.weight.split(1)
+        biases = [None] * len(weights) if self.bias is None else self.bias.split(1)
+        return [Projection(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
 
 class GroupedWeights(torch.nn.Module):
     """Parameters of one linear layer per slot: `weight` [S, O, I] and, if asked for, `bias` [S, O]."""
@@ -74,17 +87,40 @@ class GroupedWeights(torch.nn.Module):
         for parameter in self.parameters():
             # DDP and the optimizer keep expert parameters apart by this mark
             parameter.allreduce = config.expert_model_parallel_size == 1
+        self.guests: Projection | None = None
+        """Guest slots [G, ...]. Plain tensors: no optimizer, checkpoint or cast of the module knows of them."""
 
-    def forward(self, by_slot: bool = False) -> list[Projection]:
-        """The weights to compute with: all slots together, or each slot alone.
+    def allocate_guests(self, slots: int) -> int:
+        """Make room for other ranks' experts once DDP has given the parameters their `main_grad`; returns bytes."""
+        bias = None if self.bias is None else _guest_like(self.bias, slots)
+        self.guests = Projection(_guest_like(self.weight, slots), bias)
+        guests = [self.guests.weight] if bias is None else [self.guests.weight, bias]
+        return sum(guest.nbytes + guest.main_grad.nbytes for guest in guests)
+
+    def forward(self, guests: int = 0, by_slot: bool = False) -> list[Projection]:
+        """The weights to compute with: home slots and the first `guests` guest slots, or each slot alone.
 
         A call of the module, because DDP's `--overlap-param-gather` waits for a module's parameters before its call.
         """
-        if not by_slot:
-            return [Projection(self.weight, self.bias)]
-        weights = self.weight.split(1)
-        biases = self.bias.split(1) if self.bias is not None else [None] * len(weights)
-        return [Projection(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        together = [Projection(self.weight, self.bias)]
+        if guests:
+            assert self.guests is not None, "guests need room: allocate_guests"
+            together.append(self.guests.first(guests))
+        return [slot for part in together for slot in part.by_slot()] if by_slot else together
+
+
+def _guest_like(parameter: torch.nn.Parameter, slots: int) -> torch.Tensor:
+    """A leaf [G, ...] whose gradients add up in its `main_grad` over microbatches, as DDP does it for parameters."""
+    shape = (slots, *parameter.shape[1:])
+    guest = parameter.new_zeros(shape).requires_grad_()
+    guest.main_grad = parameter.main_grad.new_zeros(shape)
+    guest.register_post_accumulate_grad_hook(_accumulate)
+    return guest
+
+
+def _accumulate(guest: torch.Tensor) -> None:
+    guest.main_grad.add_(guest.grad)
+    guest.grad = None
 
 
 class _AddSlotBias(torch.autograd.Function):
@@ -121,7 +157,7 @@ class _AddSlotBias(torch.autograd.Function):
 
 
 class GroupedExperts(MegatronModule):
-    """Home slots of one rank: two projections with an activation between, for every expert at once.
+    """Experts of one rank: two projections with an activation between, for every slot at once.
 
     The initial weights equal those of megatron-core's SequentialMLP for the same seed, and so do the names and shapes
     in a checkpoint.
@@ -166,19 +202,48 @@ class GroupedExperts(MegatronModule):
 
         Args:
             rows_RH: rows grouped by slot.
-            tokens_per_slot: [S] int64 on the host.
+            tokens_per_slot: [S] int64 on the host: home slots, then as many guest slots as are in use.
             probs_R: [R] combine weights.
         """
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
-        if rows_RH.is_cuda:
-            return self._compute(*self.linear_fc1(), *self.linear_fc2(), rows_RH, tokens_per_slot, probs_R)
         # A CPU gains nothing from grouping; slot by slot, the tensors between the projections stay in its caches
-        sizes = tokens_per_slot.tolist()
-        inputs = (rows_RH.split(sizes), tokens_per_slot.split(1), probs_R.split(sizes))
-        slots = zip(self.linear_fc1(by_slot=True), self.linear_fc2(by_slot=True), *inputs, strict=True)
-        return torch.cat([self._compute(*slot) for slot in slots])
+        return self._all_slots(rows_RH, tokens_per_slot, probs_R, by_slot=not rows_RH.is_cuda)
+
+    def _all_slots(
+        self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor, by_slot: bool
+    ) -> torch.Tensor:
+        guests = len(tokens_per_slot) - len(self.home_experts)
+        first, second = self.linear_fc1(guests, by_slot), self.linear_fc2(guests, by_slot)
+        if len(first) == 1:
+            return self._compute(*first, *second, rows_RH, tokens_per_slot, probs_R)
+        tokens = tokens_per_slot.split([len(projection.weight) for projection in first])
+        sizes = [int(part.sum()) for part in tokens]
+        parts = zip(first, second, rows_RH.split(sizes), tokens, probs_R.split(sizes), strict=True)
+        return torch.cat([self._compute(*part) for part in parts])
+
+    def allocate_guests(self, slots: int) -> int:
+        """Make room for other ranks' experts, once DDP has wrapped the model; returns bytes."""
+        return self.linear_fc1.allocate_guests(slots) + self.linear_fc2.allocate_guests(slots)
+
+    def weights_of(self, slot: int) -> list[torch.Tensor]:
+        """Views of all weights in one slot: home slots come first, guest slots after them."""
+        # Calls, so that the weights are there, see GroupedWeights.forward
+        self.linear_fc1(), self.linear_fc2()
+        return [tensor.detach()[index] for tensor, index in self._tensors(slot)]
+
+    def gradients_of(self, slot: int) -> list[torch.Tensor]:
+        """Views of the gradients that one slot has collected, before any reduction, as in `weights_of`."""
+        return [tensor.main_grad[index] for tensor, index in self._tensors(slot)]
+
+    def _tensors(self, slot: int) -> list[tuple[torch.Tensor, int]]:
+        home, tensors = len(self.home_experts), []
+        for linear in (self.linear_fc1, self.linear_fc2):
+            owned = Projection(linear.weight, linear.bias)
+            projection, index = (owned, slot) if slot < home else (linear.guests, slot - home)
+            tensors += [(tensor, index) for tensor in (projection.weight, projection.bias) if tensor is not None]
+        return tensors
 
     def _compute(
         self,

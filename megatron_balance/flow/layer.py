@@ -1,9 +1,14 @@
 """BalancedMoELayer: the verbs of a mixture of experts, in order.
 
-    route -> plan -> reroute -> dispatch -> experts -> combine
+    route -> host -> plan -> reroute -> dispatch -> experts -> combine
+
+`host` is where time meets space: it says who computes which expert in this iteration, and returns once their weights
+are there.
 
 Shape suffixes: T tokens of this rank, H hidden, E logical experts, P physical experts, D expert-parallel ranks.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,9 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.comm.alltoall import FlatAllToAll
 from megatron_balance.config import BalanceConfig, CommConfig
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher
-from megatron_balance.flow.plan import make_plan
+from megatron_balance.flow.plan import Split, make_plan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.placement.placement import Placement
+
+Host = Callable[[torch.Tensor, bool], Placement]
+"""(load matrix [D, E] of one forward pass, whether it trains) -> the placement; its experts are in their slots."""
 
 
 class BalancedMoELayer(MoELayer):
@@ -45,11 +53,15 @@ class BalancedMoELayer(MoELayer):
         recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
         self.moe_layer_recompute = "moe" in recompute
         self.shared_experts_recompute = "shared_experts" in recompute
-        self.placement = Placement.identity(config.num_moe_experts, self.ep_group.size())
+        owners = Placement.identity(config.num_moe_experts, self.ep_group.size())
+        self.host: Host = lambda counts_DE, training: owners
+        self.placement = owners
+        """Of the latest forward pass, for those who ask what a slot held."""
+        self.split: Split = "local_first"
 
         self.router = submodules.router(config=config, pg_collection=groups)
         self.dispatcher = self._build_dispatcher(comm, groups)
-        home = self.placement.experts_of(self.ep_group.rank())
+        home = owners.experts_of(self.ep_group.rank())
         self.experts = submodules.experts(home, config, pg_collection=groups)
         if self.use_shared_expert:
             self.shared_experts = submodules.shared_experts(
@@ -83,7 +95,9 @@ class BalancedMoELayer(MoELayer):
         tokens_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
 
         probs_TE, map_TE = self.router(hidden_states, padding_mask)
-        plan = make_plan(self._gather_counts(map_TE), self.placement)
+        counts_DE = self._gather_counts(map_TE)
+        self.placement = self.host(counts_DE, self.training)
+        plan = make_plan(counts_DE, self.placement, self.split)
         probs_TP, map_TP = reroute(probs_TE, map_TE, plan, self.ep_group.rank())
         dispatched, handle = self.dispatcher.dispatch(tokens_TH, probs_TP, map_TP, plan)
         rows_RH = self.experts(dispatched.rows_RH, dispatched.tokens_per_slot, dispatched.probs_R)

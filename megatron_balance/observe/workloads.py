@@ -139,12 +139,21 @@ def _weights(num_experts: int, hot: np.ndarray, shares: np.ndarray) -> np.ndarra
 
 
 def _draw(weights: np.ndarray, topk: int, index_T: np.ndarray, seed: int, step: int) -> np.ndarray:
-    """[T, K]: K different experts per token, without replacement, by weight (the Gumbel top-k trick)."""
-    columns = np.arange(len(weights), dtype=np.int64)
-    keys = _hash(_hash(index_T, seed * 1_000_003 + step)[:, None] ^ _hash(columns, 1)[None, :], 0)
-    uniform = ((keys >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    scores = np.log(weights) - np.log(-np.log(uniform))
-    return np.argsort(-scores, axis=1, kind="stable")[:, :topk]
+    """[T, K]: K different experts per token, one after the other without replacement, by weight."""
+    # Whole numbers: no rounding may let an expert be drawn twice
+    shares_E = np.maximum(1, np.round(weights / weights.sum() * 2**40)).astype(np.int64)
+    ends_E = shares_E.cumsum()
+    salts_K = _hash(np.arange(topk, dtype=np.int64), 1)
+    random_TK = (_hash(_hash(index_T, seed * 1_000_003 + step)[:, None] ^ salts_K, 0) >> np.uint64(1)).astype(np.int64)
+    chosen_TK = np.empty((len(index_T), topk), dtype=np.int64)
+    for choice in range(topk):
+        before_TK = np.sort(chosen_TK[:, :choice], axis=1)
+        # A point on the line of all shares laid end to end, without those drawn before
+        point_T = random_TK[:, choice] % (ends_E[-1] - shares_E[before_TK].sum(1))
+        for gone_T in before_TK.T:
+            point_T += np.where(point_T >= ends_E[gone_T] - shares_E[gone_T], shares_E[gone_T], 0)
+        chosen_TK[:, choice] = np.searchsorted(ends_E, point_T, side="right")
+    return chosen_TK
 
 
 def _hash(values: np.ndarray, salt: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 Shape suffixes: D expert-parallel ranks, E logical experts; DD is [source rank, computing rank].
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -10,15 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.transfers import plan_transfers
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 Amount = TypeVar("Amount", float, np.ndarray)
 
-LINKS = ("direct", "relay", "average")
-"""How an expert reaches k guests. direct: its owner sends it k times on its own link. relay: a pipelined chain
-through the guests, each host but the last sending once. average: Pro-Prophet's Eq. 4, as if all links
-shared the work evenly."""
+LINKS = ("relay", "direct", "average")
+"""How experts reach their guests. relay: in the rounds of `plan_transfers`, as they are executed. direct: an owner
+sends its experts to every guest itself. average: Pro-Prophet's Eq. 4, as if all links shared the work evenly."""
 
 
 def hosts_mask(placement: Placement) -> np.ndarray:
@@ -43,12 +44,13 @@ def split_local_first(counts_DE: np.ndarray, placement: Placement) -> np.ndarray
     Returns:
         [D, D] int64: tokens that each source rank has computed by each rank; what stays at home is on the diagonal.
     """
-    remote_DE = np.where(hosts_mask(placement), 0, counts_DE)
-    to_DE = np.zeros((placement.num_ranks, placement.num_experts), dtype=np.int64)
+    remote_DE = np.where(hosts_mask(placement), 0.0, counts_DE)
+    to_DE = np.zeros((placement.num_ranks, placement.num_experts))
     to_DE[np.asarray(placement.primary), np.arange(placement.num_experts)] = 1
-    traffic_DD = remote_DE @ to_DE.T
+    # numpy multiplies integers without BLAS; float64 is exact for these
+    traffic_DD = (remote_DE @ to_DE.T).astype(np.int64)
     diagonal = np.arange(placement.num_ranks)
-    traffic_DD[diagonal, diagonal] += (counts_DE - remote_DE).sum(1)
+    traffic_DD[diagonal, diagonal] += counts_DE.sum(1) - traffic_DD.sum(1)
     return traffic_DD
 
 
@@ -94,7 +96,7 @@ def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one forward and backward of a MoE layer, by part; `trans` and `agg` are what is not hidden.
+    """Seconds of a MoE layer in one iteration, by part; `trans` and `agg` are what is not hidden.
 
     Numbers, or arrays where the model was given arrays.
     """
@@ -112,7 +114,10 @@ class LayerTime(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """What Trans and Agg may hide under besides this layer's expert computation, Pro-Prophet Section V-C."""
+    """What Trans and Agg may hide under besides this layer's expert computation, Pro-Prophet Section V-C.
+
+    Of one microbatch: weights are needed from the first on, and gradients are complete only after the last.
+    """
 
     forward: float
     """T_FNEC: seconds of the non-MoE layers' forward."""
@@ -123,7 +128,7 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of one MoE layer as a function of the load matrix and the placement."""
+    """Seconds of one MoE layer in one iteration as a function of the load matrix and the placement."""
 
     profile: ClusterProfile
     token_bytes: float
@@ -138,8 +143,12 @@ class CostModel:
     split: str = "local_first"
     """A name in SPLITS."""
 
-    links: str = "direct"
+    links: str = "relay"
     """A name in LINKS."""
+
+    microbatches: int = 1
+    """Parts that the iteration's load matrix is computed in: each has its exchanges and computations, hence their
+    latencies, while Trans and Agg are once per iteration."""
 
     overlap: Overlap | None = None
     """Eq. 8 if given, else Eq. 6."""
@@ -149,6 +158,8 @@ class CostModel:
             raise ValueError(f"--balance-token-split {self.split}: choose from {', '.join(SPLITS)}")
         if self.links not in LINKS:
             raise ValueError(f"links {self.links}: choose from {', '.join(LINKS)}")
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches {self.microbatches}: must be at least 1")
 
     def traffic(self, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
         """[D, D]: tokens from each source rank to the rank that computes them."""
@@ -173,27 +184,29 @@ class CostModel:
             exchanged: tokens that the busiest rank receives from others or sends to them, the larger of both: what an
                 all-to-all brings, its way back takes.
             computed: tokens of the rank that computes the most.
-            messages: experts on the busiest link, `link_messages`.
+            messages: experts that cross the busiest link one after the other, `link_messages`.
         """
         forward, backward = self.forward_seconds(computed), self.backward_seconds(computed)
         trans, agg = self.trans_seconds(messages), self.agg_seconds(messages)
         if self.overlap is not None:
-            trans = np.maximum(0.0, trans - forward - self.overlap.forward)
-            agg = np.maximum(0.0, agg - backward - self.overlap.backward)
+            trans = np.maximum(0.0, trans - forward / self.microbatches - self.overlap.forward)
+            agg = np.maximum(0.0, agg - backward / self.microbatches - self.overlap.backward)
         return LayerTime(4 * self.all_to_all_seconds(exchanged), forward, backward, trans, agg)
 
     def all_to_all_seconds(self, exchanged: Amount) -> Amount:
-        """Eq. 1, plus the latency that it leaves out: one of the layer's four exchanges."""
+        """Eq. 1, plus the latencies that it leaves out: one of the layer's four exchanges, of all microbatches."""
         line = self.profile.link("all_to_all")
-        return line.alpha + line.beta * self.token_bytes * exchanged
+        return self.microbatches * line.alpha + line.beta * self.token_bytes * exchanged
 
     def forward_seconds(self, computed: Amount) -> Amount:
         """Eq. 2 for the rank with the most tokens."""
-        return self.profile.forward.overhead + self.profile.forward.seconds_per_token * computed
+        line = self.profile.forward
+        return self.microbatches * line.overhead + line.seconds_per_token * computed
 
     def backward_seconds(self, computed: Amount) -> Amount:
         """Eq. 3 with the measured backward instead of twice the forward."""
-        return self.profile.backward.overhead + self.profile.backward.seconds_per_token * computed
+        line = self.profile.backward
+        return self.microbatches * line.overhead + line.seconds_per_token * computed
 
     def trans_seconds(self, messages: Amount) -> Amount:
         """Eq. 4 with `messages` experts on the busiest link; for links `average` that is s * (D - n) / D."""
@@ -239,31 +252,16 @@ def _replicas(placement: Placement) -> list[list[int]]:
     return [sorted({*hosts, placement.owner(expert)}) for expert, hosts in enumerate(placement.hosts)]
 
 
-def guest_copies(placement: Placement) -> tuple[np.ndarray, np.ndarray]:
-    """Occupied guest slots as (rank, expert) pairs, two [N] arrays in the order of (expert, rank)."""
-    guests = np.asarray(placement.guests, dtype=np.int64).reshape(placement.num_ranks, -1)
-    ranks, slots = np.nonzero(guests >= 0)
-    experts = guests[ranks, slots]
-    order = np.lexsort((ranks, experts))
-    return ranks[order], experts[order]
-
-
 def link_messages(placement: Placement, links: str) -> float:
-    """Experts that cross the busiest link in one Trans, in the direction that has more of them.
+    """Experts that cross the busiest link one after the other in one Trans; rounds of messages with links `relay`.
 
-    With `average`, the mean over links, s * (D - n) / D of Eq. 4, where D - n is the number of an expert's guests.
+    With `direct`, the most that a rank sends or receives. With `average`, the mean over links, s * (D - n) / D of
+    Eq. 4, where D - n is the number of an expert's guests.
     """
-    ranks, experts = guest_copies(placement)
-    if not len(ranks):
-        return 0.0
-    num_ranks, owner_E = placement.num_ranks, owners(placement)
+    if links == "relay":
+        return float(len(plan_transfers(placement).rounds))
     if links == "average":
-        return len(ranks) / num_ranks
-    into_D = np.bincount(ranks, minlength=num_ranks)
-    if links == "direct":
-        out_D = np.bincount(owner_E[experts], minlength=num_ranks)
-    else:
-        # The owner sends to the first guest, each guest to the next; the last of an expert's run sends to nobody
-        relays = ranks[:-1][experts[:-1] == experts[1:]]
-        out_D = np.bincount(np.concatenate([owner_E[np.unique(experts)], relays]), minlength=num_ranks)
-    return float(max(into_D.max(), out_D.max()))
+        return placement.added_hosts / placement.num_ranks
+    into = [sum(expert != EMPTY for expert in row) for row in placement.guests]
+    out = Counter(placement.owner(expert) for row in placement.guests for expert in row if expert != EMPTY)
+    return float(max([*into, *out.values()]))

@@ -88,21 +88,32 @@ class Placement:
         Raises:
             ValueError: a rank without a free guest slot, and whatever makes no valid placement.
         """
-        ascending = tuple(tuple(sorted(ranks)) for ranks in hosts)
+        # Most experts have one host: what is done for all of them is kept short
+        ascending = tuple(tuple(sorted(ranks)) if len(ranks) > 1 else tuple(ranks) for ranks in hosts)
         if len(ascending) != self.num_experts:
             raise ValueError(f"{len(ascending)} lists of hosts for {self.num_experts} experts")
         if primary is None:
             favourites = zip(self.primary, self._owners, ascending, strict=True)
             primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favourites]
         wanted: list[list[int]] = [[] for _ in self.home]
-        for expert, ranks in enumerate(ascending):
-            for rank in dict.fromkeys(ranks):
+        for expert, (ranks, owner) in enumerate(zip(ascending, self._owners, strict=True)):
+            for rank in {*ranks} - {owner} if ranks != (owner,) else ():
                 if not 0 <= rank < self.num_ranks:
                     raise ValueError(f"expert {expert} on rank {rank}: there are {self.num_ranks} ranks")
-                if rank != self.owner(expert):
-                    wanted[rank].append(expert)
+                wanted[rank].append(expert)
         guests = tuple(_assign(rank, *slots) for rank, slots in enumerate(zip(self.guests, wanted, strict=True)))
         return replace(self, guests=guests, hosts=ascending, primary=tuple(primary))
+
+    @cached_property
+    def trimmed(self) -> "Placement":
+        """This placement without the last guest slots that are empty on every rank: fewer physical experts.
+
+        A slot keeps its index on its rank.
+        """
+        used = max(index + 1 for row in self.guests for index, expert in enumerate((0, *row)) if expert != EMPTY) - 1
+        if used == self.guest_slots:
+            return self
+        return replace(self, guests=tuple(row[:used] for row in self.guests))
 
     @property
     def num_ranks(self) -> int:
@@ -152,7 +163,15 @@ class Placement:
         Raises:
             ValueError: the rank keeps no such expert.
         """
-        return rank * self.slots_per_rank + (self.home[rank] + self.guests[rank]).index(expert)
+        return rank * self.slots_per_rank + self.slot(rank, expert)
+
+    def slot(self, rank: int, expert: int) -> int:
+        """Index of an expert among its rank's slots, home slots first.
+
+        Raises:
+            ValueError: the rank keeps no such expert.
+        """
+        return (self.home[rank] + self.guests[rank]).index(expert)
 
     @cached_property
     def physicals(self) -> tuple[tuple[int, ...], ...]:
@@ -253,7 +272,7 @@ class Placement:
         for expert, (ranks, primary) in enumerate(zip(self.hosts, self.primary, strict=True)):
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
-            if list(ranks) != sorted(ranks):
+            if len(ranks) > 1 and list(ranks) != sorted(ranks):
                 raise ValueError(f"expert {expert}: its hosts {ranks} must ascend")
             for rank in ranks:
                 if not 0 <= rank < self.num_ranks or expert not in kept[rank]:

@@ -5,6 +5,7 @@ Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b s
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,12 @@ class Throughput(NamedTuple):
     seconds_per_token: float
     overhead: float
 
+    residual: float
+    """As of a Fit."""
+
+    held_out: float
+    """As of a Fit."""
+
 
 class Bandwidth(NamedTuple):
     """All-reduce bandwidth of one shape of device group."""
@@ -100,7 +107,8 @@ class ClusterProfile:
     """Expert-parallel ranks on one node."""
 
     links: Mapping[str, Mapping[str, Fit]]
-    """links[collective][group kind]; for an all-to-all the bytes are those of the busiest rank in one direction."""
+    """links[collective][group kind], over bytes: of the message or buffer; for an all-to-all, of what the busiest rank
+    sends to others or receives from them; for an all-gather, of the gathered buffer."""
 
     forward: Throughput
     backward: Throughput
@@ -138,14 +146,20 @@ class ClusterProfile:
         return num_bytes * float(np.interp(len(distinct), [group.ranks for group in kin], slowness))
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON."""
+        """Write the profile as JSON, whole or not at all.
+
+        Raises:
+            OSError: no such directory, or no space.
+        """
         content = {"version": VERSION, **dataclasses.asdict(self)}
         content["links"] = {
             kind: {group: line._asdict() for group, line in groups.items()} for kind, groups in self.links.items()
         }
         content |= {"forward": self.forward._asdict(), "backward": self.backward._asdict()}
         content["all_reduce"] = [group._asdict() for group in self.all_reduce]
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(new, path)
 
 
 def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
@@ -219,4 +233,5 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
         links[kind] = {"intra": near, "inter": far, "ep": near if num_ranks <= node_size else far}
     flops = 200e12 if dtype_bytes <= 2 else 100e12
     per_token = 4 * hidden * ffn / flops
-    return ClusterProfile(num_ranks, node_size, links, Throughput(per_token, 20e-6), Throughput(2 * per_token, 40e-6))
+    forward, backward = Throughput(per_token, 20e-6, 0.0, 0.0), Throughput(2 * per_token, 40e-6, 0.0, 0.0)
+    return ClusterProfile(num_ranks, node_size, links, forward, backward)

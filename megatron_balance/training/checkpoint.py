@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+from megatron_balance.device.groups import on_first_rank
 from megatron_balance.training import manifest, run_state, saved_flags
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.logging import RunLog
@@ -124,8 +125,12 @@ class Checkpoints:
         start = time.perf_counter()
         parts = frozenset(
             part
-            for part, left_out in (("optimizer", self.settings.no_save_optim), ("rng", self.settings.no_save_rng))
-            if not left_out
+            for part, kept in (
+                ("optimizer", not self.settings.no_save_optim),
+                ("rng", not self.settings.no_save_rng),
+                ("balancer", self.run.balancer is not None),
+            )
+            if kept
         )
         staged = on_first_rank(lambda: directory.stage(iteration))
         state = run_state.sharded_state(self.run, parts, is_loading=False)
@@ -266,6 +271,11 @@ class Checkpoints:
         if "rng" in parts and common["layout"] != run_state.layout(self.run.config):
             parts.discard("rng")
             self.log.message("note: the checkpoint is of another layout: random number generators start afresh")
+        if weights_only or self.run.balancer is None:
+            parts.discard("balancer")
+        elif "balancer" in parts and common["balance"] != run_state.balance(self.run.config):
+            parts.discard("balancer")
+            self.log.message("note: the checkpoint is of another layout or policy: placements start afresh")
         return frozenset(parts)
 
 
@@ -356,20 +366,6 @@ def raise_everywhere(error: Exception | None) -> None:
     for rank, failure in enumerate(gather(None if error is None else f"{type(error).__name__}: {error}")):
         if failure is not None:
             raise CheckpointError(f"rank {rank}: {failure}") from error
-
-
-def on_first_rank(action: Callable[[], Result]) -> Result:
-    """Call `action` on rank 0 only; every rank gets its result, or raises its error."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except (OSError, ValueError, CheckpointError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 @contextlib.contextmanager

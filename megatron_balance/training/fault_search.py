@@ -215,7 +215,8 @@ def _label_of_output(chunk: Chunk, name: str, args: tuple, output: Any) -> str:
         return chunk.global_name(name)
     experts = layer.local_expert_indices
     if isinstance(layer, BalancedMoELayer):
-        experts = layer.placement.experts_of(layer.ep_group.rank())
+        rank = layer.ep_group.rank()
+        experts = layer.placement.home[rank] + layer.placement.guests[rank]
     rows, sizes = tree_leaves(output)[0], args[1] if len(args) > 1 else None
     slots = _slot_in(name)
     # The modules that compute all experts at once are told how many consecutive rows belong to each
@@ -247,6 +248,8 @@ def kind(values: Any) -> str:
 
 def _floats(values: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(values):
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            continue
         # Recomputation frees the storage of what it will compute again
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.untyped_storage().size():
+        if leaf.numel() and leaf.untyped_storage().size():
             yield leaf

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.config import RunConfig
+from megatron_balance.observe.balance import log_fields, tensorboard_scalars
 
 if TYPE_CHECKING:
     from megatron_balance.training.loop import Progress, StepReport
@@ -75,6 +76,8 @@ class RunLog:
         line += f" number of skipped iterations: {progress.skipped_iterations:3d} |"
         line += f" number of nan iterations: {progress.nan_iterations:3d} |"
         progress.skipped_iterations = progress.nan_iterations = 0
+        if last.balance:
+            line += log_fields([report.balance for report in reports])
         return line
 
     def _record(self, report: "StepReport") -> None:
@@ -91,6 +94,8 @@ class RunLog:
             scalars["loss-scale"] = report.loss_scale
         if self.config.log.log_world_size_to_tensorboard:
             scalars["world-size"] = dist.get_world_size()
+        if report.balance:
+            scalars |= tensorboard_scalars(report.balance)
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, report.iteration)
 

@@ -18,6 +18,8 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, tr
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config import RunConfig
+from megatron_balance.observe.balance import LayerReport, mean_over_ranks
+from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.data import Batch, Data
 from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog
@@ -56,6 +58,7 @@ class Run:
     data: Data
     vocab_size: int
     guard: LossGuard
+    balancer: Balancer | None = None
     progress: Progress = field(default_factory=Progress)
     position: Position = field(default_factory=Position)
 
@@ -76,6 +79,9 @@ class StepReport:
     """The optimizer did not step (fp16 overflow, or a fault)."""
 
     seconds: float
+    balance: dict[int, LayerReport] = field(default_factory=dict)
+    """What balancing did, by layer number; empty without a policy."""
+
     fault: str | None = None
     """Where a NaN or infinite loss or gradient came from; None if there was none."""
 
@@ -125,6 +131,8 @@ def train_step(run: Run) -> StepReport:
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
+    if run.balancer is not None:
+        run.balancer.begin_iteration()
 
     repeat = functools.partial(_forward_backward, run, microbatches=run.batches.get(), forward_only=True)
     reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
@@ -141,6 +149,7 @@ def train_step(run: Run) -> StepReport:
     progress.nan_iterations += fault is not None or any(value != value for value in losses.values())
     progress.bad_in_a_row = progress.bad_in_a_row + 1 if fault else 0
     torch.cuda.synchronize()
+    balance = _balance_reports(run)
     return StepReport(
         iteration=progress.iteration,
         losses=losses,
@@ -150,6 +159,7 @@ def train_step(run: Run) -> StepReport:
         global_batch_size=batch_size,
         skipped=not stepped,
         seconds=time.perf_counter() - start,
+        balance=balance,
         fault=fault,
     )
 
@@ -222,6 +232,14 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
         dist.all_reduce(total, group=groups.dp_cp)
         means[name] = (total[0] / total[1]).item()
     return means
+
+
+def _balance_reports(run: Run) -> dict[int, LayerReport]:
+    if run.balancer is None:
+        return {}
+    # The ranks of an expert-parallel group know the same of it
+    own = run.balancer.report() if run.groups.ep.rank() == 0 else {}
+    return mean_over_ranks(own, run.config.transformer.num_layers)
 
 
 def _auxiliary_losses(run: Run) -> dict[str, float]:

@@ -39,7 +39,7 @@ CONTENT = {
 """How megatron-core is to name and shard things."""
 
 Parts = frozenset[str]
-"""Of `optimizer` and `rng`: what is saved, or loaded, beside the weights."""
+"""Of `optimizer`, `rng` and `balancer`: what is saved, or loaded, beside the weights."""
 
 
 def layout(config: RunConfig) -> dict[str, int]:
@@ -56,6 +56,13 @@ def layout(config: RunConfig) -> dict[str, int]:
     }
 
 
+def balance(config: RunConfig) -> dict[str, Any]:
+    """What has to be equal for placements and predictions to go on."""
+    settings = config.balance
+    names = ("policy", "guest_slots", "interval", "load", "predictor", "token_split", "alpha")
+    return layout(config) | {name: getattr(settings, f"balance_{name}") for name in names}
+
+
 def common_state(run: Run, parts: Parts) -> dict[str, Any]:
     """What every rank knows alike: plain numbers and strings, and a few scalars."""
     progress = run.progress
@@ -66,6 +73,7 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
         "consumed_valid_samples": progress.consumed_valid_samples,
         "opt_param_scheduler": run.scheduler.state_dict(),
         "layout": layout(run.config),
+        "balance": balance(run.config),
         "parts": sorted(parts),
     }
     if "optimizer" in parts:
@@ -93,9 +101,15 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
         # Hyperparameters come from the flags, and their structure depends on the layout
         state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
     if "rng" in parts:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        state["rng_state"] = ShardedObject("rng_state", random_states(), (ranks,), (rank,))
+        state["rng_state"] = _of_this_rank("rng_state", random_states())
+    if "balancer" in parts:
+        assert run.balancer is not None
+        state["balancer"] = _of_this_rank("balancer", run.balancer.state())
     return state
+
+
+def _of_this_rank(name: str, value: Any) -> ShardedObject:
+    return ShardedObject(name, value, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) -> None:
@@ -114,6 +128,9 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
         run.optimizer.reload_model_params()
     if "rng" in parts:
         set_random_states(loaded["rng_state"])
+    if "balancer" in parts:
+        assert run.balancer is not None
+        run.balancer.restore(loaded["balancer"])
     if not weights_only:
         _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
         run.progress.iteration = loaded["iteration"]

@@ -1,6 +1,7 @@
 """Runs that save and resume, as tasks for ranks."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_balance.placement.manager import Manager
+from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.placement.transfers import plan_transfers
 from megatron_balance.training.checkpoint import Checkpoints
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.loop import Run, train_step
@@ -36,13 +40,31 @@ class Outcome:
     said: list[str]
 
 
-def train_and_save(flags: str, directory: Path | None, iterations: int, save_at: int = 0) -> Outcome:
+def forget_placements(run: Run) -> None:
+    """Begin as if nothing had been planned."""
+    assert run.balancer is not None
+    for state in run.balancer.layers.values():
+        manager = state.manager
+        fresh = Manager(manager.policy, manager.cost, manager.predictor, owners_host(manager.placement))
+        state.manager.restore(fresh.state())
+        state.transfers = plan_transfers(state.placement)
+
+
+def train_and_save(
+    flags: str,
+    directory: Path | None,
+    iterations: int,
+    save_at: int = 0,
+    spoil: Callable[[Run], None] | None = None,
+) -> Outcome:
     """Train `iterations`, resuming from `directory` if it holds checkpoints, and save after `save_at` of them."""
     where = f"--save {directory} --load {directory}" if directory else ""
     run = build(f"{flags} {where}")
     checkpoints = Checkpoints(run, said := Said(), patience=30.0)
     checkpoints.prepare()
     checkpoints.load()
+    if spoil is not None:
+        spoil(run)
     losses = []
     for count in range(1, iterations + 1):
         report = train_step(run)
@@ -86,14 +108,16 @@ def differences(left: Outcome, right: Outcome) -> list[str]:
     return found + [f"moment {index}" for index, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
 
 
-def straight_against_resumed(flags: str, directory: str, iterations: int = 20) -> list[str]:
-    """Train straight; then half, save, build anew, load and train the rest: what differs on this rank."""
+def straight_against_resumed(
+    flags: str, directory: str, iterations: int = 20, spoil: Callable[[Run], None] | None = None
+) -> list[str]:
+    """Train straight; then half, save, build anew, load, `spoil` and train the rest: what differs on this rank."""
     half = iterations // 2
     straight = train_and_save(flags, None, iterations)
     _forget()
     first = train_and_save(flags, Path(directory), half, save_at=half)
     _forget()
-    second = train_and_save(flags, Path(directory), iterations - half)
+    second = train_and_save(flags, Path(directory), iterations - half, spoil=spoil)
     second.losses = first.losses + second.losses
     return differences(straight, second)
 

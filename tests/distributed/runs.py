@@ -22,6 +22,9 @@ BASE = (
 Curve = list[tuple[float, float]]
 """(lm loss, gradient norm) of every iteration."""
 
+Hosts = list[float]
+"""Hosts added in all layers, in every iteration."""
+
 
 def build(flags: str) -> Run:
     """Build the run of `BASE` and `flags` on this rank."""
@@ -31,10 +34,25 @@ def build(flags: str) -> Run:
 
 def train_curve(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> Curve:
     """Losses and gradient norms of a run; `mutate` changes the built run before it trains."""
+    return _curve(train(flags, iterations, mutate))
+
+
+def train_hosts(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> tuple[Curve, Hosts]:
+    """`train_curve`, and how many hosts were added in each iteration."""
+    reports = train(flags, iterations, mutate)
+    hosts = [sum(layer.hosts_added for layer in report.balance.values()) for report in reports]
+    return _curve(reports), hosts
+
+
+def train(flags: str, iterations: int, mutate: Callable[[Run], None] | None = None) -> list[StepReport]:
+    """Build and train a run on this rank."""
     run = build(flags)
     if mutate is not None:
         mutate(run)
-    reports: list[StepReport] = [train_step(run) for _ in range(iterations)]
+    return [train_step(run) for _ in range(iterations)]
+
+
+def _curve(reports: list[StepReport]) -> Curve:
     # Only the last pipeline stage has the loss; the last rank belongs to it
     losses = [[report.losses.get("lm loss") for report in reports]]
     dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.checkpoints import losses_of, straight_against_resumed, unequal_tensors
+from tests.distributed.checkpoints import forget_placements, losses_of, straight_against_resumed, unequal_tensors
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 LAYOUTS = {
@@ -23,6 +23,27 @@ LAYOUTS = {
         "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-layer-freq [1,0,1,1]",
     ),
 }
+
+
+HOT = f"--moe-router-force-workload rotating_hotspot --global-batch-size 16 {DROPOUT}"
+POLICIES = {
+    "top2": f"--expert-model-parallel-size 4 --balance-policy top2 {HOT}",
+    "top2 exact": f"--expert-model-parallel-size 4 --balance-policy top2 --balance-load exact {HOT}",
+    "fastermoe ema dp2": "--expert-model-parallel-size 2 --balance-policy fastermoe --balance-predictor ema "
+    f"--use-distributed-optimizer {HOT}",
+    "top3 linear every third, pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy "
+    f"top3 --balance-predictor linear --balance-interval 3 {HOT}",
+}
+
+
+@pytest.mark.parametrize("flags", POLICIES.values(), ids=POLICIES)
+def test_a_resumed_run_keeps_its_placements(ranks, tmp_path, flags):
+    assert ranks(4).run(straight_against_resumed, flags, str(tmp_path)) == [[]] * 4
+
+
+def test_a_resumed_run_without_its_placements_differs(ranks, tmp_path):
+    flags = POLICIES["top3 linear every third, pp2"]
+    assert all(ranks(4).run(straight_against_resumed, flags, str(tmp_path), 20, forget_placements))
 
 
 @pytest.mark.parametrize(("world_size", "flags"), LAYOUTS.values(), ids=LAYOUTS)

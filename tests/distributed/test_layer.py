@@ -1,5 +1,7 @@
 """BalancedMoELayer in float64 against the single-process oracle, and its parts against plain references."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,11 +70,26 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).abs().max() / other.abs().max().clamp(min=1e-30)).item()
 
 
-def check_against_oracle(changes: dict, tokens: str) -> None:
-    """Output and every gradient of one forward and backward pass equal the oracle's to 1e-12."""
+Collect = Callable[[], list[torch.Tensor]]
+"""After a backward pass: the gradient of each of the experts' parameters."""
+
+
+def own_gradients(layer: BalancedMoELayer) -> Collect:
+    """Every expert is computed by its owner only."""
+    return lambda: [parameter.grad for parameter in layer.experts.parameters()]
+
+
+def check_against_oracle(
+    changes: dict, tokens: str, host: Callable[[BalancedMoELayer], Collect] = own_gradients
+) -> None:
+    """Output and every gradient of one forward and backward pass equal the oracle's to 1e-12.
+
+    `host` prepares the layer, such as by placing its experts.
+    """
     config = moe_config(**changes)
     groups = build_groups(config, seed=7)
     layer = build_layer(config, groups)
+    collect = host(layer)
     rank, world = dist.get_rank(), dist.get_world_size()
     count = {"even": 16, "uneven": 1 + 7 * rank, "empty": 0 if rank == world - 1 else 9}[tokens]
     generator = torch.Generator().manual_seed(1000 + rank)
@@ -81,7 +98,7 @@ def check_against_oracle(changes: dict, tokens: str) -> None:
 
     output, _ = layer(hidden)
     (output * weight).sum().backward()
-    ours = [parameter.grad for parameter in layer.experts.parameters()]
+    ours = collect()
     router_grad, hidden_grad = layer.router.weight.grad.clone(), hidden.grad.clone()
 
     layer.router.weight.grad, hidden.grad = None, None
@@ -193,25 +210,34 @@ def test_all_to_all_moves_uneven_rows(ranks, world_size: int, dtype: torch.dtype
 
 
 def experts_together_and_apart(activation: dict) -> None:
-    """One grouped product for all slots, as on CUDA, equals slot by slot, as on a CPU, gradients included."""
+    """One grouped product for home and one for guest slots, as on CUDA, equals slot by slot, gradients included."""
     config = moe_config(params_dtype=torch.float32, expert_model_parallel_size=1, **activation)
-    experts = GroupedExperts(range(EXPERTS), config, build_groups(config, seed=7))
+    experts = GroupedExperts(range(EXPERTS - 2), config, build_groups(config, seed=7))
+    for parameter in experts.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    # One guest slot more than is in use
+    experts.allocate_guests(3)
+    guests = [tensor for tensors in map(experts.weights_of, range(EXPERTS - 2, EXPERTS)) for tensor in tensors]
     tokens = torch.tensor([3, 0, 5, 1, 0, 8, 2, 4])
     generator = torch.Generator().manual_seed(3)
+    for guest in guests:
+        guest.normal_(generator=generator)
     rows = torch.randn(int(tokens.sum()), HIDDEN, generator=generator)
     probs = torch.rand(len(rows), generator=generator)
     results = []
-    for together in (True, False):
+    for by_slot in (True, False):
         inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
-        if together:
-            whole = *experts.linear_fc1(), *experts.linear_fc2()
-            output = experts._compute(*whole, inputs[0], tokens, inputs[1])
-        else:
-            output = experts(inputs[0], tokens, inputs[1])
-        gradients = torch.autograd.grad(output.square().sum(), [*inputs, *experts.parameters()])
-        results.append([output, *gradients])
+        output = experts._all_slots(inputs[0], tokens, inputs[1], by_slot)
+        experts.zero_grad()
+        output.square().sum().backward()
+        slots = [gradient for slot in range(EXPERTS - 2, EXPERTS + 1) for gradient in experts.gradients_of(slot)]
+        assert any(gradient.any() for gradient in slots)
+        gradients = [tensor.grad for tensor in (*inputs, *experts.parameters())]
+        results.append([output, *gradients, *(gradient.clone() for gradient in slots)])
+        for gradient in slots:
+            gradient.zero_()
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,5 +1,6 @@
 """Random placements and loads for property tests."""
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -36,3 +37,18 @@ def loads(draw: st.DrawFn, placement: Placement, largest: int = 10**8) -> torch.
     tokens = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, largest))
     counts = draw(st.lists(tokens, min_size=cells, max_size=cells))
     return torch.tensor(counts, dtype=torch.int64).view(placement.num_ranks, placement.num_experts)
+
+
+def random_placement(num_experts: int, num_ranks: int, guest_slots: int, seed: int) -> Placement:
+    """Owners in order; any experts as guests (at least one on rank 0), some of them lent, any host primary."""
+    generator = np.random.default_rng(seed)
+    owners = Placement.identity(num_experts, num_ranks, guest_slots)
+    hosts = [[owners.owner(expert)] for expert in range(num_experts)]
+    for rank in range(num_ranks):
+        strangers = [expert for expert in range(num_experts) if owners.owner(expert) != rank]
+        for expert in generator.permutation(strangers)[: generator.integers(rank == 0, guest_slots + 1)]:
+            hosts[expert] += [rank] * int(generator.integers(1, 3))
+    for expert, row in enumerate(hosts):
+        if len(row) > 1 and generator.random() < 0.4:
+            row.remove(owners.owner(expert))
+    return owners.rehost(hosts, [int(generator.choice(row)) for row in hosts])

@@ -53,8 +53,6 @@ BAD = [
     ("--global-batch-size 0", "--global-batch-size 0", "at least 1"),
     ("--eval-interval 0", "--eval-interval 0", "at least 1"),
     ("--context-parallel-size 2", "--context-parallel-size 2", "use 1"),
-    ("--balance-explain", "--balance-explain", "no effect", "leave it out"),
-    ("--balance-guest-slots 2", "--balance-guest-slots", "no effect", "leave it out"),
     ("--distributed-backend nccl", "--distributed-backend nccl", "needs CUDA", "--distributed-backend gloo"),
     ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine", "--transformer-impl local"),
     ("--ddp-average-in-collective", "--ddp-average-in-collective", "gloo", "leave it out"),
@@ -89,9 +87,7 @@ BAD = [
         "--data-path a --data-cache-path b --dataloader-fast-cache-load",
         *("--dataloader-fast-cache-load", "--data-path", "use --train-data-path"),
     ),
-    ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
     ("--fp32-residual-connection --bf16", "--fp32-residual-connection", "needs Transformer Engine"),
-    ("--use-te-activation-func", "--use-te-activation-func", "--moe-layer-impl balanced", "leave it out"),
     ("--exp-avg-dtype fp16", "megatron-core refuses", "exp_avg_dtype"),
     ("--bf16 --fp16", "--bf16", "--fp16", "choose one"),
     ("--recompute-granularity full", "--recompute-granularity full", "--recompute-method uniform"),
@@ -132,23 +128,7 @@ BAD = [
     ),
     ("--mock-data --data-path a", "--data-path", "--train-data-path", "--mock-data", "one of"),
     ("--train-data-path a --split 1,0,0", "--split", "--data-path", "leave it out"),
-    ("--expert-model-parallel-size 8 --num-experts 12", "--num-experts 12", "--expert-model-parallel-size 8"),
-    ("--num-experts 0", "--num-experts 0", "multiple of"),
-    ("--moe-router-topk 9", "--moe-router-topk 9", "1 to --num-experts 8"),
-    ("--moe-router-topk 0", "--moe-router-topk 0", "1 to --num-experts 8"),
     ("--moe-layer-freq [1]*3", "--moe-layer-freq", "3 entries", "--num-layers 4"),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2", "also give --sequence-parallel"),
-    ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
-    ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex", "needs CUDA", "use alltoall"),
-    (
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        *("--expert-tensor-parallel-size 2", "use --expert-tensor-parallel-size 1", "--moe-layer-impl megatron"),
-    ),
-    (
-        "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",
-        *("megatron-core refuses", "Bias", "ETP==1"),
-    ),
-    ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap", "--moe-layer-impl balanced", "leave it out"),
 ]
 
 
@@ -173,7 +153,6 @@ def test_mistakes(flags: str, said: tuple[str, ...]) -> None:
         ("--train-iters", "--train-samples 9 --lr-decay-iters 9", ("--lr-decay-iters", "use --lr-decay-samples")),
         ("--tokenizer-type", "", ("--tokenizer-type is required", "NullTokenizer with --vocab-size")),
         ("data", "", ("--data-path", "--train-data-path", "--mock-data")),
-        ("--num-experts", "--expert-model-parallel-size 2", ("--expert-model-parallel-size 2", "--num-experts")),
     ],
 )
 def test_missing_flags(without: str, flags: str, said: tuple[str, ...]) -> None:
@@ -351,11 +330,6 @@ def test_fusions_need_cuda() -> None:
 )
 def test_transformer_values(flags: str, attribute: str, expected: object) -> None:
     assert getattr(parse(flags).config.transformer, attribute) == expected
-
-
-def test_grouped_gemm_is_noticed_with_our_layer_only() -> None:
-    assert any("--moe-grouped-gemm" in notice for notice in parse("--moe-grouped-gemm").notices)
-    assert not any("--moe-grouped-gemm" in notice for notice in parse("").notices)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, Bandwidth, builtin, fit, load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, Bandwidth, Throughput, builtin, fit, load
 
 SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
+THROUGHPUT = {"seconds_per_token": 1, "overhead": 0, "residual": 0, "held_out": 0}
 
 
 @given(st.floats(0, 1e-3), st.floats(1e-12, 1e-8))
@@ -47,9 +48,22 @@ def test_measurements_that_make_no_line(sizes: list[float], seconds: list[float]
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    profile = dataclasses.replace(builtin(8, 4, 64, 128), all_reduce=(Bandwidth(2, 1, 1e9),))
+    profile = dataclasses.replace(
+        builtin(8, 4, 64, 128),
+        all_reduce=(Bandwidth(2, 1, 1e9),),
+        forward=Throughput(1e-6, 2e-5, 0.01, 0.02),
+        backward=Throughput(3e-6, 4e-5, 0.03, 0.04),
+    )
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 8, 4) == profile
+
+
+def test_a_save_that_fails_leaves_the_old_profile(tmp_path: Path) -> None:
+    path, old = tmp_path / "profile.json", builtin(8, 4, 64, 128)
+    old.save(path)
+    with pytest.raises(ValueError, match="JSON"):
+        dataclasses.replace(old, num_ranks=float("nan")).save(path)
+    assert load(path, 8, 4) == old
 
 
 def test_builtin_has_every_link_and_knows_where_nodes_end() -> None:
@@ -71,8 +85,10 @@ def _damage(content: dict, key: str, value: object) -> str:
         ("num_ranks", 16, "for 16 expert-parallel ranks"),
         ("node_size", 2, "nodes of 2"),
         ("links", {}, "damaged profile .*p2p"),
-        ("forward", {"seconds_per_token": -1, "overhead": 0}, "-1 is not a number of at least 0"),
-        ("forward", {"seconds_per_token": "fast", "overhead": 0}, "'fast' is not a number"),
+        ("forward", THROUGHPUT | {"seconds_per_token": -1}, "-1 is not a number of at least 0"),
+        ("forward", THROUGHPUT | {"seconds_per_token": "fast"}, "'fast' is not a number"),
+        ("forward", {"seconds_per_token": 1, "overhead": 0}, "damaged profile .*residual"),
+        ("backward", THROUGHPUT | {"held_out": -1}, "-1 is not a number of at least 0"),
         ("num_ranks", 0, "above 0"),
         ("all_reduce", [{"ranks": 2, "nodes": 1, "bytes_per_second": 0}], "above 0"),
         ("all_reduce", 3, "damaged profile"),

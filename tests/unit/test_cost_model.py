@@ -29,7 +29,7 @@ def profile(num_ranks: int = 3, node_size: int = 3) -> ClusterProfile:
     """0.5 s per byte within a node and in the whole group, 2 s across nodes; 1 s per token forward, 2 s backward."""
     near, far = Fit(0.0, 0.5, 0.0, 0.0), Fit(0.0, 2.0, 0.0, 0.0)
     links = {kind: dict(zip(GROUPS, (near, far, near), strict=True)) for kind in COLLECTIVES}
-    return ClusterProfile(num_ranks, node_size, links, Throughput(1.0, 0.0), Throughput(2.0, 0.0))
+    return ClusterProfile(num_ranks, node_size, links, Throughput(1.0, 0.0, 0.0, 0.0), Throughput(2.0, 0.0, 0.0, 0.0))
 
 
 COST = CostModel(profile(), token_bytes=4, param_bytes=6, grad_bytes=12)
@@ -81,20 +81,41 @@ def test_latencies_count_per_exchange_and_per_expert_on_a_link() -> None:
     assert (time.all_to_all, time.trans, time.agg) == (4, 2, 2)
 
 
+def test_microbatches_repeat_latencies_but_not_transfers() -> None:
+    slow = {kind: dict.fromkeys(GROUPS, Fit(1.0, 0.5, 0.0, 0.0)) for kind in COLLECTIVES}
+    busy = dataclasses.replace(
+        profile(), links=slow, forward=Throughput(1.0, 3.0, 0.0, 0.0), backward=Throughput(2.0, 5.0, 0.0, 0.0)
+    )
+    cost = dataclasses.replace(COST, profile=busy)
+    # The busiest rank sends 2 tokens of 4 bytes, another computes 4; one expert moves
+    assert cost.layer_time(COUNTS_DE, GUEST) == (4 * (1 + 4), 4 + 3, 8 + 5, 1 + 3, 1 + 6)
+    four = dataclasses.replace(cost, microbatches=4)
+    assert four.layer_time(COUNTS_DE, GUEST) == (4 * (4 + 4), 4 + 12, 8 + 20, 1 + 3, 1 + 6)
+
+
+def test_transfers_hide_under_one_microbatch() -> None:
+    heavy = dataclasses.replace(COST, param_bytes=20, grad_bytes=40, overlap=Overlap(1.0, 2.0), microbatches=4)
+    # Trans 10 s under 4 / 4 + 1, Agg 20 s under 8 / 4 + 2
+    assert heavy.layer_time(COUNTS_DE, GUEST)[3:] == (8, 16)
+
+
 @pytest.mark.parametrize(
-    ("additions", "direct", "relay", "average"),
+    ("additions", "relay", "direct", "average"),
     [
         ([], 0, 0, 0),
         ([(0, 1)], 1, 1, 1 / 4),
-        ([(0, 1), (0, 2), (0, 3)], 3, 1, 3 / 4),
+        ([(0, 1), (0, 2), (0, 3)], 2, 3, 3 / 4),
         ([(0, 3), (1, 3)], 2, 2, 2 / 4),
         ([(0, 1), (0, 2), (1, 2), (1, 3)], 2, 2, 1),
+        ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)], 2, 3, 5 / 4),
     ],
 )
-def test_experts_on_the_busiest_link(additions: list, direct: float, relay: float, average: float) -> None:
+def test_experts_on_the_busiest_link(additions: list, relay: float, direct: float, average: float) -> None:
     placement = Placement.identity(4, 4, 3).with_hosts(additions)
-    # In the last row rank 1 relays expert 0 and sends expert 1; rank 2 receives both
-    assert [link_messages(placement, links) for links in LINKS] == [direct, relay, pytest.approx(average)]
+    # In the last row two owners send in the first round, and all four ranks may in the second
+    values = {"relay": relay, "direct": direct, "average": pytest.approx(average)}
+    assert {links: link_messages(placement, links) for links in LINKS} == values
+    assert CostModel(profile(), 4, 6, 12).links == "relay"
 
 
 def test_flexmoe_equations() -> None:
@@ -137,7 +158,14 @@ def test_metrics() -> None:
     assert balance_gain(np.array([2, 2]), np.array([2, 2])) == 1
 
 
-@pytest.mark.parametrize(("field", "message"), [("split", "--balance-token-split x"), ("links", "links x")])
-def test_names_are_checked(field: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("split", "x", "--balance-token-split x"),
+        ("links", "x", "links x: choose from relay"),
+        ("microbatches", 0, "microbatches 0"),
+    ],
+)
+def test_fields_are_checked(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(COST, **{field: "x"})
+        dataclasses.replace(COST, **{field: value})

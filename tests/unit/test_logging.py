@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_balance.arguments import parse_args
 from megatron_balance.checks import Machine
 from megatron_balance.config import RunConfig
+from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.training.logging import RunLog, flops_per_sample, moe_layer_pattern
 from megatron_balance.training.loop import Progress, StepReport
@@ -68,8 +69,11 @@ LINE = re.compile(
     r"( grad norm: (?P<norm>\d+\.\d{3}) \|)?"
     r" number of skipped iterations: (?P<skipped>[ \d]{3}) \|"
     r" number of nan iterations: (?P<nan>[ \d]{3}) \|"
+    r"( max/mean load: (?P<before>\d+\.\d\d) -> (?P<after>\d+\.\d\d) \|"
+    r" hosts added: (?P<hosts>\d+(\.\d+)?) \| experts moved: (?P<moved>\d+(\.\d+)?) \|"
+    r" plan \(ms\): (?P<plan>\d+\.\d) \| trans\+agg \(MB\): (?P<megabytes>\d+\.\d) \|)?"
 )
-"""Megatron's training log line, as a scraper reads it."""
+"""Megatron's training log line, as a scraper reads it, and with a policy ours after it."""
 
 
 def fields(line: str) -> dict[str, str | None]:
@@ -125,6 +129,36 @@ def test_no_grad_norm_and_no_auxiliary_loss(single_rank: None, capsys: pytest.Ca
     assert fields(line)["norm"] is None and fields(line)["balance"] is None
 
 
+def balance(**changes: float) -> LayerReport:
+    """Of a layer of which balancing made the best."""
+    numbers = dict.fromkeys(LayerReport._fields, 0.0)
+    numbers |= {"ratio_before": 2.5, "ratio_after": 1.25, "rb": 4.0, "hosts_added": 3.0, "plan_seconds": 2e-4}
+    return LayerReport(**(numbers | {"trans_bytes": 4e6, "agg_bytes": 2e6} | changes))
+
+
+def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [
+        report(1, balance={1: balance(), 2: balance(ratio_before=3.5)}),
+        report(2, balance={1: balance(experts_moved=2.0), 2: balance(hosts_added=4.0)}),
+        report(3),
+        report(4),
+    ]
+    with_policy, without = printed(RunLog(run_config(), 5, 128), reports, Progress(), capsys)
+    assert with_policy.split(" number of nan iterations:   0 |")[1] == (
+        " max/mean load: 2.75 -> 1.25 | hosts added: 6.5 | experts moved: 1 | plan (ms): 0.4 | trans+agg (MB): 12.0 |"
+    )
+    names = ("before", "after", "hosts", "moved", "plan", "megabytes")
+    assert [fields(with_policy)[name] for name in names] == ["2.75", "1.25", "6.5", "1", "0.4", "12.0"]
+    assert [fields(without)[name] for name in names] == [None] * 6
+
+
+def test_balance_that_did_nothing_is_told_from_none(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    idle = balance(ratio_after=2.5, hosts_added=0.0, plan_seconds=0.0, trans_bytes=0.0, agg_bytes=0.0)
+    (line,) = printed(RunLog(run_config(), 5, 128), [report(n, balance={2: idle}) for n in (1, 2)], Progress(), capsys)
+    read = fields(line)
+    assert (read["before"], read["after"], read["hosts"], read["megabytes"]) == ("2.50", "2.50", "0", "0.0")
+
+
 def test_throughput(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(run_config("--log-throughput"), 5, 128)
     log.flops_per_sample = 2e12
@@ -150,6 +184,21 @@ def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
     log.close()
     names = "lm loss, load_balancing_loss, learning-rate, batch-size, grad-norm, loss-scale, iteration-time, throughput"
     assert sorted(recorded) == sorted((name, 2) for name in names.split(", "))
+
+
+def test_tensorboard_has_every_layers_balance(single_rank: None, tmp_path: Path) -> None:
+    log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'}"), 5, 128)
+    recorded: dict[str, tuple[float, int]] = {}
+    log.writer.add_scalar = lambda name, value, iteration: recorded.update({name: (value, iteration)})
+    log.step(report(2), Progress())
+    assert not any(name.startswith("moe/") for name in recorded)
+    log.step(report(3, balance={1: balance(), 3: balance(ratio_after=1.75)}), Progress())
+    log.close()
+    ours = {name: value for name, value in recorded.items() if name.startswith("moe/")}
+    suffixes = ("layer_0", "layer_2", "p50", "p90")
+    assert ours.keys() == {f"moe/{name}_{suffix}" for name in LayerReport._fields for suffix in suffixes}
+    assert [ours[f"moe/ratio_after_{suffix}"] for suffix in suffixes[:3]] == [(1.25, 3), (1.75, 3), (1.5, 3)]
+    assert recorded["lm loss"] == (6.25, 3)
 
 
 def test_tensorboard_keys_on_demand(single_rank: None, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_is_finite(dtype: torch.dtype) -> None:
 def test_what_has_no_numbers_is_finite() -> None:
     freed = torch.full((3,), NAN)
     freed.untyped_storage().resize_(0)
-    assert is_finite([torch.ones(2, dtype=torch.int64), torch.empty(0), None, freed])
+    assert is_finite([torch.ones(2, dtype=torch.int64), torch.empty(0), torch.ones(2, 3)[:0], None, freed])
 
 
 def test_only_the_earliest_findings_are_described() -> None:

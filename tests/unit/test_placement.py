@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.flow.plan import make_plan
 from megatron_balance.placement.placement import Placement
-from tests.unit.placements import placements
+from tests.unit.placements import loads, placements
 
 BY_HAND = Placement(
     num_experts=4,
@@ -73,6 +75,53 @@ def test_physical_experts_are_the_hosts(placement: Placement) -> None:
         assert index in placement.physicals[expert]
     assert all(list(indices) == sorted(indices) for indices in placement.physicals)
     assert sum(map(len, placement.physicals)) == len(hosted)
+
+
+@settings(deadline=None)
+@given(placements())
+def test_slots(placement: Placement) -> None:
+    for rank in range(placement.num_ranks):
+        kept = placement.home[rank] + placement.guests[rank]
+        for expert in range(placement.num_experts):
+            if expert in kept:
+                assert kept[placement.slot(rank, expert)] == expert
+                assert placement.physical(rank, expert) == rank * len(kept) + placement.slot(rank, expert)
+                assert (placement.slot(rank, expert) < placement.home_slots) == (placement.owner(expert) == rank)
+            else:
+                with pytest.raises(ValueError):
+                    placement.slot(rank, expert)
+
+
+@settings(deadline=None)
+@given(placements())
+def test_trimmed_keeps_all_but_slots_that_no_rank_uses(placement: Placement) -> None:
+    trimmed = placement.trimmed
+    used = [any(row[slot] >= 0 for row in placement.guests) for slot in range(placement.guest_slots)]
+    assert trimmed.guest_slots == max((slot + 1 for slot, is_used in enumerate(used) if is_used), default=0)
+    assert trimmed.trimmed == trimmed
+    assert trimmed.guests == tuple(row[: trimmed.guest_slots] for row in placement.guests)
+    assert dataclasses.replace(trimmed, guests=placement.guests) == placement
+    for rank in range(placement.num_ranks):
+        for expert in {*placement.home[rank], *placement.guests[rank]} - {-1}:
+            assert trimmed.slot(rank, expert) == placement.slot(rank, expert)
+    # The physical experts are the same up to the stride from rank to rank
+    stride, shorter = placement.slots_per_rank, trimmed.slots_per_rank
+    assert trimmed.physicals == tuple(
+        tuple(index // stride * shorter + index % stride for index in indices) for indices in placement.physicals
+    )
+
+
+@settings(deadline=None)
+@given(placements(), st.sampled_from(["local_first", "proportional"]), st.data())
+def test_trimmed_sends_every_token_to_the_same_slot(placement: Placement, split: str, data: st.DataObject) -> None:
+    counts_DE = data.draw(loads(placement))
+    trimmed = placement.trimmed
+    whole, short = (
+        make_plan(counts_DE, one, split).tokens_DP.view(one.num_ranks, one.num_ranks, -1)
+        for one in (placement, trimmed)
+    )
+    assert torch.equal(whole[:, :, : trimmed.slots_per_rank], short)
+    assert not whole[:, :, trimmed.slots_per_rank :].any()
 
 
 @settings(deadline=None)

@@ -35,8 +35,10 @@ def load_policy(name: str, **options: Any) -> Policy:
     module_name, _, class_name = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{flag}: cannot be imported: {error}") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{flag}: cannot be imported: {error}; give the name of a policy, or package.module:Class"
+        ) from error
     try:
         policy = factory(**options)
     except TypeError as error:

@@ -1,6 +1,7 @@
 """FasterMoE's dynamic shadowing, the baseline that Pro-Prophet compares with (its Section VI)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from megatron_balance.placement.policies.interface import everywhere, hottest_fi
 @dataclass(frozen=True)
 class FasterMoE:
     """Copies the hottest experts to all ranks, one after the other, as long as the cost model says that it pays."""
+
+    split: ClassVar[str] = "local_first"
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. A rank whose guest slots are taken goes without."""

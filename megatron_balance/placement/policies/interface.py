@@ -4,7 +4,7 @@ Shape suffixes: D expert-parallel ranks, E logical experts.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from megatron_balance.placement.placement import Placement
 
 class Policy(Protocol):
     """Decides who hosts which experts. Every rank runs it on the same values and must get the same result."""
+
+    split: ClassVar[str]
+    """How hosts share an expert's tokens where --balance-token-split is `policy`: a name in cost_model.SPLITS. A policy
+    without this attribute gets `local_first`."""
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """The next placement: the same owners and guest slots as `current`, other hosts.

@@ -1,6 +1,7 @@
 """No balancing: owners compute their experts."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from megatron_balance.placement.policies.interface import owners_host
 @dataclass(frozen=True)
 class NoPolicy:
     """Every expert on its owner only, whatever the load."""
+
+    split: ClassVar[str] = "local_first"
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""

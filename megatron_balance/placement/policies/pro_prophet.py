@@ -5,12 +5,18 @@ Shape suffixes: D expert-parallel ranks, E logical experts, K candidate guests o
 
 import math
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import ClassVar
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.placement.policies.interface import hottest_first, owners_host
+from megatron_balance.placement.transfers import doubling_rounds
+
+CONFIRMED = 20
+"""Placements are timed exactly, the most promising first, until they have so many guests together."""
 
 Guests = list[tuple[int, list[int]]]
 """(expert, its guest ranks) in the order of selection."""
@@ -22,9 +28,9 @@ class ProProphet:
 
     Algorithm 1 as it is meant where a rank owns several experts: take the heaviest rank, then its heaviest expert that
     was not selected yet. The number of guests (the paper's D - n) is chosen for each expert, bounded by the guest slots
-    and by how many experts may cross one link. That bound takes the place of the paper's n: the search is run for
-    several, and of all placements passed on the way the fastest by the cost model is kept. So the result is never
-    slower, by the model, than no guests at all.
+    and by the time that transfers may take. That bound takes the place of the paper's n: the search is run for several,
+    and also from the hottest experts on all ranks; of all placements passed on the way the fastest by the cost model is
+    kept. So the result is never slower, by the model, than no guests at all.
     """
 
     alpha: float = 0.5
@@ -33,38 +39,47 @@ class ProProphet:
     min_gain: float = 0.001
     """Share of the layer's time that more guests have to save: the model does not see all that they cost."""
 
-    budget: int = 56
+    budget: int = 16
     """Experts looked at in all searches together, which bounds the time that planning takes at any size."""
+
+    split: ClassVar[str] = "local_first"
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         start = _Start(counts_DE, current)
         spread = self.alpha * counts_DE.sum() / current.num_experts
-        best, kept = _Search(start, cost, math.inf).seconds(), []
-        bounds, left = _link_bounds(current.num_ranks, cost.links) if current.guest_slots else [], self.budget
-        for index, bound in enumerate(bounds):
+        limit, left, found = _Search(start, cost).seconds(), self.budget, []
+        runs = _runs(current, cost.links)
+        for index, (everywhere, bound) in enumerate(runs):
             # The search without a bound, the first, may need the most
-            share = left // 2 if index == 0 and len(bounds) > 1 else left // (len(bounds) - index)
-            search = _Search(start, cost, bound)
-            best, kept = search.run(spread, best, share, self.min_gain) or (best, kept)
+            share = left // 2 if index == 0 and len(runs) > 1 else left // (len(runs) - index)
+            search = _Search(start, cost, bound, everywhere)
+            found += search.run(spread, limit, share, self.min_gain)
             left -= search.looked
-        if not kept and current.is_identity:
-            return current
-        planned = owners_host(current, [(expert, rank) for expert, ranks in kept for rank in ranks])
-        if kept and cost.split != "local_first":
-            # The search counts tokens by Pro-Prophet's rule; under another one the choice has to be confirmed
-            plain = owners_host(current)
-            return min((plain, planned), key=lambda placement: cost.layer_seconds(counts_DE, placement))
-        return planned
+        best = current if current.is_identity else owners_host(current)
+        confirmed = 0
+        for estimate, guests in sorted(found, key=itemgetter(0)):
+            if estimate >= limit or confirmed >= CONFIRMED:
+                break
+            # Rounds were estimated from below, and tokens counted by Pro-Prophet's rule whatever the split
+            planned = owners_host(current, [(expert, rank) for expert, ranks in guests for rank in ranks])
+            best, limit = min((best, limit), (planned, cost.layer_seconds(counts_DE, planned)), key=itemgetter(1))
+            confirmed += planned.added_hosts
+        return best
 
 
-def _link_bounds(num_ranks: int, links: str) -> list[float]:
-    """How many experts may cross one link: any number first, then from few to all."""
-    bounds = [math.inf]
-    if links != "average":
+def _runs(current: Placement, links: str) -> list[tuple[int, float]]:
+    """Searches to run, as (hottest experts copied everywhere at first, how many experts may cross one link)."""
+    num_ranks, slots = current.num_ranks, current.guest_slots
+    if not slots:
+        return []
+    bounds: list[float] = [math.inf]
+    if links == "relay":
+        bounds += range(1, num_ranks.bit_length())
+    elif links == "direct":
         # Every number where there are few ranks, doubling where there are many
         bounds += range(1, num_ranks) if num_ranks <= 8 else [2**power for power in range((num_ranks - 1).bit_length())]
-    return bounds
+    return [(0, bound) for bound in bounds] + [(hottest, math.inf) for hottest in range(1, slots + 1)]
 
 
 class _Start:
@@ -82,37 +97,45 @@ class _Start:
         heaviest_first = np.lexsort((-tokens_E, owner_E)).reshape(num_ranks, -1)
         self.experts = heaviest_first.tolist()
         """Experts that each rank owns, heaviest first."""
+        self.owners = owner_E.tolist()
+        self.hottest = hottest_first(counts_DE)
 
 
 class _Search:
     """One run of Algorithm 1: loads under the experts selected so far, updated as experts are added."""
 
-    def __init__(self, start: _Start, cost: CostModel, bound: float) -> None:
+    def __init__(self, start: _Start, cost: CostModel, bound: float = math.inf, everywhere: int = 0) -> None:
         self.cost, self.bound, self.counts_ED = cost, bound, start.counts_ED
         self.computed_D, self.received_D = start.computed_D.copy(), start.received_D.copy()
         self.sent_D, self.free_D = start.sent_D.copy(), start.free_D.copy()
-        self.experts = start.experts
+        self.experts, self.owners = start.experts, start.owners
         self.next = [0] * len(start.experts)
-        """Position of each rank's heaviest expert that was not selected yet."""
+        """Position of each rank's heaviest expert that was not looked at yet."""
+        self.everywhere = start.hottest[:everywhere]
+        """Experts that are copied to all ranks first, which the search then leaves alone."""
+        self.hottest = iter(self.everywhere)
         self.mean = float(self.computed_D.mean())
-        self.out_D, self.in_D = np.zeros_like(self.computed_D), np.zeros_like(self.computed_D)
+        self.in_D = np.zeros_like(self.computed_D)
+        """Guests on each rank."""
+        self.copies, self.started = [0] * len(self.in_D), [0] * len(self.in_D)
+        """Guests of each rank's experts, and how many of its experts have any."""
         self.messages = 0.0
-        """Experts on the busiest link, as `link_messages` counts them."""
+        """`link_messages`; with links `relay`, the number of rounds that cannot be undercut."""
         self.selected: Guests = []
         self.looked = 0
 
-    def run(self, spread: float, limit: float, budget: int, min_gain: float) -> tuple[float, Guests] | None:
+    def run(self, spread: float, limit: float, budget: int, min_gain: float) -> list[tuple[float, Guests]]:
         """Select experts until the ranks are balanced, nothing helps or `budget` experts were looked at.
 
         Returns:
-            Seconds and guests of the fastest prefix, or None if none takes less than `limit` seconds.
+            Seconds and guests of the fastest prefix; nothing if none takes less than `limit` seconds.
         """
         best, kept = limit, 0
         while not self._is_balanced(spread) and self._floor() < best and self._add_guests(budget):
             seconds = self.seconds()
             if seconds < best * (1 - min_gain):
                 best, kept = seconds, len(self.selected)
-        return (best, self.selected[:kept]) if kept else None
+        return [(best, self.selected[:kept])] if kept else []
 
     def _floor(self) -> float:
         """Seconds that no further guest can undercut: even loads, no exchange, the experts that were sent already."""
@@ -130,10 +153,18 @@ class _Search:
 
     def _add_guests(self, budget: int) -> bool:
         """Select the next expert and its guests; False if the heaviest rank has none whose copies would help."""
+        for expert in self.hottest:
+            owner, wanted_D = self.owners[expert], (self.free_D > 0) & (self.counts_ED[expert] > 0)
+            wanted_D[owner] = False
+            if wanted_D.any():
+                self._apply(owner, expert, wanted_D.nonzero()[0])
+                return True
         heaviest = int(self.computed_D.argmax())
         while self.next[heaviest] < len(self.experts[heaviest]) and self.looked < budget:
             expert = self.experts[heaviest][self.next[heaviest]]
             self.next[heaviest] += 1
+            if expert in self.everywhere:
+                continue
             self.looked += 1
             guests = self._choose_guests(heaviest, expert)
             if len(guests):
@@ -160,8 +191,9 @@ class _Search:
         computed_K = np.maximum(heaviest + left_K, np.maximum.accumulate(loads_D[order_K]))
         exchanged_K = np.maximum(self.received_D[owner] + left_K, self.sent_D.max())
         # What crosses the links is the bound's matter; without one, each guest pays for its part of the owner's link
-        unbounded = self.bound == math.inf and self.cost.links == "direct"
-        messages_K = np.maximum(self.messages, self.out_D[owner] + 1 + np.arange(len(order_K)) if unbounded else 0.0)
+        messages_K = np.asarray(self.messages)
+        if self.bound == math.inf and self.cost.links != "average":
+            messages_K = np.maximum(messages_K, self._sent(self.copies[owner] + 1.0 + np.arange(len(order_K))))
         seconds_K = self.cost.time_of(exchanged_K, np.maximum(computed_K, self.mean), messages_K).total
         return order_K[: int(seconds_K.argmin()) + 1]
 
@@ -170,13 +202,15 @@ class _Search:
         return np.lexsort((loads_K, -counts_K))
 
     def _within_bound(self, owner: int, order_K: np.ndarray) -> np.ndarray:
-        """The guests that leave no link with more experts than the bound."""
-        if self.cost.links == "direct":
-            order_K = order_K[self.in_D[order_K] < self.bound]
-            return order_K[: max(0, int(self.bound - self.out_D[owner]))]
-        if self.out_D[owner] >= self.bound:
+        """The guests that leave no link with more messages than the bound."""
+        if self.started[owner] >= self.bound:
             return order_K[:0]
-        return order_K[np.maximum(self.in_D[order_K], self.out_D[order_K]) < self.bound]
+        most = 2**self.bound - 1 if self.cost.links == "relay" else self.bound
+        return order_K[self.in_D[order_K] < self.bound][: max(0, int(most - self.copies[owner]))]
+
+    def _sent(self, copies: np.ndarray) -> np.ndarray:
+        """Messages one after the other for so many guests of one owner's experts: relayed, senders double each time."""
+        return np.ceil(np.log2(copies + 1)) if self.cost.links == "relay" else copies
 
     def _apply(self, owner: int, expert: int, guests: np.ndarray) -> None:
         """Let guests compute their own tokens of an expert, which its owner computed for them."""
@@ -188,11 +222,18 @@ class _Search:
         self.sent_D[guests] -= moved
         self.free_D[guests] -= 1
         self.in_D[guests] += 1
-        if self.cost.links == "average":
-            self.messages += len(guests) / len(self.in_D)
-        else:
-            self.out_D[owner] += len(guests) if self.cost.links == "direct" else 1
-            if self.cost.links == "relay":
-                self.out_D[np.sort(guests)[:-1]] += 1
-            self.messages = float(max(self.in_D.max(), self.out_D.max()))
+        self.copies[owner] += len(guests)
+        self.started[owner] += 1
+        self.messages = self._messages()
         self.selected.append((expert, guests.tolist()))
+
+    def _messages(self) -> float:
+        """`link_messages`, but with links `relay` rounds as `fewest_rounds` counts them."""
+        num_ranks, copies = len(self.in_D), self.copies
+        if self.cost.links == "average":
+            return sum(copies) / num_ranks
+        most = float(self.in_D.max())
+        if self.cost.links == "direct":
+            return max(most, *copies)
+        rounds = doubling_rounds(sum(copies), num_ranks - copies.count(0), num_ranks)
+        return max(most, *self.started, max(copies).bit_length(), rounds)

@@ -1,6 +1,7 @@
 """The heaviest k experts on all ranks: Pro-Prophet's comparison policies top2 and top3 (Section VI, Fig. 15)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ class TopK:
     """Copies the k experts with the most tokens to every rank that has a guest slot for them, whatever that costs."""
 
     k: int
+
+    split: ClassVar[str] = "local_first"
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""

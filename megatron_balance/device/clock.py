@@ -1,0 +1,24 @@
+"""Marks on this device's timeline, and the seconds between them."""
+
+import time
+
+import torch
+
+Mark = torch.cuda.Event | float
+
+
+def mark() -> Mark:
+    """Now, as the device sees it: an event on the current CUDA stream, or the host's clock where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: Mark, end: Mark) -> float:
+    """From one mark to a later one; the device must have reached both."""
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float) and isinstance(end, float), "both marks are of one device"
+    return end - start

@@ -1,0 +1,36 @@
+"""Forward and backward of one rank's experts on made-up tokens, for profile/measure.py to time."""
+
+import torch
+
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.profile.bench import Passes
+
+
+def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
+    """`slot_passes` over `tokens` rows that are shared evenly among the experts."""
+    slots = len(experts.linear_fc1.weight)
+    return slot_passes(experts, torch.tensor([(tokens + slot) // slots for slot in range(slots)]))
+
+
+def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passes:
+    """Passes over `tokens_per_slot` [S] int64 rows of each expert, in the experts' dtype and on their device."""
+    weight_SOH = experts.linear_fc1.weight
+    tokens, hidden = int(tokens_per_slot.sum()), weight_SOH.shape[-1]
+    # A generator of its own: to measure must not change what is trained
+    generator = torch.Generator(weight_SOH.device).manual_seed(0)
+    new = {"dtype": weight_SOH.dtype, "device": weight_SOH.device, "generator": generator}
+    rows_RH = torch.randn(tokens, hidden, **new).requires_grad_()
+    probs_R = torch.rand(tokens, **new).requires_grad_()
+    gradient_RH = torch.randn(tokens, hidden, **new)
+    outputs: list[torch.Tensor] = []
+
+    def forward() -> None:
+        # A second gradient would be added to the first
+        for tensor in (rows_RH, probs_R, *experts.parameters()):
+            tensor.grad = None
+        outputs[:] = [experts(rows_RH, tokens_per_slot, probs_R)]
+
+    def backward() -> None:
+        outputs.pop().backward(gradient_RH)
+
+    return Passes(forward, backward)

@@ -1,0 +1,119 @@
+"""What the flags of mixtures of experts and of balancing mean together; the part of checks.py about them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_balance.flags import flag_of
+from megatron_balance.placement.policies import load_policy
+
+NOT_BALANCED = (
+    *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+    *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
+)
+"""What only megatron-core's own MoE layer reads; later versions than 0.16.1 do not have all of it."""
+
+
+def check_moe(
+    values: Mapping[str, Any],
+    given: Collection[str],
+    expert_tp: int,
+    ffn_hidden_size: int,
+    cuda: bool,
+    notices: list[str],
+) -> int | None:
+    """Check the MoE flags; returns the experts' inner width.
+
+    Args:
+        values: every flag's value by field name.
+        given: names of the flags that the user wrote.
+        expert_tp: expert tensor parallelism.
+        ffn_hidden_size: inner width of dense layers, and of experts by default.
+        cuda: whether there is a CUDA device.
+        notices: sentences for the log are added here.
+
+    Raises:
+        ValueError: names the flag, its value and the remedy.
+    """
+    experts, parallel = values["num_moe_experts"], values["expert_model_parallel_size"]
+    if experts is None:
+        if parallel > 1:
+            raise ValueError(f"--expert-model-parallel-size {parallel}: needs --num-experts")
+        if values["balance_policy"] != "none":
+            raise ValueError(f"--balance-policy {values['balance_policy']}: needs --num-experts")
+        idle = sorted(flag_of(name) for name in given if name.startswith("moe_"))
+        notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
+        return values["moe_ffn_hidden_size"]
+    if experts < 1 or experts % parallel:
+        raise ValueError(f"--num-experts {experts}: must be a multiple of --expert-model-parallel-size {parallel}")
+    if not 1 <= values["moe_router_topk"] <= experts:
+        raise ValueError(f"--moe-router-topk {values['moe_router_topk']}: choose 1 to --num-experts {experts}")
+    if values["tensor_model_parallel_size"] > 1 and not values["sequence_parallel"]:
+        raise ValueError(
+            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with --num-experts also give "
+            "--sequence-parallel"
+        )
+    if values["moe_pad_expert_input_to_capacity"] and values["moe_expert_capacity_factor"] is None:
+        raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
+    if values["moe_token_dispatcher_type"] == "flex" and not cuda:
+        raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
+    if values["moe_layer_impl"] == "balanced":
+        _balanced_layer(values, given, expert_tp, notices)
+    if values["balance_policy"] != "none":
+        _policy(values, given)
+    if values["moe_router_force_workload"] != "none":
+        _forced_workload(values)
+    if values["moe_ffn_hidden_size"] is None:
+        notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
+        return ffn_hidden_size
+    return values["moe_ffn_hidden_size"]
+
+
+def _balanced_layer(values: Mapping[str, Any], given: Collection[str], expert_tp: int, notices: list[str]) -> None:
+    """What `--moe-layer-impl balanced` does not do."""
+    if expert_tp > 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): the balanced MoE layer "
+            "keeps experts whole; use --expert-tensor-parallel-size 1, or --moe-layer-impl megatron"
+        )
+    for name in NOT_BALANCED:
+        if values.get(name):
+            raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
+    if "moe_grouped_gemm" in given:
+        notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")
+
+
+def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
+    """What a placement policy needs."""
+    policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
+    load_policy(policy)
+    flag = f"--balance-policy {policy}"
+    if values["moe_layer_impl"] != "balanced":
+        raise ValueError(f"{flag}: needs --moe-layer-impl balanced")
+    if parallel == 1:
+        raise ValueError(f"{flag}: needs --expert-model-parallel-size above 1; use --balance-policy none")
+    if values["moe_pad_expert_input_to_capacity"]:
+        raise ValueError(
+            f"--moe-pad-expert-input-to-capacity: not with {flag}, because every copy of an expert would be padded to "
+            "the capacity of all; leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
+        )
+    slots, strangers = values["balance_guest_slots"], values["num_moe_experts"] * (parallel - 1) // parallel
+    if slots < 1 or (slots > strangers and "balance_guest_slots" in given):
+        raise ValueError(
+            f"--balance-guest-slots {slots}: {flag} needs 1 to {strangers}, the number of experts that a rank does not "
+            "own; or use --balance-policy none"
+        )
+    if "balance_alpha" in given and policy != "pro_prophet":
+        raise ValueError(f"--balance-alpha: has no effect with {flag}; leave it out")
+    if not values["balance_alpha"] >= 0:
+        raise ValueError(f"--balance-alpha {values['balance_alpha']}: give at least 0")
+
+
+def _forced_workload(values: Mapping[str, Any]) -> None:
+    """What `--moe-router-force-workload` cannot overrule."""
+    flag = f"--moe-router-force-workload {values['moe_router_force_workload']}"
+    for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
+        if values[name]:
+            raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
+    balancing = values["moe_router_load_balancing_type"]
+    if "sinkhorn" in ([balancing] if isinstance(balancing, str) else balancing):
+        raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")

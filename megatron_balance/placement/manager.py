@@ -1,0 +1,99 @@
+"""Holds one MoE layer's placement of iteration j and decides that of j+1.
+
+Shape suffixes: D expert-parallel ranks, E logical experts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import Policy
+from megatron_balance.placement.predictor import History, Predictor, prediction_error
+
+INVALID = bytes(16)
+"""The digest of no placement."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What the policy wants; in force once all ranks are found to want the same."""
+
+    expected_DE: np.ndarray
+    """[D, E] the load that it was planned for."""
+
+    placement: Placement | None
+    problem: str | None = None
+    """Why there is no placement: what the policy did, a colon and details."""
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes, equal on ranks that decided alike; zeros where there is no placement."""
+        return INVALID if self.placement is None else bytes.fromhex(self.placement.digest())
+
+
+class Manager:
+    """The placement of one MoE layer over time.
+
+    A policy that raises or returns what is no valid placement changes nothing: the last valid placement stays.
+    """
+
+    def __init__(
+        self, policy: Policy, cost: CostModel, predictor: Predictor, owners: Placement, interval: int = 1
+    ) -> None:
+        """`owners` has every expert on its owner alone, and the guest slots to fill; plans are due every `interval`."""
+        self.policy, self.cost, self.predictor, self.interval = policy, cost, predictor, interval
+        self.placement = owners
+        self.history = History()
+        self.expected_DE: np.ndarray | None = None
+        """[D, E] the load expected of the next iteration."""
+        self.iterations = 0
+
+    def observe(self, counts_DE: np.ndarray) -> float | None:
+        """Note an iteration's load; returns the share of its tokens that were expected elsewhere, if any were."""
+        expected_DE, self.iterations = self.expected_DE, self.iterations + 1
+        self.history = self.predictor.observe(self.history, counts_DE)
+        self.expected_DE = self.predictor.predict(self.history)
+        return None if expected_DE is None else prediction_error(expected_DE, counts_DE)
+
+    def is_due(self, ahead: int) -> bool:
+        """Whether to plan, for the iteration that is `ahead` of those observed: 1 the next one, 0 the present one."""
+        return (self.iterations - ahead) % self.interval == 0
+
+    def decide(self, expected_DE: np.ndarray, microbatches: int) -> Decision:
+        """The policy's placement for an iteration of so many microbatches and this load in all."""
+        cost = replace(self.cost, microbatches=microbatches)
+        try:
+            answer = self.policy.plan(expected_DE.copy(), self.placement, cost)
+        except Exception as error:  # anybody's policy: a failing one must not end a run
+            return Decision(expected_DE, None, f"raised {type(error).__name__}: {error}")
+        if not isinstance(answer, Placement):
+            return Decision(expected_DE, None, f"returned no Placement: {answer!r}")
+        if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
+            return Decision(expected_DE, None, f"changed owners or guest slots: {answer}")
+        return Decision(expected_DE, answer)
+
+    def adopt(self, decision: Decision) -> None:
+        """Put a decision that all ranks agree on in force."""
+        assert decision.placement is not None
+        self.placement, self.expected_DE = decision.placement, decision.expected_DE
+
+    def state(self) -> dict[str, Any]:
+        """Lists, numbers and strings for a checkpoint; `restore` gives the same manager to the bit."""
+        expected = None if self.expected_DE is None else self.expected_DE.tolist()
+        return {
+            "placement": str(self.placement),
+            "history": self.history.to_plain(),
+            "expected": expected,
+            "iterations": self.iterations,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.placement = Placement.parse(state["placement"])
+        self.history = History.from_plain(state["history"])
+        expected = state["expected"]
+        self.expected_DE = None if expected is None else np.array(expected, dtype=np.int64)
+        self.iterations = state["iterations"]

@@ -1,0 +1,188 @@
+"""Measures a cluster: alpha and beta of every collective, all-reduce bandwidths, the experts' throughput."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.device.groups import on_first_rank
+from megatron_balance.profile.bench import Bench, GroupBench, Members, Passes, sub_groups
+from megatron_balance.profile.cluster_profile import (
+    COLLECTIVES,
+    GROUPS,
+    Bandwidth,
+    ClusterProfile,
+    Fit,
+    Throughput,
+    fit,
+    load,
+)
+
+SIZES = tuple(4**power << 14 for power in range(6))
+"""Bytes: 16 KiB to 16 MiB."""
+
+LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
+"""For links that move 16 MiB in hardly more time than nothing."""
+
+REPEATS = 9
+
+Say = Callable[[str], None]
+
+
+def measure(
+    ep_group: dist.ProcessGroup,
+    job: dist.ProcessGroup,
+    node_size: int,
+    passes: Callable[[int], Passes],
+    tokens: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    sizes_bytes: Sequence[int] = SIZES,
+    repeats: int = REPEATS,
+    say: Say | None = None,
+) -> ClusterProfile:
+    """Measure this job's cluster; every rank of the job calls it and gets the same profile.
+
+    All expert-parallel groups measure at the same time, as they communicate in training; the profile is that of the
+    job's first rank. What each group kind consists of, and what stands in for a kind that is not there, says
+    `group_kinds`; how each collective is called, and what its bytes are, `bench.OPERATIONS` and `ClusterProfile.links`.
+
+    Args:
+        job: the default process group, whose ranks have to create all sub-groups together.
+        node_size: expert-parallel ranks on one node.
+        passes: forward and backward of this rank's experts, given its number of tokens.
+        tokens: numbers of tokens per rank to time them with, at least four.
+        device, dtype: where messages lie, and what they consist of.
+        sizes_bytes: sizes of messages, at least four.
+        repeats: measurements, of which the median counts.
+        say: called with a line of progress per collective, on the ranks that give it.
+
+    Raises:
+        ValueError: nothing to measure, or too few sizes; on every rank.
+    """
+    num_ranks = ep_group.size()
+    if num_ranks < 2:
+        raise ValueError(
+            f"--expert-model-parallel-size {num_ranks}: there is nobody to communicate with; "
+            "use --balance-profile builtin"
+        )
+    wanted = [*group_kinds(num_ranks, node_size).values(), *device_groups(num_ranks, node_size)]
+    with sub_groups(ep_group, job, wanted) as groups:
+        bench = GroupBench(ep_group, groups, passes, device, dtype, repeats)
+        # The first rank's numbers count, but all ranks have to be there for them; its errors are those of all
+        outcome: ClusterProfile | ValueError
+        try:
+            outcome = profile_of(bench, num_ranks, node_size, sizes_bytes, tokens, say)
+        except ValueError as error:
+            outcome = error
+        outcomes = [outcome]
+        dist.broadcast_object_list(outcomes, group=job, group_src=0)
+        if isinstance(outcomes[0], ValueError):
+            raise outcomes[0]
+        return outcomes[0]
+
+
+def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
+    """The members that each kind of group is measured with.
+
+    `intra` is the first node, `inter` the first rank of every node, `ep` everyone. Where nodes hold one rank each there
+    is no `intra`, and on a single node no `inter`: everyone stands in for it, so that its line is that of `ep`.
+    """
+    everyone = tuple(range(num_ranks))
+    found = {"intra": everyone[:node_size], "inter": everyone[::node_size], "ep": everyone}
+    return {kind: found[kind] if len(found[kind]) > 1 else everyone for kind in GROUPS}
+
+
+def device_groups(num_ranks: int, node_size: int) -> list[Members]:
+    """Device groups whose all-reduce bandwidth is measured: 2, half and all ranks, of a node and of the whole group.
+
+    Those of the whole group take one rank of every node before they take a second one of any.
+    """
+    everyone = range(num_ranks)
+    across = sorted(everyone, key=lambda rank: (rank % node_size, rank // node_size))
+    pools = [everyone[:node_size], across]
+    chosen = {tuple(sorted(pool[:count])) for pool in pools for count in (2, len(pool) // 2, len(pool))}
+    return sorted(members for members in chosen if len(members) > 1)
+
+
+def profile_of(
+    bench: Bench,
+    num_ranks: int,
+    node_size: int,
+    sizes_bytes: Sequence[int],
+    tokens: Sequence[int],
+    say: Say | None = None,
+) -> ClusterProfile:
+    """The profile of the cluster that `bench` times; lines are fitted by `fit`, those of experts over tokens.
+
+    Raises:
+        ValueError: too few sizes or numbers of tokens for a line.
+    """
+    report = say or (lambda line: None)
+    kinds = group_kinds(num_ranks, node_size)
+    links = {}
+    for collective in COLLECTIVES:
+        lines = {
+            members: fit(sizes_bytes, bench.communicate(collective, members, sizes_bytes))
+            for members in sorted(set(kinds.values()))
+        }
+        links[collective] = {kind: lines[members] for kind, members in kinds.items()}
+        report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in links[collective].items())}")
+
+    bandwidths, largest = [], max(sizes_bytes)
+    for members in device_groups(num_ranks, node_size):
+        nodes = len({member // node_size for member in members})
+        (seconds,) = bench.communicate("all_reduce", members, [largest])
+        bandwidths.append(Bandwidth(len(members), nodes, largest / seconds))
+    shapes = (f"{group.ranks} on {group.nodes}: {group.bytes_per_second / 1e9:.3g} GB/s" for group in bandwidths)
+    report(f"all_reduce by ranks and nodes: {'; '.join(shapes)}")
+
+    forward, backward = (_throughput(tokens, seconds) for seconds in bench.compute(tokens))
+    report(
+        f"experts: {forward.seconds_per_token * 1e6:.3g} us per token forward, "
+        f"{backward.seconds_per_token * 1e6:.3g} us backward"
+    )
+    return ClusterProfile(num_ranks, node_size, links, forward, backward, tuple(bandwidths))
+
+
+def _text(line: Fit) -> str:
+    bandwidth = f"{1e-9 / line.beta:.3g} GB/s" if line.beta else "no end of GB/s"
+    return f"{line.alpha * 1e6:.3g} us + {bandwidth} (held out {line.held_out:.0%})"
+
+
+def _throughput(tokens: Sequence[int], seconds: Sequence[float]) -> Throughput:
+    line = fit(tokens, seconds)
+    return Throughput(line.beta, line.alpha, line.residual, line.held_out)
+
+
+def measured_once(
+    paths: Sequence[Path], num_ranks: int, node_size: int, measure_cluster: Callable[[], ClusterProfile]
+) -> ClusterProfile:
+    """The profile at the first of `paths` that is there; else what `measure_cluster` returns, kept at the first path.
+
+    Every rank of the job calls it; only rank 0 reads and writes, and what it has is what all of them get.
+
+    Raises:
+        ValueError: the file is damaged, for another cluster, or cannot be written; on every rank.
+    """
+
+    def read() -> ClusterProfile | None:
+        there = [path for path in paths if path.exists()]
+        return load(there[0], num_ranks, node_size) if there else None
+
+    def write() -> ClusterProfile:
+        if paths:
+            paths[0].parent.mkdir(parents=True, exist_ok=True)
+            measured.save(paths[0])
+        return measured
+
+    found = on_first_rank(read)
+    if found is not None:
+        return found
+    measured = measure_cluster()
+    try:
+        return on_first_rank(write)
+    except OSError as error:
+        raise ValueError(f"--balance-profile auto: {paths[0]} cannot be written: {error.strerror}") from error

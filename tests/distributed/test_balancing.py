@@ -1,0 +1,201 @@
+"""Contract 1 in training: with any policy a run follows the run without, in every layout."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.profile import cluster_profile
+from megatron_balance.profile.cluster_profile import Fit, Throughput
+from megatron_balance.training.loop import Run, train_step
+from tests.distributed import runs
+from tests.distributed.runs import Curve
+from tests.distributed.test_parity import deviation
+
+TOLERANCE = 1e-5
+"""Relative, over 20 iterations in float32, for every loss and gradient norm."""
+
+ITERATIONS = 20
+
+LAYOUTS = {
+    "EP4": "--expert-model-parallel-size 4",
+    "EP4-sgd": "--expert-model-parallel-size 4 --optimizer sgd --lr 1e-1",
+    "EP2xDP2-distributed-optimizer": "--expert-model-parallel-size 2 --use-distributed-optimizer",
+    "PP2xEP2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 16",
+    "EP4-recompute-full": "--expert-model-parallel-size 4 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "EP4-4-microbatches": "--expert-model-parallel-size 4 --global-batch-size 32",
+}
+
+FEATURES = {
+    "overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 16",
+    "overlap-without-distributed-optimizer": "--overlap-grad-reduce --global-batch-size 16",
+    "interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--global-batch-size 16 --overlap-grad-reduce",
+    "tensor-parallel": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+    "allgather": "--moe-token-dispatcher-type allgather",
+    "recompute-moe": "--recompute-granularity selective --recompute-modules moe",
+    "capacity": "--moe-expert-capacity-factor 1.0",
+    "shared-experts": "--disable-bias-linear --moe-shared-expert-intermediate-size 48",
+    "interval": "--balance-interval 3",
+    "proportional": "--balance-token-split proportional",
+    "linear-predictor": "--balance-predictor linear",
+    "dense-layers": "--num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]",
+}
+
+POLICIES = ("pro_prophet", "fastermoe", "top2", "top3")
+WORKLOADS = ("hot_experts", "rotating_hotspot")
+LOADS = ("predicted", "exact")
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By expert-parallel size: a cluster where computing costs much more than moving, so that every policy acts."""
+    paths = {}
+    for ranks in (2, 4):
+        links = {
+            kind: dict.fromkeys(cluster_profile.GROUPS, Fit(1e-9, 1e-12, 0, 0)) for kind in cluster_profile.COLLECTIVES
+        }
+        profile = cluster_profile.ClusterProfile(
+            ranks, ranks, links, Throughput(1e-4, 0, 0, 0), Throughput(2e-4, 0, 0, 0)
+        )
+        paths[ranks] = tmp_path_factory.mktemp("profiles") / f"{ranks}.json"
+        profile.save(paths[ranks])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def baseline(ranks):
+    """Curves without a policy, each trained once."""
+    curves: dict[str, Curve] = {}
+
+    def of(flags: str) -> Curve:
+        if flags not in curves:
+            curves[flags] = ranks(4).run(runs.train_curve, flags, ITERATIONS)[0]
+        return curves[flags]
+
+    return of
+
+
+def with_policy(flags: str, policy: str, load: str, profiles: dict[int, Path]) -> str:
+    profile = profiles[4 if "--expert-model-parallel-size 4" in flags else 2]
+    return f"{flags} --balance-policy {policy} --balance-load {load} --balance-profile {profile}"
+
+
+def check_follows(ranks, baseline, plain: str, balanced: str) -> None:
+    outcomes = ranks(4).run(runs.train_hosts, balanced, ITERATIONS)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    curve, hosts = outcomes[0]
+    assert sum(added > 0 for added in hosts) >= ITERATIONS / 2, f"balancing hardly acted: {hosts}"
+    assert deviation(curve, baseline(plain)) <= TOLERANCE
+    assert curve[-1][0] < curve[0][0] - 0.01
+
+
+CASES = list(itertools.product(LAYOUTS, WORKLOADS, POLICIES, LOADS))
+
+
+@pytest.mark.parametrize(
+    ("layout", "workload", "policy", "load"),
+    [
+        # Every layout meets every policy, workload and load; all combinations take long
+        pytest.param(*case, marks=[] if index % 3 == 0 else [pytest.mark.slow])
+        for index, case in enumerate(CASES)
+    ],
+)
+def test_policies_change_nothing_that_is_learned(
+    ranks, baseline, profiles, layout: str, workload: str, policy: str, load: str
+) -> None:
+    plain = f"{LAYOUTS[layout]} --moe-router-force-workload {workload}"
+    check_follows(ranks, baseline, plain, with_policy(plain, policy, load, profiles))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_policies_with_every_feature(ranks, baseline, profiles, feature: str) -> None:
+    plain = f"--expert-model-parallel-size 2 {FEATURES[feature]} --moe-router-force-workload hot_experts"
+    balanced = with_policy(plain, "top2", "predicted", profiles)
+    for flag in ("--balance-interval 3", "--balance-token-split proportional", "--balance-predictor linear"):
+        plain = plain.replace(flag, "")
+    check_follows(ranks, baseline, plain, balanced)
+
+
+def replicas(flags: str) -> list[torch.Tensor]:
+    """This rank's experts after some iterations, once they are found to be those of all data-parallel replicas."""
+    run = runs.build(flags)
+    for _ in range(5):
+        train_step(run)
+    experts = [parameter.detach() for parameter in experts_of(run).parameters()]
+    for parameter in experts:
+        others = [torch.empty_like(parameter) for _ in range(run.groups.expt_dp.size())]
+        dist.all_gather(others, parameter, group=run.groups.expt_dp)
+        assert len(others) == 2 and all(torch.equal(other, parameter) for other in others)
+    assert run.balancer.layers[1].placement.added_hosts
+    return experts
+
+
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_replicas_stay_equal(ranks, profiles, optimizer: str) -> None:
+    flags = f"--expert-model-parallel-size 2 {optimizer} --moe-router-force-workload hot_experts"
+    ranks(4).run(replicas, with_policy(flags, "pro_prophet", "predicted", profiles))
+
+
+def experts_of(run: Run) -> GroupedExperts:
+    return next(module for module in run.model[0].modules() if isinstance(module, GroupedExperts))
+
+
+def precisions(flags: str) -> tuple[Curve, set[torch.dtype], set[torch.dtype]]:
+    """The curve, and what guests are kept and their gradients collected in."""
+    found: list[Run] = []
+    curve = runs.train_curve(flags, 5, found.append)
+    experts = experts_of(found[0])
+    slots = range(len(experts.home_experts) + experts.linear_fc1.guests.weight.shape[0])
+    weights = {tensor.dtype for slot in slots for tensor in experts.weights_of(slot)}
+    return curve, weights, {tensor.dtype for slot in slots for tensor in experts.gradients_of(slot)}
+
+
+def test_bf16_guests_are_like_bf16_experts(ranks, profiles) -> None:
+    flags = f"{LAYOUTS['EP4']} --bf16 --global-batch-size 32 --moe-router-force-workload hot_experts"
+    plain = ranks(4).run(runs.train_curve, flags, 5)[0]
+    curve, weights, gradients = ranks(4).run(precisions, with_policy(flags, "top2", "exact", profiles))[0]
+    assert (weights, gradients) == ({torch.bfloat16}, {torch.float32})
+    assert deviation(curve, plain) < 1e-2
+
+
+def skip_agg(run: Run) -> None:
+    run.balancer.transfer.agg = lambda *_: None
+
+
+def agg_twice(run: Run) -> None:
+    agg = run.balancer.transfer.agg
+
+    def twice(plan, placement, slots) -> None:
+        guests = range(placement.home_slots, placement.slots_per_rank)
+        sent = [gradient.clone() for slot in guests for gradient in slots.gradients_of(slot)]
+        agg(plan, placement, slots)
+        for gradient, again in zip((g for slot in guests for g in slots.gradients_of(slot)), sent, strict=True):
+            gradient.copy_(again)
+        agg(plan, placement, slots)
+
+    run.balancer.transfer.agg = twice
+
+
+def trans_only_when_placements_change(run: Run) -> None:
+    seen: dict[int, object] = {}
+
+    def stale(plan, placement, slots) -> None:
+        if seen.get(id(slots)) != placement:
+            ExpertTransfer.trans(run.balancer.transfer, plan, placement, slots)
+        seen[id(slots)] = placement
+
+    run.balancer.transfer.trans = stale
+
+
+@pytest.mark.parametrize("mutation", [skip_agg, agg_twice, trans_only_when_placements_change])
+def test_mistakes_are_noticed(ranks, baseline, profiles, mutation) -> None:
+    plain = f"{LAYOUTS['EP4']} --moe-router-force-workload hot_experts"
+    balanced = with_policy(plain, "top2", "predicted", profiles)
+    curve, _ = ranks(4).run(runs.train_hosts, balanced, ITERATIONS, mutation)[0]
+    assert deviation(curve, baseline(plain)) > 10 * TOLERANCE

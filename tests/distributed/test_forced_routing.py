@@ -1,0 +1,240 @@
+"""observe/forced_routing.py in megatron-core's routers: alone, and in small training runs of many layouts."""
+
+import itertools
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.device.groups import build_groups
+from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
+from megatron_balance.observe.workloads import WORKLOADS, workload_choices
+from megatron_balance.training.loop import Run, evaluate, train_step
+from tests.distributed import runs
+
+EXPERTS, TOPK, SEQUENCE, SAMPLES = 8, 3, 4, 2
+
+Pass = tuple[int, str]
+"""Layer number and kind of pass."""
+
+
+def as_map(choices_TK: np.ndarray, experts: int) -> torch.Tensor:
+    """[T, E] bool."""
+    chosen = torch.zeros(len(choices_TK), experts, dtype=torch.bool)
+    return chosen.scatter(1, torch.from_numpy(choices_TK), True)
+
+
+def build_router(**changes: object) -> tuple[TopKRouter, ProcessGroupCollection]:
+    settings = {
+        **{"num_layers": 1, "hidden_size": 12, "num_attention_heads": 1, "num_moe_experts": EXPERTS},
+        **{"moe_router_topk": TOPK, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001},
+    }
+    config = TransformerConfig(**(settings | changes))
+    groups = build_groups(config, seed=7)
+    router = TopKRouter(config, groups)
+    router.set_layer_number(1)
+    return router, groups
+
+
+def force_one_router(workload: str, changes: dict) -> None:
+    """Two microbatches of one router follow the workload to the token; probabilities and gradients are finite."""
+    router, groups = build_router(**changes)
+    part = BatchPart.of(router.config, groups, SEQUENCE)
+    force_routing([router], Workload(workload, 5), part, lambda: 9, lambda: 2)
+    # Logits whose exponentials vanish beside each other, as a diverged router's do
+    scale = torch.linspace(0.1, 400, SEQUENCE * SAMPLES).view(SEQUENCE, SAMPLES, 1)
+    for microbatch in range(2):
+        hidden = (torch.randn(SEQUENCE, SAMPLES, 12) * scale).to(router.weight.dtype).requires_grad_()
+        probs_TE, map_TE = router(hidden)
+        tokens = range(microbatch * 8, (microbatch + 1) * 8)
+        choices_TK = workload_choices(workload, EXPERTS, TOPK, tokens, 16, seed=6, step=9)
+        # The router's order is [sequence, samples], the workload's [samples, sequence]
+        expected_TK = choices_TK.reshape(SAMPLES, SEQUENCE, TOPK).swapaxes(0, 1).reshape(-1, TOPK)
+        assert torch.equal(map_TE, as_map(expected_TK, EXPERTS))
+        assert (map_TE.sum(1) == TOPK).all()
+        assert probs_TE.isfinite().all() and (probs_TE[~map_TE] == 0).all()
+        router.weight.grad = None
+        (probs_TE.float() * torch.randn(probs_TE.shape)).sum().backward()
+        for gradient in (router.weight.grad, hidden.grad):
+            assert gradient.isfinite().all() and gradient.any()
+    # This backward pass gave it a shape that a schedule's would not fit
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+SCORES = {
+    "softmax": {},
+    "pre-softmax": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "groups": {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0},
+    "biased-before": {"moe_router_force_load_balancing": True},
+}
+
+DTYPES = {
+    "float32": {},
+    "bfloat16": {"params_dtype": torch.bfloat16, "bf16": True},
+    "bfloat16-fp32": {"params_dtype": torch.bfloat16, "bf16": True, "moe_router_dtype": "fp32"},
+    "float64": {"params_dtype": torch.float64, "moe_router_dtype": "fp64"},
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_router(ranks, scores: str, dtype: str) -> None:
+    ranks(1).run(force_one_router, "hot_experts", SCORES[scores] | DTYPES[dtype])
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_every_workload(ranks, workload: str) -> None:
+    ranks(1).run(force_one_router, workload, {})
+
+
+def force(run: Run) -> None:
+    force_routing(
+        run.model,
+        Workload("hot_experts", 5),
+        BatchPart.of(run.config.transformer, run.groups, run.config.model.seq_length),
+        lambda: run.progress.iteration,
+        run.batches.get,
+    )
+
+
+def counts_of_a_run(flags: str, start: int) -> dict[Pass, list[list[int]]]:
+    """Tokens per expert, for each layer and kind of pass, of two training steps from `start` and an evaluation."""
+    run = runs.build(flags)
+    run.progress.iteration = start
+    force(run)
+    phases: list[dict[Pass, torch.Tensor]] = []
+
+    def count(router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        kind = "evaluation" if not router.training else "gradients" if torch.is_grad_enabled() else "first"
+        assert (output[1].sum(1) == 2).all()
+        phases[-1][router.layer_number, kind] += output[1].sum(0)
+
+    for module in itertools.chain.from_iterable(chunk.modules() for chunk in run.model):
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(count)
+    for work in (lambda: train_step(run), lambda: train_step(run), lambda: evaluate(run, run.data.valid)):
+        phases.append(defaultdict(lambda: torch.zeros(EXPERTS, dtype=torch.int64)))
+        work()
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [dict(phase) for phase in phases])
+    totals: dict[Pass, list[torch.Tensor]] = defaultdict(lambda: [torch.zeros(EXPERTS, dtype=torch.int64)] * 3)
+    for own in everyone:
+        for index, phase in enumerate(own):
+            for key, counts in phase.items():
+                totals[key] = [total + counts * (index == n) for n, total in enumerate(totals[key])]
+    return {key: [total.tolist() for total in phases] for key, phases in totals.items()}
+
+
+LAYOUTS = {
+    "DP2": (2, ""),
+    "DP2-one-sample": (2, "--micro-batch-size 1"),
+    "EP2": (2, "--expert-model-parallel-size 2"),
+    "megatron": (2, "--expert-model-parallel-size 2 --moe-layer-impl megatron"),
+    "TP2": (2, "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --swiglu"
+            " --disable-bias-linear"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "recompute-full": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "recompute-moe": (1, "--recompute-granularity selective --recompute-modules moe"),
+    "recompute-moe-megatron-PP2": (
+        2,
+        "--recompute-granularity selective --recompute-modules moe --moe-layer-impl megatron --disable-bias-linear"
+        " --pipeline-model-parallel-size 2",
+    ),
+    "interleaved": (2, "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_workload_in_every_layout(ranks, layout: str) -> None:
+    world_size, flags = LAYOUTS[layout]
+    common = f"--global-batch-size 8 --eval-iters 2 --eval-interval 5 {flags}"
+    counts = ranks(world_size).run(counts_of_a_run, common, 3)[0]
+    tokens = 8 * 32
+
+    def expected(layer: int, step: int) -> np.ndarray:
+        choices_TK = workload_choices("hot_experts", EXPERTS, 2, range(tokens), tokens, 5 + layer, step)
+        return np.bincount(choices_TK.ravel(), minlength=EXPERTS)
+
+    layers = 4 if layout == "interleaved" else 2
+    kinds = {"gradients", "evaluation"} | ({"first"} if "recompute" in layout else set())
+    assert counts.keys() == set(itertools.product(range(1, layers + 1), kinds))
+    for layer, kind in counts:
+        steps = [0 * expected(layer, 3), 0 * expected(layer, 3), 2 * expected(layer, 5)]
+        if kind != "evaluation":
+            steps = [expected(layer, 3), expected(layer, 4), 0 * expected(layer, 5)]
+        assert counts[layer, kind] == [step.tolist() for step in steps], (layer, kind)
+    assert (expected(1, 3) != expected(2, 3)).any() and (expected(1, 3) != expected(1, 4)).any()
+
+
+def routed_in_both_passes() -> None:
+    """Recomputation routes each microbatch as its first pass did, also when a faulty iteration is run again."""
+    run = runs.build("--global-batch-size 8 --recompute-granularity selective --recompute-modules moe")
+    force(run)
+    maps: dict[Pass, list[torch.Tensor]] = defaultdict(list)
+
+    def note(router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        maps[router.layer_number, "gradients" if torch.is_grad_enabled() else "first"].append(output[1].clone())
+
+    for module in run.model[0].modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(note)
+    # A fault, so that the loss guard repeats the forward pass
+    run.guard._is_bad = lambda reports: True
+    train_step(run)
+    for layer in (1, 2):
+        first, again = maps[layer, "first"], maps[layer, "gradients"]
+        assert (len(first), len(again)) == (8, 4)
+        assert not torch.equal(again[0], again[1])
+        for one, other in zip(first, again * 2, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_recomputation_and_repetition_route_alike(ranks) -> None:
+    ranks(1).run(routed_in_both_passes)
+
+
+def start_an_iteration_early() -> None:
+    """An iteration begins with microbatch 0, whatever came before it."""
+    router, groups = build_router()
+    iterations, maps = [3, 3, 4], []
+    part = BatchPart.of(router.config, groups, SEQUENCE)
+    force_routing([router], Workload("burst", 5), part, lambda: iterations[len(maps)], lambda: 4)
+    for _ in iterations:
+        maps.append(router(torch.zeros(SEQUENCE, 1, 12))[1])
+    choices = [workload_choices("burst", EXPERTS, TOPK, range(16), 16, 6, now) for now in (3, 4)]
+    expected = [choices[0][:4], choices[0][4:8], choices[1][:4]]
+    assert all(torch.equal(one, as_map(other, EXPERTS)) for one, other in zip(maps, expected, strict=True))
+
+
+def test_an_iteration_begins_with_its_first_microbatch(ranks) -> None:
+    ranks(1).run(start_an_iteration_early)
+
+
+def refused(changes: dict) -> str:
+    router, _ = build_router()
+    for name, value in changes.items():
+        setattr(router.config if hasattr(router.config, name) else router, name, value)
+    with pytest.raises(ValueError) as error:
+        force_routing([router], Workload("burst", 0), BatchPart(4, 0, 1), lambda: 0, lambda: 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"moe_router_fusion": True}, "--moe-router-fusion"),
+        ({"routing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn"),
+        ({"router_replay": "taken"}, "--moe-enable-routing-replay"),
+    ],
+)
+def test_routers_that_choose_themselves_are_refused(ranks, changes: dict, flag: str) -> None:
+    (message,) = ranks(1).run(refused, changes)
+    assert message.startswith("--moe-router-force-workload burst: ") and flag in message

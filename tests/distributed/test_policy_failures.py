@@ -1,0 +1,204 @@
+"""Anybody's policy may fail, and a profile may be wrong: the run goes on, or every rank ends with one message."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.placement.policies.top_k import Top2
+from megatron_balance.profile.cluster_profile import builtin
+from megatron_balance.training.loop import train_step
+from tests.distributed import runs
+from tests.distributed.jobs import Job
+from tests.distributed.runs import BASE
+from tests.distributed.test_parity import deviation
+
+TOLERANCE = 1e-5
+"""Relative, for every loss and gradient norm."""
+
+LAYERS = 2
+GOOD, ITERATIONS = 3, 8
+"""Iterations whose plans are good, and all that are trained."""
+
+FLAGS = "--expert-model-parallel-size 4 --moe-router-force-workload rotating_hotspot"
+
+
+class Turning:
+    """top2 for the first iterations, and after them what `go_wrong` returns."""
+
+    def __init__(self) -> None:
+        self.plans = 0
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        self.plans += 1
+        good = Top2().plan(counts_DE, current, cost)
+        return good if self.plans <= GOOD * LAYERS else self.go_wrong(current, good)
+
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        """Instead of `good`."""
+        raise NotImplementedError
+
+
+class TooManyGuests(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        return owners_host(current, [(expert, rank) for expert in range(8) for rank in range(4) if rank != expert // 2])
+
+
+class NoPlacement(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        return good.hosts
+
+
+class OtherOwners(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        owners = owners_host(current)
+        back = [(rank,) for rank in reversed(owners.primary)]
+        return replace(owners, home=owners.home[::-1], hosts=tuple(back), primary=owners.primary[::-1])
+
+
+class OtherSlots(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        return Placement.identity(8, 4, guest_slots=1)
+
+
+class TwoFaults(Turning):
+    """Of one kind in one iteration, of the other in the next."""
+
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        if (self.plans - 1) // LAYERS % 2:
+            raise KeyError(self.plans)
+        return TooManyGuests().go_wrong(current, good)
+
+
+class OwnMind(Turning):
+    """Every rank would host another expert as a guest."""
+
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        rank = dist.get_rank()
+        return owners_host(current, [((2 * rank + 2) % 8, rank)])
+
+
+class OneRankRaises(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        if dist.get_rank() == 2:
+            raise ZeroDivisionError("on this rank only")
+        return owners_host(current)
+
+
+FAILURES: dict[type[Turning], tuple[int, set[str]]] = {
+    TooManyGuests: (0, {"raised ValueError: rank 0: no free guest slot of 2 for experts"}),
+    NoPlacement: (0, {"returned no Placement: (("}),
+    OtherOwners: (0, {"changed owners or guest slots: 6 7 + . . | 4 5"}),
+    OtherSlots: (0, {"changed owners or guest slots: 0 1 + . | 2 3"}),
+    TwoFaults: (0, {"raised ValueError: rank 0", "raised KeyError: "}),
+    OwnMind: (0, {"plans differently on different ranks"}),
+    OneRankRaises: (2, {"raised ZeroDivisionError: on this rank only"}),
+}
+"""By policy, the rank that warns and what it says of each layer."""
+
+
+class Captured(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train_with(policy: str, load: str) -> dict[str, list]:
+    """Train a run; what was learned, which placements it had and what this rank logged."""
+    captured, placements = Captured(), []
+    logger = logging.getLogger("megatron_balance")
+    logger.addHandler(captured)
+    try:
+        run = runs.build(f"{FLAGS} --balance-policy {policy} --balance-load {load}")
+        reports = []
+        for _ in range(ITERATIONS):
+            reports.append(train_step(run))
+            placements.append([str(state.placement) for state in run.balancer.layers.values()])
+    finally:
+        logger.removeHandler(captured)
+    return {
+        "curve": [(report.losses["lm loss"], report.grad_norm) for report in reports],
+        "hosts": [sum(layer.hosts_added for layer in report.balance.values()) for report in reports],
+        "placements": placements,
+        "lines": captured.lines,
+    }
+
+
+@pytest.fixture(scope="module")
+def baseline(ranks) -> runs.Curve:
+    return ranks(4).run(runs.train_curve, FLAGS, ITERATIONS)[0]
+
+
+CASES = [*((policy, "predicted") for policy in FAILURES), (OwnMind, "exact"), (OneRankRaises, "exact")]
+
+
+@pytest.mark.parametrize(("policy", "load"), CASES, ids=[f"{policy.__name__}-{load}" for policy, load in CASES])
+def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, policy: type[Turning], load: str) -> None:
+    outcomes = ranks(4).run(train_with, f"{__name__}:{policy.__name__}", load)
+    for outcome in outcomes:
+        assert deviation(outcome["curve"], baseline) <= TOLERANCE
+        assert outcome["placements"] == outcomes[0]["placements"]
+        last_valid = outcome["placements"][GOOD - 1]
+        assert all(placements == last_valid for placements in outcome["placements"][GOOD:])
+        assert all(hosts > 0 for hosts in outcome["hosts"][1:])
+    speaker, said = FAILURES[policy]
+    for rank, outcome in enumerate(outcomes):
+        expected = [(layer, text) for text in said for layer in range(1, LAYERS + 1)] if rank == speaker else []
+        assert len(outcome["lines"]) == len(expected), outcome["lines"]
+        for layer, text in expected:
+            begins = f"layer {layer}: the policy {text}"
+            assert sum(line.startswith(begins) for line in outcome["lines"]) == 1, outcome["lines"]
+        assert all("its last placement stays" in line for line in outcome["lines"])
+
+
+def test_a_good_policy_is_not_warned_of(ranks, baseline) -> None:
+    outcomes = ranks(4).run(train_with, f"{Top2.__module__}:{Top2.__name__}", "predicted")
+    assert [outcome["lines"] for outcome in outcomes] == [[]] * 4
+    assert deviation(outcomes[0]["curve"], baseline) <= TOLERANCE
+
+
+def profile_of_four_ranks(path: Path) -> None:
+    builtin(4, 4, 32, 64).save(path)
+
+
+BAD_PROFILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "other-cluster": (profile_of_four_ranks, "is for 4 expert-parallel ranks in nodes of 4, but this job has 2"),
+    "missing": (lambda path: None, "cannot be read: No such file or directory"),
+    "not-json": (lambda path: path.write_text("alpha = 1"), "is not JSON"),
+    "directory": (Path.mkdir, "cannot be read: Is a directory"),
+}
+
+
+def check_ends(directory: Path, flags: str, said: str, speakers: int) -> None:
+    """Every rank of a job ends soon with code 1; the first ones say why, in one sentence."""
+    flags = f"{BASE} --num-layers 1 --expert-model-parallel-size 2 --balance-policy top2 {flags}"
+    ended = Job(2, flags, directory / "logs").wait(60)
+    assert ended.codes == [1, 1], ended.text
+    for rank, output in enumerate(ended.output):
+        assert output.count(f"error: {said}") == len(output.splitlines()) == (rank < speakers), output
+
+
+@pytest.mark.parametrize("kind", BAD_PROFILES)
+def test_a_wrong_profile_ends_every_rank(tmp_path: Path, kind: str) -> None:
+    """Ranks that have met let the first one speak."""
+    write, said = BAD_PROFILES[kind]
+    path = tmp_path / "profile.json"
+    write(path)
+    check_ends(tmp_path, f"--balance-profile {path}", f"--balance-profile {path}: {said}", speakers=1)
+
+
+def test_no_guest_slots_end_every_rank(tmp_path: Path) -> None:
+    said = "--balance-guest-slots 0: --balance-policy top2 needs 1 to 4"
+    check_ends(tmp_path, "--balance-guest-slots 0", said, speakers=2)

@@ -1,0 +1,248 @@
+"""Measuring on real ranks: everyone gets one profile, groups are what they are called, files are read back."""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.build import measure_cluster
+from megatron_balance.checks import Machine
+from megatron_balance.device.groups import build_groups
+from megatron_balance.profile import bench
+from megatron_balance.profile.bench import OPERATIONS, Members, Passes, sub_groups
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, builtin, load
+from megatron_balance.profile.measure import device_groups, group_kinds, measure, measured_once
+from tests.distributed.runs import BASE
+
+SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
+TOKENS = (4, 8, 16, 32)
+FORWARD, BACKWARD = 2e-4, 6e-4
+"""Seconds per token of the experts that sleep."""
+
+
+def sleeping_experts(tokens: int) -> Passes:
+    return Passes(lambda: time.sleep(FORWARD * tokens), lambda: time.sleep(BACKWARD * tokens))
+
+
+def measured(
+    ep_group: dist.ProcessGroup, node_size: int, passes: Callable[[int], Passes] = sleeping_experts
+) -> ClusterProfile:
+    """A quick measurement."""
+    settings = (passes, TOKENS, torch.device("cpu"), torch.float32)
+    return measure(ep_group, dist.group.WORLD, node_size, *settings, sizes_bytes=SIZES, repeats=3)
+
+
+def measure_twice() -> ClusterProfile:
+    """Sub-groups of an earlier measurement must not be in the way of a later one."""
+    measured(dist.group.WORLD, 2)
+    return measured(dist.group.WORLD, 2)
+
+
+def test_all_ranks_get_one_profile(ranks, tmp_path: Path) -> None:
+    profile, *others = ranks(4).run(measure_twice)
+    assert others == [profile] * 3
+    assert (profile.num_ranks, profile.node_size) == (4, 2)
+    for collective in COLLECTIVES:
+        for kind in GROUPS:
+            line = profile.link(collective, kind)
+            assert line.alpha > 0 or line.beta > 0
+    assert {(group.ranks, group.nodes) for group in profile.all_reduce} == {(2, 1), (2, 2), (4, 2)}
+    profile.save(tmp_path / "profile.json")
+    assert load(tmp_path / "profile.json", 4, 2) == profile
+    # A sleep may take longer, never shorter
+    for line, per_token in ((profile.forward, FORWARD), (profile.backward, BACKWARD)):
+        assert line.overhead + line.seconds_per_token * TOKENS[-1] > 0.8 * per_token * TOKENS[-1]
+
+
+def two_groups(node_size: int) -> ClusterProfile:
+    """Two expert-parallel groups of two ranks, as with expert data parallelism."""
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    return measured(pairs[dist.get_rank() // 2], node_size)
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_ranks_of_all_groups_get_one_profile(ranks, node_size: int) -> None:
+    profile, *others = ranks(4).run(two_groups, node_size)
+    assert others == [profile] * 3
+    assert (profile.num_ranks, profile.node_size) == (2, node_size)
+    # There is one kind of group only
+    assert all(profile.link(name, kind) == profile.link(name) for name in COLLECTIVES for kind in GROUPS)
+
+
+class FakeClock:
+    """Stands still but for what operations take by formula."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def operation(self, seconds: float) -> Callable[[], None]:
+        """Takes as long on the last rank, half of it on others; every third time something gets in the way."""
+        share, calls = (1.0 if dist.get_rank() == 3 else 0.5), itertools.count()
+
+        def run() -> None:
+            self.now += seconds * share * (100 if next(calls) % 3 == 2 else 1)
+
+        return run
+
+
+def known_line(collective: str, members: Members) -> tuple[float, float]:
+    number = (1 + COLLECTIVES.index(collective)) * 10 + len(members) + sum(members)
+    return 1e-3 * number, 1e-6 * number
+
+
+def measure_a_known_cluster() -> ClusterProfile:
+    clock = FakeClock()
+
+    def operation(collective: str, group: dist.ProcessGroup, buffer: torch.Tensor) -> Callable[[], None]:
+        alpha, beta = known_line(collective, tuple(dist.get_process_group_ranks(group)))
+        return clock.operation(alpha + beta * buffer.nbytes)
+
+    def passes(tokens: int) -> Passes:
+        return Passes(clock.operation(1 + FORWARD * tokens), clock.operation(2 + BACKWARD * tokens))
+
+    fakes = {collective: functools.partial(operation, collective) for collective in COLLECTIVES}
+    with mock.patch.dict(bench.OPERATIONS, fakes), mock.patch.object(bench, "time", clock):
+        return measured(dist.group.WORLD, 2, passes)
+
+
+def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(ranks) -> None:
+    profile = ranks(4).run(measure_a_known_cluster)[0]
+    for collective in COLLECTIVES:
+        # Of these ranks, only the whole group has the slow one
+        for kind, members, share in (("intra", (0, 1), 0.5), ("inter", (0, 2), 0.5), ("ep", (0, 1, 2, 3), 1.0)):
+            alpha, beta = known_line(collective, members)
+            found = profile.link(collective, kind)
+            assert found[:2] == pytest.approx((share * alpha, share * beta), rel=1e-6), (collective, kind)
+    assert profile.forward[:2] == pytest.approx((FORWARD, 1), rel=1e-6)
+    assert profile.backward[:2] == pytest.approx((BACKWARD, 2), rel=1e-6)
+
+
+def membership() -> dict[Members, list[int]]:
+    """Of two expert-parallel groups 0, 2, 4, 6 and 1, 3, 5, 7 in nodes of two each: this rank's groups by members."""
+    halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
+    wanted = [*group_kinds(4, 2).values(), *device_groups(4, 2)]
+    with sub_groups(halves[dist.get_rank() % 2], dist.group.WORLD, wanted) as groups:
+        found = {members: dist.get_process_group_ranks(group) for members, group in groups.items()}
+        for group in groups.values():
+            dist.all_reduce(torch.ones(1), group=group)
+        return found
+
+
+def test_sub_groups_have_the_members_that_were_asked_for(ranks) -> None:
+    for rank, found in enumerate(ranks(8).run(membership)):
+        expected = [members for members in ((0, 1), (0, 2), (0, 1, 2, 3)) if rank // 2 in members]
+        assert found == {members: [2 * member + rank % 2 for member in members] for members in expected}
+
+
+def record_traffic() -> dict[str, tuple[int, int]]:
+    """Bytes that this rank sends and receives in the collectives that split or gather a buffer of 1200 bytes."""
+    buffer = torch.zeros(300)
+    traffic = {}
+    with mock.patch.object(dist, "all_to_all_single") as call:
+        OPERATIONS["all_to_all"](dist.group.WORLD, buffer)()
+        received, sent, *splits = call.call_args.args
+        traffic["all_to_all"] = (sent.nbytes, received.nbytes)
+        assert splits == [[0 if rank == dist.get_rank() else 100 for rank in range(4)]] * 2
+    with mock.patch.object(dist, "all_gather_into_tensor") as call:
+        OPERATIONS["all_gather"](dist.group.WORLD, buffer)()
+        traffic["all_gather"] = (call.call_args.args[1].nbytes, call.call_args.args[0].nbytes)
+    with mock.patch.object(dist, "batch_isend_irecv") as call:
+        OPERATIONS["p2p"](dist.group.WORLD, buffer)()
+        send, receive = call.call_args.args[0]
+        traffic["p2p"] = (send.tensor.nbytes, receive.tensor.nbytes)
+        assert (send.peer, receive.peer) == ((dist.get_rank() + 1) % 4, (dist.get_rank() - 1) % 4)
+    return traffic
+
+
+def test_bytes_are_those_of_the_definition(ranks) -> None:
+    expected = {"all_to_all": (1200, 1200), "all_gather": (300, 1200), "p2p": (1200, 1200)}
+    assert ranks(4).run(record_traffic) == [expected] * 4
+
+
+def count_once(path: Path) -> tuple[int, int, list[ClusterProfile]]:
+    calls: list[int] = []
+
+    def measuring() -> ClusterProfile:
+        calls.append(1)
+        # What a rank measures by itself must not stay with it
+        return builtin(4, 2, 64, 128 + dist.get_rank())
+
+    first = measured_once([path], 4, 2, measuring)
+    after_first = len(calls)
+    second = measured_once([path], 4, 2, measuring)
+    return after_first, len(calls), [first, second]
+
+
+def test_measured_once_measures_once(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "not there yet" / "profile.json"
+    expected = builtin(4, 2, 64, 128)
+    assert ranks(4).run(count_once, path) == [(1, 1, [expected, expected])] * 4
+    assert [entry.name for entry in path.parent.iterdir()] == ["profile.json"]
+
+
+def error_of_measured_once(path: Path, num_ranks: int) -> str:
+    with pytest.raises(ValueError) as error:
+        measured_once([path], num_ranks, 2, lambda: builtin(num_ranks, 2, 64, 128))
+    # The ranks are still together
+    dist.all_reduce(torch.ones(1))
+    return str(error.value)
+
+
+def test_errors_are_everyones(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    builtin(8, 2, 64, 128).save(path)
+    message, *others = ranks(4).run(error_of_measured_once, path, 4)
+    assert "is for 8 expert-parallel ranks" in message and others == [message] * 3
+    path.write_text("{")
+    message, *others = ranks(4).run(error_of_measured_once, path, 4)
+    assert "is not JSON" in message and others == [message] * 3
+    message, *others = ranks(4).run(error_of_measured_once, path / "below", 4)
+    assert "--balance-profile auto: " in message and "cannot be written" in message and others == [message] * 3
+
+
+def lonely() -> str:
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    with pytest.raises(ValueError) as error:
+        measured(alone[dist.get_rank()], 1)
+    return str(error.value)
+
+
+def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
+    assert all("--expert-model-parallel-size 1" in message for message in ranks(2).run(lonely))
+
+
+def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
+    """A profile with the project's own experts, and whether random numbers are as if nothing had been measured."""
+    config, _ = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4))
+    groups = build_groups(config.transformer, seed=7)
+    before = torch.get_rng_state()
+    with mock.patch("megatron_balance.build.SIZES", SIZES):
+        profile = measure_cluster(config, groups, 2)
+    return profile, torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16 --swiglu --disable-bias-linear",
+        "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act",
+    ],
+    ids=["plain", "bf16-swiglu", "recompute"],
+)
+def test_the_projects_experts_are_measured_and_left_alone(ranks, flags: str) -> None:
+    results = ranks(4).run(measure_the_runs_experts, flags)
+    assert all(untouched for _, untouched in results)
+    profile = results[0][0]
+    assert [other for other, _ in results] == [profile] * 4
+    assert all(line.seconds_per_token > 0 or line.overhead > 0 for line in (profile.forward, profile.backward))

@@ -1,0 +1,64 @@
+"""observe/balance.py: the log line's fields to the letter, and TensorBoard's names."""
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_balance.observe.balance import LARGEST_GAIN, LayerReport, evenness, log_fields, tensorboard_scalars
+
+
+def report(**changes: float) -> LayerReport:
+    values = dict.fromkeys(LayerReport._fields, 0.0) | {"ratio_before": 1.0, "ratio_after": 1.0, "rb": 1.0}
+    return LayerReport(**(values | changes))
+
+
+def test_log_fields() -> None:
+    heavy = report(
+        ratio_before=2.62, ratio_after=1.12, hosts_added=4, trans_bytes=4e6, agg_bytes=2.3e6, plan_seconds=3e-4
+    )
+    light = report(
+        ratio_before=2.0, ratio_after=1.04, hosts_added=3, trans_bytes=4e6, agg_bytes=2.3e6, plan_seconds=1e-4
+    )
+    expected = (
+        " max/mean load: 2.31 -> 1.08 | hosts added: 7 | experts moved: 0 | plan (ms): 0.4 | trans+agg (MB): 12.6 |"
+    )
+    assert log_fields([{1: heavy, 2: light}]) == expected
+    assert log_fields([{1: heavy, 2: light}] * 3) == expected
+
+
+def test_log_fields_are_means_over_iterations() -> None:
+    line = log_fields(
+        [
+            {1: report(ratio_before=3.0, hosts_added=2, experts_moved=4, agg_bytes=3e6), 2: report(plan_seconds=0.006)},
+            {1: report(ratio_after=2.0, trans_bytes=2e6), 2: report(hosts_added=1)},
+        ]
+    )
+    assert line == (
+        " max/mean load: 1.50 -> 1.25 | hosts added: 1.5 | experts moved: 2 | plan (ms): 3.0 | trans+agg (MB): 2.5 |"
+    )
+
+
+@pytest.mark.parametrize(("iterations", "shown"), [(1, "1"), (10, "0.1"), (100, "0.01"), (300, "0.003")])
+def test_balancing_that_acted_seldom_is_not_none(iterations: int, shown: str) -> None:
+    line = log_fields([{1: report(hosts_added=1)}] + [{1: report()}] * (iterations - 1))
+    assert f"| hosts added: {shown} | experts moved: 0 |" in line
+
+
+def test_evenness() -> None:
+    assert evenness(np.array([4, 0, 2, 2]), np.array([3, 1, 2, 2])) == (2.0, 1.5, pytest.approx(2.0))
+    assert evenness(np.array([4, 0]), np.array([2, 2])) == (2.0, 1.0, LARGEST_GAIN)
+    assert evenness(np.array([10**6, 0]), np.array([10**6 // 2 + 1, 10**6 // 2 - 1]))[2] == LARGEST_GAIN
+    assert evenness(np.zeros(2), np.zeros(2)) == (1.0, 1.0, 1.0)
+
+
+def test_tensorboard_scalars() -> None:
+    reports = {2 * layer: report(ratio_after=1 + layer, hosts_added=layer % 2) for layer in range(1, 12)}
+    scalars = tensorboard_scalars(reports)
+    names = [f"moe/{name}" for name in LayerReport._fields]
+    suffixes = [f"_layer_{layer - 1}" for layer in reports] + ["_p50", "_p90"]
+    assert scalars.keys() == {f"{name}{suffix}" for name in names for suffix in suffixes}
+    assert scalars["moe/ratio_after_layer_3"] == 3.0
+    assert (scalars["moe/ratio_after_p50"], scalars["moe/ratio_after_p90"]) == (7.0, 11.0)
+    assert scalars["moe/hosts_added_p50"] == 1.0
+    assert all(type(value) is float and math.isfinite(value) for value in scalars.values())

@@ -1,0 +1,31 @@
+"""What the documents show works as it stands there."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_balance.observe.workloads import load_matrix
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import load_policy
+from megatron_balance.profile.cluster_profile import builtin
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_policy_in_the_docs_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "balancing.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(example.splitlines()) <= 20
+    (tmp_path / "my_policies.py").write_text(example, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = load_policy("my_policies:Favourites")
+    sys.modules.pop("my_policies")
+    current = Placement.identity(16, 4, guest_slots=1)
+    # Experts that are cheap to move and dear to compute
+    cost = CostModel(builtin(4, 4, hidden=4096, ffn=16384), token_bytes=1, param_bytes=1, grad_bytes=1)
+    planned = policy.plan(load_matrix("hot_experts", 4, 16, 2, 4096, seed=0, step=0), current, cost)
+    assert planned.added_hosts == 4
+    assert policy.plan(np.zeros((4, 16), dtype=np.int64), current, cost).is_identity

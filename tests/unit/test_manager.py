@@ -1,0 +1,231 @@
+"""The manager of one layer's placement: what it expects, when it plans, what it refuses and what a checkpoint keeps."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.manager import INVALID, Decision, Manager
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import load_policy
+from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.placement.predictor import METHODS, Predictor
+from megatron_balance.profile.cluster_profile import builtin
+
+RANKS, EXPERTS, SLOTS = 4, 8, 2
+OWNERS = Placement.identity(EXPERTS, RANKS, SLOTS)
+COST = CostModel(builtin(RANKS, RANKS, 1024, 2048), 2048, 8e6, 8e6)
+
+
+class Own:
+    """A policy that is one function of load, placement and cost."""
+
+    def __init__(self, plan: Callable[[np.ndarray, Placement, CostModel], Any]) -> None:
+        self.plan = plan
+
+
+def manager(policy: Any = None, predictor: str = "last", interval: int = 1) -> Manager:
+    return Manager(policy or load_policy("top2"), COST, Predictor(predictor), OWNERS, interval)
+
+
+def load(seed: int) -> np.ndarray:
+    """[D, E] tokens: many experts without any, a few with most."""
+    return (np.random.default_rng(seed).lognormal(0, 3, (RANKS, EXPERTS)) * 10).astype(np.int64)
+
+
+def listed(loads_DE: np.ndarray | None) -> list[list[int]]:
+    assert loads_DE is not None
+    return loads_DE.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_expects_what_the_predictor_predicts(method: str) -> None:
+    one, predictor = manager(predictor=method), Predictor(method)
+    history = predictor.observe(one.history, load(1))
+    assert one.expected_DE is None
+    assert one.observe(load(1)) is None
+    assert listed(one.expected_DE) == listed(predictor.predict(history))
+    one.observe(load(2))
+    history = predictor.observe(history, load(2))
+    assert listed(one.expected_DE) == listed(predictor.predict(history))
+    assert one.iterations == 2
+
+
+def test_it_tells_how_wrong_the_expectation_was() -> None:
+    one, counts_DE = manager(), np.full((RANKS, EXPERTS), 4)
+    one.observe(counts_DE)
+    assert one.observe(counts_DE) == 0.0
+    shifted_DE = counts_DE.copy()
+    shifted_DE[0, :2] += [4, -4]
+    assert one.observe(shifted_DE) == 4 / counts_DE.sum()
+    # What was planned for counts, wherever it came from
+    one.adopt(one.decide(counts_DE, 1))
+    assert one.observe(counts_DE) == 0.0
+
+
+def test_what_it_has_seen_is_its_own() -> None:
+    one, counts_DE = manager(), load(1)
+    one.observe(counts_DE)
+    counts_DE[:] = 0
+    assert listed(one.expected_DE) == load(1).tolist()
+
+
+@pytest.mark.parametrize(("interval", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 3, 5, 7]), (3, [1, 4, 7])])
+def test_plans_are_due_at_intervals(interval: int, due: list[int]) -> None:
+    """On the exact load of iteration 1, or after it for iteration 2, and every `interval` iterations from there."""
+    one, exact, predicted = manager(interval=interval), [], []
+    for iteration in range(1, 8):
+        exact += [iteration] if one.is_due(ahead=0) else []
+        one.observe(load(iteration))
+        predicted += [iteration] if one.is_due(ahead=1) else []
+    assert exact == due
+    assert predicted == due
+
+
+def fail(*_: object) -> Placement:
+    raise ZeroDivisionError("no tokens")
+
+
+def spoil_the_load(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    counts_DE[:] = 0
+    raise ZeroDivisionError("no tokens left")
+
+
+def exchange_owners(current: Placement) -> Placement:
+    back = [(rank,) for rank in reversed(OWNERS.primary)]
+    return dataclasses.replace(current, home=OWNERS.home[::-1], hosts=tuple(back), primary=OWNERS.primary[::-1])
+
+
+FAILURES: dict[str, tuple[Callable[..., Any], str]] = {
+    "raises": (fail, "raised ZeroDivisionError: no tokens"),
+    "writes-into-its-arguments": (spoil_the_load, "raised ZeroDivisionError: no tokens left"),
+    "has-no-room": (
+        lambda counts_DE, current, cost: owners_host(current, [(expert, 0) for expert in range(2, EXPERTS)]),
+        "raised ValueError: rank 0: no free guest slot of 2 for experts [4, 5, 6, 7]",
+    ),
+    "no-load-at-all": (lambda current: current, "raised TypeError: "),
+    "none": (lambda *_: None, "returned no Placement: None"),
+    "text": (lambda counts_DE, current, cost: str(current), "returned no Placement: '0 1 + . . | 2 3"),
+    "owners": (
+        lambda counts_DE, current, cost: exchange_owners(current),
+        "changed owners or guest slots: 6 7 + . . | 4 5 + . .",
+    ),
+    "order-of-home-slots": (
+        lambda counts_DE, current, cost: dataclasses.replace(current, home=((1, 0), *current.home[1:])),
+        "changed owners or guest slots: 1 0 + . . | 2 3 + . .",
+    ),
+    "guest-slots": (
+        lambda *_: Placement.identity(EXPERTS, RANKS, SLOTS + 1),
+        "changed owners or guest slots: 0 1 + . . . | 2 3 + . . .",
+    ),
+    "trimmed": (lambda counts_DE, current, cost: OWNERS.trimmed, "changed owners or guest slots: 0 1 | 2 3"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_policy_that_fails_changes_nothing(failure: str) -> None:
+    plan, problem = FAILURES[failure]
+    one = manager(Own(plan))
+    one.observe(load(1))
+    before = json.dumps(one.state())
+    assert one.expected_DE is not None
+    decision = one.decide(one.expected_DE, 1)
+    assert decision.placement is None
+    assert decision.digest == INVALID
+    assert decision.problem is not None and decision.problem.startswith(problem)
+    assert json.dumps(one.state()) == before
+
+
+def test_a_decision_is_in_force_once_adopted() -> None:
+    one = manager()
+    decision = one.decide(load(3), 1)
+    assert decision.problem is None and decision.placement is not None and decision.placement.added_hosts
+    assert decision.digest == bytes.fromhex(decision.placement.digest()) != INVALID
+    assert len(decision.digest) == len(INVALID)
+    assert one.placement == OWNERS and one.expected_DE is None
+    one.adopt(decision)
+    assert one.placement == decision.placement
+    assert listed(one.expected_DE) == load(3).tolist()
+
+
+def test_policies_see_load_placement_and_microbatches() -> None:
+    seen = []
+
+    def plan(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        seen.append((counts_DE.tolist(), current, cost))
+        return current.with_hosts([(7, 0)]) if current.is_identity else current
+
+    one = manager(Own(plan))
+    one.adopt(one.decide(load(1), 3))
+    one.decide(load(2), 8)
+    placement = OWNERS.with_hosts([(7, 0)])
+    assert seen == [
+        (load(1).tolist(), OWNERS, dataclasses.replace(COST, microbatches=3)),
+        (load(2).tolist(), placement, dataclasses.replace(COST, microbatches=8)),
+    ]
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["top2", "fastermoe", "pro_prophet", "mover"]),
+    st.sampled_from(METHODS),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 2**32 - 1), max_size=5),
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5),
+)
+def test_a_restored_manager_goes_on_as_if_nothing_had_been(
+    policy: str, method: str, interval: int, before: list[int], after: list[int]
+) -> None:
+    one, fresh = (manager(mover if policy == "mover" else load_policy(policy), method, interval) for _ in range(2))
+    steps(one, before)
+    state = one.state()
+    fresh.restore(json.loads(json.dumps(state)))
+    assert fresh.state() == state
+    assert steps(fresh, after) == steps(one, after)
+    assert fresh.state() == one.state()
+
+
+def steps(one: Manager, seeds: list[int]) -> list[tuple[float | None, str]]:
+    """Iterations with random loads: how wrong each was expected to be, and the placement after it."""
+    taken = []
+    for seed in seeds:
+        error = one.observe(load(seed))
+        if one.is_due(ahead=1):
+            assert one.expected_DE is not None
+            decision = one.decide(one.expected_DE, 1)
+            if decision.placement is not None:
+                one.adopt(decision)
+        taken.append((error, str(one.placement)))
+    return taken
+
+
+def _move_on(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    """The heaviest expert of each call joins the guests that are there, until there is no room."""
+    expert = int(counts_DE.sum(0).argmax())
+    return current.with_hosts([(expert, (current.owner(expert) + 1) % RANKS)])
+
+
+mover = Own(_move_on)
+"""A policy whose plans depend on the placement in use."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unused_manager_survives_a_checkpoint(method: str) -> None:
+    one, fresh = manager(predictor=method), manager(predictor=method)
+    fresh.observe(load(1))
+    fresh.adopt(fresh.decide(load(1), 1))
+    fresh.restore(json.loads(json.dumps(one.state())))
+    assert fresh.state() == one.state()
+    assert fresh.expected_DE is None and fresh.placement == OWNERS
+    assert fresh.observe(load(2)) is None
+
+
+def test_only_placements_that_are_there_have_a_digest() -> None:
+    assert Decision(load(1), None, "why").digest == INVALID
+    assert Decision(load(1), OWNERS).digest != Decision(load(1), OWNERS.with_hosts([(0, 1)])).digest

@@ -1,0 +1,155 @@
+"""Measuring, on a cluster that is made up: what was put in is found again, under its own name."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.profile.bench import Members
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS
+from megatron_balance.profile.measure import SIZES, device_groups, group_kinds, profile_of
+from tests.unit.tools_loader import load_tool
+
+TOKENS = (16, 32, 64, 128)
+layouts = st.integers(2, 24).flatmap(lambda ranks: st.tuples(st.just(ranks), st.integers(1, ranks)))
+
+
+class FakeCluster:
+    """Seconds by formula: every collective among every set of members has an alpha and a beta of its own."""
+
+    def line(self, collective: str, members: Members) -> tuple[float, float]:
+        number = 1 + COLLECTIVES.index(collective) + 10 * len(members) + sum(members)
+        return 1e-6 * number, 1e-10 * number
+
+    def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
+        alpha, beta = self.line(collective, members)
+        return [alpha + beta * size for size in sizes_bytes]
+
+    def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        return [1e-4 + 2e-6 * count for count in tokens], [3e-4 + 5e-6 * count for count in tokens]
+
+
+@given(layouts)
+def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
+    num_ranks, node_size = layout
+    cluster, everyone = FakeCluster(), tuple(range(num_ranks))
+    profile = profile_of(cluster, num_ranks, node_size, SIZES, TOKENS)
+    node = tuple(rank for rank in everyone if rank < node_size)
+    heads = tuple(rank for rank in everyone if rank % node_size == 0)
+    expected = {"intra": node, "inter": heads, "ep": everyone}
+    for collective in COLLECTIVES:
+        for kind, members in expected.items():
+            line = profile.link(collective, kind)
+            known = cluster.line(collective, members if len(members) > 1 else everyone)
+            assert (line.alpha, line.beta) == pytest.approx(known, rel=1e-6)
+            assert line.residual < 1e-6 and line.held_out < 1e-6
+    assert profile.forward == pytest.approx((2e-6, 1e-4, 0, 0), rel=1e-6, abs=1e-9)
+    assert profile.backward == pytest.approx((5e-6, 3e-4, 0, 0), rel=1e-6, abs=1e-9)
+    for group in profile.all_reduce:
+        (members,) = (
+            members
+            for members in device_groups(num_ranks, node_size)
+            if (len(members), len({member // node_size for member in members})) == (group.ranks, group.nodes)
+        )
+        (seconds,) = cluster.communicate("all_reduce", members, [max(SIZES)])
+        assert max(SIZES) / group.bytes_per_second == pytest.approx(seconds)
+
+
+def test_experts_errors_are_those_of_their_lines() -> None:
+    class Bent(FakeCluster):
+        def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+            forward, backward = super().compute(tokens)
+            return forward, [seconds * (2 if index % 2 else 1) for index, seconds in enumerate(backward)]
+
+    profile = profile_of(Bent(), 4, 2, SIZES, TOKENS)
+    assert profile.forward.residual < 1e-6 and profile.forward.held_out < 1e-6
+    assert profile.backward.residual > 0.1 and profile.backward.held_out > 0.3
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ((8, 4), [(0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 4, 5), (0, 4)]),
+        ((4, 4), [(0, 1), (0, 1, 2, 3)]),
+        ((4, 1), [(0, 1), (0, 1, 2, 3)]),
+        ((2, 1), [(0, 1)]),
+    ],
+)
+def test_device_groups(layout: tuple[int, int], expected: list[Members]) -> None:
+    assert device_groups(*layout) == expected
+
+
+@given(layouts)
+def test_no_two_device_groups_have_one_shape(layout: tuple[int, int]) -> None:
+    num_ranks, node_size = layout
+    groups = device_groups(num_ranks, node_size)
+    shapes = [(len(members), len({member // node_size for member in members})) for members in groups]
+    assert len(set(shapes)) == len(shapes)
+
+
+def test_progress_names_every_collective() -> None:
+    lines: list[str] = []
+    profile_of(FakeCluster(), 4, 2, SIZES, TOKENS, lines.append)
+    assert [line.split(":")[0] for line in lines[: len(COLLECTIVES)]] == list(COLLECTIVES)
+    assert len(lines) == len(COLLECTIVES) + 2
+    assert "forward" in lines[-1]
+
+
+def test_too_few_sizes() -> None:
+    with pytest.raises(ValueError, match="four different sizes"):
+        profile_of(FakeCluster(), 4, 2, SIZES[:3], TOKENS)
+
+
+def test_the_table_shows_every_line_and_what_stands_in() -> None:
+    tool = load_tool("profile_cluster")
+    profile = profile_of(FakeCluster(), 4, 4, SIZES, TOKENS)
+    rows = [line.split() for line in tool.table(profile)]
+    for collective in COLLECTIVES:
+        found = {row[1]: row[2:] for row in rows if row[0] == collective}
+        assert set(found) == set(GROUPS)
+        assert found["inter"] == ["as", "ep"] and found["intra"] == ["as", "ep"]
+        line = profile.link(collective)
+        assert float(found["ep"][0]) == pytest.approx(line.alpha * 1e6, abs=0.1)
+        assert float(found["ep"][1]) == pytest.approx(1e-9 / line.beta, rel=1e-2)
+    experts = {row[0]: row[1:] for row in rows if row[0] in ("forward", "backward")}
+    assert experts["forward"][:2] == ["100.0", "2"] and experts["backward"][:2] == ["300.0", "5"]
+
+
+@pytest.mark.parametrize(
+    ("given_flags", "added"),
+    [
+        ("", "--lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"),
+        ("--train-samples 5 --data-path x --lr 1", "--tokenizer-type NullTokenizer --vocab-size 100"),
+        ("--train-iters 5 --train-data-path x --lr 1 --tokenizer-type TikTokenizer", ""),
+    ],
+)
+def test_only_missing_flags_get_stand_ins(given_flags: str, added: str) -> None:
+    tool = load_tool("profile_cluster")
+    assert tool.with_stand_ins(given_flags.split()) == [*given_flags.split(), *added.split()]
+
+
+SHAPE = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --num-experts 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (SHAPE, "--expert-model-parallel-size 1"),
+        (SHAPE.replace("--seq-length 8", ""), "--seq-length is required"),
+        (f"{SHAPE} --expert-model-parallel-size 2", "must divide the number of processes"),
+    ],
+)
+def test_mistakes_end_the_tool_before_it_joins_a_job(
+    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match=message):
+        load_tool("profile_cluster").main(["--output", str(tmp_path / "profile.json"), *flags.split()])
+
+
+def test_kinds_that_are_not_there_have_everyone_stand_in() -> None:
+    assert group_kinds(4, 2) == {"intra": (0, 1), "inter": (0, 2), "ep": (0, 1, 2, 3)}
+    assert set(group_kinds(4, 1).values()) == set(group_kinds(4, 8).values()) == {(0, 1, 2, 3)}

@@ -1,0 +1,148 @@
+"""Command lines of mixtures of experts and of balancing: what is refused, naming flag, value and remedy."""
+
+import pytest
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.checks import NO_EFFECT_WITHOUT_POLICY
+from megatron_balance.flags import flag_of
+from megatron_balance.observe.workloads import WORKLOADS
+from megatron_balance.placement.policies import POLICIES
+from tests.unit.test_checks import CPU, argv, parse
+
+EP4 = "--expert-model-parallel-size 4"
+TOP2 = f"{EP4} --balance-policy top2"
+FORCED = "--moe-router-force-workload hot_rank"
+REMEDY = "give the name of a policy, or package.module:Class"
+
+BAD = [
+    # flags, what the message says: flag, value, remedy
+    ("--expert-model-parallel-size 8 --num-experts 12", "--num-experts 12", "--expert-model-parallel-size 8"),
+    ("--num-experts 0", "--num-experts 0", "multiple of"),
+    ("--moe-router-topk 9", "--moe-router-topk 9", "1 to --num-experts 8"),
+    ("--moe-router-topk 0", "--moe-router-topk 0", "1 to --num-experts 8"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2", "also give --sequence-parallel"),
+    ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
+    ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex", "needs CUDA", "use alltoall"),
+    (
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        *("--expert-tensor-parallel-size 2", "use --expert-tensor-parallel-size 1", "--moe-layer-impl megatron"),
+    ),
+    (
+        "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",
+        *("megatron-core refuses", "Bias", "ETP==1"),
+    ),
+    ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap", "--moe-layer-impl balanced", "leave it out"),
+    ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
+    ("--use-te-activation-func", "--use-te-activation-func", "--moe-layer-impl balanced", "leave it out"),
+    (f"{TOP2} --num-experts 12 --moe-router-topk 13", "--moe-router-topk 13", "1 to --num-experts 12"),
+    (
+        f"{EP4} --balance-policy topmost",
+        *("--balance-policy topmost", "choose from", "none, pro_prophet", "top2", "or give package.module:Class"),
+    ),
+    (f"{EP4} --balance-policy nowhere.at_all:Policy", "--balance-policy nowhere.at_all:Policy", "No module", REMEDY),
+    (f"{EP4} --balance-policy .relative:Policy", "--balance-policy .relative:Policy", "imported", REMEDY),
+    (f"{EP4} --balance-policy :Policy", "--balance-policy :Policy", "imported", REMEDY),
+    (f"{EP4} --balance-policy math:Policy", "--balance-policy math:Policy", "no attribute 'Policy'", REMEDY),
+    (f"{EP4} --balance-policy math:pi", "--balance-policy math:pi", "options []", "not callable"),
+    (f"{EP4} --balance-policy collections:Counter", "--balance-policy collections:Counter", "no method plan(counts_DE"),
+    ("--balance-policy top2", "--balance-policy top2", "--expert-model-parallel-size above 1", "--balance-policy none"),
+    (
+        f"{TOP2} --moe-layer-impl megatron --disable-bias-linear",
+        *("--balance-policy top2", "needs --moe-layer-impl balanced"),
+    ),
+    (
+        f"{TOP2} --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity",
+        *("--moe-pad-expert-input-to-capacity", "--balance-policy top2", "leave it out"),
+    ),
+    (f"{TOP2} --balance-guest-slots 0", "--balance-guest-slots 0", "needs 1 to 6", "--balance-policy none"),
+    (f"{TOP2} --balance-guest-slots -1", "--balance-guest-slots -1", "needs 1 to 6", "--balance-policy none"),
+    (f"{TOP2} --balance-guest-slots 7", "--balance-guest-slots 7", "needs 1 to 6", "--balance-policy none"),
+    (f"{TOP2} --balance-alpha 0.4", "--balance-alpha", "no effect", "--balance-policy top2", "leave it out"),
+    (f"{EP4} --balance-policy pro_prophet --balance-alpha -0.5", "--balance-alpha -0.5", "at least 0"),
+    (f"{TOP2} --balance-interval 0", "--balance-interval 0", "at least 1"),
+    (
+        f"{FORCED} --moe-router-force-load-balancing",
+        *("--moe-router-force-load-balancing", "not with", FORCED, "leave out one of them"),
+    ),
+    (
+        f"{FORCED} --moe-router-load-balancing-type sinkhorn",
+        *("--moe-router-load-balancing-type sinkhorn", "not with", FORCED, "use aux_loss or none"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), [(case[0], case[1:]) for case in BAD], ids=[case[0] for case in BAD])
+def test_mistakes(flags: str, said: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(flags)
+    missing = [part for part in said if part not in str(error.value)]
+    assert not missing, str(error.value)
+
+
+@pytest.mark.parametrize("flags", ["--expert-model-parallel-size 2", "--balance-policy top2"])
+def test_what_needs_experts(flags: str) -> None:
+    with pytest.raises(ValueError, match=f"^{flags}: needs --num-experts"):
+        parse_args(argv(flags, without="--num-experts"), CPU)
+
+
+VALUES = {
+    "balance_guest_slots": "2",
+    "balance_interval": "1",
+    "balance_load": "exact",
+    "balance_predictor": "ema",
+    "balance_token_split": "proportional",
+    "balance_profile": "auto",
+    "balance_explain": "",
+    "balance_log_dir": "loads",
+    "balance_alpha": "0.5",
+}
+
+
+@pytest.mark.parametrize("policy", ["", "--balance-policy none"])
+@pytest.mark.parametrize("name", NO_EFFECT_WITHOUT_POLICY)
+def test_balance_flags_without_a_policy(name: str, policy: str) -> None:
+    flag = flag_of(name)
+    with pytest.raises(ValueError, match=f"^{flag}: has no effect with --balance-policy none; leave it out"):
+        parse(f"{EP4} {policy} {flag} {VALUES[name]}")
+
+
+@pytest.mark.parametrize("name", NO_EFFECT_WITHOUT_POLICY)
+def test_balance_flags_with_a_policy(name: str) -> None:
+    settings = parse(f"{EP4} --balance-policy pro_prophet {flag_of(name)} {VALUES[name]}").config.balance
+    assert str(getattr(settings, name)) == (VALUES[name] or "True")
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "megatron_balance.placement.policies.top_k:Top3"])
+def test_policies(policy: str) -> None:
+    assert parse(f"{EP4} --balance-policy {policy}").config.balance.balance_policy == policy
+
+
+@pytest.mark.parametrize("slots", [1, 6])
+def test_as_many_guests_as_there_are_strangers(slots: int) -> None:
+    assert parse(f"{TOP2} --balance-guest-slots {slots}").config.balance.balance_guest_slots == slots
+
+
+def test_two_experts_and_the_default_of_two_guest_slots() -> None:
+    flags = "--expert-model-parallel-size 2 --num-experts 2 --balance-policy top2"
+    assert parse(flags).config.balance.balance_guest_slots == 2
+    with pytest.raises(ValueError, match=r"^--balance-guest-slots 2: .* needs 1 to 1, "):
+        parse(f"{flags} --balance-guest-slots 2")
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_workloads(workload: str) -> None:
+    settings = parse(f"--moe-router-force-workload {workload}").config.balance
+    assert settings.moe_router_force_workload == workload
+
+
+def test_unknown_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        parse("--moe-router-force-workload tepid")
+    assert error.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "tepid" in line]
+    assert "--moe-router-force-workload" in line and all(workload in line for workload in WORKLOADS)
+
+
+def test_grouped_gemm_is_noticed_with_our_layer_only() -> None:
+    assert any("--moe-grouped-gemm" in notice for notice in parse("--moe-grouped-gemm").notices)
+    assert not any("--moe-grouped-gemm" in notice for notice in parse("").notices)

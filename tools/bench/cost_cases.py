@@ -1,0 +1,172 @@
+"""What cost_model.py runs on its ranks: everything that the cost model predicts, on sizes of its own.
+
+Shape suffixes: D expert-parallel ranks, E experts.
+"""
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.build import measure_cluster
+from megatron_balance.checks import Machine
+from megatron_balance.comm.alltoall import FlatAllToAll
+from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.device import groups as device_groups
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.passes import expert_passes, slot_passes
+from megatron_balance.observe.workloads import load_matrix
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.transfers import plan_transfers
+from megatron_balance.profile.bench import GroupBench
+
+WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
+
+EXCHANGED_TOKENS = (24, 160, 700, 3000, 12000)
+"""Per source rank; on a CPU, links are fitted to 16 KiB to 16 MiB."""
+
+COMPUTED_TOKENS = (100, 200, 370, 720, 1500)
+"""Per source rank; with balanced load each rank computes twice that, and experts are fitted to 256 to 4096."""
+
+EXPERT_WIDTHS = (12, 120, 720, 3000, 9000)
+"""--moe-ffn-hidden-size of the experts that move."""
+
+GUESTS = (1, 2, 4)
+"""Per rank."""
+
+GUEST_SLOTS = max(GUESTS)
+
+
+class Case(NamedTuple):
+    """One thing that the model predicts and that all ranks can run together."""
+
+    kind: str
+    label: str
+    predict: Callable[[CostModel], float]
+    run: Callable[[], object]
+
+
+def measure(task: dict, machine: Machine) -> dict:
+    """Kind and label of every case, and seconds [rounds][cases] predicted and measured."""
+    config, _ = parse_args(task["flags"].split(), machine)
+    groups = device_groups.build_groups(config.transformer, config.train.seed)
+    transformer = copy.copy(config.transformer)
+    # Random weights would differ from rank to rank for nothing
+    transformer.perform_initialization = False
+    experts = _experts(transformer, groups)
+    device, dtype = experts.linear_fc1.weight.device, transformer.params_dtype
+    cases = [*exchanges(transformer, groups, device), *transfers(transformer, groups), *computations(experts, groups)]
+    bench = GroupBench(groups.ep, {}, functools.partial(expert_passes, experts), device, dtype, task["repeats"])
+    seconds = []
+    for _ in range(task["rounds"]):
+        profile = measure_cluster(config, groups, task["node_size"])
+        cost = CostModel(profile, transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
+        measured = bench.medians([case.run for case in cases])
+        seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
+    return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}
+
+
+def _experts(config: TransformerConfig, groups: ProcessGroupCollection) -> GroupedExperts:
+    """This rank's experts with weights that are no zeros, which some processors multiply faster."""
+    experts = GroupedExperts(range(_num_experts(config) // groups.ep.size()), config, groups)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=config.init_method_std)
+    return experts
+
+
+def _num_experts(config: TransformerConfig) -> int:
+    assert config.num_moe_experts is not None
+    return config.num_moe_experts
+
+
+def _loads(config: TransformerConfig, num_ranks: int, sizes: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
+    """A label and a load matrix [D, E] for every size and workload."""
+    for tokens, workload in itertools.product(sizes, WORKLOADS):
+        shape = (num_ranks, _num_experts(config), config.moe_router_topk)
+        yield f"{tokens} tokens a rank, {workload}", load_matrix(workload, *shape, tokens, seed=1, step=0)
+
+
+def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device: torch.device) -> Iterator[Case]:
+    """A layer's first exchange under uneven loads, each expert on its owner; own rows take part, as in the layer."""
+    rank, num_ranks = groups.ep.rank(), groups.ep.size()
+    all_to_all = FlatAllToAll(groups.ep)
+    for label, counts_DE in _loads(config, num_ranks, EXCHANGED_TOKENS):
+        traffic_DD = counts_DE.reshape(num_ranks, num_ranks, -1).sum(2)
+        local_D = traffic_DD.diagonal()
+        busiest = max((traffic_DD.sum(0) - local_D).max(), (traffic_DD.sum(1) - local_D).max())
+        sent, received = traffic_DD[rank].tolist(), traffic_DD[:, rank].tolist()
+        rows = torch.zeros(sum(sent), config.hidden_size, dtype=config.params_dtype, device=device)
+        yield Case(
+            "all_to_all",
+            f"{label}: {int(busiest)} rows",
+            lambda cost, tokens=float(busiest): cost.all_to_all_seconds(tokens),
+            lambda rows=rows, received=received, sent=sent: all_to_all.start(rows, received, sent).wait(),
+        )
+
+
+def random_placement(num_experts: int, num_ranks: int, guests: int) -> Placement:
+    """Owners in order, and on every rank so many guests at random, as far as there are others' experts."""
+    generator, owners = np.random.default_rng(guests), Placement.identity(num_experts, num_ranks, GUEST_SLOTS)
+    additions = []
+    for rank in range(num_ranks):
+        strangers = [expert for expert in range(num_experts) if owners.owner(expert) != rank]
+        additions += [(int(expert), rank) for expert in generator.permutation(strangers)[:guests]]
+    return owners.with_hosts(additions)
+
+
+def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iterator[Case]:
+    """Trans and Agg of placements with guests, for experts of several widths."""
+    transfer = ExpertTransfer(groups.ep)
+    for width, guests in itertools.product(EXPERT_WIDTHS, GUESTS):
+        shape = copy.copy(config)
+        shape.moe_ffn_hidden_size = width
+        experts = _experts(shape, groups)
+        for parameter in experts.parameters():
+            # As DDP does, which accumulates gradients in float32
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore
+        experts.allocate_guests(GUEST_SLOTS)
+        placement = random_placement(_num_experts(config), groups.ep.size(), guests)
+        plan = plan_transfers(placement)
+        rounds, messages = len(plan.rounds), sum(map(len, plan.rounds))
+        param_bytes, grad_bytes = (
+            sum(tensor.nbytes for tensor in tensors) for tensors in (experts.weights_of(0), experts.gradients_of(0))
+        )
+        label = f"{1e-6 * param_bytes:.2f} MB, {messages} messages in {rounds} rounds"
+
+        def sized(cost: CostModel, param_bytes: int = param_bytes, grad_bytes: int = grad_bytes) -> CostModel:
+            return replace(cost, param_bytes=param_bytes, grad_bytes=grad_bytes)
+
+        yield Case(
+            "trans",
+            label,
+            lambda cost, sized=sized, rounds=rounds: sized(cost).trans_seconds(rounds),
+            functools.partial(transfer.trans, plan, placement, experts),
+        )
+        yield Case(
+            "agg",
+            label,
+            lambda cost, sized=sized, rounds=rounds: sized(cost).agg_seconds(rounds),
+            functools.partial(transfer.agg, plan, placement, experts),
+        )
+
+
+def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Iterator[Case]:
+    """Forward and backward of loads that are uneven over ranks and over their slots."""
+    rank, num_ranks = groups.ep.rank(), groups.ep.size()
+    for label, counts_DE in _loads(experts.config, num_ranks, COMPUTED_TOKENS):
+        tokens_by_rank = counts_DE.sum(0).reshape(num_ranks, -1)
+        passes = slot_passes(experts, torch.from_numpy(tokens_by_rank[rank]))
+        heaviest = float(tokens_by_rank.sum(1).max())
+        label = f"{label}: {int(heaviest)} rows"
+        yield Case("forward", label, lambda cost, tokens=heaviest: cost.forward_seconds(tokens), passes.forward)
+        yield Case("backward", label, lambda cost, tokens=heaviest: cost.backward_seconds(tokens), passes.backward)

@@ -1,0 +1,96 @@
+"""How far the cost model's times are from measured ones, on sizes that its profile was not fitted to.
+
+    python tools/bench/cost_model.py [--ranks 4] [--node-size 4] [--rounds 5] [flags of the run ...]
+
+Every round measures a ClusterProfile of this machine and then the real thing: exchanges of uneven loads, Trans and Agg
+of random placements and experts of several sizes, computation of uneven loads. Sizes lie between those fitted and
+beyond them. A time is the slowest rank's; all cases take turns, and the median over `--repeats` counts. Links are this
+machine's own: no slower network is emulated.
+
+Ranks need cores of their own here: a rank that waits for a heavier one on the same core makes that one faster, which no
+sum over the busiest rank can foresee.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ranks
+
+if TYPE_CHECKING:
+    from megatron_balance.checks import Machine
+
+COMMON = (
+    "--num-layers 1 --num-attention-heads 4 --hidden-size 256 --moe-ffn-hidden-size 1024 --num-experts 8 "
+    "--moe-router-topk 2 --seq-length 512 --micro-batch-size 2 --moe-token-dispatcher-type alltoall --lr 1e-3 "
+    "--train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+"""Experts are fitted to 256 to 4096 tokens per rank. Later flags win."""
+
+KINDS = ("all_to_all", "trans", "agg", "forward", "backward")
+PAPERS = "Pro-Prophet reports below 5%, FlexMoE below 3%"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="also the expert-parallel size")
+    parser.add_argument("--node-size", type=int, help="ranks per node (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="profiles, each followed by all cases")
+    parser.add_argument("--repeats", type=int, default=9, help="times that a case is run in a round")
+    ranks.add_worker_option(parser)
+    args, extra = parser.parse_known_args()
+    if args.worker:
+        return ranks.work(args.worker, _measure)
+    flags = f"{COMMON} {' '.join(extra)} --expert-model-parallel-size {args.ranks}"
+    task = {"flags": flags, "node_size": args.node_size or args.ranks, "rounds": args.rounds, "repeats": args.repeats}
+    with ranks.noise():
+        result = ranks.job(__file__, args.ranks, task)
+    cases = result["cases"]
+    seconds = np.array(result["seconds"])  # [rounds, cases, (predicted, measured)]
+    for line in itertools.chain(_table(cases, seconds), _summary(cases, seconds)):
+        print(line)
+    return 0
+
+
+def _table(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]:
+    errors = seconds[..., 0] / seconds[..., 1] - 1
+    yield f"{'':10} {'case':42} {'measured ms':>11} {'predicted':>9} {'error':>6}  rounds"
+    for index, (kind, label) in enumerate(cases):
+        predicted, measured = 1e3 * np.median(seconds[:, index], axis=0)
+        each = " ".join(f"{error:+.0%}" for error in errors[:, index])
+        error = np.median(errors[:, index])
+        yield f"{kind:10} {label:42} {measured:11.3f} {predicted:9.3f} {error:+6.0%}  {each}"
+
+
+def _summary(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]:
+    """Mean absolute errors, how they spread over rounds, their mean with signs, and the drift.
+
+    `drift` is how far measured times are from their own median over rounds, on average: no model can beat it.
+    """
+    errors = seconds[..., 0] / seconds[..., 1] - 1
+    drift = np.abs(seconds[..., 1] / np.median(seconds[..., 1], axis=0) - 1)
+    yield f"{'kind':10} cases  mean |error|: median (of every round)  signed  drift   ({PAPERS})"
+    for kind in KINDS:
+        chosen = [index for index, (name, _) in enumerate(cases) if name == kind]
+        each = np.abs(errors[:, chosen]).mean(1).tolist()
+        rounds = " ".join(f"{error:.1%}" for error in each)
+        signed = np.median(errors[:, chosen].mean(1))
+        yield (
+            f"{kind:10} {len(chosen):5d}  {statistics.median(each):.1%} ({rounds})  {signed:+.1%}  "
+            f"{drift[:, chosen].mean():.1%}"
+        )
+
+
+def _measure(task: ranks.Task, machine: "Machine") -> dict:
+    """One rank: kind and label of every case, and seconds [rounds][cases] predicted and measured."""
+    import cost_cases
+
+    return cost_cases.measure(task, machine)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

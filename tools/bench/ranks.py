@@ -1,0 +1,135 @@
+"""What benches share: jobs of ranks that measure and report, models that take turns, how calm the machine was."""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_balance.checks import Machine
+    from megatron_balance.training.loop import Run, StepReport
+
+WARMUP = 10
+"""Iterations before measuring: routing varies, and with it the sizes of tensors that the allocator gets to know."""
+
+Task = dict[str, Any]
+"""What a job is told; as JSON."""
+
+
+def add_worker_option(parser: argparse.ArgumentParser) -> None:
+    """The flag by which `job` tells a process of its own script that it is a rank."""
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+
+
+def job(script: str, processes: int, task: Task) -> Any:
+    """Run `script` on so many ranks, one thread each, and return what rank 0's `work` returned."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command += [script, "--worker", json.dumps(task | {"output": str(output)})]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if result.returncode:
+            raise SystemExit(f"the job failed:\n{result.stderr[-3000:]}")
+        return json.loads(output.read_text())
+
+
+def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
+    """Be one rank of a job: join it, measure, and let rank 0 report."""
+    from megatron_balance.device import cpu, quiet
+
+    quiet.silence_expected_warnings()
+    cpu.install()
+    import torch.distributed as dist
+
+    from megatron_balance.checks import Machine
+    from megatron_balance.device import groups
+
+    task = json.loads(worker)
+    launch = groups.Launch.from_environment()
+    machine = Machine.here(launch.world_size)
+    groups.start(launch, "nccl" if machine.cuda else "gloo", 10)
+    result = measure(task, machine)
+    if launch.rank == 0:
+        Path(task["output"]).write_text(json.dumps(result))
+    dist.destroy_process_group()
+    return 0
+
+
+def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
+    """A run for each command line, by name, all in this process; they have to have one layout."""
+    from megatron_balance.arguments import parse_args
+    from megatron_balance.build import build_run
+    from megatron_balance.device import groups
+
+    configs = {name: parse_args(line.split(), machine)[0] for name, line in flags.items()}
+    runs = {}
+    for name, config in configs.items():
+        groups.destroy_groups()
+        # Leaves the groups of the last one, which some of megatron-core reads while it trains
+        runs[name] = build_run(config)
+    return runs
+
+
+def take_turns(runs: "Mapping[str, Run]", iterations: int) -> "dict[str, list[StepReport]]":
+    """Let runs train one iteration each in turn, so that whatever else the machine does hits all of them."""
+    import torch.distributed as dist
+
+    from megatron_balance.training.loop import train_step
+
+    reports: dict[str, list[StepReport]] = {name: [] for name in runs}
+    order = list(runs)
+    for iteration in range(WARMUP + iterations):
+        for name in order if iteration % 2 else order[::-1]:
+            dist.barrier()
+            report = train_step(runs[name])
+            if iteration >= WARMUP:
+                reports[name].append(report)
+    return reports
+
+
+def compare(jobs: Sequence[Mapping[str, Sequence[float]]], name: str, baseline: str) -> str:
+    """The ratio of two runs' median seconds, of every job, and the first job's milliseconds."""
+    medians = [(statistics.median(seconds[name]), statistics.median(seconds[baseline])) for seconds in jobs]
+    ratios = [own / other for own, other in medians]
+    return (
+        f"median {statistics.median(ratios):.3f} (jobs: {', '.join(f'{ratio:.3f}' for ratio in ratios)}) | "
+        f"{1000 * medians[0][0]:.1f} against {1000 * medians[0][1]:.1f}"
+    )
+
+
+@contextmanager
+def noise() -> Iterator[None]:
+    """Print how calm the machine was: load averages, and the CPU time of our jobs and of everybody else."""
+    load, start, (busy, total), own = os.getloadavg()[0], time.perf_counter(), _cpu_time(), _own_time()
+    yield
+    wall, (busy_after, total_after) = time.perf_counter() - start, _cpu_time()
+    used = (busy_after - busy) / max(total_after - total, 1)
+    ours = (_own_time() - own) / (wall * (os.cpu_count() or 1))
+    print(
+        f"machine: {os.cpu_count()} CPUs, load average {load:.2f} before and {os.getloadavg()[0]:.2f} after; "
+        f"CPU time used by this bench {ours:.0%}, by others {max(0.0, used - ours):.0%}; {wall:.0f} s",
+        flush=True,
+    )
+
+
+def _cpu_time() -> tuple[int, int]:
+    """Ticks of all CPUs since the machine started: busy ones, all."""
+    user, nice, system, idle, waiting, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    busy = user + nice + system + sum(rest)
+    return busy, busy + idle + waiting
+
+
+def _own_time() -> float:
+    """CPU seconds of this process and of its finished children."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

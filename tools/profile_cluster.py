@@ -1,0 +1,116 @@
+"""Measure a cluster for `--balance-profile FILE`: links between expert-parallel ranks, and the run's experts.
+
+    torchrun --nproc-per-node 8 tools/profile_cluster.py --output profile.json <the flags of the training run>
+
+Layout, expert shape, precision and load are the run's. Its flags for data, tokenizer, learning rate and length may be
+left out: nothing is trained.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_balance.device import cpu, quiet
+
+if TYPE_CHECKING:
+    from megatron_balance.profile.cluster_profile import ClusterProfile
+
+STAND_INS = (
+    (("lr",), "--lr 1e-3"),
+    (("train_iters", "train_samples"), "--train-iters 1"),
+    (("data_path", "train_data_path", "mock_data"), "--mock-data"),
+    (("tokenizer_type",), "--tokenizer-type NullTokenizer --vocab-size 100"),
+)
+"""Flags that training needs and measuring does not: fields of which one has to be set, and what sets one."""
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    own, flags = parser.parse_known_args(argv)
+    # Both before megatron.core is imported
+    quiet.silence_expected_warnings()
+    cpu.install()
+    import torch.distributed as dist
+
+    from megatron_balance.arguments import parse_args
+    from megatron_balance.build import measure_cluster
+    from megatron_balance.checks import Machine
+    from megatron_balance.device import groups
+
+    launch = groups.Launch.from_environment()
+    try:
+        config, _ = parse_args(with_stand_ins(flags), Machine.here(launch.world_size))
+        shape = config.transformer
+        expert_parallel, expert_tensor = shape.expert_model_parallel_size, shape.expert_tensor_parallel_size or 1
+        if expert_parallel == 1:
+            raise ValueError(
+                "--expert-model-parallel-size 1: nothing to measure; give the training run's, with experts"
+            )
+        if expert_tensor > 1:
+            raise ValueError(
+                f"--expert-tensor-parallel-size {expert_tensor}: what is balanced are whole experts; give 1"
+            )
+        topology = groups.node_topology(launch, config.comm.moe_comm_node_size)
+        node_size = groups.expert_node_size(topology, expert_parallel, expert_tensor)
+    except ValueError as error:
+        raise SystemExit(f"profile_cluster.py: error: {error}") from error
+
+    groups.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
+    process_groups = groups.build_groups(shape, config.train.seed, config.launch.distributed_timeout_minutes)
+    speaks = launch.rank == 0
+    profile = measure_cluster(config, process_groups, node_size, say if speaks else None)
+    try:
+        if speaks:
+            profile.save(own.output)
+            say("\n".join(table(profile)))
+    except OSError as error:
+        raise SystemExit(f"profile_cluster.py: error: --output {own.output}: {error.strerror}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def with_stand_ins(flags: Sequence[str]) -> list[str]:
+    """The command line with values for what measuring does not need and the user left out."""
+    from megatron_balance.arguments import build_parser, yaml_flags
+
+    parser = build_parser()
+    values = vars(parser.parse_args([*yaml_flags(parser, flags), *flags]))
+    missing = [text for names, text in STAND_INS if not any(values[name] for name in names)]
+    return [*flags, *" ".join(missing).split()]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def table(profile: "ClusterProfile") -> Iterator[str]:
+    """The profile for people, line by line; a kind of group that is not there shows what stands in for it."""
+    from megatron_balance.profile.measure import group_kinds
+
+    kinds = group_kinds(profile.num_ranks, profile.node_size)
+    yield f"{profile.num_ranks} expert-parallel ranks in nodes of {profile.node_size}"
+    yield f"{'':12} {'group':5} {'alpha (us)':>12} {'GB/s':>9} {'residual %':>11} {'held-out %':>11}"
+    for collective, lines in profile.links.items():
+        for kind, line in lines.items():
+            if kind != "ep" and kinds[kind] == kinds["ep"]:
+                yield f"{collective:12} {kind:5} {'as ep':>12}"
+                continue
+            rate = 1e-9 / line.beta if line.beta else float("inf")
+            errors = f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
+            yield f"{collective:12} {kind:5} {line.alpha * 1e6:12.1f} {rate:9.3g} {errors}"
+    yield f"{'all-reduce':12} {'ranks':>5} {'nodes':>12} {'GB/s':>9}"
+    for group in profile.all_reduce:
+        yield f"{'':12} {group.ranks:5} {group.nodes:12} {group.bytes_per_second / 1e9:9.3g}"
+    yield f"{'experts':18} {'overhead(us)':>12} {'us/token':>9} {'residual %':>11} {'held-out %':>11}"
+    for name, line in (("forward", profile.forward), ("backward", profile.backward)):
+        errors = f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
+        yield f"{name:18} {line.overhead * 1e6:12.1f} {line.seconds_per_token * 1e6:9.3g} {errors}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
