@@ -118,7 +118,6 @@ def test_a_killed_rank_is_named(start, victim: int) -> None:
     assert job.join(others(victim), 15) == [1, 1]
     for rank in others(victim):
         assert f"rank {victim} stalled or died: " in job.verdict(rank)
-        assert "Traceback" in job.output(rank)
 
 
 def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None:
