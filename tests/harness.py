@@ -110,6 +110,8 @@ class Ranks:
 
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    # Every task ends with a collection, which need not look through all of torch again
+    gc.freeze()
     while True:
         try:
             task, args, rendezvous, timeout = pipe.recv()

@@ -1,5 +1,10 @@
 """A run that stops and resumes is the run that never stopped, bit for bit; on another layout, the same weights."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 
 from tests.distributed.checkpoints import forget_placements, losses_of, straight_against_resumed, unequal_tensors
@@ -61,16 +66,37 @@ OTHER_LAYOUTS = {
 }
 
 
+@dataclass(frozen=True)
+class Home:
+    """A run of ten iterations, and what it learned in the next ten."""
+
+    flags: str
+    start: str
+    stayed: list[float]
+
+
+@pytest.fixture(scope="module")
+def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
+    """With given flags for the precision; each trained once."""
+
+    @functools.cache
+    def of(precision: str) -> Home:
+        flags = f"--expert-model-parallel-size 4 --global-batch-size 8 --train-iters 40 {precision}"
+        start, stayed = (str(tmp_path_factory.mktemp(name)) for name in ("start", "stayed"))
+        ranks(4).run(losses_of, flags, None, start, 10)
+        return Home(flags, start, ranks(4).run(losses_of, flags, start, stayed, 10)[0])
+
+    return of
+
+
 @pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("world_size", "other"), OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
-def test_a_run_goes_on_in_another_layout_and_back(ranks, tmp_path, world_size, other, precision):
-    home = f"--expert-model-parallel-size 4 --global-batch-size 8 --train-iters 40 {precision}"
+def test_a_run_goes_on_in_another_layout_and_back(ranks, home, tmp_path, world_size, other, precision):
+    flags, start, stayed = dataclasses.astuple(home(precision))
     other = f"{other} --global-batch-size 8 --train-iters 40 {precision}"
-    start, there, back = (str(tmp_path / name) for name in ("start", "there", "back"))
-    ranks(4).run(losses_of, home, None, start, 10)
-    stayed = ranks(4).run(losses_of, home, start, str(tmp_path / "stayed"), 10)[0]
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
     moved = ranks(world_size).run(losses_of, other, start, there, 10, f"{there} unchanged")[0]
-    ranks(4).run(losses_of, home, there, back, 1, f"{back} unchanged")
+    ranks(4).run(losses_of, flags, there, back, 1, f"{back} unchanged")
 
     for left, right in ((start, f"{there} unchanged"), (there, f"{back} unchanged")):
         count, unequal = ranks(1).run(unequal_tensors, left, right)[0]
