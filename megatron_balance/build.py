@@ -22,8 +22,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_balance.config import BalanceConfig, CommConfig, RunConfig
+from megatron_balance.comm.codecs import load_codec
+from megatron_balance.comm.compressed import TokenExchange, token_exchange
+from megatron_balance.comm.registry import load_all_to_all
+from megatron_balance.config import BalanceConfig, RunConfig
 from megatron_balance.device import groups as device_groups
+from megatron_balance.device.layout import build_groups
 from megatron_balance.device.norm import TorchNorm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
@@ -52,14 +56,13 @@ def build_run(config: RunConfig) -> Run:
     """Build one training run in an initialised job; every rank calls it."""
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
-    groups = device_groups.build_groups(
-        config.transformer, config.train.seed, config.launch.distributed_timeout_minutes
-    )
+    groups = build_groups(config.transformer, config.train.seed, config.launch.distributed_timeout_minutes)
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
     )
-    model = build_model(config, groups, vocab_size)
+    profile = functools.cache(lambda: cluster_profile(config, groups))
+    model = build_model(config, groups, vocab_size, build_exchange(config, groups, profile))
     optimizer = get_megatron_optimizer(config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups)
     connect(config, model, optimizer)
     length = run_length(config.train, groups.dp.size())
@@ -81,12 +84,36 @@ def build_run(config: RunConfig) -> Run:
         data=build_data(config, tokenizer, groups, length, consumed),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
-        balancer=build_balancer(config, groups, model, batches.get),
+        balancer=build_balancer(config, groups, model, batches.get, profile),
         progress=progress,
     )
 
 
-def build_model(config: RunConfig, groups: ProcessGroupCollection, vocab_size: int) -> list[torch.nn.Module]:
+def build_exchange(
+    config: RunConfig, groups: ProcessGroupCollection, profile: Callable[[], ClusterProfile]
+) -> TokenExchange:
+    """The all-to-alls of this rank's expert-parallel group, which all layers share; every rank of the job calls it."""
+    wire = load_all_to_all(
+        config.comm.moe_comm_alltoall,
+        groups.ep,
+        lambda: device_groups.new_node_groups(
+            groups.ep, dist.group.WORLD, _node_size(config, groups), config.launch.distributed_timeout_minutes
+        ),
+        profile,
+        functools.partial(print, flush=True) if dist.get_rank() == 0 else None,
+    )
+    return token_exchange(wire, load_codec(config.comm.moe_comm_codec), config.comm.moe_comm_codec_directions)
+
+
+def _node_size(config: RunConfig, groups: ProcessGroupCollection) -> int:
+    """Expert-parallel ranks on one node."""
+    node = config.comm.moe_comm_node_size or dist.get_world_size()
+    return device_groups.expert_node_size(device_groups.Topology(dist.get_world_size(), node), groups.ep.size(), 1)
+
+
+def build_model(
+    config: RunConfig, groups: ProcessGroupCollection, vocab_size: int, exchange: TokenExchange
+) -> list[torch.nn.Module]:
     """This rank's model chunks (one, or one per virtual pipeline stage), in DDP."""
     chunks = config.transformer.virtual_pipeline_model_parallel_size
     stages = [None] if chunks is None else range(chunks)
@@ -94,7 +121,7 @@ def build_model(config: RunConfig, groups: ProcessGroupCollection, vocab_size: i
         DistributedDataParallel(
             config=config.transformer,
             ddp_config=config.ddp,
-            module=_in_training_precision(_build_chunk(config, groups, vocab_size, stage), config),
+            module=_in_training_precision(_build_chunk(config, groups, vocab_size, exchange, stage), config),
             # Later chunks' gradients are ready first: buckets would only delay them
             disable_bucketing=bool(stage),
             pg_collection=groups,
@@ -103,13 +130,15 @@ def build_model(config: RunConfig, groups: ProcessGroupCollection, vocab_size: i
     ]
 
 
-def _build_chunk(config: RunConfig, groups: ProcessGroupCollection, vocab_size: int, stage: int | None) -> GPTModel:
+def _build_chunk(
+    config: RunConfig, groups: ProcessGroupCollection, vocab_size: int, exchange: TokenExchange, stage: int | None
+) -> GPTModel:
     chunks = config.transformer.virtual_pipeline_model_parallel_size
     first = is_pp_first_stage(groups.pp) and not stage
     last = is_pp_last_stage(groups.pp) and (stage is None or stage == chunks - 1)
     model = GPTModel(
         config=config.transformer,
-        transformer_layer_spec=build_block_spec(config, groups, stage),
+        transformer_layer_spec=build_block_spec(config, groups, exchange, stage),
         vocab_size=vocab_size,
         max_sequence_length=config.model.max_position_embeddings,
         pre_process=first,
@@ -136,7 +165,7 @@ def _in_training_precision(model: GPTModel, config: RunConfig) -> torch.nn.Modul
 
 
 def build_block_spec(
-    config: RunConfig, groups: ProcessGroupCollection, stage: int | None = None
+    config: RunConfig, groups: ProcessGroupCollection, exchange: TokenExchange, stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """megatron-core's GPT block of this pipeline stage, with our MoE layer unless `--moe-layer-impl megatron`."""
     block = get_gpt_decoder_block_spec(
@@ -149,13 +178,13 @@ def build_block_spec(
     )
     layers = [_with_torch_norm(spec) for spec in block.layer_specs]
     if config.balance.moe_layer_impl == "balanced":
-        layers = [balanced_layer_spec(spec, groups, config.balance, config.comm) for spec in layers]
+        layers = [balanced_layer_spec(spec, groups, config.balance, exchange) for spec in layers]
     norm = TorchNorm if block.layer_norm is WrappedTorchNorm else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def balanced_layer_spec(
-    spec: ModuleSpec, groups: ProcessGroupCollection, balance: BalanceConfig, comm: CommConfig
+    spec: ModuleSpec, groups: ProcessGroupCollection, balance: BalanceConfig, exchange: TokenExchange
 ) -> ModuleSpec:
     """A transformer layer spec with BalancedMoELayer in place of megatron-core's MoELayer; dense layers unchanged."""
     module, submodules = parts(spec.submodules.mlp)
@@ -167,7 +196,7 @@ def balanced_layer_spec(
     spec.submodules.mlp = ModuleSpec(
         module=BalancedMoELayer,
         submodules=submodules,
-        params={"groups": groups, "balance": balance, "comm": comm},
+        params={"groups": groups, "balance": balance, "exchange": exchange},
     )
     return spec
 
@@ -207,6 +236,7 @@ def build_balancer(
     groups: ProcessGroupCollection,
     model: list[torch.nn.Module],
     microbatches: Callable[[], int],
+    profile: Callable[[], ClusterProfile],
 ) -> Balancer | None:
     """What keeps this rank's experts where `--balance-policy` wants them; None without a policy.
 
@@ -230,13 +260,12 @@ def build_balancer(
     slots = min(settings.balance_guest_slots, num_experts - num_experts // num_ranks)
     owners = Placement.identity(num_experts, num_ranks, slots)
     guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
-    profile = cluster_profile(config, groups)
     states = {}
     for number, layer in layers.items():
         layer.split = split
         parameters = list(layer.experts.parameters())
         cost = CostModel(
-            profile,
+            profile(),
             token_bytes=transformer.hidden_size * transformer.params_dtype.itemsize,
             param_bytes=sum(parameter.nbytes for parameter in parameters) / owners.home_slots,
             grad_bytes=sum(parameter.main_grad.nbytes for parameter in parameters) / owners.home_slots,
@@ -256,8 +285,7 @@ def cluster_profile(config: RunConfig, groups: ProcessGroupCollection) -> Cluste
     What `auto` measures is kept in `--save`, and looked for there and in `--load`, so that a resumed run plans alike.
     """
     wanted, transformer, num_ranks = config.balance.balance_profile, config.transformer, groups.ep.size()
-    node = config.comm.moe_comm_node_size or dist.get_world_size()
-    node_size = device_groups.expert_node_size(device_groups.Topology(dist.get_world_size(), node), num_ranks, 1)
+    node_size = _node_size(config, groups)
     if wanted == "builtin":
         matrices = 3 if transformer.gated_linear_unit else 2
         inner = transformer.moe_ffn_hidden_size * matrices // 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_balance.flags import flag_of
-from megatron_balance.moe_checks import check_moe
+from megatron_balance.moe_checks import check_moe, token_dispatcher
 from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT, ONLY_VALUE
 
 DEFAULT_SPLIT = "969,30,1"
@@ -65,6 +65,7 @@ class Layout:
     max_position_embeddings: int
     ffn_hidden_size: int
     moe_ffn_hidden_size: int | None
+    moe_token_dispatcher_type: str
     expert_tensor_parallel_size: int
     virtual_pipeline_size: int | None
     split: str | None
@@ -109,6 +110,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         max_position_embeddings=_positions(values),
         ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
+        moe_token_dispatcher_type=token_dispatcher(values, given, backend, machine.cuda, notices),
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
         split=_data(values, notices),
@@ -146,7 +148,8 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
             flag, choices = flag_of(name), " or ".join(allowed)
             raise ValueError(f"{flag} {values[name]}: not available yet; use {flag} {choices}")
     for name in NO_EFFECT_WITHOUT_POLICY:
-        if name in given and values["balance_policy"] == "none":
+        read = name == "balance_profile" and values["moe_comm_alltoall"] == "auto"
+        if name in given and values["balance_policy"] == "none" and not read:
             raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
     for name, condition in NO_EFFECT_WITHOUT.items():
         needed, _, value = condition.partition(" ")

@@ -91,13 +91,19 @@ class CommConfig:
     """How tokens travel between expert-parallel ranks."""
 
     moe_comm_alltoall: str = "default"
-    """All-to-all implementation: default, flat, p2p, 1dh, 2dh, pipe, auto, or package.module:Class."""
+    """All-to-all of the token dispatcher: default (flat with NCCL, p2p with gloo), flat (the backend's own), p2p (all
+    messages at once), 1dh, 2dh (hierarchical), pipe (messages inside nodes beside those between nodes), auto (by
+    --balance-profile), or package.module:Class."""
 
     moe_comm_node_size: int | None = None
     """Ranks per node; default: LOCAL_WORLD_SIZE as the launcher set it."""
 
     moe_comm_codec: str = "none"
-    """Compression on the wire: none, bf16, fp16, fp8, int8, zfp, or package.module:Class. All but none are lossy."""
+    """Lossy compression on the wire: none, bf16, fp16, fp8, int8, zfp, or package.module:Class."""
+
+    moe_comm_codec_directions: Literal["dispatch", "combine", "forward", "all"] = "forward"
+    """What --moe-comm-codec compresses. dispatch: tokens to their experts. combine: the experts' rows back.
+    forward: both. all: both and their gradients."""
 
     moe_comm_chunks: str = "1"
     """Split a layer's tokens into N chunks whose exchange and computation overlap, or auto."""

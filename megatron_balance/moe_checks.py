@@ -3,6 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron_balance.comm.codecs import load_codec
+from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
+from megatron_balance.config import CommConfig
 from megatron_balance.flags import flag_of
 from megatron_balance.placement.policies import load_policy
 
@@ -106,6 +109,56 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
         raise ValueError(f"--balance-alpha: has no effect with {flag}; leave it out")
     if not values["balance_alpha"] >= 0:
         raise ValueError(f"--balance-alpha {values['balance_alpha']}: give at least 0")
+
+
+def token_dispatcher(
+    values: Mapping[str, Any], given: Collection[str], backend: str, cuda: bool, notices: list[str]
+) -> str:
+    """The token dispatcher's type: the one of the flag, or `alltoall` where the way of tokens is chosen.
+
+    Arguments and errors as of `check_moe`, which comes before; `backend` is the one of collectives.
+    """
+    wanted = values["moe_token_dispatcher_type"]
+    chosen = [name for name in ("moe_comm_alltoall", "moe_comm_codec") if values[name] != getattr(CommConfig, name)]
+    if values["num_moe_experts"] is None:
+        return wanted
+    if "moe_comm_codec_directions" in given and "moe_comm_codec" not in chosen:
+        raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
+    if not chosen:
+        return wanted
+    _all_to_all(values["moe_comm_alltoall"], backend == "gloo" and cuda)
+    _codec(values, cuda)
+    flags = " ".join(f"{flag_of(name)} {values[name]}" for name in chosen)
+    if values["moe_layer_impl"] != "balanced":
+        raise ValueError(f"{flags}: needs --moe-layer-impl balanced")
+    if wanted != "alltoall" and "moe_token_dispatcher_type" in given:
+        raise ValueError(f"--moe-token-dispatcher-type {wanted}: not with {flags}; use alltoall")
+    if values["expert_model_parallel_size"] == 1:
+        notices.append(f"{flags} has no effect with --expert-model-parallel-size 1")
+    if wanted != "alltoall":
+        notices.append(f"{flags}: --moe-token-dispatcher-type alltoall")
+    return "alltoall"
+
+
+def _all_to_all(name: str, gloo_on_cuda: bool) -> None:
+    if name == "default":
+        return
+    find_all_to_all(name)
+    if gloo_on_cuda and name in ALL_TO_ALLS and name != "flat":
+        raise ValueError(
+            f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use --distributed-backend nccl"
+        )
+
+
+def _codec(values: Mapping[str, Any], cuda: bool) -> None:
+    name = values["moe_comm_codec"]
+    flag = f"--moe-comm-codec {name}"
+    load_codec(name)
+    if name == "zfp" and cuda:
+        raise ValueError(f"{flag}: zfp works on the CPU only; use fp8 or int8")
+    short = [flag_of(dtype) for dtype in ("bf16", "fp16") if values[dtype]]
+    if short and name in ("bf16", "fp16"):
+        raise ValueError(f"{flag}: saves nothing, rows have 16 bits with {short[0]}; use fp8, int8 or none")
 
 
 def _forced_workload(values: Mapping[str, Any]) -> None:

@@ -160,7 +160,7 @@ REFUSED = {
     # Still to come
     "not available yet": """
         --dry-run --moe-router-force-biased --moe-per-layer-logging --balance-timeline
-        --moe-comm-codec-directions --moe-comm-order --moe-comm-refit-interval --no-moe-parallel-saa
+        --moe-comm-order --moe-comm-refit-interval --no-moe-parallel-saa
         --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
         --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
         --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
@@ -214,8 +214,6 @@ REFUSED_VALUES = {
 ONLY_VALUE = {
     "balance_overlap": ("none",),
     "balance_ownership": ("fixed",),
-    "moe_comm_alltoall": ("default", "flat"),
-    "moe_comm_codec": ("none",),
     "moe_comm_chunks": ("1",),
     "moe_parallel_schedule": ("megatron",),
 }

@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     from megatron_balance.build import measure_cluster
     from megatron_balance.checks import Machine
     from megatron_balance.device import groups
+    from megatron_balance.device.layout import build_groups
 
     launch = groups.Launch.from_environment()
     try:
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"profile_cluster.py: error: {error}") from error
 
     groups.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
-    process_groups = groups.build_groups(shape, config.train.seed, config.launch.distributed_timeout_minutes)
+    process_groups = build_groups(shape, config.train.seed, config.launch.distributed_timeout_minutes)
     speaks = launch.rank == 0
     profile = measure_cluster(config, process_groups, node_size, say if speaks else None)
     try:

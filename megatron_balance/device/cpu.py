@@ -149,7 +149,7 @@ TORCH_CUDA = {
 }
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Tell glibc not to hand freed tensors back to the system, which would fault every page in again next step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -176,7 +176,7 @@ def install() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(_tensor_to)
     torch.Tensor.type = _tensor_type
-    _keep_freed_memory()
+    keep_freed_memory()
     _patch_megatron_core()
 
 

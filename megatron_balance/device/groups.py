@@ -3,18 +3,17 @@
 import datetime
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 Result = TypeVar("Result")
+
+Members = tuple[int, ...]
+"""Some ranks of an expert-parallel group by their numbers inside it, ascending."""
 
 BACKSTOP_SECONDS = 6.0
 """Collectives time out this much after `--distributed-timeout-minutes`: first the hang guard names the stalled rank."""
@@ -106,7 +105,7 @@ def start(launch: Launch, backend: str, timeout_minutes: float) -> dist.Store:
         torch.cuda.set_device(launch.local_rank)
     if dist.is_initialized():
         return dist.group.WORLD.get_group_store()
-    timeout = datetime.timedelta(minutes=_backend_minutes(timeout_minutes))
+    timeout = datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
     # A launcher's store outlives the attempt: without the prefix, ranks would look for addresses of the last attempt
@@ -115,35 +114,81 @@ def start(launch: Launch, backend: str, timeout_minutes: float) -> dist.Store:
     return store
 
 
-def _backend_minutes(timeout_minutes: float) -> float:
+def backend_minutes(timeout_minutes: float) -> float:
+    """After how long the backend ends a collective."""
     return timeout_minutes + BACKSTOP_SECONDS / 60
 
 
-def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 10) -> ProcessGroupCollection:
-    """Create the process groups of `config`'s layout and seed this rank's random number generators.
+def new_sub_groups(
+    ep_group: dist.ProcessGroup,
+    job: dist.ProcessGroup,
+    wanted: Iterable[Members],
+    timeout_minutes: float | None = None,
+) -> dict[Members, dist.ProcessGroup]:
+    """The groups of `wanted` members that this rank belongs to, itself the expert-parallel group.
 
-    megatron-core keeps its groups in `parallel_state`, which some of its parts still read; ours take the returned
-    collection as a parameter. Call it again after `destroy_groups` for another layout in the same processes.
+    Every rank of the job has to call it with the same `wanted`: `new_group` asks all of them to create all groups in
+    one order, those of other expert-parallel groups too. Its `use_local_synchronization` would ask members only, but it
+    names a group by the number of groups that a rank is in, which pipeline stages do not agree about.
+
+    Args:
+        job: the default process group.
+        timeout_minutes: `--distributed-timeout-minutes`; None: the backend's own.
     """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=_backend_minutes(timeout_minutes),
-    )
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    torch.manual_seed(stage_seed)
-    model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
-    return ProcessGroupCollection.use_mpu_process_groups()
+    every: list[list[int]] = [[]] * job.size()
+    dist.all_gather_object(every, dist.get_process_group_ranks(ep_group), group=job)
+    timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
+    everyone = tuple(range(ep_group.size()))
+    shapes = sorted(set(wanted) - {everyone})
+    created = {everyone: ep_group}
+    for ranks in sorted(set(map(tuple, every))):
+        for members in shapes:
+            chosen = [ranks[member] for member in members]
+            group = dist.new_group(chosen, timeout=timeout)
+            if job.rank() in chosen:
+                created[members] = group
+    return created
 
 
-def destroy_groups() -> None:
-    """Forget the current layout's groups."""
-    parallel_state.destroy_model_parallel()
+@dataclass(frozen=True)
+class NodeGroups:
+    """An expert-parallel group and the two ways in which nodes divide it.
+
+    Its rank r is number r % node_size on node r // node_size; the last node may be smaller.
+    """
+
+    ep: dist.ProcessGroup
+    node_size: int
+
+    intra: dist.ProcessGroup | None
+    """The ranks of this rank's node; None: it is alone there."""
+
+    inter: dist.ProcessGroup | None
+    """The ranks that have this rank's number on their nodes; None: no other node has one."""
+
+    @property
+    def node(self) -> int:
+        return self.ep.rank() // self.node_size
+
+    @property
+    def local(self) -> int:
+        return self.ep.rank() % self.node_size
+
+
+def new_node_groups(
+    ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int, timeout_minutes: float | None = None
+) -> NodeGroups:
+    """Create the groups that nodes of `node_size` expert-parallel ranks divide `ep_group` into.
+
+    Every rank of the job calls it; arguments as of `new_sub_groups`.
+    """
+    everyone = tuple(range(ep_group.size()))
+    nodes = [everyone[first : first + node_size] for first in everyone[::node_size]]
+    counterparts = [everyone[local::node_size] for local in range(node_size)]
+    wanted = [members for members in (*nodes, *counterparts) if len(members) > 1]
+    created = new_sub_groups(ep_group, job, wanted, timeout_minutes)
+    node, local = divmod(ep_group.rank(), node_size)
+    return NodeGroups(ep_group, node_size, created.get(nodes[node]), created.get(counterparts[local]))
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.comm.alltoall import AllToAll
+from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 
@@ -64,23 +64,22 @@ class Dispatcher(ABC):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Executes the plan over an AllToAll."""
+    """Executes the plan over all-to-alls."""
 
-    def __init__(self, config: TransformerConfig, rank: int, all_to_all: AllToAll) -> None:
+    def __init__(self, config: TransformerConfig, rank: int, exchange: TokenExchange) -> None:
         self.fused = config.moe_permute_fusion
         self.rank = rank
-        self.all_to_all = all_to_all
+        self.exchange = exchange
 
     def dispatch(
         self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
     ) -> tuple[Dispatched, CombineHandle]:
-        sent, received = plan.input_splits(self.rank), plan.output_splits(self.rank)
         # Copy each token once per chosen expert, grouped by destination rank and slot; 0.19 returns more (padding)
         rows, probs, token_of_row, *_ = permute(
-            tokens_TH, map_TP, probs=probs_TP, num_out_tokens=sum(sent), fused=self.fused
+            tokens_TH, map_TP, probs=probs_TP, num_out_tokens=int(plan.tokens_DP[self.rank].sum()), fused=self.fused
         )
-        rows = self.all_to_all(rows, received, sent)
-        probs = self.all_to_all(probs, received, sent)
+        rows = self.exchange.dispatch(rows, plan.splits_DD)
+        probs = self.exchange.probs(probs, plan.splits_DD)
         # Rows arrive grouped by source, then slot; experts want them grouped by slot
         rows, probs = self._regroup(rows, plan.received_DS(self.rank), probs)
         return Dispatched(rows, probs, plan.tokens_per_slot(self.rank)), CombineHandle(plan, map_TP, token_of_row)
@@ -88,7 +87,7 @@ class AllToAllDispatcher(Dispatcher):
     def combine(self, rows_RH: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         plan = handle.plan
         rows, _ = self._regroup(rows_RH, plan.received_DS(self.rank).T)
-        rows = self.all_to_all(rows, plan.input_splits(self.rank), plan.output_splits(self.rank))
+        rows = self.exchange.combine(rows, plan.splits_DD.T)
         return unpermute(
             rows,
             handle.token_of_row,

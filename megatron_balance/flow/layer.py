@@ -17,8 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.comm.alltoall import FlatAllToAll
-from megatron_balance.config import BalanceConfig, CommConfig
+from megatron_balance.comm.compressed import TokenExchange
+from megatron_balance.config import BalanceConfig
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher
 from megatron_balance.flow.plan import Split, make_plan
 from megatron_balance.flow.reroute import reroute
@@ -43,10 +43,13 @@ class BalancedMoELayer(MoELayer):
         *,
         groups: ProcessGroupCollection,
         balance: BalanceConfig,
-        comm: CommConfig,
+        exchange: TokenExchange,
         **_: object,
     ) -> None:
-        """`groups`, `balance` and `comm` come from the spec; 0.19 also passes `pg_collection` and more, unused here."""
+        """`groups`, `balance` and `exchange` come from the spec.
+
+        0.19 also passes `pg_collection` and more, unused here.
+        """
         BaseMoELayer.__init__(self, config, layer_number, groups)
         self.submodules = submodules
         self.balance = balance
@@ -60,7 +63,7 @@ class BalancedMoELayer(MoELayer):
         self.split: Split = "local_first"
 
         self.router = submodules.router(config=config, pg_collection=groups)
-        self.dispatcher = self._build_dispatcher(comm, groups)
+        self.dispatcher = self._build_dispatcher(exchange, groups)
         home = owners.experts_of(self.ep_group.rank())
         self.experts = submodules.experts(home, config, pg_collection=groups)
         if self.use_shared_expert:
@@ -68,9 +71,9 @@ class BalancedMoELayer(MoELayer):
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
 
-    def _build_dispatcher(self, comm: CommConfig, groups: ProcessGroupCollection) -> Dispatcher:
+    def _build_dispatcher(self, exchange: TokenExchange, groups: ProcessGroupCollection) -> Dispatcher:
         if self.config.moe_token_dispatcher_type == "alltoall":
-            return AllToAllDispatcher(self.config, self.ep_group.rank(), FlatAllToAll(self.ep_group))
+            return AllToAllDispatcher(self.config, self.ep_group.rank(), exchange)
         return MegatronDispatcher(self.config, self.ep_group.rank(), groups)
 
     def forward(

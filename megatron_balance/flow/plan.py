@@ -4,6 +4,7 @@ Shape suffixes: D expert-parallel ranks, E logical experts, P physical experts (
 with several hosts, K hosts of the expert that has the most.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +26,11 @@ class DispatchPlan:
     tokens_DP: torch.Tensor
     """[D, P] int64 on the host: copies of tokens that source rank d sends to physical expert p."""
 
-    def input_splits(self, rank: int) -> list[int]:
-        """[D]: tokens that `rank` sends to each rank."""
-        return self.tokens_DP[rank].view(self.placement.num_ranks, -1).sum(1).tolist()
-
-    def output_splits(self, rank: int) -> list[int]:
-        """[D]: tokens that `rank` receives from each rank."""
-        return self.received_DS(rank).sum(1).tolist()
+    @functools.cached_property
+    def splits_DD(self) -> torch.Tensor:
+        """[D, D]: tokens that each rank (row) sends to each rank (column)."""
+        num_ranks = self.placement.num_ranks
+        return self.tokens_DP.view(num_ranks, num_ranks, -1).sum(2)
 
     def received_DS(self, rank: int) -> torch.Tensor:
         """[D, S]: tokens that `rank` receives from each source for each of its slots."""

@@ -1,6 +1,6 @@
 """Times collectives and experts on this cluster, for measure.py.
 
-A rank's number inside its expert-parallel group is called a member here; `Members` are some of them, ascending.
+A rank's number inside its expert-parallel group is called a member here.
 """
 
 import contextlib
@@ -12,7 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-Members = tuple[int, ...]
+from megatron_balance.comm.alltoall import default_all_to_all
+from megatron_balance.device.groups import Members, new_sub_groups
+
 Run = Callable[[], object]
 
 
@@ -111,31 +113,14 @@ def _idle() -> None:
 def sub_groups(
     ep_group: dist.ProcessGroup, job: dist.ProcessGroup, wanted: Iterable[Members]
 ) -> Iterator[dict[Members, dist.ProcessGroup]]:
-    """The groups of `wanted` members that this rank belongs to, itself the expert-parallel group; destroyed at the end.
-
-    Every rank of the job has to call it with the same `wanted`: `new_group` asks all of them to create all groups in
-    one order, those of other expert-parallel groups too. Its `use_local_synchronization` would ask members only, but it
-    names a group by the number of groups that a rank is in, which pipeline stages do not agree about.
-
-    Args:
-        job: the default process group.
-    """
-    every: list[list[int]] = [[]] * job.size()
-    dist.all_gather_object(every, dist.get_process_group_ranks(ep_group), group=job)
-    everyone = tuple(range(ep_group.size()))
-    shapes = sorted(set(wanted) - {everyone})
-    created = {}
-    for ranks in sorted(set(map(tuple, every))):
-        for members in shapes:
-            chosen = [ranks[member] for member in members]
-            group = dist.new_group(chosen)
-            if job.rank() in chosen:
-                created[members] = group
+    """`new_sub_groups` and the expert-parallel group itself; those that were created are destroyed at the end."""
+    groups = new_sub_groups(ep_group, job, wanted)
     try:
-        yield {everyone: ep_group, **created}
+        yield groups
     finally:
-        for group in created.values():
-            dist.destroy_process_group(group)
+        for group in groups.values():
+            if group is not ep_group:
+                dist.destroy_process_group(group)
 
 
 def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
@@ -152,12 +137,12 @@ def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
 
 
 def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
-    """Everyone sends an equal part of its buffer to every other rank."""
+    """Everyone sends an equal part of its buffer to every other rank, as layers do it by default."""
     each = -(-len(buffer) // (group.size() - 1))
-    splits = [0 if rank == group.rank() else each for rank in range(group.size())]
-    sent = buffer.new_zeros(sum(splits))
-    received = torch.empty_like(sent)
-    return lambda: dist.all_to_all_single(received, sent, splits, splits, group=group)
+    splits_DD = each * (1 - torch.eye(group.size(), dtype=torch.int64))
+    sent = buffer.new_zeros(each * (group.size() - 1))
+    exchange = default_all_to_all(group)
+    return lambda: exchange.start(sent, splits_DD).wait()
 
 
 def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.device.groups import build_groups
+from megatron_balance.device.layout import build_groups
 from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
 from megatron_balance.observe.workloads import WORKLOADS, workload_choices
 from megatron_balance.training.loop import Run, evaluate, train_step

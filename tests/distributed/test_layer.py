@@ -14,9 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.build import parts
-from megatron_balance.comm.alltoall import FlatAllToAll
-from megatron_balance.config import BalanceConfig, CommConfig
-from megatron_balance.device.groups import build_groups
+from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll
+from megatron_balance.comm.compressed import TokenExchange
+from megatron_balance.config import BalanceConfig
+from megatron_balance.device.layout import build_groups
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
@@ -42,10 +43,14 @@ def moe_config(**changes: object) -> TransformerConfig:
     return TransformerConfig(**(settings | changes))
 
 
-def build_layer(config: TransformerConfig, groups: ProcessGroupCollection) -> BalancedMoELayer:
+def build_layer(
+    config: TransformerConfig, groups: ProcessGroupCollection, all_to_all: AllToAll | None = None
+) -> BalancedMoELayer:
     """The layer alone, with initial weights large enough to matter."""
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts))
-    layer = BalancedMoELayer(config, submodules, 1, groups=groups, balance=BalanceConfig(), comm=CommConfig())
+    wire = all_to_all or FlatAllToAll(groups.ep)
+    exchange = TokenExchange(wire, wire, wire)
+    layer = BalancedMoELayer(config, submodules, 1, groups=groups, balance=BalanceConfig(), exchange=exchange)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in layer.experts.parameters():
@@ -80,15 +85,18 @@ def own_gradients(layer: BalancedMoELayer) -> Collect:
 
 
 def check_against_oracle(
-    changes: dict, tokens: str, host: Callable[[BalancedMoELayer], Collect] = own_gradients
+    changes: dict,
+    tokens: str,
+    host: Callable[[BalancedMoELayer], Collect] = own_gradients,
+    all_to_all: Callable[[dist.ProcessGroup], AllToAll] = FlatAllToAll,
 ) -> None:
     """Output and every gradient of one forward and backward pass equal the oracle's to 1e-12.
 
-    `host` prepares the layer, such as by placing its experts.
+    `host` prepares the layer, such as by placing its experts; `all_to_all` is made from the expert-parallel group.
     """
     config = moe_config(**changes)
     groups = build_groups(config, seed=7)
-    layer = build_layer(config, groups)
+    layer = build_layer(config, groups, all_to_all(groups.ep))
     collect = host(layer)
     rank, world = dist.get_rank(), dist.get_world_size()
     count = {"even": 16, "uneven": 1 + 7 * rank, "empty": 0 if rank == world - 1 else 9}[tokens]
@@ -181,32 +189,6 @@ def test_initial_weights_are_megatrons_and_all_experts_differ(ranks, gated: bool
     experts = [weight for weights in ranks(4).run(initial_weights, gated) for weight in weights]
     assert len(experts) == EXPERTS
     assert not any(torch.equal(a, b) for i, a in enumerate(experts) for b in experts[:i])
-
-
-def exchange_uneven_rows(dtype: torch.dtype) -> None:
-    """Rows tagged with (source, destination) arrive where they should, zeros among the splits."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    def rows_between(source: int, destination: int) -> int:
-        return (source * 3 + destination * 5) % 4
-
-    sends = [rows_between(rank, other) for other in range(world)]
-    receives = [rows_between(other, rank) for other in range(world)]
-    rows = torch.cat([torch.full((count, 2), 10 * rank + other) for other, count in enumerate(sends)]).to(dtype)
-    expected = torch.cat([torch.full((count, 2), 10 * other + rank) for other, count in enumerate(receives)]).to(dtype)
-    exchange = FlatAllToAll(dist.group.WORLD)
-    assert torch.equal(exchange(rows, receives, sends), expected)
-    assert torch.equal(exchange.start(rows, receives, sends).wait(), expected)
-    if dtype.is_floating_point:
-        rows.requires_grad_()
-        (exchange(rows, receives, sends) * expected).sum().backward()
-        assert torch.equal(rows.grad, rows.detach())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16], ids=str)
-def test_all_to_all_moves_uneven_rows(ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks(world_size).run(exchange_uneven_rows, dtype)
 
 
 def experts_together_and_apart(activation: dict) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import measure_cluster
 from megatron_balance.checks import Machine
-from megatron_balance.device.groups import build_groups
+from megatron_balance.device.layout import build_groups
 from megatron_balance.profile import bench
 from megatron_balance.profile.bench import OPERATIONS, Members, Passes, sub_groups
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, builtin, load

@@ -15,3 +15,10 @@ def load_tool(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         sys.path.remove(str(TOOLS))
+
+
+def load_bench(name: str) -> ModuleType:
+    """The module tools/bench/NAME.py under its own name, which the ranks that it starts find as well."""
+    if (folder := str(TOOLS / "bench")) not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import measure_cluster
 from megatron_balance.checks import Machine
-from megatron_balance.comm.alltoall import FlatAllToAll
+from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.transfer import ExpertTransfer
-from megatron_balance.device import groups as device_groups
+from megatron_balance.device.layout import build_groups
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.passes import expert_passes, slot_passes
 from megatron_balance.observe.workloads import load_matrix
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 def measure(task: dict, machine: Machine) -> dict:
     """Kind and label of every case, and seconds [rounds][cases] predicted and measured."""
     config, _ = parse_args(task["flags"].split(), machine)
-    groups = device_groups.build_groups(config.transformer, config.train.seed)
+    groups = build_groups(config.transformer, config.train.seed)
     transformer = copy.copy(config.transformer)
     # Random weights would differ from rank to rank for nothing
     transformer.perform_initialization = False
@@ -99,18 +99,18 @@ def _loads(config: TransformerConfig, num_ranks: int, sizes: tuple[int, ...]) ->
 def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device: torch.device) -> Iterator[Case]:
     """A layer's first exchange under uneven loads, each expert on its owner; own rows take part, as in the layer."""
     rank, num_ranks = groups.ep.rank(), groups.ep.size()
-    all_to_all = FlatAllToAll(groups.ep)
+    all_to_all = default_all_to_all(groups.ep)
     for label, counts_DE in _loads(config, num_ranks, EXCHANGED_TOKENS):
         traffic_DD = counts_DE.reshape(num_ranks, num_ranks, -1).sum(2)
         local_D = traffic_DD.diagonal()
         busiest = max((traffic_DD.sum(0) - local_D).max(), (traffic_DD.sum(1) - local_D).max())
-        sent, received = traffic_DD[rank].tolist(), traffic_DD[:, rank].tolist()
-        rows = torch.zeros(sum(sent), config.hidden_size, dtype=config.params_dtype, device=device)
+        splits_DD = torch.from_numpy(traffic_DD)
+        rows = torch.zeros(int(splits_DD[rank].sum()), config.hidden_size, dtype=config.params_dtype, device=device)
         yield Case(
             "all_to_all",
             f"{label}: {int(busiest)} rows",
             lambda cost, tokens=float(busiest): cost.all_to_all_seconds(tokens),
-            lambda rows=rows, received=received, sent=sent: all_to_all.start(rows, received, sent).wait(),
+            lambda rows=rows, splits_DD=splits_DD: all_to_all.start(rows, splits_DD).wait(),
         )
 
 

@@ -1,0 +1,317 @@
+"""Compression of token rows on the wire of an all-to-all (AbsCompressor, ScheMoE section 3.1).
+
+A codec turns rows [R, H] of floats into payload [R, B] of bytes. B depends on H and dtype only and rows are coded one
+by one, so the payload of an exchange has the splits of its rows. Nothing here waits for a CUDA device. Nothing is
+differentiable either: the exchange sends gradients the reverse way, with a codec or without.
+
+    codec  B, in bytes        ratio from 32 / 16 bits    error, of an element x             NaN, Inf
+    none   itemsize H         1 / 1                      0                                  arrive bit for bit
+    bf16   2 H                2 / 1                      |x| / 2^8                          arrive
+    fp16   2 H                2 / 1                      |x| / 2^11 up to 65504             arrive
+    fp8    H + 4              4 / 2                      |x| / 16 or amax / 2^18            arrive
+    int8   H + 8              4 / 2                      (hi - lo) / 500                    arrive
+    zfp    H rate / 8 + 1     32 / rate, 16 / rate       2^e 80 / 2^rate, e of 4 elements   their row becomes NaN
+
+The full bounds are in the classes. They are for the value that is decoded before it is rounded to `dtype`, which adds
+half a unit in its last place. The lossy codecs round float64 to float32 first, finite elements never to infinity. They
+may lose the sign of a zero.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch.nn.functional import pad
+
+FLAG = "--moe-comm-codec"
+
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Least step between codes: its reciprocal and its multiples are ordinary float32 numbers."""
+
+
+class Codec(ABC):
+    """Rows to bytes and back."""
+
+    @abstractmethod
+    def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
+        """B for rows of `hidden` elements."""
+
+    @abstractmethod
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, B] uint8, contiguous, for rows [R, H] of any strides; R may be 0, H may not."""
+
+    @abstractmethod
+    def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """[R, H] of `dtype` for a payload [R, B] that was encoded from rows of `dtype`."""
+
+
+class NoCodec(Codec):
+    """The bytes as they are. Neither way copies what is contiguous: the result shares its memory."""
+
+    def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
+        return hidden * dtype.itemsize
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return _read_as(rows, torch.uint8)
+
+    def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        return _read_as(payload, dtype)
+
+
+class _Narrower(Codec):
+    """Every element as a 16-bit float, rounded to nearest; of the type itself without loss and without a copy."""
+
+    wire: torch.dtype
+
+    def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
+        return hidden * self.wire.itemsize
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return _read_as(_saturated(rows, self.wire), torch.uint8)
+
+    def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        return _saturated(_read_as(payload, self.wire), dtype)
+
+
+class BFloat16(_Narrower):
+    """bfloat16: error <= max(|x| / 2^8, 2^-134) per element. NaN and Inf arrive, and spoil no other element."""
+
+    wire = torch.bfloat16
+
+
+class Float16(_Narrower):
+    """float16: error <= max(|x| / 2^11, 2^-25) per element up to 65504; beyond, a finite element arrives as +-65504.
+
+    NaN and Inf arrive, and spoil no other element. For rows of bfloat16 it saves nothing and may saturate.
+    """
+
+    wire = torch.float16
+
+
+class Float8(Codec):
+    """float8 e4m3 with a float32 scale per row: error <= max(|x| / 16, amax / 2^18, 2^-136) per element.
+
+    amax is the largest finite magnitude of the row. It is sent as 416, the largest but one: 448 stands for infinity,
+    which e4m3fn lacks. So NaN and Inf arrive, and the finite elements of their row keep the bound.
+
+    Payload row: H codes, then the scale.
+    """
+
+    HIGHEST, INFINITE = 416, 448
+
+    def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
+        return hidden + 4
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = _at_most_float32(rows)
+        amax_R1 = _finite(rows).abs_().amax(1, keepdim=True).float()
+        # amax must not decode to more than itself: that may be infinite
+        scale_R1 = (amax_R1 / (self.HIGHEST * _ABOVE_ONE)).clamp_min(SMALLEST)
+        levels = (rows / scale_R1).clamp_(-self.INFINITE, self.INFINITE)
+        return _payload(levels, torch.float8_e4m3fn, scale_R1)
+
+    def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        codes, scale_R1 = _codes_and_header(payload, hidden, torch.float8_e4m3fn)
+        # Holds every code, in the fewest bytes
+        levels = codes.to(torch.bfloat16)
+        levels.masked_fill_(levels == self.INFINITE, torch.inf)
+        levels.masked_fill_(levels == -self.INFINITE, -torch.inf)
+        return (levels * scale_R1).to(dtype)
+
+
+class Int8(Codec):
+    """253 evenly spaced values from lo to hi, per row: error <= (hi - lo) / 500 + amax / 2^23 + 2^-127 per element.
+
+    lo and hi are the row's least and largest finite element, amax the larger of their magnitudes. An offset and a step
+    bound the error by half of hi - lo over 252; a step alone, by half of 2 amax over 252, which is never less.
+    A constant row is exact down to 2^-126. NaN and Inf have codes of their own and arrive; the finite elements of their
+    row keep the bound with 0 counted in lo and hi.
+
+    Payload row: H codes, then the middle of the range and the step in float32.
+    """
+
+    HIGHEST = 126
+    NAN, INFINITE = -128, 127
+
+    def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
+        return hidden + 8
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = _at_most_float32(rows)
+        finite = _finite(rows)
+        # Apart: aminmax is not vectorised on the CPU
+        low_R1, high_R1 = (end.float() for end in (finite.amin(1, keepdim=True), finite.amax(1, keepdim=True)))
+        # Rounded towards zero, so that the end of larger magnitude is the farther one: codes of +-126 stay inside it
+        middle_R1 = low_R1 / 2 + high_R1 / 2
+        middle_R1 = torch.where(low_R1 == high_R1, low_R1, torch.nextafter(middle_R1, torch.zeros_like(middle_R1)))
+        reach_R1 = torch.maximum(high_R1 - middle_R1, middle_R1 - low_R1)
+        step_R1 = (reach_R1 / (self.HIGHEST * _ABOVE_ONE)).clamp_min(SMALLEST)
+        levels = (rows - middle_R1).div_(step_R1).round_()
+        levels.nan_to_num_(nan=self.NAN, posinf=self.INFINITE, neginf=-self.INFINITE)
+        return _payload(levels, torch.int8, torch.cat([middle_R1, step_R1], 1))
+
+    def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        codes, header_R2 = _codes_and_header(payload, hidden, torch.int8)
+        # Holds every code, in the fewest bytes
+        levels = codes.to(torch.bfloat16)
+        levels.masked_fill_(codes == self.INFINITE, torch.inf)
+        levels.masked_fill_(codes == -self.INFINITE, -torch.inf)
+        levels.masked_fill_(codes == self.NAN, torch.nan)
+        return torch.addcmul(header_R2[:, :1], levels, header_R2[:, 1:]).to(dtype)
+
+
+@dataclass(frozen=True)
+class Zfp(Codec):
+    """zfp at a fixed rate, on CPU tensors: error <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e.
+
+    e is the least such integer. The bound is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to 3
+    tell which elements have begun, so rate - 3 bit planes of 32 arrive; the rest is at most 2/3 of the last one
+    (negabinary), and the inverse transform enlarges it by up to 15/4. Elements below 2^-97 are sent as 0. A row with
+    NaN or Inf arrives as NaN in all elements; other rows are not affected.
+
+    Payload row: ceil(H / 4) blocks, then 1 byte that is 1 for a row of NaN.
+
+    Attributes:
+        rate: bits per element, even, so that a block is whole bytes; 4 to 24.
+
+    Raises:
+        ValueError: zfpy is not installed, no such rate, or tensors that are not on the CPU.
+    """
+
+    rate: int = 8
+
+    def __post_init__(self) -> None:
+        if self.rate not in range(4, 25, 2):
+            raise ValueError(f"{FLAG} zfp: rate {self.rate}: give an even number from 4 to 24")
+        _zfpy()
+
+    def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
+        return self._block_bytes(hidden) + 1
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        _require_cpu(rows)
+        num_rows, hidden = rows.shape
+        payload = rows.new_empty((num_rows, self.bytes_per_row(hidden, rows.dtype)), dtype=torch.uint8)
+        if num_rows == 0:
+            return payload
+        rows = _at_most_float32(rows.detach()).float()
+        payload[:, -1] = ~rows.isfinite().all(1)
+        # zfp knows no NaN or Inf, and its integers do not survive smaller exponents
+        values = torch.where(rows.isfinite() & (rows.abs() >= 2.0**-97), rows, 0)
+        blocks = pad(values, (0, -hidden % 4)).flatten().numpy()
+        stream = _zfpy().compress_numpy(blocks, rate=self.rate, write_header=False)
+        # Blocks lie side by side in little-endian words, so whole bytes can be cut; the last word's end is filling
+        block_bytes = self._block_bytes(hidden)
+        stream = torch.frombuffer(bytearray(stream), dtype=torch.uint8, count=num_rows * block_bytes)
+        payload[:, :-1] = stream.view(num_rows, block_bytes)
+        return payload
+
+    def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        _require_cpu(payload)
+        num_rows = len(payload)
+        if num_rows == 0:
+            return payload.new_empty((0, hidden), dtype=dtype)
+        stream = payload[:, :-1].flatten()
+        # zfp reads words of 8 bytes
+        stream = pad(stream, (0, -len(stream) % 8)).numpy().tobytes()
+        zfpy, padded = _zfpy(), hidden + -hidden % 4
+        values = zfpy._decompress(stream, zfpy.type_float, (num_rows * padded,), rate=self.rate)
+        values = torch.from_numpy(values).view(num_rows, padded)[:, :hidden]
+        largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        return values.clamp(-largest, largest).masked_fill_(payload[:, -1:] != 0, torch.nan).to(dtype)
+
+    def _block_bytes(self, hidden: int) -> int:
+        return -(-hidden // 4) * self.rate // 2
+
+
+CODECS: dict[str, type[Codec]] = {
+    "none": NoCodec,
+    "bf16": BFloat16,
+    "fp16": Float16,
+    "fp8": Float8,
+    "int8": Int8,
+    "zfp": Zfp,
+}
+
+
+def load_codec(name: str) -> Codec:
+    """A codec by its name here, or by `package.module:Class`, made without arguments.
+
+    Raises:
+        ValueError: no such name, module or class, a class that is no Codec or wants arguments, or zfp without zfpy.
+    """
+    flag = f"{FLAG} {name}"
+    if ":" not in name:
+        if name not in CODECS:
+            raise ValueError(f"{flag}: choose from {', '.join(CODECS)}, or give package.module:Class")
+        return CODECS[name]()
+    module_name, _, class_name = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{flag}: cannot be imported: {error}") from error
+    if not (isinstance(factory, type) and issubclass(factory, Codec)):
+        raise ValueError(f"{flag}: is no subclass of {Codec.__module__}.{Codec.__qualname__}")
+    try:
+        return factory()
+    except TypeError as error:
+        raise ValueError(f"{flag}: cannot be made without arguments: {error}") from error
+
+
+_ABOVE_ONE = 1 + 2.0**-20
+"""More than the rounding of a few float32 operations, less than shows in a code."""
+
+
+def _saturated(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows rounded to `dtype`, where finite elements that are too large become its largest."""
+    largest = torch.finfo(dtype).max
+    if torch.finfo(rows.dtype).max <= largest:
+        return rows.to(dtype)
+    # The largest float16 is no bfloat16
+    rows = rows.to(torch.promote_types(rows.dtype, dtype))
+    return torch.where(rows.isinf(), rows, rows.clamp(-largest, largest)).to(dtype)
+
+
+def _at_most_float32(rows: torch.Tensor) -> torch.Tensor:
+    return _saturated(rows, torch.float32) if rows.dtype == torch.float64 else rows
+
+
+def _finite(rows: torch.Tensor) -> torch.Tensor:
+    """A copy with 0 in place of NaN and Inf."""
+    return torch.nan_to_num(rows, nan=0, posinf=0, neginf=0)
+
+
+def _payload(levels: torch.Tensor, code: torch.dtype, header: torch.Tensor) -> torch.Tensor:
+    """Rows of codes of one byte, each followed by its header of float32."""
+    num_rows, hidden = levels.shape
+    payload = levels.new_empty((num_rows, hidden + 4 * header.shape[1]), dtype=torch.uint8)
+    payload[:, :hidden].view(code).copy_(levels)
+    payload[:, hidden:] = _read_as(header, torch.uint8)
+    return payload
+
+
+def _codes_and_header(payload: torch.Tensor, hidden: int, code: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return payload[:, :hidden].view(code), _read_as(payload[:, hidden:], torch.float32)
+
+
+def _read_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of each row as numbers of `dtype`; a copy where the bytes are not contiguous or not aligned."""
+    flat = rows.flatten()
+    if flat.storage_offset() * flat.itemsize % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(len(rows), rows.shape[1] * rows.itemsize // dtype.itemsize)
+
+
+def _zfpy() -> ModuleType:
+    try:
+        return importlib.import_module("zfpy")
+    except ImportError as error:
+        remedy = "pip install 'megatron-balance[zfp]', or choose fp8 or int8"
+        raise ValueError(f"{FLAG} zfp: the package zfpy cannot be imported ({error}): {remedy}") from error
+
+
+def _require_cpu(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{FLAG} zfp: works on CPU tensors, these are on {tensor.device.type}: choose fp8 or int8")

@@ -1,0 +1,54 @@
+"""Which of a layer's exchanges travel compressed."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_balance.comm.alltoall import AllToAll, Exchange
+from megatron_balance.comm.codecs import Codec, NoCodec
+
+Directions = Literal["dispatch", "combine", "forward", "all"]
+"""Tokens to their experts, the experts' rows back, both, or both and their gradients."""
+
+
+class CompressedAllToAll(AllToAll):
+    """Rows [R, H] of floats as a codec's payload over another all-to-all (ScheMoE section 3.1)."""
+
+    def __init__(self, wire: AllToAll, codec: Codec, gradients: bool) -> None:
+        """`gradients`: whether they travel compressed too."""
+        super().__init__(wire.group)
+        self.wire, self.codec, self.gradients = wire, codec, gradients
+
+    @property
+    def reverse(self) -> AllToAll:
+        return self if self.gradients else self.wire
+
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+        hidden, dtype = rows.shape[1], rows.dtype
+        exchange = self.wire.start(self.codec.encode(rows.detach()), splits_DD)
+        return Exchange(lambda: self.codec.decode(exchange.wait(), hidden, dtype))
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """The all-to-alls of a layer."""
+
+    dispatch: AllToAll
+    """Tokens to their experts."""
+
+    combine: AllToAll
+    """The experts' rows back."""
+
+    probs: AllToAll
+    """Combine weights to the experts, one number per row: never compressed."""
+
+
+def token_exchange(wire: AllToAll, codec: Codec, directions: Directions) -> TokenExchange:
+    """`wire` for everything, with `codec` on the rows of `directions`."""
+    if isinstance(codec, NoCodec):
+        return TokenExchange(wire, wire, wire)
+    compressed = CompressedAllToAll(wire, codec, gradients=directions == "all")
+    return TokenExchange(
+        wire if directions == "combine" else compressed, wire if directions == "dispatch" else compressed, wire
+    )

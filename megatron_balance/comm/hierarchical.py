@@ -1,0 +1,144 @@
+"""Exchanges in several stages, which send fewer and longer messages between nodes.
+
+Between nodes, every rank of a flat exchange sends D - L messages; of a 2D-hierarchical one N - 1; of a 1D-hierarchical
+one only the leader of each node sends any, N - 1. They pay with more bytes inside the nodes.
+
+Shape suffixes: D ranks of the group, N nodes, L ranks of a node.
+"""
+
+import functools
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, in_use_here, post_rows
+from megatron_balance.device.groups import NodeGroups
+
+Posted = list[dist.Work]
+"""A stage under way."""
+
+
+class StagedAllToAll(NodeAllToAll):
+    """An exchange in stages, each of which begins when this rank has finished the one before."""
+
+    @abstractmethod
+    def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
+        """Fill `received`: post a stage and yield it, go on when it is over."""
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """Packing for a stage waits for the stage before it; the stream that computes need not."""
+        return torch.cuda.Stream()
+
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+        rows, received = self._prepare(rows, splits_DD)
+        stages = self._stages(rows, received, splits_DD)
+        if rows.is_cuda:
+            return self._queue(stages, rows, received)
+        finished = self.thread.submit(_finish, stages)
+
+        def wait() -> torch.Tensor:
+            finished.result()
+            return received
+
+        return Exchange(wait)
+
+    def _queue(self, stages: Iterator[Posted], rows: torch.Tensor, received: torch.Tensor) -> Exchange:
+        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(self._stream):
+            in_use_here(rows, received)
+            _finish(stages)
+            done = self._stream.record_event()
+
+        def wait() -> torch.Tensor:
+            torch.cuda.current_stream(rows.device).wait_event(done)
+            in_use_here(received)
+            return received
+
+        return Exchange(wait)
+
+
+class OneDimensionalAllToAll(StagedAllToAll):
+    """Everything goes through the first rank of each node, its leader (1DH-A2A of HetuMoE; ScheMoE section 2)."""
+
+    tag = 1
+
+    def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
+        size, node, local = self.nodes.node_size, self.nodes.node, self.nodes.local
+        here = slice(node * size, (node + 1) * size)
+        sent_LN = torch.stack([block.sum(1) for block in splits_DD[here].split(size, dim=1)], dim=1)
+        received_DL = splits_DD[:, here]
+        ranks, leads = len(sent_LN), local == 0
+        nothing = [0] * ranks
+
+        # Step 1: to the leader
+        gathered = rows.new_empty((int(sent_LN.sum()) if leads else 0, *rows.shape[1:]))
+        from_ranks = sent_LN.sum(1).tolist() if leads else nothing
+        yield post_rows(self.nodes.intra, local, gathered, rows, from_ranks, [len(rows), *nothing[1:]], self.tag)
+
+        # Step 2: between leaders, all that one node has for another in one message
+        crossed = rows.new_empty((int(received_DL.sum()) if leads else 0, *rows.shape[1:]))
+        if leads:
+            packed = transposed(gathered, sent_LN)
+            from_nodes = [int(block.sum()) for block in received_DL.split(size)]
+            yield post_rows(self.nodes.inter, node, crossed, packed, from_nodes, sent_LN.sum(0).tolist(), self.tag)
+            crossed = transposed(crossed, received_DL)
+
+        # Step 3: from the leader
+        to_ranks = received_DL.sum(0).tolist() if leads else nothing
+        yield post_rows(self.nodes.intra, local, received, crossed, [len(received), *nothing[1:]], to_ranks, self.tag)
+
+
+class TwoDimensionalAllToAll(StagedAllToAll):
+    """Ranks of equal number exchange between nodes what they first collect on theirs (2DH-A2A of Tutel and DeepSpeed).
+
+    Raises:
+        ValueError: a smaller last node, where some ranks have no counterpart.
+    """
+
+    tag = 2
+
+    def __init__(self, nodes: NodeGroups) -> None:
+        size, ranks = nodes.node_size, nodes.ep.size()
+        if ranks % size:
+            raise ValueError(
+                f"--moe-comm-node-size {size}: --moe-comm-alltoall 2dh needs nodes of equal size, but {ranks} "
+                f"expert-parallel ranks leave {ranks % size} for the last; choose a divisor of {ranks}, or "
+                "--moe-comm-alltoall pipe"
+            )
+        super().__init__(nodes)
+
+    def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
+        size, node, local = self.nodes.node_size, self.nodes.node, self.nodes.local
+        splits_NLNL = splits_DD.reshape(-1, size, len(splits_DD) // size, size)
+        sent_NL = splits_NLNL[node, local]
+        aligned_LN = splits_NLNL[node, :, :, local]
+        received_NL = splits_NLNL[:, :, node, local]
+
+        # Step 1: inside the node, to the rank with the number of the destination
+        aligned = rows.new_empty((int(aligned_LN.sum()), *rows.shape[1:]))
+        packed = transposed(rows, sent_NL)
+        splits = aligned_LN.sum(1).tolist(), sent_NL.sum(0).tolist()
+        yield post_rows(self.nodes.intra, local, aligned, packed, *splits, self.tag)
+
+        # Step 2: between nodes, to the destination
+        packed = transposed(aligned, aligned_LN)
+        splits = received_NL.sum(1).tolist(), aligned_LN.sum(0).tolist()
+        yield post_rows(self.nodes.inter, node, received, packed, *splits, self.tag)
+
+
+def _finish(stages: Iterator[Posted]) -> None:
+    for posted in stages:
+        for work in posted:
+            work.wait()
+
+
+def transposed(rows: torch.Tensor, sizes_AB: torch.Tensor) -> torch.Tensor:
+    """Chunks of rows laid out as [A, B] (sizes in `sizes_AB`) -> laid out as [B, A]."""
+    if 1 in sizes_AB.shape:
+        return rows
+    chunks = rows.split(sizes_AB.flatten().tolist())
+    order = torch.arange(sizes_AB.numel()).view(sizes_AB.shape).T.flatten().tolist()
+    return torch.cat([chunks[index] for index in order])

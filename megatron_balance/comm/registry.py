@@ -1,0 +1,70 @@
+"""All-to-alls by name."""
+
+import importlib
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll, NodeAllToAll, P2PAllToAll, default_all_to_all
+from megatron_balance.comm.auto import AutoAllToAll
+from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
+from megatron_balance.comm.pipelined import PipelinedAllToAll
+from megatron_balance.device.groups import NodeGroups
+from megatron_balance.profile.cluster_profile import ClusterProfile
+
+ALL_TO_ALLS: dict[str, type[AllToAll]] = {
+    "flat": FlatAllToAll,
+    "p2p": P2PAllToAll,
+    "1dh": OneDimensionalAllToAll,
+    "2dh": TwoDimensionalAllToAll,
+    "pipe": PipelinedAllToAll,
+    "auto": AutoAllToAll,
+}
+
+
+def find_all_to_all(name: str) -> type[AllToAll]:
+    """The class of an all-to-all by its name here, or by `package.module:Class`.
+
+    Raises:
+        ValueError: no such name, module or class, or not an AllToAll.
+    """
+    flag = f"--moe-comm-alltoall {name}"
+    if ":" not in name:
+        if name not in ALL_TO_ALLS:
+            raise ValueError(f"{flag}: choose from default, {', '.join(ALL_TO_ALLS)}, or give package.module:Class")
+        return ALL_TO_ALLS[name]
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{flag}: cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, AllToAll)):
+        raise ValueError(f"{flag}: is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll")
+    return found
+
+
+def load_all_to_all(
+    name: str,
+    ep_group: dist.ProcessGroup,
+    nodes: Callable[[], NodeGroups],
+    profile: Callable[[], ClusterProfile],
+    say: Callable[[str], None] | None = None,
+) -> AllToAll:
+    """The all-to-all of an expert-parallel group; every rank of the job calls it with the same name.
+
+    Subclasses of NodeAllToAll are made from `nodes()`, all others from the group alone.
+
+    Args:
+        nodes: creates the groups, on every rank of the job; called only if they are needed.
+        profile: what `auto` predicts from; called only for that.
+        say: called with a line on what `auto` chose, on the ranks that give it.
+
+    Raises:
+        ValueError: as of `find_all_to_all`, or nodes that the all-to-all cannot do with.
+    """
+    if name == "default" or ep_group.size() == 1:
+        return default_all_to_all(ep_group)
+    found = find_all_to_all(name)
+    if found is AutoAllToAll:
+        return AutoAllToAll(nodes(), profile(), say)
+    return found(nodes()) if issubclass(found, NodeAllToAll) else found(ep_group)

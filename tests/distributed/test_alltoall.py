@@ -1,0 +1,362 @@
+"""Every all-to-all moves the same rows as all_to_all_single, by the messages that it claims to send."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.comm.alltoall import AllToAll, NodeAllToAll
+from megatron_balance.comm.auto import stages
+from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE
+from megatron_balance.comm.registry import ALL_TO_ALLS, load_all_to_all
+from megatron_balance.device.groups import NodeGroups, new_node_groups
+from megatron_balance.profile.cluster_profile import builtin
+from tests.distributed import runs
+from tests.distributed.test_layer import ACTIVATIONS, check_against_oracle
+
+LAYOUTS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "2x4": (8, 4), "4x2": (8, 2)}
+"""Nodes x ranks of each -> ranks in all, ranks of a node."""
+
+UNEVEN = {"3+3+2": (8, 3), "7+1": (8, 7)}
+"""Layouts with a smaller last node."""
+
+NAMES = ["default", *ALL_TO_ALLS]
+
+SPLITS: dict[str, Callable[[int, int, int], int]] = {
+    "uneven": lambda source, target, ranks: (3 * source + 5 * target) % 4,
+    "skewed": lambda source, target, ranks: 1 + 40 * (target == 1) + 9 * (source == ranks - 1),
+    "one row": lambda source, target, ranks: int((source, target) == (ranks - 1, 0)),
+    "own rows": lambda source, target, ranks: 3 * (source == target),
+    "nothing": lambda source, target, ranks: 0,
+}
+"""Rows from each source to each target."""
+
+
+def splits_of(kind: str) -> torch.Tensor:
+    ranks = range(dist.get_world_size())
+    return torch.tensor([[SPLITS[kind](source, target, len(ranks)) for target in ranks] for source in ranks])
+
+
+def load(name: str, nodes: NodeGroups) -> AllToAll:
+    profile = builtin(nodes.ep.size(), nodes.node_size, 64, 128)
+    return load_all_to_all(name, nodes.ep, lambda: nodes, lambda: profile)
+
+
+def all_of(names: list[str], node_size: int) -> dict[str, AllToAll]:
+    nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, node_size)
+    return {name: load(name, nodes) for name in names}
+
+
+def expected_rows(rows: torch.Tensor, splits_DD: torch.Tensor) -> torch.Tensor:
+    sent, received = splits_DD[dist.get_rank()].tolist(), splits_DD[:, dist.get_rank()].tolist()
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(output, rows, received, sent)
+    return output
+
+
+def some_rows(count: int, dtype: torch.dtype, width: tuple[int, ...] = (3,)) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(0, 200, (count, *width), generator=generator).to(dtype)
+
+
+def exchange_everything(names: list[str], node_size: int) -> None:
+    rank = dist.get_rank()
+    members = all_of(names, node_size)
+    for kind in SPLITS:
+        splits_DD = splits_of(kind)
+        sent, received = int(splits_DD[rank].sum()), int(splits_DD[:, rank].sum())
+        for dtype, width in ((torch.int64, (3,)), (torch.uint8, (13,)), (torch.float32, ())):
+            rows = some_rows(sent, dtype, width)
+            expected = expected_rows(rows, splits_DD)
+            for name, member in members.items():
+                found = member.start(rows, splits_DD).wait()
+                assert found.dtype == dtype and torch.equal(found, expected), (name, kind, dtype)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            # Not contiguous, as activations may be
+            rows, weights = some_rows(sent, dtype, (3, 2)).transpose(1, 2) / 7, some_rows(received, dtype, (2, 3)) / 9
+            expected = expected_rows(rows.contiguous(), splits_DD), expected_rows(weights, splits_DD.T)
+            for name, member in members.items():
+                leaf = rows.clone().requires_grad_()
+                output = member(leaf, splits_DD)
+                output.backward(weights)
+                assert torch.equal(output, expected[0]), (name, kind, dtype)
+                assert torch.equal(leaf.grad, expected[1]), (name, kind, dtype)
+
+
+@pytest.mark.parametrize(("world_size", "node_size"), LAYOUTS.values(), ids=LAYOUTS)
+def test_all_move_the_same_rows(ranks, world_size: int, node_size: int) -> None:
+    ranks(world_size).run(exchange_everything, NAMES, node_size)
+
+
+@pytest.mark.parametrize(("world_size", "node_size"), UNEVEN.values(), ids=UNEVEN)
+def test_a_smaller_last_node(ranks, world_size: int, node_size: int) -> None:
+    ranks(world_size).run(exchange_everything, ["1dh", "pipe", "auto"], node_size)
+
+
+def refused() -> str:
+    with pytest.raises(ValueError) as error:
+        all_of(["2dh"], 3)
+    return str(error.value)
+
+
+def test_2dh_refuses_a_smaller_last_node(ranks) -> None:
+    for message in ranks(4).run(refused):
+        assert "--moe-comm-node-size 3" in message and "divisor of 4" in message and "pipe" in message
+
+
+def wait_in_any_order(node_size: int) -> None:
+    """Several exchanges of each all-to-all; `auto` takes another one each time."""
+    turns = itertools.cycle(["1dh", "2dh", "pipe", "p2p"])
+    with mock.patch("megatron_balance.comm.auto.predict", lambda *_: {next(turns): 0.0}):
+        _wait_in_any_order(node_size)
+
+
+def _wait_in_any_order(node_size: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    splits = [splits_of(kind) * factor for factor, kind in enumerate([*SPLITS, "skewed", "uneven"], start=1)]
+    rows = [some_rows(int(splits_DD[rank].sum()), torch.float32, (50,)) for splits_DD in splits]
+    expected = [expected_rows(*pair) for pair in zip(rows, splits, strict=True)]
+    for name, member in all_of(NAMES, node_size).items():
+        exchanges = [member.start(*pair) for pair in zip(rows, splits, strict=True)]
+        order = list(range(len(splits)))
+        # Another order on every rank
+        random.Random(rank + size).shuffle(order)
+        for index in order:
+            assert torch.equal(exchanges[index].wait(), expected[index]), (name, index)
+        # Waiting again changes nothing
+        assert torch.equal(exchanges[0].wait(), expected[0]), name
+
+
+@pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4)])
+def test_several_at_a_time(ranks, world_size: int, node_size: int) -> None:
+    ranks(world_size).run(wait_in_any_order, node_size)
+
+
+def choose() -> list[str]:
+    """What `auto` says of two exchanges of short rows and two of long ones, in nodes of two ranks."""
+    said: list[str] = []
+    nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, 2)
+    member = load_all_to_all("auto", nodes.ep, lambda: nodes, lambda: builtin(4, 2, 64, 128), said.append)
+    for width in (1, 1, 500_000, 500_000):
+        rows = torch.full((4, width), float(dist.get_rank()))
+        received = member.start(rows, torch.ones(4, 4, dtype=torch.int64)).wait()
+        assert torch.equal(received[:, 0], torch.arange(4.0))
+    return said
+
+
+def test_auto_says_once_what_it_chose(ranks) -> None:
+    said = ranks(4).run(choose)
+    assert said == [said[0]] * 4
+    short, long = said[0]
+    # Between nodes, 25 us a message and 25 GB/s: one message of twice the length, or two
+    assert short.startswith("--moe-comm-alltoall auto: 2dh for 6.4e-05 MB in all (predicted: pipe 0.05 ms, p2p 0.05")
+    assert long.startswith("--moe-comm-alltoall auto: pipe for 32 MB in all (predicted: pipe 0.")
+
+
+def start_alone() -> None:
+    """The last rank starts before the others, and the first waits after them.
+
+    Were the one to wait for the others, or its exchange to go on only while it waits, nobody would come to the end.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # More than sockets buffer
+    splits_DD = torch.full((size, size), 100)
+    rows = torch.full((100 * size, 5000), rank, dtype=torch.float64)
+    # Collectives of one group have to come in one order
+    aside = dist.new_group()
+    for member in all_of(NAMES, 2).values():
+        started = member.start(rows, splits_DD) if rank == size - 1 else None
+        dist.all_reduce(torch.ones(1), group=aside)
+        exchange = started or member.start(rows, splits_DD)
+        if rank > 0:
+            exchange.wait()
+        dist.all_reduce(torch.ones(1), group=aside)
+        received = exchange.wait()
+        assert torch.equal(received[:, 0], torch.arange(size).repeat_interleave(100).double())
+
+
+def test_exchanges_go_on_by_themselves(ranks) -> None:
+    ranks(4).run(start_alone, timeout=60)
+
+
+class Watched:
+    """Records what is posted in which group, and when it is waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, tuple[int, ...]]] = []
+        """(post or wait, isend or irecv, ranks of the group) of every message."""
+        self.sent: list[tuple[tuple[int, ...], int, int]] = []
+        """(ranks of the group, target, bytes) of every message."""
+
+    def batch(self, operations: list[dist.P2POp]) -> list[object]:
+        group = tuple(dist.get_process_group_ranks(operations[0].group))
+        receiving = [operation.op is dist.irecv for operation in operations]
+        assert receiving == sorted(receiving, reverse=True), "receives come first"
+        self.sent += [(group, one.peer, one.tensor.nbytes) for one in operations if one.op is dist.isend]
+        verbs = [operation.op.__name__ for operation in operations]
+        self.events += [("post", verb, group) for verb in verbs]
+
+        def watched(work: dist.Work, verb: str) -> mock.Mock:
+            def wait() -> None:
+                work.wait()
+                self.events.append(("wait", verb, group))
+
+            return mock.Mock(wait=wait)
+
+        return [watched(*pair) for pair in zip(POST(operations), verbs, strict=True)]
+
+
+POST = dist.batch_isend_irecv
+
+
+def record(name: str, node_size: int) -> Watched:
+    """What one exchange of uneven rows of 24 bytes posts and waits for on this rank."""
+    (member,) = all_of([name], node_size).values()
+    splits_DD = splits_of("uneven")
+    rows = some_rows(int(splits_DD[dist.get_rank()].sum()), torch.float64)
+    watched = Watched()
+    with mock.patch.object(dist, "batch_isend_irecv", watched.batch):
+        member.start(rows, splits_DD).wait()
+    return watched
+
+
+@pytest.mark.parametrize("name", ["p2p", "1dh", "2dh", "pipe"])
+@pytest.mark.parametrize(("world_size", "node_size"), [LAYOUTS["2x2"], LAYOUTS["2x4"], LAYOUTS["4x2"], UNEVEN["3+3+2"]])
+def test_messages_are_those_of_the_model(ranks, name: str, world_size: int, node_size: int) -> None:
+    if name == "2dh" and world_size % node_size:
+        pytest.skip("refused")
+    watched = ranks(world_size).run(record, name, node_size)
+    sent = Counter((source, *message[1:]) for source, found in enumerate(watched) for message in found.sent)
+    bytes_DD = np.array([[24 * ((3 * i + 5 * j) % 4) for j in range(world_size)] for i in range(world_size)])
+    expected = Counter(
+        (source, target, stage_DD[source, target])
+        for stage_DD in stages(name, bytes_DD, node_size)
+        for source, target in zip(*map(list, stage_DD.nonzero()), strict=True)
+    )
+    assert sent == expected
+    crossing = Counter(source for source, target, _ in sent.elements() if source // node_size != target // node_size)
+    nodes = -(-world_size // node_size)
+    senders = {"1dh": set(range(0, world_size, node_size))}.get(name, set(range(world_size)))
+    assert set(crossing) == senders
+    if name in ("1dh", "2dh"):
+        assert set(crossing.values()) == {nodes - 1}
+        assert sum(stage.sum() for stage in stages(name, bytes_DD, node_size)) > bytes_DD.sum()
+
+
+def rindex(values: list, value: object) -> int:
+    return len(values) - 1 - values[::-1].index(value)
+
+
+@pytest.mark.parametrize(("world_size", "node_size"), [LAYOUTS["2x2"], LAYOUTS["2x4"]])
+def test_pipe_keeps_both_levels_busy(ranks, world_size: int, node_size: int) -> None:
+    everyone = tuple(range(world_size))
+    for rank, watched in enumerate(ranks(world_size).run(record, "pipe", node_size)):
+        first = rank - rank % node_size
+        node = everyone[first : first + node_size]
+        near, far = ([event for event in watched.events if event[2] == group] for group in (node, everyone))
+        # Each is under way when the other has not ended
+        assert watched.events.index(far[0]) < rindex(watched.events, near[-1])
+        assert watched.events.index(near[0]) < rindex(watched.events, far[-1])
+        under_way = itertools.accumulate(1 if verb == "post" else -1 for verb, kind, _ in far if kind == "isend")
+        assert max(under_way) <= MESSAGES_AT_ONCE
+        for group, target, _ in watched.sent:
+            assert group == (node if target in node else everyone)
+
+
+def in_two_groups() -> None:
+    """Expert-parallel groups of the even and of the odd ranks, in nodes of two of their ranks each."""
+    rank = dist.get_rank()
+    halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
+    nodes = new_node_groups(halves[rank % 2], dist.group.WORLD, 2)
+    assert dist.get_process_group_ranks(nodes.intra) == [rank % 2 + 4 * (rank // 4), rank % 2 + 4 * (rank // 4) + 2]
+    assert dist.get_process_group_ranks(nodes.inter) == [rank % 4, rank % 4 + 4]
+    rows = torch.arange(4) + 10 * rank
+    expected = torch.tensor([10 * source + rank // 2 for source in range(rank % 2, 8, 2)])
+    for name in NAMES:
+        found = load(name, nodes).start(rows, torch.ones(4, 4, dtype=torch.int64)).wait()
+        assert torch.equal(found, expected), name
+
+
+def test_groups_beside_each_other(ranks) -> None:
+    ranks(8).run(in_two_groups)
+
+
+def oracle(name: str, node_size: int, tokens: str) -> None:
+    def build(ep_group: dist.ProcessGroup) -> AllToAll:
+        return load(name, new_node_groups(ep_group, dist.group.WORLD, node_size))
+
+    check_against_oracle(ACTIVATIONS["gelu"], tokens, all_to_all=build)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", ["uneven", "empty"])
+def test_a_layer_equals_the_oracle(ranks, name: str, tokens: str) -> None:
+    ranks(4).run(oracle, name, 2, tokens)
+
+
+RUN = "--expert-model-parallel-size 4 --moe-comm-node-size 2 --moe-token-dispatcher-type alltoall"
+
+
+def test_training_does_not_depend_on_the_all_to_all(ranks) -> None:
+    curves = {
+        name: ranks(4).run(runs.train_curve, f"{RUN} --moe-comm-alltoall {name}", 5)
+        for name in [*NAMES, "megatron_balance.comm.pipelined:PipelinedAllToAll"]
+    }
+    assert len(curves["flat"][0]) == 5
+    assert all(curve == curves["flat"] for curve in curves.values()), curves
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 16",
+        f"{RUN} --balance-policy pro_prophet --balance-profile builtin",
+        f"{RUN} --recompute-granularity selective --recompute-modules moe",
+    ],
+    ids=["pipeline", "policy", "recompute"],
+)
+def test_training_with_other_features(ranks, flags: str) -> None:
+    plain, *others = (
+        ranks(4).run(runs.train_curve, f"{flags} --moe-comm-node-size {size} --moe-comm-alltoall {name}", 3)
+        for name, size in (("flat", 2), ("1dh", 2), ("pipe", 1))
+    )
+    assert all(curve == plain for curve in others)
+
+
+def built(name: str) -> tuple[int, int]:
+    """(groups created, all-to-alls) of a run with two layers."""
+    from megatron_balance.flow.layer import BalancedMoELayer
+
+    created = []
+
+    def count(*args: object, **kwargs: object) -> object:
+        created.append(kwargs.get("timeout"))
+        return NEW_GROUP(*args, **kwargs)
+
+    with mock.patch("megatron_balance.device.groups.dist.new_group", count):
+        run = runs.build(f"{RUN} --moe-comm-alltoall {name} --distributed-timeout-minutes 3")
+    layers = [module for module in run.model[0].modules() if isinstance(module, BalancedMoELayer)]
+    assert len(layers) == 2
+    used = {id(layer.dispatcher.exchange.dispatch) for layer in layers}
+    is_of_nodes = isinstance(layers[0].dispatcher.exchange.dispatch, NodeAllToAll)
+    assert is_of_nodes == (name not in ("default", "flat", "p2p"))
+    ours = [timeout for timeout in created if timeout is not None and timeout.total_seconds() == 3 * 60 + 6]
+    return len(ours), len(used)
+
+
+NEW_GROUP = dist.new_group
+
+
+@pytest.mark.parametrize("name", ["p2p", "2dh", "auto"])
+def test_layers_share_one_all_to_all_and_its_groups(ranks, name: str) -> None:
+    groups, members = ranks(4).run(built, name)[0]
+    without, _ = ranks(4).run(built, "flat")[0]
+    assert members == 1
+    # Two nodes, and two sets of equal local ranks
+    assert groups - without == (4 if name in ("1dh", "2dh", "pipe", "auto") else 0)
