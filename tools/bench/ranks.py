@@ -69,12 +69,12 @@ def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
     """A run for each command line, by name, all in this process; they have to have one layout."""
     from megatron_balance.arguments import parse_args
     from megatron_balance.build import build_run
-    from megatron_balance.device import groups
+    from megatron_balance.device.layout import destroy_groups
 
     configs = {name: parse_args(line.split(), machine)[0] for name, line in flags.items()}
     runs = {}
     for name, config in configs.items():
-        groups.destroy_groups()
+        destroy_groups()
         # Leaves the groups of the last one, which some of megatron-core reads while it trains
         runs[name] = build_run(config)
     return runs
@@ -108,13 +108,17 @@ def compare(jobs: Sequence[Mapping[str, Sequence[float]]], name: str, baseline: 
 
 
 @contextmanager
-def noise() -> Iterator[None]:
-    """Print how calm the machine was: load averages, and the CPU time of our jobs and of everybody else."""
+def noise() -> Iterator[list[float]]:
+    """Print how calm the machine was: load averages, and the CPU time of our jobs and of everybody else.
+
+    Yields a list for the CPU seconds of jobs that are not children of this process.
+    """
     load, start, (busy, total), own = os.getloadavg()[0], time.perf_counter(), _cpu_time(), _own_time()
-    yield
+    elsewhere: list[float] = []
+    yield elsewhere
     wall, (busy_after, total_after) = time.perf_counter() - start, _cpu_time()
     used = (busy_after - busy) / max(total_after - total, 1)
-    ours = (_own_time() - own) / (wall * (os.cpu_count() or 1))
+    ours = (_own_time() - own + sum(elsewhere)) / (wall * (os.cpu_count() or 1))
     print(
         f"machine: {os.cpu_count()} CPUs, load average {load:.2f} before and {os.getloadavg()[0]:.2f} after; "
         f"CPU time used by this bench {ours:.0%}, by others {max(0.0, used - ours):.0%}; {wall:.0f} s",

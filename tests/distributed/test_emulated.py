@@ -1,0 +1,106 @@
+"""tools/bench/emulated.py: sleeps in proportion to tokens, the real layer's messages, zero gradients for experts."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.device.layout import build_groups
+from tests.distributed.runs import train
+from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
+from tests.unit.tools_loader import load_bench
+
+emulated = load_bench("emulated")
+
+Messages = list[tuple[torch.Size, str]]
+"""Shape of the rows that each exchange sends, and the splits."""
+
+
+def passes(layer: torch.nn.Module) -> Messages:
+    """One forward and one backward pass; what was sent in them."""
+    messages: Messages = []
+    exchange = type(layer.dispatcher.exchange.dispatch).start
+
+    def start(rows: torch.Tensor, *splits: object):
+        messages.append((rows.shape, str(splits)))
+        return exchange(layer.dispatcher.exchange.dispatch, rows, *splits)
+
+    layer.dispatcher.exchange.dispatch.start = start
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    hidden = torch.randn(20 + dist.get_rank(), 1, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
+    output, _ = layer(hidden)
+    assert output.shape == hidden.shape and output.dtype == hidden.dtype
+    output.square().sum().backward()
+    assert hidden.grad.any() and layer.router.weight.grad.any()
+    return messages
+
+
+def compare_with_the_real_layer() -> int:
+    """Emulated and real passes of one layer; returns the rows that this rank's experts got."""
+    config = moe_config()
+    layer = build_layer(config, build_groups(config, seed=7))
+    real = passes(layer)
+    assert all(parameter.grad.any() for parameter in layer.experts.parameters())
+    layer.zero_grad(set_to_none=True)
+    slept: list[float] = []
+    said: list[str] = []
+    emulated.emulate([layer], emulated.EmulatedDevice(1e-3, backward_ratio=3, sleep=slept.append), said.append)
+    assert passes(layer) == real
+    # Rows and weights to the experts, rows back; then the gradients the other way
+    assert len(real) == 6
+    rows = real[2][0][0]
+    assert slept == pytest.approx([rows * 1e-3, rows * 3e-3])
+    assert "EMULATED" in said[0] and "1000 us per token" in said[0]
+    for parameter in layer.experts.parameters():
+        assert parameter.grad.shape == parameter.shape and not parameter.grad.any()
+
+    emulated.emulate([layer], emulated.EmulatedDevice(1e-4), said.append)
+    start = time.monotonic()
+    passes(layer)
+    assert time.monotonic() - start >= rows * 3e-4
+    return rows
+
+
+def test_sleeps_are_proportional_and_messages_are_the_real_layers(ranks) -> None:
+    rows = ranks(2).run(compare_with_the_real_layer)
+    assert sum(rows) == 3 * (20 + 21) and rows[0] != rows[1]
+
+
+def train_emulated(flags: str) -> list[float]:
+    """Sleeps of two iterations of a small run."""
+    slept: list[float] = []
+    device = emulated.EmulatedDevice(1e-6, attention_seconds=7.0, sleep=slept.append)
+    reports = train(flags, 2, lambda run: emulated.emulate(run.model, device, lambda line: None))
+    assert all(report.grad_norm > 0 for report in reports)
+    return slept
+
+
+@pytest.mark.parametrize("flags", ["", "--balance-policy fastermoe --overlap-grad-reduce"])
+def test_a_run_trains_on_it(ranks, flags: str) -> None:
+    for slept in ranks(2).run(train_emulated, f"--expert-model-parallel-size 2 {flags}"):
+        # Two layers, two iterations
+        assert slept.count(7.0) == slept.count(14.0) == 4
+        experts = [seconds for seconds in slept if seconds < 7]
+        assert len(experts) == 8 and sum(experts) > 0
+
+
+def refused(flags: str, attention: float | None, message: str) -> None:
+    device = emulated.EmulatedDevice(1e-6, attention, sleep=lambda seconds: None)
+    with pytest.raises(ValueError, match=message):
+        train(flags, 1, lambda run: emulated.emulate(run.model, device))
+
+
+@pytest.mark.parametrize(
+    ("flags", "attention", "message"),
+    [
+        ("--moe-layer-impl megatron", None, "--moe-layer-impl megatron"),
+        (
+            "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+            1e-3,
+            "--tensor-model-parallel-size 2: .*use 1",
+        ),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(ranks, flags: str, attention: float | None, message: str) -> None:
+    ranks(2).run(refused, flags, attention, message)

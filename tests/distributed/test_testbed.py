@@ -1,0 +1,135 @@
+"""tools/bench/testbed.py: links that are as slow as they are said to be, and nothing left behind, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import PRELOAD
+from tests.unit.tools_loader import TOOLS, load_bench
+
+bench = load_bench("testbed")
+traffic = load_bench("traffic")
+
+MEGABYTE = 1 << 20
+LINK, BUS = 100, 200
+"""Mbit/s."""
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Iterator:
+    """Two nodes of two ranks."""
+    import multiprocessing
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    try:
+        with bench.Testbed(2, 2, LINK, BUS) as built:
+            yield built
+    except bench.TestbedUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def transfer(source: int, target: int) -> tuple[float, float]:
+    """When this rank began and ended to take part in sending 2 MiB."""
+    rows = torch.zeros(2 * MEGABYTE, dtype=torch.uint8)
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == source:
+        dist.send(rows, target)
+    if dist.get_rank() == target:
+        dist.recv(rows, source)
+    return start, time.monotonic()
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0), (3, 2)])
+def test_a_transfer_takes_the_time_of_its_link(testbed, source: int, target: int) -> None:
+    times = testbed.run(transfer, source, target)
+    bytes_DD = torch.zeros(4, 4).index_put((torch.tensor(source), torch.tensor(target)), torch.tensor(2.0 * MEGABYTE))
+    limit = traffic.limit(bytes_DD.numpy(), 2, LINK, BUS).seconds
+    # Queues let their burst pass at once
+    assert max(end for _, end in times) - min(start for start, _ in times) > 0.92 * limit
+
+
+def fail_on_rank_1() -> None:
+    print("about to fail")
+    if dist.get_rank() == 1:
+        raise KeyError("a mistake")
+    dist.barrier()
+
+
+def test_a_rank_that_raises_ends_the_task_with_its_traceback(testbed) -> None:
+    with pytest.raises(bench.RankFailure, match=r"(?s)rank 1 failed.*in fail_on_rank_1.*a mistake.*about to fail"):
+        testbed.run(fail_on_rank_1)
+
+
+def test_a_rank_that_hangs_ends_the_task(testbed) -> None:
+    with pytest.raises(bench.RankFailure, match=r"ranks \[0, 1, 2, 3\] did not finish in 0.5 s"):
+        testbed.run(time.sleep, 60, timeout=0.5)
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def test_a_command_gets_what_torchrun_would_give_it(testbed) -> None:
+    program = f"import os, sys; print(*map(os.environ.get, {VARIABLES})); sys.exit(int(os.environ['RANK'] == '2') * 3)"
+    ended = testbed.launch([sys.executable, "-c", program])
+    assert ended.output == [f"{rank} 4 {rank % 2} 2\n" for rank in range(4)]
+    assert ended.codes == [0, 0, 3, 0] and ended.worst_code == 3
+
+
+def test_the_command_gives_all_words_to_the_script(testbed, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(sys.argv[1:])\nsys.exit(7 * int(os.environ['RANK'] == '0'))\n")
+    words = ["--a", "1", "--", "--nodes", "3"]
+    flags = ["--nodes", "2", "--ranks-per-node", "1", "--link-mbit", str(LINK)]
+    assert bench.main([*flags, "--", str(script), *words]) == 7
+    printed = capfd.readouterr()
+    assert printed.out == f"{words}\n" and "{0: 7}; rank 0 said" in printed.err
+
+
+def test_nothing_is_left_after_an_error(testbed) -> None:
+    before = bench.existing_namespaces()
+    with pytest.raises(bench.RankFailure), bench.Testbed(2, 1, LINK) as other:
+        assert len(bench.existing_namespaces()) == len(before) + 3
+        other.run(fail_on_rank_1)
+    assert bench.existing_namespaces() == before
+
+
+@pytest.fixture
+def sleeper(testbed, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """The command with ranks that sleep; they say so first."""
+    script = tmp_path / "sleeper.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    flags = f"--nodes 2 --ranks-per-node 1 --link-mbit {LINK} -- {script}".split()
+    process = subprocess.Popen([sys.executable, str(TOOLS / "bench" / "testbed.py"), *flags], stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_after_a_signal(sleeper: subprocess.Popen, number: signal.Signals) -> None:
+    rank = psutil.Process(int(sleeper.stdout.readline()))
+    os.kill(sleeper.pid, number)
+    if number == signal.SIGKILL:
+        # The next testbed removes what this one could not, even before its exit code is asked for
+        os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+        assert _of(sleeper) and rank.is_running()
+        with bench.Testbed(1, 1, LINK):
+            pass
+    else:
+        assert sleeper.wait(timeout=20) == 128 + number
+    assert not _of(sleeper)
+    rank.wait(timeout=5)
+
+
+def _of(process: subprocess.Popen) -> list[str]:
+    return [name for name in bench.existing_namespaces() if name.startswith(f"testbed-{process.pid}-")]

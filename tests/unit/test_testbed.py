@@ -1,0 +1,170 @@
+"""tools/bench: the slow network as data, what links allow at best, and mistakes that end before anything is built."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.tools_loader import load_bench
+
+alltoall = load_bench("alltoall")
+namespaces = load_bench("namespaces")
+testbed = load_bench("testbed")
+traffic = load_bench("traffic")
+
+
+def seconds(megabytes: float) -> float:
+    """At 1 Mbit/s, with headers, beyond what a link lets pass at once."""
+    return 8 * (megabytes / 0.9938 - 0.131072)
+
+
+layouts = st.tuples(st.integers(1, 4), st.integers(1, 4))
+
+
+def test_every_node_is_limited_either_way() -> None:
+    lines = [" ".join(command) for command in namespaces.setup_commands("x-", 3, 400, None)]
+    limits = [re.search(r"tc -n (\S+) .* dev (\S+) root tbf rate (\d+)bit", line) for line in lines]
+    found = {match.groups() for match in limits if match}
+    ways = {(f"x-{node}", "eth0") for node in range(3)} | {("x-sw", f"p{node}") for node in range(3)}
+    assert found == {(*way, "400000000") for way in ways}
+    with_bus = [" ".join(command) for command in namespaces.setup_commands("x-", 3, 400, 1600)]
+    added = [line for line in with_bus if line not in lines]
+    assert len(added) == 3 and all("dev lo root tbf rate 1600000000bit" in line for line in added)
+
+
+def test_only_testbeds_of_ended_processes_are_abandoned() -> None:
+    names = ["testbed-7-ab12cd-0", "testbed-7-ab12cd-sw", "testbed-8-ab12cd-0", "testbed", "sw", "my-testbed-7-x"]
+    assert namespaces.abandoned(names, alive=lambda number: number == 8) == names[:2]
+    assert namespaces.abandoned(names, alive=lambda number: True) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 2, 400), "--nodes 0"),
+        ((2, -1, 400), "--ranks-per-node -1"),
+        ((2, 2, 0.0), "--link-mbit 0.0"),
+        ((2, 2, 400, -5), "--bus-mbit -5"),
+        ((251, 1, 400), "--nodes 251: choose at most 250"),
+    ],
+)
+def test_mistakes_name_their_flag(arguments: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        testbed.Testbed(*arguments)
+    flags = ("--nodes", "--ranks-per-node", "--link-mbit", "--bus-mbit")
+    words = [f"{flag}={value}" for flag, value in zip(flags, arguments, strict=False)]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        testbed.main([*words, "--", "script.py"])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("obstacle", ["user", "tools"])
+def test_a_machine_that_cannot_is_told_so_in_one_line(
+    obstacle: str, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000 if obstacle == "user" else 0)
+    if obstacle == "tools":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(testbed.TestbedUnavailable, match="need root" if obstacle == "user" else "ip and tc"):
+        testbed.Testbed(2, 1, 400).__enter__()
+    assert testbed.main(["--nodes", "2", "--ranks-per-node", "1", "--link-mbit", "400", "--", "script.py"]) == 2
+    assert alltoall.main(["--layouts", "2x1"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all("no testbed here" in line for line in errors)
+
+
+def test_a_failed_command_says_which_and_why() -> None:
+    with pytest.raises(testbed.TestbedUnavailable, match=r"ls --nonsense: .*nonsense"):
+        namespaces.build([["true"], ["ls", "--nonsense"]])
+
+
+@settings(deadline=None)
+@given(layouts, st.sampled_from(traffic.SPLITS), st.integers(0, 5000), st.integers(0, 9))
+def test_every_split_sends_all_rows(layout: tuple[int, int], kind: str, rows: int, seed: int) -> None:
+    nodes, node_size = layout
+    rows_DD = traffic.split_rows(kind, nodes * node_size, node_size, rows, seed)
+    assert (rows_DD >= 0).all() and (rows_DD.sum(1) == rows).all()
+    if kind == "even":
+        assert rows_DD.max() - rows_DD.min() <= 1
+    if kind == "one-hot-node":
+        assert not rows_DD[:, node_size:].any()
+
+
+def test_skewed_splits_are_skewed_and_repeat() -> None:
+    first, again, other = (traffic.split_rows("skewed", 8, 4, 10_000, seed) for seed in (0, 0, 1))
+    received = first.sum(0)
+    assert received.max() > 1.5 * received.mean()
+    assert (first == again).all() and (first != other).any()
+
+
+def test_unknown_splits_are_refused() -> None:
+    with pytest.raises(ValueError, match="--splits odd: choose one of even"):
+        traffic.split_rows("odd", 8, 4, 1)
+
+
+def test_the_busiest_link_sets_the_limit() -> None:
+    bytes_DD = np.zeros((4, 4))
+    bytes_DD[0, 1], bytes_DD[0, 0] = 3e6, 1e9
+    bytes_DD[0, 2], bytes_DD[1, 3], bytes_DD[3, 1] = 5e6, 7e6, 1e6
+    found = traffic.limit(bytes_DD, 2, 1, 0.5)
+    assert found.inter == pytest.approx(seconds(12))
+    assert found.intra == pytest.approx(2 * seconds(3))
+    assert found.seconds == found.inter
+    assert found.largest_speedup == pytest.approx((seconds(12) + 2 * seconds(3)) / seconds(12))
+    free = traffic.limit(bytes_DD, 2, 1, None)
+    assert free.intra == 0 and free.largest_speedup == 1
+    # Three ranks send to the last: a node's way in is limited like its way out
+    bytes_DD = np.zeros((4, 4))
+    bytes_DD[:3, 3] = 1e6
+    assert traffic.limit(bytes_DD, 1, 1, None).seconds == pytest.approx(seconds(3))
+    # What a link lets pass at once takes no time
+    assert traffic.limit(bytes_DD / 100, 1, 1, None).seconds == 0
+
+
+def test_limits_of_even_splits_are_those_known() -> None:
+    """8 MiB per rank at 400 Mbit/s, less 2.6 ms for what passes at once."""
+    for layout, known in (((2, 4), 0.335), ((4, 2), 0.2505)):
+        rows_DD = traffic.split_rows("even", 8, layout[1], 8 << 20)
+        assert traffic.limit(rows_DD, layout[1], 400, 400).seconds == pytest.approx(known, abs=5e-4)
+
+
+@settings(deadline=None)
+@given(layouts, st.integers(0, 9), st.floats(1, 1e4), st.floats(1, 1e4))
+def test_largest_speedup_is_between_one_and_two(layout: tuple[int, int], seed: int, link: float, bus: float) -> None:
+    nodes, node_size = layout
+    bytes_DD = traffic.split_rows("skewed", nodes * node_size, node_size, 10_000, seed)
+    slower = [traffic.limit(bytes_DD, node_size, rate, bus) for rate in (link, link / 2)]
+    assert all(1 <= one.largest_speedup <= 2 + 1e-9 for one in slower)
+    assert slower[1].inter == pytest.approx(2 * slower[0].inter)
+
+
+def test_a_row_is_over_all_ranks_and_rejected_when_the_cpu_was_busy() -> None:
+    def samples(delay: float, process: float, programs: float) -> list:
+        starts = (10.0, 20.0)
+        return [alltoall.Sample(at + delay, at + 1 + 2 * delay, process, programs, kernel=0.05) for at in starts]
+
+    row = alltoall.Row.of([samples(0, 0.1, 0.25), samples(0.5, 0.1, 0)])
+    assert row.seconds == pytest.approx([2, 2])
+    assert row.own_cores == pytest.approx(0.2 / 2) and row.kernel_cores == pytest.approx(0.05 / 2)
+    assert row.foreign_cores == pytest.approx(0.05 / 2)
+    assert not row.objection
+    assert "our own" in alltoall.Row.of([samples(0, 0.6, 0.6)]).objection
+    assert "others" in alltoall.Row.of([samples(0, 0.1, 0.8)]).objection
+
+
+def test_the_table_gives_ratios_and_what_eq_18_allows() -> None:
+    rows = {name: alltoall.Row([seconds], 0.1, 0.2, 0.0) for name, seconds in (("flat", 0.4), ("p2p", 0.2))}
+    rows["sequential"] = alltoall.Row([0.3], 0.9, 0.2, 0.0)
+    lines = alltoall.table(rows, traffic.Limit(inter=0.2, intra=0.1)).splitlines()
+    assert lines[1].split() == ["flat", "400.0", "(400-400)", "1.000", "2.000", "2.000", "0.10", "0.20", "0.00"]
+    assert lines[3].split()[3:6] == ["0.750", "1.500", "1.500"] and "REJECTED" in lines[3]
+    assert lines[4] == "sequential / p2p: 1.50; S_max (Eq. 18) 1.50"
+
+
+@pytest.mark.parametrize("flags", ["--layouts 2by4", "--layouts 0x4", "--bus-mbit fast", "--splits odd"])
+def test_the_bench_refuses_what_it_cannot_measure(flags: str) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        alltoall.main(flags.split())

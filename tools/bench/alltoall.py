@@ -1,0 +1,248 @@
+"""All-to-all implementations against each other and against what the links allow, on a slow network (testbed.py).
+
+    python tools/bench/alltoall.py [--layouts 2x4 4x2] [--mib 8] [--link-mbit 400] [--bus-mbit free 1600 400]
+                                   [--splits even skewed one-hot-node] [--implementations NAME ...] [--repeats 9]
+
+All implementations take turns in one job and send the same rows by the same splits; a first, untimed exchange of each
+has to bring what flat brings. Time is from the first rank's start to the last rank's end. `sequential` is p2p inside
+the node and, when that is over, between nodes: the base of ScheMoE's Eq. 18. The limit is that of the flat traffic, see
+traffic.py. The CPU's time, in cores: `own` of our ranks, `kernel` of interrupts, which forward packets, `foreign` of
+all others.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from namespaces import TestbedUnavailable
+from testbed import Testbed
+from traffic import SPLITS, Limit, limit, split_rows
+
+from megatron_balance.comm.alltoall import Exchange, FlatAllToAll, NodeAllToAll, post
+from megatron_balance.comm.pipelined import peers_in_order
+from megatron_balance.comm.registry import ALL_TO_ALLS
+from megatron_balance.device import cpu
+from megatron_balance.device.groups import new_node_groups
+
+ROW_BYTES = 1024
+MOST_CORES = 0.5
+"""What our own processes, or others, may use of the CPU before it is the CPU that is measured."""
+
+MEETING_SECONDS = 0.05
+
+Run = Callable[[], torch.Tensor]
+"""One exchange: returns the rows received."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table: everything but the rates, of which the ranks know nothing."""
+
+    node_size: int
+    splits: str
+    mib: float
+    implementations: tuple[str, ...]
+    repeats: int
+
+    def rows(self, num_ranks: int) -> np.ndarray:
+        """[D, D] rows from each rank to each."""
+        return split_rows(self.splits, num_ranks, self.node_size, round(self.mib * 2**20 / ROW_BYTES))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One exchange as one rank saw it; seconds."""
+
+    start: float
+    end: float
+    """On the clock that all ranks share."""
+
+    process: float
+    """CPU time of this rank."""
+
+    programs: float
+    """CPU time of all programs of the machine."""
+
+    kernel: float
+    """CPU time of interrupts, which is where packets are forwarded."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation in one case, over all ranks."""
+
+    seconds: list[float]
+    own_cores: float
+    kernel_cores: float
+    foreign_cores: float
+
+    @classmethod
+    def of(cls, samples_by_rank: Sequence[Sequence[Sample]]) -> "Row":
+        """From each rank's samples of the same repeats."""
+        repeats = list(zip(*samples_by_rank, strict=True))
+        seconds = [max(one.end for one in ranks) - min(one.start for one in ranks) for ranks in repeats]
+        ranks_cpu = sum(one.process for ranks in repeats for one in ranks)
+        # Every rank sees the whole machine; the first one's view is taken
+        kernel = sum(ranks[0].kernel for ranks in repeats)
+        foreign = sum(ranks[0].programs for ranks in repeats) - ranks_cpu
+        return cls(seconds, ranks_cpu / sum(seconds), kernel / sum(seconds), max(0.0, foreign) / sum(seconds))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def objection(self) -> str:
+        """Why the row does not count; empty if it does."""
+        if self.own_cores > MOST_CORES:
+            return "REJECTED: our own processes were busy"
+        return "REJECTED: others were busy" if self.foreign_cores > MOST_CORES else ""
+
+
+class SequentialAllToAll(NodeAllToAll):
+    """p2p inside the node and, when that is over, between nodes: the base of ScheMoE's Eq. 18."""
+
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+        rows, received = self._prepare(rows, splits_DD)
+        rank = self.group.rank()
+        sends, receives = rows.split(splits_DD[rank].tolist()), received.split(splits_DD[:, rank].tolist())
+        for peers in peers_in_order(rank, self.group.size(), self.nodes.node_size):
+            for work in post(self.group, {one: receives[one] for one in peers}, {one: sends[one] for one in peers}):
+                work.wait()
+        receives[rank].copy_(sends[rank])
+        return Exchange(lambda: received)
+
+
+IMPLEMENTATIONS = {
+    **{name: found for name, found in ALL_TO_ALLS.items() if name != "auto"},
+    "sequential": SequentialAllToAll,
+}
+
+
+def measure(case: Case) -> dict[str, list[Sample]]:
+    """Task of every rank: all implementations in turn, `case.repeats` times."""
+    cpu.keep_freed_memory()
+    group = dist.group.WORLD
+    assert group is not None
+    splits_DD = torch.from_numpy(case.rows(group.size()))
+    generator = torch.Generator().manual_seed(group.rank())
+    rows = torch.randint(1 << 30, (int(splits_DD[group.rank()].sum()), ROW_BYTES // 4), generator=generator).int()
+    nodes = new_node_groups(group, group, case.node_size)
+    members = {
+        name: found(nodes) if issubclass(found := IMPLEMENTATIONS[name], NodeAllToAll) else found(group)
+        for name in case.implementations
+    }
+    runs = {name: lambda member=member: member.start(rows, splits_DD).wait() for name, member in members.items()}
+    expected = FlatAllToAll(group).start(rows, splits_DD).wait()
+    for name, run in runs.items():
+        assert torch.equal(run(), expected), f"{name} brought other rows than flat"
+    samples: dict[str, list[Sample]] = {name: [] for name in runs}
+    names = list(runs)
+    for repeat in range(case.repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            _meet()
+            samples[name].append(timed(runs[name]))
+    return samples
+
+
+def _meet() -> None:
+    """Go on at one instant of the clock that all ranks share; out of a barrier they come milliseconds apart."""
+    dist.barrier()
+    instant = torch.tensor([time.monotonic() + MEETING_SECONDS], dtype=torch.float64)
+    dist.broadcast(instant, 0)
+    time.sleep(max(0.0, float(instant) - time.monotonic()))
+
+
+def timed(run: Run) -> Sample:
+    machine, process = psutil.cpu_times(), time.process_time()
+    start = time.monotonic()
+    run()
+    end = time.monotonic()
+    process, after = time.process_time() - process, psutil.cpu_times()
+    used = {field: getattr(after, field) - getattr(machine, field) for field in after._fields}
+    programs = used["user"] + used["nice"] + used["system"] + used["steal"]
+    return Sample(start, end, process, programs, used["irq"] + used["softirq"])
+
+
+def table(rows: dict[str, Row], allowed: Limit) -> str:
+    """One line per implementation, and what Eq. 18 has to say."""
+    lines = [f"{'':12s} {'median ms':>9s} {'(min-max)':12s} /flat   /p2p    /limit    own kernel foreign"]
+    for name, row in rows.items():
+        spread = f"({1e3 * min(row.seconds):.0f}-{1e3 * max(row.seconds):.0f})"
+        bases = [rows[base].median if base in rows else float("nan") for base in ("flat", "p2p")]
+        ratios = " ".join(f"{row.median / base:7.3f}" for base in (*bases, allowed.seconds))
+        cores = f"{row.own_cores:6.2f} {row.kernel_cores:6.2f} {row.foreign_cores:7.2f}"
+        lines.append(f"{name:12s} {1e3 * row.median:9.1f} {spread:12s}{ratios} {cores}   {row.objection}".rstrip())
+    for name in ("pipe", "p2p"):
+        if name in rows and "sequential" in rows:
+            ratio = rows["sequential"].median / rows[name].median
+            lines.append(f"sequential / {name}: {ratio:.2f}; S_max (Eq. 18) {allowed.largest_speedup:.2f}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", type=_layout, default=[(2, 4), (4, 2)], help="nodes x ranks per node")
+    parser.add_argument("--mib", nargs="+", type=float, default=[8.0], help="MiB that each rank sends, itself included")
+    parser.add_argument("--link-mbit", nargs="+", type=float, default=[400.0])
+    parser.add_argument("--bus-mbit", nargs="+", type=_bus, default=[None], help="inside a node; free: not limited")
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["even"])
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args(argv)
+    # Not this module: the fork server does not look for modules where a script does
+    multiprocessing.set_forkserver_preload(["torch.distributed", "megatron_balance.comm.registry"])
+    networks = itertools.product(args.layouts, args.link_mbit, args.bus_mbit)
+    try:
+        for (nodes, node_size), link_mbit, bus_mbit in networks:
+            with Testbed(nodes, node_size, link_mbit, bus_mbit) as testbed:
+                for mib, splits in itertools.product(args.mib, args.splits):
+                    _report(testbed, Case(node_size, splits, mib, tuple(args.implementations), args.repeats))
+    except ValueError as error:
+        parser.error(str(error))
+    except TestbedUnavailable as error:
+        print(f"alltoall.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _report(testbed: Testbed, case: Case) -> None:
+    bytes_DD = case.rows(testbed.world_size) * ROW_BYTES
+    allowed = limit(bytes_DD, case.node_size, testbed.link_mbit, testbed.bus_mbit)
+    bus = "free" if testbed.bus_mbit is None else f"{testbed.bus_mbit:g} Mbit/s ({1e3 * allowed.intra:.0f} ms)"
+    print(
+        f"\n{testbed.nodes}x{case.node_size}, {case.splits}, {case.mib:g} MiB per rank, "
+        f"links {testbed.link_mbit:g} Mbit/s ({1e3 * allowed.inter:.0f} ms), bus {bus}, {case.repeats} repeats; "
+        f"limit {1e3 * allowed.seconds:.1f} ms"
+    )
+    # Nothing is slower than all bytes over one link, one after another, many times over
+    patience = 60 + 10 * (case.repeats + 2) * len(case.implementations) * (allowed.inter + allowed.intra)
+    by_rank = testbed.run(measure, case, timeout=patience)
+    rows = {name: Row.of([samples[name] for samples in by_rank]) for name in case.implementations}
+    print(table(rows, allowed), flush=True)
+
+
+def _layout(text: str) -> tuple[int, int]:
+    try:
+        nodes, ranks_per_node = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give nodes x ranks per node, such as 2x4") from None
+    return nodes, ranks_per_node
+
+
+def _bus(text: str) -> float | None:
+    return None if text == "free" else float(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""An emulated device: a layer computes by sleeping, its messages are real, so that two cores stand for eight devices.
+
+    python tools/bench/testbed.py --nodes 2 --ranks-per-node 4 --link-mbit 400 -- \\
+        tools/bench/emulated.py --expert-us-per-token 20 [--attention-ms 5] -- FLAGS OF pretrain_gpt_moe.py
+
+What is learned means nothing. Norms, routers, embedding, output layer and optimizer stay real: give the model a small
+vocabulary. A measured cluster profile (`--balance-profile auto`) would be this machine's: give a file instead.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_balance.device import cpu, quiet
+
+BACKWARD_RATIO = 2.0
+"""The backward pass of a matrix product is two of them."""
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """How long a device takes for what it does not compute."""
+
+    expert_seconds_per_token: float
+    """Forward pass of the experts, for each row that they receive."""
+
+    attention_seconds: float | None = None
+    """Forward pass of one layer's self-attention, for a microbatch; None: it is computed."""
+
+    backward_ratio: float = BACKWARD_RATIO
+    """Backward over forward."""
+
+    sleep: Callable[[float], None] = time.sleep
+
+    def __str__(self) -> str:
+        attention = "computed" if self.attention_seconds is None else f"{self.attention_seconds * 1e3:g} ms"
+        return (
+            f"EMULATED COMPUTATION: experts {self.expert_seconds_per_token * 1e6:g} us per token, "
+            f"attention {attention}; backward {self.backward_ratio:g} times as long; messages are real, "
+            "losses mean nothing"
+        )
+
+    def pass_through(
+        self, values: torch.Tensor, seconds: float, parameters: Iterable[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """`values`, after `seconds`; their gradient comes back later still, and the parameters' are zero."""
+        return _Sleep.apply(values, self, seconds, *(one for one in parameters if one is not None))
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, device: EmulatedDevice, seconds: float, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.device, ctx.seconds = device, seconds
+        ctx.parameters = parameters
+        device.sleep(seconds)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+        ctx.device.sleep(ctx.seconds * ctx.device.backward_ratio)
+        # One zero, seen as many: nothing is written
+        zeros = (one.new_zeros(()).expand(one.shape) for one in ctx.parameters)
+        return gradients[0], None, None, *zeros
+
+
+def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, say: Callable[[str], object] = print) -> None:
+    """Make all MoE layers of a built model compute by sleeping; `say` is told so.
+
+    Experts return their rows times the combine weights; every gradient keeps its shape, its way and its turn.
+
+    Raises:
+        ValueError: no layer of ours is there, or attention would take messages of its own away with it.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_balance.flow.experts import GroupedExperts
+
+    modules = [module for chunk in model for module in chunk.modules()]
+    experts = [module for module in modules if isinstance(module, GroupedExperts)]
+    if not experts:
+        raise ValueError("--moe-layer-impl megatron, or no MoE layer: only experts of `balanced` layers are emulated")
+    for module in experts:
+        module.forward = functools.partial(_emulated_experts, module, device)
+    for layer in modules if device.attention_seconds is not None else ():
+        if isinstance(layer, TransformerLayer):
+            _check_alone(layer.config)
+            attention: Any = layer.self_attention
+            attention.forward = functools.partial(_emulated_attention, attention, device)
+    say(str(device))
+
+
+def _emulated_experts(
+    experts: Any, device: EmulatedDevice, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor
+) -> torch.Tensor:
+    """Stands for GroupedExperts.forward."""
+    guests = len(tokens_per_slot) - len(experts.home_experts)
+    # Calls of the modules, see GroupedWeights.forward
+    projections = [*experts.linear_fc1(guests), *experts.linear_fc2(guests)]
+    parameters = [tensor for projection in projections for tensor in (projection.weight, projection.bias)]
+    output_RH = (rows_RH * probs_R.unsqueeze(-1)).to(rows_RH.dtype)
+    return device.pass_through(output_RH, len(rows_RH) * device.expert_seconds_per_token, parameters)
+
+
+def _emulated_attention(
+    attention: torch.nn.Module, device: EmulatedDevice, hidden_states: torch.Tensor, *_: object, **__: object
+) -> tuple[torch.Tensor, None]:
+    """Stands for megatron-core's SelfAttention.forward: (output, bias)."""
+    assert device.attention_seconds is not None
+    return device.pass_through(hidden_states, device.attention_seconds, attention.parameters()), None
+
+
+def _check_alone(config: Any) -> None:
+    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        if (size := getattr(config, name)) > 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {size}: emulated attention sends no messages; use 1, or drop --attention-ms")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--expert-us-per-token", type=float, required=True, help="forward, per received token")
+    parser.add_argument("--attention-ms", type=float, help="forward, per layer and microbatch; computed if not given")
+    parser.add_argument("flags", nargs="*", help="of pretrain_gpt_moe.py")
+    args = parser.parse_args(argv)
+    quiet.silence_expected_warnings()
+    cpu.install()
+    from megatron_balance import launch
+
+    attention = None if args.attention_ms is None else args.attention_ms / 1e3
+    device = EmulatedDevice(args.expert_us_per_token / 1e6, attention)
+    last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    build_run = launch.build_run
+
+    def build_emulated(config: Any) -> Any:
+        run = build_run(config)
+        emulate(run.model, device, functools.partial(print, flush=True) if last else lambda line: None)
+        return run
+
+    launch.build_run = build_emulated
+    launch.pretrain(args.flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Nodes as network namespaces: what builds their network, what enters it, and what removes it."""
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+from traffic import BURST
+
+NAMESPACES = Path("/run/netns")
+
+MTU, SEGMENT_BYTES = 9000, BURST // 2
+"""A packet's segments together have to stay below the burst, or tbf takes them apart again, which costs CPU time. Short
+ones cost more of it, too."""
+
+TCP = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0")
+QUEUE_BYTES = 16 << 20
+
+
+class TestbedUnavailable(RuntimeError):
+    """This machine cannot have a testbed; the message says what is missing."""
+
+    __test__ = False
+
+
+def address(node: int) -> str:
+    """The IP address of a node."""
+    return f"10.77.0.{node + 1}"
+
+
+def setup_commands(prefix: str, nodes: int, link_mbit: float, bus_mbit: float | None) -> list[list[str]]:
+    """What builds the network: namespaces PREFIX0, PREFIX1, ..., and PREFIXsw with the bridge that joins them."""
+    switch = f"{prefix}sw"
+    lines = [
+        f"ip netns add {switch}",
+        f"ip -n {switch} link add br0 type bridge stp_state 0 forward_delay 0",
+        f"ip -n {switch} link set br0 mtu {MTU} up",
+    ]
+    for index in range(nodes):
+        node, port = f"{prefix}{index}", f"p{index}"
+        wire = f"mtu {MTU} gso_max_size {SEGMENT_BYTES}"
+        lines += [
+            f"ip netns add {node}",
+            f"ip link add eth0 netns {node} type veth peer name {port} netns {switch}",
+            f"ip -n {node} link set eth0 {wire}",
+            f"ip -n {switch} link set {port} {wire} master br0 up",
+            f"ip -n {node} link set lo up",
+            f"ip -n {node} addr add {address(index)}/24 dev eth0",
+            f"ip -n {node} link set eth0 up",
+            f"ip netns exec {node} sysctl -qw {' '.join(TCP)}",
+            # Both ends of the wire: a queue limits what is sent into it, here by the node, there to the node
+            _limit(node, "eth0", link_mbit),
+            _limit(switch, port, link_mbit),
+        ]
+        if bus_mbit is not None:
+            lines.append(_limit(node, "lo", bus_mbit))
+    return [line.split() for line in lines]
+
+
+def _limit(namespace: str, device: str, mbit: float) -> str:
+    rate = f"{round(mbit * 1e6)}bit"
+    return f"tc -n {namespace} qdisc replace dev {device} root tbf rate {rate} burst {BURST} limit {QUEUE_BYTES}"
+
+
+def build(commands: Iterable[list[str]]) -> None:
+    """Run `setup_commands`; raises TestbedUnavailable with the first complaint."""
+    for command in commands:
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            complaint = " ".join(result.stderr.split()) or "failed"
+            raise TestbedUnavailable(f"no testbed here: {' '.join(command)}: {complaint}")
+
+
+def require_tools() -> None:
+    """Raises TestbedUnavailable without root's rights or the tools; that tbf is there, only building one shows."""
+    if os.geteuid() != 0:
+        raise TestbedUnavailable("no testbed here: network namespaces need root")
+    missing = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
+    if missing:
+        raise TestbedUnavailable(f"no testbed here: {' and '.join(missing)} not found (Debian: iproute2, procps)")
+
+
+def existing_namespaces() -> list[str]:
+    """Names of all network namespaces, whoever made them."""
+    return sorted(os.listdir(NAMESPACES)) if NAMESPACES.exists() else []
+
+
+def abandoned(names: Iterable[str], alive: Callable[[int], bool]) -> list[str]:
+    """Those namespaces of testbeds whose process, asked for by number, is gone."""
+    owned = [(name, re.match(r"testbed-(\d+)-", name)) for name in names]
+    return [name for name, match in owned if match and not alive(int(match[1]))]
+
+
+def is_running(number: int) -> bool:
+    """Whether there is such a process, and not only its exit code, which nobody has asked for."""
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def remove(names: Iterable[str]) -> None:
+    """End every process in these namespaces and remove them; somebody else may be at it too."""
+    for name in names:
+        end_processes(name)
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def end_processes(name: str) -> None:
+    """Kill whatever runs in a namespace."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for number in listed.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and with it all that it will start, into a network namespace."""
+    new_network = 0x40000000
+    descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, new_network):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    os.close(descriptor)

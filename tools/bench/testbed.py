@@ -1,0 +1,342 @@
+"""A slow network on one machine: nodes are network namespaces on a bridge, every link limited to a rate.
+
+    python tools/bench/testbed.py --nodes 2 --ranks-per-node 2 --link-mbit 400 [--bus-mbit 1600] -- SCRIPT [ARG ...]
+
+runs a script on all ranks with the environment that torchrun gives it, prints what the last rank prints, and exits with
+the worst exit code of a rank. Ranks of one node share a namespace and talk over its loopback, which is fast unless
+--bus-mbit limits it. Needs root, `ip`, and `tc` with tbf; exit code 2 says that something of this is missing.
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from namespaces import (
+    TestbedUnavailable,
+    abandoned,
+    address,
+    build,
+    end_processes,
+    enter,
+    existing_namespaces,
+    is_running,
+    remove,
+    require_tools,
+    setup_commands,
+)
+
+FIRST_PORT = 29500
+
+GRACE_SECONDS = 10.0
+"""How long the others may go on once a rank has failed."""
+
+
+class RankFailure(RuntimeError):
+    """A rank raised, died or did not finish in time; the message holds its traceback and what it printed last."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a command ended."""
+
+    codes: list[int | None]
+    """Exit codes, by rank; negative: the signal; None: stopped from here, because another had failed or time was up."""
+
+    output: list[str]
+    """Standard output and error together, by rank."""
+
+    @property
+    def worst_code(self) -> int:
+        """As a shell gives it: 128 and more for signals. 1 if every rank had to be stopped."""
+        codes = [128 - code if code < 0 else code for code in self.codes if code is not None]
+        return max(codes, default=1)
+
+
+class Testbed:
+    """`with Testbed(2, 4, link_mbit=400) as testbed: results = testbed.run(task, argument)`; takes 0.2 s to build.
+
+    Whatever ends the `with`, SIGTERM and Ctrl-C included, ends all that runs inside and removes the namespaces. What an
+    earlier testbed left behind, because it was killed, is removed when the next one is built.
+
+    Args:
+        nodes: network namespaces.
+        ranks_per_node: rank r lives on node r // ranks_per_node.
+        link_mbit: Mbit/s that a node can send, and receive at the same time.
+        bus_mbit: Mbit/s that all ranks of a node together can send to each other; None: as fast as the loopback is.
+
+    Raises:
+        ValueError: numbers that are not positive.
+        TestbedUnavailable: on entering, where namespaces or rate limits cannot be had.
+    """
+
+    __test__ = False
+
+    def __init__(self, nodes: int, ranks_per_node: int, link_mbit: float, bus_mbit: float | None = None) -> None:
+        wanted = {
+            "--nodes": nodes,
+            "--ranks-per-node": ranks_per_node,
+            "--link-mbit": link_mbit,
+            "--bus-mbit": bus_mbit,
+        }
+        for flag, value in wanted.items():
+            if value is not None and value <= 0:
+                raise ValueError(f"{flag} {value}: choose a number above 0")
+        if nodes > 250:
+            raise ValueError(f"--nodes {nodes}: choose at most 250 (their addresses share one byte)")
+        self.nodes, self.ranks_per_node = nodes, ranks_per_node
+        self.link_mbit, self.bus_mbit = link_mbit, bus_mbit
+        self.world_size = nodes * ranks_per_node
+        # The process number tells leftovers from what is in use
+        self._prefix = f"testbed-{os.getpid()}-{secrets.token_hex(3)}-"
+        self._ports = itertools.count(FIRST_PORT)
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> "Testbed":
+        require_tools()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_terminate_raises())
+            self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            remove(abandoned(existing_namespaces(), is_running))
+            stack.callback(self._remove)
+            build(setup_commands(self._prefix, self.nodes, self.link_mbit, self.bus_mbit))
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def node_of(self, rank: int) -> int:
+        """The node that a rank lives on."""
+        return rank // self.ranks_per_node
+
+    def run(self, task: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+        """Call `task(*args)` on every rank in a fresh gloo group; returns what each returned.
+
+        Ranks are forked from multiprocessing's fork server, so that what it has preloaded need not be imported again.
+        `task` is a module-level function; its module has to be found on `sys.path`.
+
+        Args:
+            timeout: seconds for the whole task.
+
+        Raises:
+            RankFailure: the first rank that failed.
+        """
+        context, port = multiprocessing.get_context("forkserver"), next(self._ports)
+        processes, pipes = [], []
+        try:
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                where = (self._namespace(rank), self._environment(rank, port), self._log(rank))
+                process = context.Process(target=_serve, args=(*where, theirs, task, args, timeout))
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            return self._collect(task.__name__, pipes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            self._end_processes()
+
+    def launch(self, command: Sequence[str], live: bool = False, timeout: float | None = None) -> Ended:
+        """Run a command as every rank, with the environment that torchrun would give it.
+
+        Args:
+            live: the last rank prints to our standard output and error instead of `Ended.output`.
+            timeout: seconds, after which all ranks are stopped.
+        """
+        port, processes = next(self._ports), []
+        try:
+            for rank in range(self.world_size):
+                with open(self._log(rank), "wb") as log:
+                    output = None if live and rank == self.world_size - 1 else log
+                    inside = ["ip", "netns", "exec", self._namespace(rank), *command]
+                    environment = os.environ | self._environment(rank, port)
+                    processes.append(
+                        subprocess.Popen(
+                            inside, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                        )
+                    )
+            codes = _wait(processes, timeout)
+        finally:
+            self._end_processes()
+            for process in processes:
+                process.kill()
+                process.wait()
+        return Ended(codes, [self.output(rank) for rank in range(self.world_size)])
+
+    def output(self, rank: int) -> str:
+        """Everything that a rank has printed in the latest `run` or `launch`."""
+        return self._log(rank).read_text(errors="replace")
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        numbers = {
+            "RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": rank % self.ranks_per_node,
+            "LOCAL_WORLD_SIZE": self.ranks_per_node,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+        }
+        addresses = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        return addresses | {name: str(value) for name, value in numbers.items()}
+
+    def _namespace(self, rank: int) -> str:
+        return f"{self._prefix}{self.node_of(rank)}"
+
+    def _log(self, rank: int) -> Path:
+        return self._directory / f"rank{rank}.txt"
+
+    def _collect(self, name: str, pipes: list[Connection], timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        while len(results) < len(pipes):
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(len(pipes))) - results.keys())
+                raise RankFailure(f"{name}: ranks {missing} did not finish in {timeout} s")
+            for rank, pipe in enumerate(pipes):
+                if pipe not in ready:
+                    continue
+                try:
+                    error, results[rank] = pipe.recv()
+                except EOFError:
+                    error = "it died"
+                if error is not None:
+                    raise RankFailure(f"{name}: rank {rank} failed: {error}\n{self.output(rank)[-3000:]}")
+        return [results[rank] for rank in range(len(pipes))]
+
+    def _end_processes(self) -> None:
+        for name in self._own_namespaces():
+            end_processes(name)
+
+    def _own_namespaces(self) -> list[str]:
+        return [name for name in existing_namespaces() if name.startswith(self._prefix)]
+
+    def _remove(self) -> None:
+        with _signals_held_back():
+            remove(self._own_namespaces())
+
+
+def _wait(processes: list[subprocess.Popen], timeout: float | None) -> list[int | None]:
+    """Exit codes; None for those that still ran at the end of the time or of the grace after a failure."""
+    deadline = time.monotonic() + timeout if timeout is not None else float("inf")
+    failed = False
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if all(code is not None for code in codes):
+            break
+        if any(codes) and not failed:
+            failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.05)
+    return [process.poll() for process in processes]
+
+
+@contextlib.contextmanager
+def _terminate_raises() -> Iterator[None]:
+    """SIGTERM unwinds the stack instead of ending the process on the spot. (Only a main thread can have it so.)"""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A second Ctrl-C waits until all is removed."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(
+    namespace: str,
+    environment: dict[str, str],
+    log: Path,
+    pipe: Connection,
+    task: Callable[..., Any],
+    args: tuple,
+    timeout: float,
+) -> None:
+    """One rank of `Testbed.run`."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        enter(namespace)
+        os.environ |= environment
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+        outcome = (None, task(*args))
+    except BaseException:
+        outcome = (traceback.format_exc(), None)
+    sys.stdout.flush()
+    pipe.send(outcome)
+    # The first rank keeps the others' store: it stays until all are stopped
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--ranks-per-node", type=int, required=True)
+    parser.add_argument("--link-mbit", type=float, required=True, help="Mbit/s of each node, either way")
+    parser.add_argument("--bus-mbit", type=float, help="Mbit/s inside each node")
+    parser.add_argument("script", help="a Python script")
+    # Not "*", which would swallow a second "--", the script's own
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args(argv)
+    try:
+        with Testbed(args.nodes, args.ranks_per_node, args.link_mbit, args.bus_mbit) as testbed:
+            ended = testbed.launch([sys.executable, args.script, *args.arguments], live=True)
+    except ValueError as error:
+        parser.error(str(error))
+    except TestbedUnavailable as error:
+        print(f"testbed.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    failed = {rank: code for rank, code in enumerate(ended.codes) if code}
+    for rank in list(failed)[:1]:
+        print(
+            f"testbed.py: exit codes by rank: {failed}; rank {rank} said:\n{ended.output[rank][-3000:]}",
+            file=sys.stderr,
+        )
+    return ended.worst_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
