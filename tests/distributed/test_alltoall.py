@@ -305,10 +305,10 @@ RUN = "--expert-model-parallel-size 4 --moe-comm-node-size 2 --moe-token-dispatc
 
 def test_training_does_not_depend_on_the_all_to_all(ranks) -> None:
     curves = {
-        name: ranks(4).run(runs.train_curve, f"{RUN} --moe-comm-alltoall {name}", 5)
-        for name in [*NAMES, "megatron_balance.comm.pipelined:PipelinedAllToAll"]
+        name: ranks(4).run(runs.train_curve, f"{RUN} --moe-comm-alltoall {name}", 3)
+        for name in ["flat", "default", "1dh", "2dh", "auto", "megatron_balance.comm.pipelined:PipelinedAllToAll"]
     }
-    assert len(curves["flat"][0]) == 5
+    assert len(curves["flat"][0]) == 3
     assert all(curve == curves["flat"] for curve in curves.values()), curves
 
 
@@ -322,11 +322,11 @@ def test_training_does_not_depend_on_the_all_to_all(ranks) -> None:
     ids=["pipeline", "policy", "recompute"],
 )
 def test_training_with_other_features(ranks, flags: str) -> None:
-    plain, *others = (
-        ranks(4).run(runs.train_curve, f"{flags} --moe-comm-node-size {size} --moe-comm-alltoall {name}", 3)
-        for name, size in (("flat", 2), ("1dh", 2), ("pipe", 1))
+    plain, piped = (
+        ranks(4).run(runs.train_curve, f"{flags} --moe-comm-node-size 1 --moe-comm-alltoall {name}", 3)
+        for name in ("flat", "pipe")
     )
-    assert all(curve == plain for curve in others)
+    assert piped == plain
 
 
 def built(name: str) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from megatron_balance.device.layout import build_groups
 from tests.distributed import runs
 from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
 
-LOSSY = [name for name in CODECS if name != "none"]
 DIRECTIONS = {"dispatch": (1, 0, 0), "combine": (0, 1, 0), "forward": (1, 1, 0), "all": (1, 1, 1)}
 """Whether the rows to the experts, those back, and their gradients are compressed."""
 
@@ -79,10 +78,10 @@ RUN = "--expert-model-parallel-size 4"
 def test_training_feels_the_codec_a_little(ranks) -> None:
     flags = [
         "",
-        *(f"--moe-comm-codec {name}" for name in LOSSY),
+        *(f"--moe-comm-codec {name}" for name in ("fp16", "fp8", "zfp")),
         "--moe-comm-codec int8 --moe-comm-codec-directions all",
     ]
-    plain, *curves = (ranks(4).run(runs.train_curve, f"{RUN} {given}", 5)[0] for given in flags)
+    plain, *curves = (ranks(4).run(runs.train_curve, f"{RUN} {given}", 3)[0] for given in flags)
     assert len({tuple(curve) for curve in (plain, *curves)}) == len(flags)
     for curve in curves:
         assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in plain], rel=5e-3)

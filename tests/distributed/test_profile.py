@@ -148,11 +148,14 @@ def record_traffic() -> dict[str, tuple[int, int]]:
     """Bytes that this rank sends and receives in the collectives that split or gather a buffer of 1200 bytes."""
     buffer = torch.zeros(300)
     traffic = {}
-    with mock.patch.object(dist, "all_to_all_single") as call:
+    with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
         OPERATIONS["all_to_all"](dist.group.WORLD, buffer)()
-        received, sent, *splits = call.call_args.args
-        traffic["all_to_all"] = (sent.nbytes, received.nbytes)
-        assert splits == [[0 if rank == dist.get_rank() else 100 for rank in range(4)]] * 2
+        messages = {
+            verb: [one for one in call.call_args.args[0] if one.op is verb] for verb in (dist.isend, dist.irecv)
+        }
+        traffic["all_to_all"] = tuple(sum(one.tensor.nbytes for one in some) for some in messages.values())
+        others = {rank: 400 for rank in range(4) if rank != dist.get_rank()}
+        assert all({one.peer: one.tensor.nbytes for one in some} == others for some in messages.values())
     with mock.patch.object(dist, "all_gather_into_tensor") as call:
         OPERATIONS["all_gather"](dist.group.WORLD, buffer)()
         traffic["all_gather"] = (call.call_args.args[1].nbytes, call.call_args.args[0].nbytes)
