@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import enum
 import functools
+import importlib
 import inspect
 import textwrap
 import types
@@ -147,3 +148,20 @@ def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return {"type": functools.partial(enum_member, hint), "choices": list(hint), "default": default}
     return None
+
+
+def named(flag: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What `known` has under the name that was given with a flag, or what is found at `package.module:Class`.
+
+    Raises:
+        ValueError: no such name, module or class.
+    """
+    if ":" not in name:
+        if name not in known:
+            raise ValueError(f"{flag} {name}: choose from {', '.join(known)}, or give package.module:Class")
+        return known[name]
+    module_name, _, class_name = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{flag} {name}: cannot be imported: {error}; give package.module:Class") from error

@@ -25,6 +25,8 @@ from types import ModuleType
 import torch
 from torch.nn.functional import pad
 
+from megatron_balance.flags import named
+
 FLAG = "--moe-comm-codec"
 
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -243,15 +245,7 @@ def load_codec(name: str) -> Codec:
         ValueError: no such name, module or class, a class that is no Codec or wants arguments, or zfp without zfpy.
     """
     flag = f"{FLAG} {name}"
-    if ":" not in name:
-        if name not in CODECS:
-            raise ValueError(f"{flag}: choose from {', '.join(CODECS)}, or give package.module:Class")
-        return CODECS[name]()
-    module_name, _, class_name = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{flag}: cannot be imported: {error}") from error
+    factory = named(FLAG, name, CODECS)
     if not (isinstance(factory, type) and issubclass(factory, Codec)):
         raise ValueError(f"{flag}: is no subclass of {Codec.__module__}.{Codec.__qualname__}")
     try:

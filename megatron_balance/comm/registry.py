@@ -1,6 +1,5 @@
 """All-to-alls by name."""
 
-import importlib
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from megatron_balance.comm.auto import AutoAllToAll
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.device.groups import NodeGroups
+from megatron_balance.flags import named
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 ALL_TO_ALLS: dict[str, type[AllToAll]] = {
@@ -29,15 +29,7 @@ def find_all_to_all(name: str) -> type[AllToAll]:
         ValueError: no such name, module or class, or not an AllToAll.
     """
     flag = f"--moe-comm-alltoall {name}"
-    if ":" not in name:
-        if name not in ALL_TO_ALLS:
-            raise ValueError(f"{flag}: choose from default, {', '.join(ALL_TO_ALLS)}, or give package.module:Class")
-        return ALL_TO_ALLS[name]
-    module_name, _, class_name = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{flag}: cannot be imported: {error}") from error
+    found = named("--moe-comm-alltoall", name, {"default": None, **ALL_TO_ALLS})
     if not (isinstance(found, type) and issubclass(found, AllToAll)):
         raise ValueError(f"{flag}: is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll")
     return found

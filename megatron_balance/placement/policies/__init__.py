@@ -1,8 +1,8 @@
 """Policies: functions from an expected load and the present placement to the next placement. One file each."""
 
-import importlib
 from typing import Any
 
+from megatron_balance.flags import named
 from megatron_balance.placement.policies.fastermoe import FasterMoE
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.policies.none import NoPolicy
@@ -28,17 +28,7 @@ def load_policy(name: str, **options: Any) -> Policy:
         ValueError: no such name, module or class, options that the class does not take, or no method `plan`.
     """
     flag = f"--balance-policy {name}"
-    if ":" not in name:
-        if name not in POLICIES:
-            raise ValueError(f"{flag}: choose from {', '.join(POLICIES)}, or give package.module:Class")
-        return POLICIES[name](**options)
-    module_name, _, class_name = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{flag}: cannot be imported: {error}; give the name of a policy, or package.module:Class"
-        ) from error
+    factory = named("--balance-policy", name, POLICIES)
     try:
         policy = factory(**options)
     except TypeError as error:
