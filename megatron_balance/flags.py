@@ -156,12 +156,13 @@ def named(flag: str, name: str, known: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: no such name, module or class.
     """
+    remedy = f"choose from {', '.join(known)}, or give package.module:Class"
     if ":" not in name:
         if name not in known:
-            raise ValueError(f"{flag} {name}: choose from {', '.join(known)}, or give package.module:Class")
+            raise ValueError(f"{flag} {name}: {remedy}")
         return known[name]
     module_name, _, class_name = name.partition(":")
     try:
         return getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{flag} {name}: cannot be imported: {error}; give package.module:Class") from error
+        raise ValueError(f"{flag} {name}: cannot be imported: {error}; {remedy}") from error

@@ -12,7 +12,7 @@ from tests.unit.test_checks import CPU, argv, parse
 EP4 = "--expert-model-parallel-size 4"
 TOP2 = f"{EP4} --balance-policy top2"
 FORCED = "--moe-router-force-workload hot_rank"
-REMEDY = "give the name of a policy, or package.module:Class"
+REMEDY = "or give package.module:Class"
 
 BAD = [
     # flags, what the message says: flag, value, remedy
@@ -37,7 +37,7 @@ BAD = [
     (f"{TOP2} --num-experts 12 --moe-router-topk 13", "--moe-router-topk 13", "1 to --num-experts 12"),
     (
         f"{EP4} --balance-policy topmost",
-        *("--balance-policy topmost", "choose from", "none, pro_prophet", "top2", "or give package.module:Class"),
+        *("--balance-policy topmost", "choose from", "none, pro_prophet", "top2", REMEDY),
     ),
     (f"{EP4} --balance-policy nowhere.at_all:Policy", "--balance-policy nowhere.at_all:Policy", "No module", REMEDY),
     (f"{EP4} --balance-policy .relative:Policy", "--balance-policy .relative:Policy", "imported", REMEDY),
