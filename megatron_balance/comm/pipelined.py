@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, ending_with, post
 
-MESSAGES_AT_ONCE = 2
-"""That a rank sends to other nodes on gloo: one is on the link, and the next is there when the link is free.
+MESSAGES_AT_ONCE = 3
+"""That a rank sends to other nodes on gloo: one is on the link, the next is there when the link is free, and the third
+when the receiver of one of them is busy.
 
 All at once would share the links by chance, and some would have nothing to carry while others carry the last messages.
 """

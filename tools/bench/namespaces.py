@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,16 @@ MTU, SEGMENT_BYTES = 9000, BURST // 2
 """A packet's segments together have to stay below the burst, or tbf takes them apart again, which costs CPU time. Short
 ones cost more of it, too."""
 
-TCP = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0")
 QUEUE_BYTES = 16 << 20
+
+TCP = (
+    "net.ipv4.tcp_congestion_control=reno",
+    "net.ipv4.tcp_slow_start_after_idle=0",
+    # A message counts as sent when little of it is still to go. By default sockets and queues take in megabytes at
+    # once, and then share the links as the kernel likes, in whatever order a rank sends
+    "net.ipv4.tcp_notsent_lowat=131072",
+    "net.ipv4.tcp_rmem='4096 131072 524288'",
+)
 
 
 class TestbedUnavailable(RuntimeError):
@@ -60,7 +69,7 @@ def setup_commands(prefix: str, nodes: int, link_mbit: float, bus_mbit: float | 
         ]
         if bus_mbit is not None:
             lines.append(_limit(node, "lo", bus_mbit))
-    return [line.split() for line in lines]
+    return [shlex.split(line) for line in lines]
 
 
 def _limit(namespace: str, device: str, mbit: float) -> str:
