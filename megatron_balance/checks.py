@@ -28,7 +28,7 @@ AT_LEAST_ONE = (
 
 NO_EFFECT_WITHOUT_POLICY = (
     *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
-    *("balance_profile", "balance_explain", "balance_log_dir", "balance_alpha"),
+    *("balance_profile", "balance_explain", "balance_log_dir", "balance_alpha", "balance_overlap", "balance_timeline"),
 )
 
 

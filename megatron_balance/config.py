@@ -56,7 +56,8 @@ class BalanceConfig:
     the mean load of an expert."""
 
     balance_overlap: Literal["none", "blockwise"] = "none"
-    """blockwise: hide Plan, Trans and Agg behind the computation of neighbouring blocks."""
+    """none: Plan, Trans and Agg where they are needed. blockwise: beside the computation of neighbouring blocks, and
+    policies know that they are hidden there."""
 
     balance_ownership: Literal["fixed", "transfer"] = "fixed"
     """transfer: an expert's parameters and optimizer state may move to another owner."""
@@ -84,6 +85,9 @@ class BalanceConfig:
 
     balance_log_dir: str | None = None
     """Directory for load matrices and placements (.npz)."""
+
+    balance_timeline: str | None = None
+    """Directory for a Chrome/Perfetto trace of each rank (.json): what happened when in the latest iterations."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megatron_balance.device import groups
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
+from megatron_balance.observe.timeline import Timeline
 from megatron_balance.training.checkpoint import CheckpointError, Checkpoints, raise_everywhere
 from megatron_balance.training.hang_guard import HangGuard
 from megatron_balance.training.logging import RunLog
@@ -70,16 +71,18 @@ def _prepare(config: RunConfig, notices: list[str], guard: HangGuard) -> tuple[R
 
 @contextlib.contextmanager
 def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
-    """What is to be called after every iteration for `--moe-routing-trace-path` and `--balance-log-dir`."""
+    """What is to be called after every iteration for flags that record what happens in it."""
     rank, done = dist.get_rank(), run.progress.iteration
-    trace_path, log_dir = run.config.log.moe_routing_trace_path, run.config.balance.balance_log_dir
+    trace_path, balance = run.config.log.moe_routing_trace_path, run.config.balance
     intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
-    trace, loads, error = None, None, None
+    trace, loads, timeline, error = None, None, None, None
     try:
         if trace_path is not None:
             trace = RoutingTrace(run.model, Path(trace_path), rank, lambda: run.progress.iteration, done)
-        if log_dir is not None and run.groups.ep.rank() == 0:
-            loads = LoadLog(Path(log_dir), rank, done + 1)
+        if balance.balance_log_dir is not None and run.groups.ep.rank() == 0:
+            loads = LoadLog(Path(balance.balance_log_dir), rank, done + 1)
+        if balance.balance_timeline is not None and run.balancer is not None:
+            timeline = run.balancer.timeline = Timeline(Path(balance.balance_timeline), rank)
     except ValueError as failure:
         error = failure
     raise_everywhere(error)
@@ -92,6 +95,8 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
             # A resumed run goes on from a checkpoint: what was before must be on disk by then
             if any(report.iteration % interval == 0 for interval in intervals if interval):
                 loads.flush()
+        if timeline is not None and report.iteration % run.config.log.log_interval == 0:
+            timeline.flush()
 
     try:
         yield after_step
@@ -100,6 +105,8 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
             trace.close()
         if loads is not None:
             loads.flush()
+        if timeline is not None:
+            timeline.flush()
 
 
 @contextlib.contextmanager

@@ -107,6 +107,11 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
         )
     if "balance_alpha" in given and policy != "pro_prophet":
         raise ValueError(f"--balance-alpha: has no effect with {flag}; leave it out")
+    if (values["balance_overlap"], values["balance_load"]) == ("blockwise", "exact"):
+        raise ValueError(
+            "--balance-load exact: not with --balance-overlap blockwise, which sends weights before tokens are routed; "
+            "use --balance-load predicted"
+        )
     if not values["balance_alpha"] >= 0:
         raise ValueError(f"--balance-alpha {values['balance_alpha']}: give at least 0")
 

@@ -159,7 +159,7 @@ REFUSED = {
     "use --make-vocab-size-divisible-by": "--padded-vocab-size",
     # Still to come
     "not available yet": """
-        --dry-run --moe-router-force-biased --moe-per-layer-logging --balance-timeline
+        --dry-run --moe-router-force-biased --moe-per-layer-logging
         --moe-comm-order --moe-comm-refit-interval --no-moe-parallel-saa
         --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
         --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
@@ -212,7 +212,6 @@ REFUSED_VALUES = {
 """Flag -> upstream's choices that are refused, with the reason."""
 
 ONLY_VALUE = {
-    "balance_overlap": ("none",),
     "balance_ownership": ("fixed",),
     "moe_comm_chunks": ("1",),
     "moe_parallel_schedule": ("megatron",),

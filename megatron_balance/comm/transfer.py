@@ -1,7 +1,10 @@
 """Trans and Agg: an expert's weights from its owner to its guests, its gradients from the guests to the owner."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -9,9 +12,19 @@ import torch.distributed as dist
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import Message, TransferPlan
 
+AHEAD = 2
+"""Rounds whose receives are posted early on gloo, where a sender waits until the receiver says that it is ready."""
+
+SENDS_AT_ONCE = 3
+"""On gloo: one is on the link, the next is there when the link is free, the third when a receiver is busy."""
+
 
 class Slots(Protocol):
     """The experts of one layer on this rank."""
+
+    def ready(self) -> None:
+        """Wait until this layer's weights are there: before each Trans, on the thread that runs the model."""
+        ...
 
     def weights_of(self, slot: int) -> Sequence[torch.Tensor]:
         """Contiguous views of all weights in a slot, in the same order on every rank."""
@@ -22,30 +35,53 @@ class Slots(Protocol):
         ...
 
 
-class ExpertTransfer:
-    """Executes TransferPlans over an expert-parallel group; every rank of it calls every method, with the same plan.
+class _Piece(NamedTuple):
+    """A message as the rank at one end of it sees it."""
 
-    Round by round, a rank sends at most one expert and receives at most one. Both methods return when this rank's part
-    is done (with NCCL: is queued on the current stream).
+    expert: int
+    chunk: int
+    peer: int
+    tensors: Sequence[torch.Tensor]
+    """Flat parts of the expert's tensors; empty ones are left out, at both ends alike."""
+
+    @property
+    def name(self) -> tuple[int, int]:
+        return self.expert, self.chunk
+
+    def operations(self, verb: Callable, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[dist.P2POp]:
+        # Tags tell a piece's tensors apart on gloo, where messages of one tag match in order; NCCL goes by order alone
+        return [
+            dist.P2POp(verb, tensor, group=group, group_peer=self.peer, tag=tag) for tag, tensor in enumerate(tensors)
+        ]
+
+
+class _Step(NamedTuple):
+    """This rank's part of one round."""
+
+    sent: _Piece | None
+    received: _Piece | None
+
+
+class ExpertTransfer:
+    """Executes TransferPlans, or parts of them, over an expert-parallel group.
+
+    Every rank of the group calls every method, with the same plans in the same order. Both methods return when this
+    rank's part is done (with NCCL: is queued on the current stream, one batch of messages per round, over a
+    communicator that the caller has connected). They call no modules, so any one thread and stream may run them.
+
+    On gloo consecutive rounds overlap. No rank waits for ever: it waits only for messages of rounds before the one that
+    it posts, so that of all messages under way those of the earliest round have been posted at both ends.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._staging: list[torch.Tensor] = []
+        self._staging: list[list[torch.Tensor]] = [[] for _ in range(AHEAD + 1)]
+        """Room for received gradients, kept: pieces of all layers' experts are about alike."""
 
     @torch.no_grad()
     def trans(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
         """Fill every guest slot with its owner's weights (Pro-Prophet section IV-A, primitive Trans)."""
-        rank = self.group.rank()
-        for messages in plan.rounds:
-            operations = []
-            for message in _concerning(rank, messages):
-                weights = slots.weights_of(placement.slot(rank, message.expert))
-                if message.source == rank:
-                    operations += self._operations(dist.isend, weights, message.target)
-                else:
-                    operations += self._operations(dist.irecv, weights, message.source)
-            _run(operations)
+        self._run(_steps(plan, placement, self.group.rank(), slots.weights_of), adds=False)
 
     @torch.no_grad()
     def agg(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
@@ -54,42 +90,135 @@ class ExpertTransfer:
         The plan runs backward: who passed weights on adds up what comes back before it goes on, so that sums are taken
         in the same order in every run.
         """
-        rank = self.group.rank()
-        for messages in reversed(plan.rounds):
-            operations, sums, sent = [], [], []
-            for message in _concerning(rank, messages):
-                gradients = slots.gradients_of(placement.slot(rank, message.expert))
-                if message.source == rank:
-                    staged = self._staging_like(gradients)
-                    operations += self._operations(dist.irecv, staged, message.target)
-                    sums += zip(gradients, staged, strict=True)
-                else:
-                    operations += self._operations(dist.isend, gradients, message.source)
-                    sent += gradients
-            _run(operations)
-            for gradient, received in sums:
-                gradient.add_(received)
-            for gradient in sent:
-                gradient.zero_()
+        steps = _steps(plan, placement, self.group.rank(), slots.gradients_of)
+        self._run([_Step(sent=step.received, received=step.sent) for step in reversed(steps)], adds=True)
 
-    def _operations(self, verb, tensors: Sequence[torch.Tensor], peer: int) -> list[dist.P2POp]:
-        # Tags tell an expert's tensors apart on gloo; NCCL goes by their order
-        return [
-            dist.P2POp(verb, tensor, group=self.group, group_peer=peer, tag=tag) for tag, tensor in enumerate(tensors)
-        ]
-
-    def _staging_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for one expert's gradients, kept: all layers' experts are alike."""
-        if [(one.shape, one.dtype) for one in self._staging] != [(one.shape, one.dtype) for one in tensors]:
-            self._staging = [torch.empty_like(tensor) for tensor in tensors]
-        return self._staging
+    def _run(self, steps: Sequence[_Step], adds: bool) -> None:
+        """Send and receive; with `adds`, what comes is added to what is there, and what has gone is emptied."""
+        traffic = _Traffic(self.group, self._staging, adds)
+        if dist.get_backend(self.group) == "nccl":
+            for step in steps:
+                traffic.run_batch(step)
+            return
+        coming = iter([step.received for step in steps])
+        for received in islice(coming, AHEAD):
+            traffic.expect(received)
+        for step in steps:
+            traffic.expect(next(coming, None))
+            traffic.send(step.sent)
+        traffic.finish()
 
 
-def _concerning(rank: int, messages: Iterable[Message]) -> Iterable[Message]:
-    return (message for message in messages if rank in (message.source, message.target))
+class _Traffic:
+    """What one rank sends and receives in one Trans or Agg."""
 
+    def __init__(self, group: dist.ProcessGroup, staging: Sequence[list[torch.Tensor]], adds: bool) -> None:
+        self.group, self.adds, self.staging = group, adds, staging
+        self.expected = 0
+        self.arriving: deque[tuple[_Piece, Sequence[torch.Tensor], list[dist.Work]]] = deque()
+        self.leaving: deque[tuple[_Piece, list[dist.Work]]] = deque()
 
-def _run(operations: list[dist.P2POp]) -> None:
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
+    def run_batch(self, step: _Step) -> None:
+        """Both messages of a round at once, until they have come and gone."""
+        operations, room = [], ()
+        if step.received is not None:
+            room = self._room_for(step.received)
+            operations += step.received.operations(dist.irecv, room, self.group)
+        if step.sent is not None:
+            operations += step.sent.operations(dist.isend, step.sent.tensors, self.group)
+        for work in _post(operations):
             work.wait()
+        if step.received is not None:
+            self._take_in(step.received, room)
+        if step.sent is not None:
+            self._let_go(step.sent)
+
+    def expect(self, piece: _Piece | None) -> None:
+        """Post a receive; the oldest one has to be over when there is no room for another."""
+        if piece is None:
+            return
+        if len(self.arriving) == len(self.staging):
+            self._land()
+        room = self._room_for(piece)
+        self.arriving.append((piece, room, _post(piece.operations(dist.irecv, room, self.group))))
+
+    def send(self, piece: _Piece | None) -> None:
+        """Post a send, once what it relays is here."""
+        if piece is None:
+            return
+        while any(other.name == piece.name for other, *_ in self.arriving):
+            self._land()
+        if len(self.leaving) == SENDS_AT_ONCE:
+            self._depart()
+        self.leaving.append((piece, _post(piece.operations(dist.isend, piece.tensors, self.group))))
+
+    def finish(self) -> None:
+        while self.arriving:
+            self._land()
+        while self.leaving:
+            self._depart()
+
+    def _land(self) -> None:
+        piece, room, works = self.arriving.popleft()
+        for work in works:
+            work.wait()
+        self._take_in(piece, room)
+
+    def _depart(self) -> None:
+        piece, works = self.leaving.popleft()
+        for work in works:
+            work.wait()
+        self._let_go(piece)
+
+    def _room_for(self, piece: _Piece) -> Sequence[torch.Tensor]:
+        """Where a piece is received: in place, or in staging if it is to be added to what is there."""
+        if not self.adds:
+            return piece.tensors
+        index = self.expected % len(self.staging)
+        self.expected += 1
+        kept = self.staging[index]
+        fits = len(kept) == len(piece.tensors) and all(map(_has_room_for, kept, piece.tensors))
+        if not fits:
+            kept[:] = [torch.empty_like(tensor) for tensor in piece.tensors]
+        return [room[: len(tensor)] for room, tensor in zip(kept, piece.tensors, strict=True)]
+
+    def _take_in(self, piece: _Piece, room: Sequence[torch.Tensor]) -> None:
+        if self.adds:
+            for tensor, received in zip(piece.tensors, room, strict=True):
+                tensor.add_(received)
+
+    def _let_go(self, piece: _Piece) -> None:
+        if self.adds:
+            for tensor in piece.tensors:
+                tensor.zero_()
+
+
+def _has_room_for(room: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return len(room) >= len(tensor) and room.dtype == tensor.dtype
+
+
+def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _steps(
+    plan: TransferPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
+) -> list[_Step]:
+    """This rank's part of every round that it takes part in, forward."""
+
+    @cache
+    def pieces_of(expert: int) -> list[list[torch.Tensor]]:
+        flat = [tensor.view(-1) for tensor in tensors_of(placement.slot(rank, expert))]
+        by_chunk = zip(*(tensor.tensor_split(plan.chunks) for tensor in flat), strict=True)
+        return [[part for part in parts if part.numel()] for parts in by_chunk]
+
+    def piece(message: Message, peer: int) -> _Piece:
+        return _Piece(message.expert, message.chunk, peer, pieces_of(message.expert)[message.chunk])
+
+    steps = []
+    for messages in plan.rounds:
+        sent = [piece(message, message.target) for message in messages if message.source == rank]
+        received = [piece(message, message.source) for message in messages if message.target == rank]
+        if sent or received:
+            steps.append(_Step(*sent or [None], *received or [None]))
+    return steps

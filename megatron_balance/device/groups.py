@@ -119,6 +119,17 @@ def backend_minutes(timeout_minutes: float) -> float:
     return timeout_minutes + BACKSTOP_SECONDS / 60
 
 
+def new_twin(
+    group: dist.ProcessGroup, job: dist.ProcessGroup, timeout_minutes: float | None = None
+) -> dist.ProcessGroup:
+    """A group of the same ranks for operations that keep an order of their own; every rank of the job calls it.
+
+    Arguments as of `new_sub_groups`.
+    """
+    everyone = tuple(range(group.size()))
+    return _new_groups(group, job, [everyone], timeout_minutes)[everyone]
+
+
 def new_sub_groups(
     ep_group: dist.ProcessGroup,
     job: dist.ProcessGroup,
@@ -135,12 +146,18 @@ def new_sub_groups(
         job: the default process group.
         timeout_minutes: `--distributed-timeout-minutes`; None: the backend's own.
     """
+    everyone = tuple(range(ep_group.size()))
+    shapes = sorted(set(wanted) - {everyone})
+    return {everyone: ep_group} | _new_groups(ep_group, job, shapes, timeout_minutes)
+
+
+def _new_groups(
+    ep_group: dist.ProcessGroup, job: dist.ProcessGroup, shapes: Iterable[Members], timeout_minutes: float | None
+) -> dict[Members, dist.ProcessGroup]:
     every: list[list[int]] = [[]] * job.size()
     dist.all_gather_object(every, dist.get_process_group_ranks(ep_group), group=job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
-    everyone = tuple(range(ep_group.size()))
-    shapes = sorted(set(wanted) - {everyone})
-    created = {everyone: ep_group}
+    created: dict[Members, dist.ProcessGroup] = {}
     for ranks in sorted(set(map(tuple, every))):
         for members in shapes:
             chosen = [ranks[member] for member in members]

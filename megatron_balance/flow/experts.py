@@ -227,10 +227,12 @@ class GroupedExperts(MegatronModule):
         """Make room for other ranks' experts, once DDP has wrapped the model; returns bytes."""
         return self.linear_fc1.allocate_guests(slots) + self.linear_fc2.allocate_guests(slots)
 
-    def weights_of(self, slot: int) -> list[torch.Tensor]:
-        """Views of all weights in one slot: home slots come first, guest slots after them."""
-        # Calls, so that the weights are there, see GroupedWeights.forward
+    def ready(self) -> None:
+        """Wait until this layer's weights are there, see GroupedWeights.forward; on the thread that runs the model."""
         self.linear_fc1(), self.linear_fc2()
+
+    def weights_of(self, slot: int) -> list[torch.Tensor]:
+        """Views of all weights in one slot: home slots come first, guest slots after them. See `ready`."""
         return [tensor.detach()[index] for tensor, index in self._tensors(slot)]
 
     def gradients_of(self, slot: int) -> list[torch.Tensor]:

@@ -2,8 +2,8 @@
 
     route -> host -> plan -> reroute -> dispatch -> experts -> combine
 
-`host` is where time meets space: it says who computes which expert in this iteration, and returns once their weights
-are there.
+`host` is where time meets space: it says who computes which expert in this iteration. Their weights are there when
+the experts are called.
 
 Shape suffixes: T tokens of this rank, H hidden, E logical experts, P physical experts, D expert-parallel ranks.
 """
@@ -25,7 +25,8 @@ from megatron_balance.flow.reroute import reroute
 from megatron_balance.placement.placement import Placement
 
 Host = Callable[[torch.Tensor, bool], Placement]
-"""(load matrix [D, E] of one forward pass, whether it trains) -> the placement; its experts are in their slots."""
+"""(load matrix [D, E] of one forward pass, whether it trains) -> the placement. Its experts are in their slots
+when they compute."""
 
 
 class BalancedMoELayer(MoELayer):

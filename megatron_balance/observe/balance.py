@@ -40,6 +40,11 @@ class LayerReport(NamedTuple):
     """What Trans and Agg moved, over all links."""
 
     plan_seconds: float
+    plan_wait_seconds: float
+    trans_wait_seconds: float
+    agg_wait_seconds: float
+    """How long computation waited for Plan, Trans and Agg: what of them was not hidden."""
+
     predicted_seconds: float
     """The cost model's time of the layer."""
 
@@ -78,7 +83,7 @@ def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int
 def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
     """The log line's fields about balance, ending in a bar: means over iterations of layer -> report.
 
-    Load ratios are means over layers; hosts, experts moved, planning time and bytes are sums over layers.
+    Load ratios are means over layers; hosts, experts moved, planning time, waits and bytes are sums over layers.
     """
 
     def averaged(name: str) -> float:
@@ -91,11 +96,13 @@ def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
             sum(getattr(report, name) for report in layers.values() for name in names) for layers in iterations
         )
 
+    waited = "/".join(f"{summed(f'{name}_wait_seconds') * 1e3:.1f}" for name in ("plan", "trans", "agg"))
     return (
         f" max/mean load: {averaged('ratio_before'):.2f} -> {averaged('ratio_after'):.2f} |"
         f" hosts added: {_count(summed('hosts_added'))} | experts moved: {_count(summed('experts_moved'))} |"
         f" plan (ms): {summed('plan_seconds') * 1e3:.1f} |"
         f" trans+agg (MB): {summed('trans_bytes', 'agg_bytes') / 1e6:.1f} |"
+        f" waited for plan/trans/agg (ms): {waited} |"
     )
 
 

@@ -1,25 +1,39 @@
 """Seconds of one MoE layer under a placement, after Pro-Prophet (Eq. 1-6 and 8) and FlexMoE (Eq. 5 and 7-9).
 
-Shape suffixes: D expert-parallel ranks, E logical experts; DD is [source rank, computing rank].
+Shape suffixes: D expert-parallel ranks, E logical experts, L lines of LinkLoads, C numbers of pieces to choose from;
+DD is [source rank, computing rank].
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.transfers import plan_transfers
+from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 Amount = TypeVar("Amount", float, np.ndarray)
 
 LINKS = ("relay", "direct", "average")
-"""How experts reach their guests. relay: in the rounds of `plan_transfers`, as they are executed. direct: an owner
+"""How experts reach their guests. relay: along the routes of `plan_transfers`, as it is executed. direct: an owner
 sends its experts to every guest itself. average: Pro-Prophet's Eq. 4, as if all links shared the work evenly."""
+
+FANOUTS = (1, 2, 16)
+"""Routes to choose from: a chain, a tree of two sends per rank, and one that doubles up to 2**16 ranks."""
+
+MOST_CHUNKS = 64
+"""Pieces of an expert: a chain of 64 ranks gains from so many, and each is a call to make."""
+
+LEAST_CHUNKS = 4
+"""Pieces of an expert that is large, where its plan is to be executed in two parts."""
+
+LEAST_ALPHA = 1e-6
+"""Seconds that no message undercuts, for choosing pieces: a line through noisy times may come out without latency."""
 
 
 def hosts_mask(placement: Placement) -> np.ndarray:
@@ -95,6 +109,16 @@ def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
     return before / after
 
 
+class Sending(NamedTuple):
+    """How a placement's experts are sent, and what that comes to."""
+
+    fanout: int
+    chunks: int
+    """As in `plan_transfers`."""
+    rounds: float
+    """From below; a round sends one piece per link."""
+
+
 class LayerTime(NamedTuple):
     """Seconds of a MoE layer in one iteration, by part; `trans` and `agg` are what is not hidden.
 
@@ -124,6 +148,9 @@ class Overlap(NamedTuple):
 
     backward: float
     """T_BNEC: seconds of their backward."""
+
+    experts: bool = True
+    """Whether the block before has experts to hide under; what comes before the first MoE layer has none."""
 
 
 @dataclass(frozen=True)
@@ -175,22 +202,24 @@ class CostModel:
         local_D = traffic_DD.diagonal()
         received_D, sent_D = traffic_DD.sum(0) - local_D, traffic_DD.sum(1) - local_D
         exchanged = max(received_D.max(), sent_D.max())
-        return self.time_of(float(exchanged), float(traffic_DD.sum(0).max()), link_messages(placement, self.links))
+        _, chunks, rounds = self.sending(placement)
+        trans, agg = self.trans_seconds(rounds, chunks), self.agg_seconds(rounds, chunks)
+        return self.time_of(float(exchanged), float(traffic_DD.sum(0).max()), trans, agg)
 
-    def time_of(self, exchanged: Amount, computed: Amount, messages: Amount) -> LayerTime:
+    def time_of(self, exchanged: Amount, computed: Amount, trans: Any, agg: Any) -> LayerTime:
         """The model's core, on maxima over ranks; arrays of them, of any one shape, give arrays of seconds.
 
         Args:
             exchanged: tokens that the busiest rank receives from others or sends to them, the larger of both: what an
                 all-to-all brings, its way back takes.
             computed: tokens of the rank that computes the most.
-            messages: experts that cross the busiest link one after the other, `link_messages`.
+            trans, agg: seconds of Trans and Agg with what may be hidden, `trans_seconds` and `agg_seconds`.
         """
         forward, backward = self.forward_seconds(computed), self.backward_seconds(computed)
-        trans, agg = self.trans_seconds(messages), self.agg_seconds(messages)
         if self.overlap is not None:
-            trans = np.maximum(0.0, trans - forward / self.microbatches - self.overlap.forward)
-            agg = np.maximum(0.0, agg - backward / self.microbatches - self.overlap.backward)
+            experts = self.overlap.experts / self.microbatches
+            trans = np.maximum(0.0, trans - experts * forward - self.overlap.forward)
+            agg = np.maximum(0.0, agg - experts * backward - self.overlap.backward)
         return LayerTime(4 * self.all_to_all_seconds(exchanged), forward, backward, trans, agg)
 
     def all_to_all_seconds(self, exchanged: Amount) -> Amount:
@@ -208,15 +237,80 @@ class CostModel:
         line = self.profile.backward
         return self.microbatches * line.overhead + line.seconds_per_token * computed
 
-    def trans_seconds(self, messages: Amount) -> Amount:
-        """Eq. 4 with `messages` experts on the busiest link; for links `average` that is s * (D - n) / D."""
-        line = self.profile.link("p2p")
-        return messages * (line.alpha + line.beta * self.param_bytes)
+    def transfers(self, placement: Placement) -> TransferPlan:
+        """How the experts of a placement reach their guests, Trans and Agg alike."""
+        sending = self.sending(placement)
+        return plan_transfers(placement, self.profile.node_size, sending.chunks, sending.fanout)
 
-    def agg_seconds(self, messages: Amount) -> Amount:
-        """Eq. 5, the way back of Eq. 4."""
+    def sending(self, placement: Placement) -> Sending:
+        """The routes and pieces with the fewest seconds of Trans; ties to the chain, then to fewer pieces.
+
+        For links other than `relay` experts are sent whole.
+        """
+        if self.links != "relay":
+            return Sending(1, 1, link_messages(placement, self.links))
+        choices = []
+        for fanout in FANOUTS:
+            loads = LinkLoads(placement.num_ranks)
+            for route in routes(placement, self.profile.node_size, fanout).values():
+                loads.add(route)
+            choices.append(Sending(fanout, *self.pieces(loads)))
+        return min(choices, key=lambda choice: self._cost(choice.rounds, choice.chunks))
+
+    def pieces(self, loads: LinkLoads) -> tuple[int, int]:
+        """The number of pieces with the fewest seconds of Trans on routes with these loads, and the rounds they take.
+
+        Ties go to fewer pieces.
+        """
+        if not (lines := loads.lines):
+            return 1, 0
+        experts_L, extra_L = np.array(lines).T
+        chunks_C = np.unique([self.fewest_chunks, *self.best_chunks(experts_L, extra_L)])
+        rounds_C = (np.multiply.outer(chunks_C, experts_L) + extra_L).max(1)
+        best = self._cost(rounds_C, chunks_C).argmin()
+        return int(chunks_C[best]), int(rounds_C[best])
+
+    def best_chunks(self, experts: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
+        """Pieces where `experts` cross the busiest link and their routes take so many rounds more, within bounds.
+
+        c pieces of b bytes take (m * c + x) * (alpha + beta * b / c) seconds, least at
+        c = sqrt(x * beta * b / (m * alpha)).
+        """
+        return np.rint(np.sqrt(extra / experts * self._latencies)).clip(self.fewest_chunks, MOST_CHUNKS)
+
+    @cached_property
+    def fewest_chunks(self) -> int:
+        """1; with overlap up to LEAST_CHUNKS, as long as the bytes of each take four times its latency.
+
+        A Trans that is executed in two parts is split between rounds: pieces are the byte ranges to split by.
+        """
+        return max(1, min(LEAST_CHUNKS, int(self._latencies / 4))) if self.overlap is not None else 1
+
+    @cached_property
+    def _latencies(self) -> float:
+        """How many latencies of a message it takes to pass a whole expert on, the latency left out."""
         line = self.profile.link("p2p")
-        return messages * (line.alpha + line.beta * self.grad_bytes)
+        return line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA)
+
+    def _cost(self, rounds: Any, chunks: Any) -> Any:
+        """Seconds of Trans, in latencies."""
+        return rounds * (1 + self._latencies / chunks)
+
+    def round_seconds(self, piece_bytes: Any) -> Any:
+        """One round of a TransferPlan whose pieces have so many bytes."""
+        line = self.profile.link("p2p")
+        return line.alpha + line.beta * piece_bytes
+
+    def trans_seconds(self, rounds: Any, chunks: Any) -> Any:
+        """Eq. 4, for so many rounds of experts in `chunks` pieces; each round pays the latency of a piece.
+
+        For links `average` that is s * (D - n) / D. Numbers, or arrays of any one shape.
+        """
+        return rounds * self.round_seconds(self.param_bytes / chunks)
+
+    def agg_seconds(self, rounds: Any, chunks: Any) -> Any:
+        """Eq. 5, the way back of Eq. 4."""
+        return rounds * self.round_seconds(self.grad_bytes / chunks)
 
     def flexmoe_seconds(self, counts_DE: np.ndarray, placement: Placement) -> float:
         """FlexMoE Eq. 5: the slowest rank's sum of computation (Eq. 7), exchanges (Eq. 8) and synchronisation (Eq. 9).
@@ -253,13 +347,11 @@ def _replicas(placement: Placement) -> list[list[int]]:
 
 
 def link_messages(placement: Placement, links: str) -> float:
-    """Experts that cross the busiest link one after the other in one Trans; rounds of messages with links `relay`.
+    """Experts that cross the busiest link one after the other in one Trans, where none is relayed.
 
     With `direct`, the most that a rank sends or receives. With `average`, the mean over links, s * (D - n) / D of
     Eq. 4, where D - n is the number of an expert's guests.
     """
-    if links == "relay":
-        return float(len(plan_transfers(placement).rounds))
     if links == "average":
         return placement.added_hosts / placement.num_ranks
     into = [sum(expert != EMPTY for expert in row) for row in placement.guests]

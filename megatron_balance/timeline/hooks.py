@@ -1,15 +1,42 @@
-"""Where Plan, Trans and Agg find their moment: the only place where balancing touches megatron-core's hooks and DDP."""
+"""How a schedule's computations find their moment: only here does balancing touch megatron-core's hooks and DDP.
+
+| computation begins                | when                                                                      |
+|-----------------------------------|---------------------------------------------------------------------------|
+| FNEC of the block before a chunk  | the chunk is called                                                       |
+| A2A.1, A2A.2: dispatch, combine   | the layer asks for its placement; its experts return                      |
+| FEC                               | the experts are called                                                    |
+| FNEC                              | the layer returns                                                         |
+| BNEC of a chunk's last block      | the gradient of the chunk's output is there                               |
+| A2A.3, A2A.4: their gradients     | those of the layer's output and of the experts' input are there           |
+| BEC                               | the gradient of the experts' output is there                              |
+| BNEC of the block before          | the gradient of the layer's input is there, hence those of its experts    |
+| REDUCE, STEP                      | megatron-core finalizes gradients; has done so                            |
+"""
 
 import functools
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.device import clock
+from megatron_balance.timeline.actions import Operation
+from megatron_balance.timeline.lower import Pass, one_forward_one_backward
 from megatron_balance.timeline.runtime import Balancer
+
+
+def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> list[Pass]:
+    """The order in which megatron-core's schedules compute microbatches on a pipeline stage."""
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    if chunks is None:
+        return one_forward_one_backward([(0, microbatch) for microbatch in range(microbatches)], 1, stages - stage - 1)
+    group = config.microbatch_group_size_per_vp_stage
+    assert group is not None
+    table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(microbatches, chunks, group)]
+    return one_forward_one_backward(table, chunks, 2 * (stages - stage - 1) + (chunks - 1) * group)
 
 
 def install(
@@ -19,23 +46,64 @@ def install(
 
     Args:
         balancer: of this rank's layers.
-        layers: the MoE layers themselves, by layer number; each calls its `host` in every forward pass.
+        layers: the MoE layers themselves, by layer number, ascending in each chunk.
         model: chunks in DDP.
         config: the schedules read `finalize_model_grads_func` from it, which has to be set already.
     """
-    for number, layer in layers.items():
-        layer.host = functools.partial(balancer.host, number)
-        _time(layer, balancer.layers[number].note)
+    for chunk in model:
+        modules = set(chunk.modules())
+        numbers = [number for number, layer in layers.items() if layer in modules]
+        if not numbers:
+            continue
+        _follow_chunk(balancer, numbers[0] - 1, numbers[-1], chunk)
+        for before, number in pairwise([numbers[0] - 1, *numbers]):
+            _follow_layer(balancer, before, number, layers[number])
+    _reduce_after_agg(balancer, layers, model)
     assert config.finalize_model_grads_func is not None
-    config.finalize_model_grads_func = _aggregating(balancer, config.finalize_model_grads_func, _held(model))
+    config.finalize_model_grads_func = _aggregating(balancer, config.finalize_model_grads_func)
 
 
-def _aggregating(balancer: Balancer, finalize: Callable, held: list[Any]) -> Callable:
+def _follow_chunk(balancer: Balancer, before: int, last: int, chunk: torch.nn.Module) -> None:
+    def returned(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        _on_gradient(output, balancer, last, Operation.BNEC)
+
+    chunk.register_forward_pre_hook(lambda *_: balancer.enter(before, Operation.FNEC))
+    chunk.register_forward_hook(returned)
+
+
+def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> None:
+    def called(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        _on_gradient(inputs[0], balancer, before, Operation.BNEC)
+
+    def experts_called(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        balancer.enter(number, Operation.FEC)
+        _on_gradient(inputs[0], balancer, number, Operation.A2A, 4, 4)
+
+    def experts_returned(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        balancer.enter(number, Operation.A2A, 2, 4)
+        _on_gradient(output, balancer, number, Operation.BEC)
+
+    def returned(module: torch.nn.Module, inputs: Any, outputs: tuple[torch.Tensor, None]) -> None:
+        balancer.enter(number, Operation.FNEC)
+        _on_gradient(outputs[0], balancer, number, Operation.A2A, 3, 4)
+
+    layer.host = functools.partial(balancer.host, number)
+    layer.register_forward_pre_hook(called)
+    layer.register_forward_hook(returned)
+    layer.experts.register_forward_pre_hook(experts_called)
+    layer.experts.register_forward_hook(experts_returned)
+
+
+def _on_gradient(tensor: torch.Tensor, balancer: Balancer, *computation: Any) -> None:
+    """A computation begins once the gradient of a tensor is complete."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: balancer.enter(*computation))
+
+
+def _aggregating(balancer: Balancer, finalize: Callable) -> Callable:
     @functools.wraps(finalize)
     def aggregate_and_finalize(*args: Any, **kwargs: Any) -> Any:
         balancer.aggregate()
-        for group in held:
-            type(group).start_grad_sync(group)
         result = finalize(*args, **kwargs)
         balancer.finish_iteration()
         return result
@@ -43,35 +111,25 @@ def _aggregating(balancer: Balancer, finalize: Callable, held: list[Any]) -> Cal
     return aggregate_and_finalize
 
 
-def _held(model: list[DistributedDataParallel]) -> list[Any]:
-    """DDP's groups of expert gradients, kept from being reduced under the backward pass: Agg has to come first."""
-    groups = [
-        group
-        for chunk in model
-        if chunk.ddp_config.overlap_grad_reduce
-        for group in chunk.expert_parallel_bucket_groups
-    ]
-    for group in groups:
-        group.start_grad_sync = lambda *_, **__: None
-    return groups
+def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list[DistributedDataParallel]) -> None:
+    """DDP's groups of expert gradients, which it would reduce under the backward pass, wait for Agg of their layers."""
+    layers_of: dict[Any, set[int]] = {}
+    for chunk in model:
+        if not chunk.ddp_config.overlap_grad_reduce:
+            continue
+        for group in chunk.expert_parallel_bucket_groups:
+            group.start_grad_sync = lambda *_, **__: None
+            parameters = {parameter for bucket in group.buckets for parameter in bucket.params}
+            layers_of[group] = {
+                number for number, layer in layers.items() if not parameters.isdisjoint(layer.experts.parameters())
+            }
+    missing = {group: set(numbers) for group, numbers in layers_of.items()}
 
+    def aggregated(number: int) -> None:
+        for group in [group for group, numbers in missing.items() if number in numbers]:
+            missing[group].remove(number)
+            if not missing[group]:
+                missing[group] = set(layers_of[group])
+                type(group).start_grad_sync(group)
 
-def _time(layer: torch.nn.Module, note: Callable[[clock.Mark, clock.Mark], None]) -> None:
-    """Note when a layer's forward and backward passes begin and end, of those passes that have a backward."""
-    started: list[clock.Mark] = []
-
-    def before(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if module.training and torch.is_grad_enabled():
-            started.append(clock.mark())
-
-    def after(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
-        if not started:
-            return
-        note(started.pop(), clock.mark())
-        if inputs[0].requires_grad:
-            backward: list[clock.Mark] = []
-            outputs[0].register_hook(lambda gradient: backward.append(clock.mark()))
-            inputs[0].register_hook(lambda gradient: note(backward.pop(), clock.mark()))
-
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after)
+    balancer.aggregated = aggregated

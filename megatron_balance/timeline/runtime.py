@@ -1,82 +1,39 @@
 """When the experts' weights and gradients move: one iteration of all MoE layers of this rank.
 
-    begin -> for each layer's first forward pass: (Plan) -> Trans -> ... -> Agg -> gradients reduced -> Plan
+    begin_iteration -> each computation of the schedule: wait for what it needs, start what goes beside it
+    -> aggregate -> gradients reduced -> finish_iteration
 
-Everything blocks. A placement lasts a whole iteration, from a layer's first forward pass to its Agg; recomputation
-finds it unchanged. Shape suffixes: D expert-parallel ranks, E logical experts.
+The schedule (timeline/lower.py) decides and this executes. A placement lasts from the beginning of an iteration (or,
+planned on the exact load, from a layer's first forward pass) to its end; recomputation finds it unchanged.
+Shape suffixes: D expert-parallel ranks, E logical experts.
 """
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.transfer import ExpertTransfer, Slots
+from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.device import clock
-from megatron_balance.observe.balance import LayerReport, evenness
-from megatron_balance.placement.manager import INVALID, Decision, Manager
+from megatron_balance.device.lane import Flight, Lane
+from megatron_balance.observe.balance import LayerReport
+from megatron_balance.observe.timeline import Span, Stream, Timeline
+from megatron_balance.placement.manager import INVALID, Decision
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import owners_host
-from megatron_balance.placement.transfers import TransferPlan, plan_transfers
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
+from megatron_balance.timeline.layer_state import LayerState, Plan, make_plan
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class LayerState:
-    """One MoE layer: its manager, its slots, and what has happened in this iteration."""
-
-    manager: Manager
-    slots: Slots
-    transfers: TransferPlan = field(init=False)
-    planned: bool = False
-    """Whether this iteration's placement is decided, with plans on the exact load."""
-    fresh: bool = False
-    """Whether the guest slots hold the present weights."""
-    counts_DE: np.ndarray | int = 0
-    """[D, E] load of the microbatches up to now."""
-    microbatches: int = 0
-    spans: list[tuple[clock.Mark, clock.Mark]] = field(default_factory=list)
-    """When the layer worked: forward and backward passes, Trans and Agg."""
-    plan_seconds: float = 0.0
-    last: "Iteration | None" = None
-    told: set[str] = field(default_factory=set)
-    """What the log has been told that the policy did wrong."""
-
-    def __post_init__(self) -> None:
-        self.transfers = plan_transfers(self.placement)
-
-    @property
-    def placement(self) -> Placement:
-        return self.manager.placement
-
-    def note(self, start: clock.Mark, end: clock.Mark) -> None:
-        """The layer worked between two marks."""
-        self.spans.append((start, end))
-
-
-@dataclass(frozen=True, eq=False)
-class Iteration:
-    """One layer's finished iteration."""
-
-    placement: Placement
-    counts_DE: np.ndarray
-    """[D, E] load of all microbatches."""
-    microbatches: int
-    spans: list[tuple[clock.Mark, clock.Mark]]
-    plan_seconds: float
-    messages: int
-    """Experts that Trans sent, and Agg back."""
-    prediction_error: float
+EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
+"""What an MoE layer computes itself."""
 
 
 class Balancer:
-    """Keeps the experts of this rank's MoE layers where their placements say.
+    """Keeps the experts of this rank's MoE layers where their placements say, when its schedule says.
 
     All ranks of the expert-parallel group call every method in the same order.
     """
@@ -84,113 +41,225 @@ class Balancer:
     def __init__(
         self,
         group: dist.ProcessGroup,
+        transfer: ExpertTransfer,
         layers: Mapping[int, LayerState],
+        schedule: Callable[[int], Schedule],
         microbatches: Callable[[], int],
         guest_bytes: int,
-        exact: bool = False,
         explain: bool = False,
     ) -> None:
         """
         Args:
             group: the expert-parallel group.
+            transfer: over a group of the same ranks that nobody else uses.
             layers: by layer number, in the order of the model.
+            schedule: of an iteration of so many microbatches.
             microbatches: number of microbatches of the present iteration.
             guest_bytes: memory of this rank's guest slots, weights and gradients, in all layers.
-            exact: plan on the load of an iteration's first microbatch instead of the load predicted.
             explain: say what each plan is expected to change.
         """
-        self.group, self.layers = group, dict(layers)
-        self.microbatches, self.guest_bytes = microbatches, guest_bytes
-        self.exact, self.explain = exact, explain
-        self.transfer = ExpertTransfer(group)
+        self.group, self.transfer, self.layers = group, transfer, dict(layers)
+        self.schedule, self.microbatches, self.guest_bytes = schedule, microbatches, guest_bytes
+        self.explain = explain
+        self.timeline: Timeline | None = None
+        """Keeps what happened when."""
+        self.aggregated: Callable[[int], None] = lambda number: None
+        """Called with a layer's number when its gradients are complete."""
+        self._lane, self._planner = Lane("Trans and Agg"), ThreadPoolExecutor(1, thread_name_prefix="Plan")
+        self._iteration = 0
+        self._steps: deque[Step] = deque()
+        """Those of this iteration that are to come; none between iterations."""
+        self._now: tuple[Action, clock.Mark] | None = None
+        """The present computation, and when it began."""
+        self._flights: dict[Action, Flight | None] = {}
+        self._plans: dict[Action, Future[Plan] | None] = {}
+        self._entered: Counter[Action] = Counter()
+        self._to_repeat: Counter[Action] = Counter()
 
-    def begin_iteration(self) -> None:
-        """Forget what passed since the last iteration: an evaluation, a repetition, weights that were loaded."""
+    def begin_iteration(self, number: int) -> None:
+        """Enter the first computation of an iteration; what passed since the last one is forgotten."""
         for state in self.layers.values():
-            state.planned = state.fresh = False
+            # Since the last iteration the optimizer stepped, or weights were loaded
+            state.fresh = False
+        schedule = self.schedule(self.microbatches())
+        self._iteration, self._steps = number, deque(schedule)
+        self._entered.clear()
+        self._to_repeat.clear()
+        self._now = None
+        self._begin(schedule[0].computation)
+
+    def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
+        """Do what the schedule has before a computation, which is about to begin.
+
+        Nothing outside of iterations, or where recomputation repeats a forward pass.
+        """
+        computation = self._next(Action(block, operation, part, parts))
+        if computation is not None:
+            self._begin(computation)
 
     def host(self, number: int, counts_DE: torch.Tensor, training: bool) -> Placement:
-        """The placement of a layer for this forward pass; when it returns, every host has its weights."""
+        """The placement of a layer for this forward pass; hosts have its weights before their experts compute.
+
+        Args:
+            counts_DE: [D, E] load of the pass, on the host.
+        """
         state = self.layers[number]
-        if training and self.exact and not state.planned:
-            state.planned = True
-            if state.manager.is_due(ahead=0):
-                self._plan({number: state}, {number: counts_DE.numpy() * self.microbatches()})
-        if not state.fresh:
-            self.transfer.trans(state.transfers, state.placement, state.slots)
-            state.fresh = True
-        # Where activations are recomputed, the first pass runs without gradients and only the second is counted
-        if training and torch.is_grad_enabled():
+        computation = self._next(Action(number, Operation.A2A, 1, 4)) if training else None
+        if computation is not None:
             state.counts_DE = state.counts_DE + counts_DE.numpy()
             state.microbatches += 1
+            self._begin(computation)
+        elif not self._steps and not state.fresh:
+            # An evaluation, or the search for a fault
+            work = functools.partial(self.transfer.trans, state.transfers, state.placement, state.slots)
+            self._lane.start(work, state.slots.ready).wait()
+            state.fresh = True
         return state.placement.trimmed
 
     def aggregate(self) -> None:
-        """Agg: after the last backward pass and before gradients are reduced over data-parallel ranks."""
-        for state in self.layers.values():
-            start = clock.mark()
-            self.transfer.agg(state.transfers, state.placement, state.slots)
-            state.note(start, clock.mark())
-            # The optimizer steps next
-            state.fresh = False
+        """All gradients of guests are with their owners: after the last backward pass and before any are reduced."""
+        self._begin(Action(0, Operation.REDUCE))
 
     def finish_iteration(self) -> None:
-        """Close the books of this iteration and plan the next one."""
-        due = {}
+        """Put the next placements in force and close the books of this iteration."""
+        finished = {number: (state.placement, state.transfers.experts_sent) for number, state in self.layers.items()}
+        self._begin(Action(0, Operation.STEP))
+        assert not (self._steps or self._flights or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
-            if not state.microbatches:
-                continue
-            counts_DE = np.asarray(state.counts_DE)
-            error = state.manager.observe(counts_DE)
-            messages = sum(map(len, state.transfers.rounds))
-            state.last = Iteration(
-                state.placement,
-                counts_DE,
-                state.microbatches,
-                state.spans,
-                state.plan_seconds,
-                messages,
-                error if error is not None else 0.0,
-            )
-            state.counts_DE, state.microbatches, state.spans, state.plan_seconds = 0, 0, [], 0.0
-            state.planned = False
-            if not self.exact and state.manager.is_due(ahead=1):
-                due[number] = state
-        if due:
-            self._plan(due, {number: state.manager.expected_DE for number, state in due.items()})
+            if not state.observed:
+                state.observe()
+            state.close(*finished[number])
 
-    def _plan(self, layers: Mapping[int, LayerState], expected: Mapping[int, np.ndarray]) -> None:
-        """Ask the policy for the layers' next placements; they change where all ranks of the group want the same."""
-        decisions = []
-        for number, state in layers.items():
-            start = time.perf_counter()
-            decisions.append(state.manager.decide(expected[number], self.microbatches()))
-            state.plan_seconds = time.perf_counter() - start
-        digests = self._gather_digests(decisions)
-        for (number, state), decision, ranks in zip(layers.items(), decisions, digests, strict=True):
-            if len(set(ranks)) == 1 and ranks[0] != INVALID:
-                self._adopt(number, state, decision)
-            elif INVALID not in ranks and self.group.rank() == 0:
-                _warn(number, state, "plans differently on different ranks")
-            elif INVALID in ranks and self.group.rank() == ranks.index(INVALID):
-                assert decision.problem is not None
-                _warn(number, state, decision.problem)
+    def _next(self, place: Action) -> Action | None:
+        """The computation with its microbatch, as long as the iteration lasts and unless it is a repetition."""
+        if not self._steps or (place.is_forward and self._repeats(place)):
+            return None
+        microbatch, self._entered[place] = self._entered[place], self._entered[place] + 1
+        return place._replace(microbatch=microbatch)
 
-    def _adopt(self, number: int, state: LayerState, decision: Decision) -> None:
-        before = state.placement
-        state.manager.adopt(decision)
-        if state.placement == before:
+    def _repeats(self, place: Action) -> bool:
+        """Whether this forward pass is a second one; where activations are recomputed, the first has no gradients."""
+        if not torch.is_grad_enabled():
+            self._to_repeat[place] += 1
+            return False
+        repeats = self._to_repeat[place] > 0
+        self._to_repeat[place] -= repeats
+        return repeats
+
+    def _begin(self, computation: Action) -> None:
+        if self._now is not None and self._now[0] == computation:
             return
-        state.transfers, state.fresh = plan_transfers(state.placement), False
-        if self.explain and self.group.rank() == 0:
-            cost = replace(state.manager.cost, microbatches=self.microbatches())
-            times = [cost.layer_time(decision.expected_DE, placement) for placement in (before, state.placement)]
-            parts = zip(times[0]._fields, *times, strict=True)
-            changes = ", ".join(f"{name} {old * 1e3:.3g} -> {new * 1e3:.3g}" for name, old, new in parts)
-            totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
-            print(f"layer {number}: {totals} ms expected ({changes}): {state.placement}", flush=True)
+        step, now = self._steps.popleft(), clock.mark()
+        assert step.computation == computation, f"the model computes {computation} where its schedule has {step}"
+        if self._now is not None:
+            self._note(*self._now, now)
+        started = step.planning + step.communication
+        self._wait([action for action in step.waits if action not in started])
+        for action in started:
+            self._start(action)
+        self._wait([action for action in step.waits if action in started])
+        self._now = computation, clock.mark() if started or step.waits else now
 
-    def _gather_digests(self, decisions: Iterable[Decision]) -> list[list[bytes]]:
+    def _note(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
+        if computation.operation in EXPERTS:
+            self.layers[computation.block].spans.append((start, end))
+        self._keep("computation", computation, start, end)
+
+    def _keep(self, stream: Stream, action: Action, start: clock.Mark, end: clock.Mark, **more: Any) -> None:
+        if self.timeline is not None:
+            self.timeline.add(Span(self._iteration, stream, action.name, start, end, **more))
+
+    def _start(self, action: Action) -> None:
+        state = self.layers[action.block]
+        if action.operation is Operation.PLAN:
+            self._plans[action] = self._start_plan(state, ahead=action.iteration)
+            return
+        plan = state.part(action)
+        if not plan.rounds:
+            self._flights[action] = None
+        elif action.operation is Operation.TRANS:
+            work = functools.partial(self.transfer.trans, plan, state.placement, state.slots)
+            self._flights[action] = self._lane.start(work, state.slots.ready)
+        else:
+            work = functools.partial(self.transfer.agg, plan, state.placement, state.slots)
+            self._flights[action] = self._lane.start(work)
+
+    def _start_plan(self, state: LayerState, ahead: int) -> "Future[Plan] | None":
+        """Let the policy plan for this iteration or the next one, if a plan is due."""
+        manager, microbatches = state.manager, self.microbatches()
+        if ahead:
+            state.observe()
+            expected_DE = manager.expected_DE
+        else:
+            expected_DE = np.asarray(state.counts_DE) * microbatches
+        if not manager.is_due(ahead):
+            return None
+        assert expected_DE is not None
+        return self._planner.submit(make_plan, manager, expected_DE, microbatches)
+
+    def _wait(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if action.operation is not Operation.PLAN:
+                self._wait_for_transfer(action)
+        plans = [action for action in actions if action.operation is Operation.PLAN]
+        if plans:
+            self._conclude(plans)
+
+    def _wait_for_transfer(self, action: Action) -> None:
+        state, flight = self.layers[action.block], self._flights.pop(action)
+        if flight is not None:
+            start = clock.mark()
+            began, ended = flight.wait()
+            self._waited(action, start)
+            if self.timeline is not None:
+                sent = state.sent_bytes(action, self.group.rank())
+                self._keep("communication", action, began, ended, issued=flight.issued, num_bytes=sent)
+        if action.part < action.parts:
+            return
+        # Once gradients are together, the optimizer steps
+        state.fresh = action.operation is Operation.TRANS
+        if action.operation is Operation.AGG:
+            self.aggregated(action.block)
+
+    def _waited(self, action: Action, start: clock.Mark) -> None:
+        end = clock.mark()
+        self.layers[action.block].waits.append((action.operation, (start, end)))
+        self._keep("waits", action, start, end)
+
+    def _conclude(self, actions: Iterable[Action]) -> None:
+        """Placements change where all ranks of the group want the same."""
+        made: dict[int, Plan] = {}
+        for action in actions:
+            future = self._plans.pop(action)
+            if future is not None:
+                start = clock.mark()
+                plan = made[action.block] = future.result()
+                self._waited(action, start)
+                self._keep("planning", action, plan.start, plan.end)
+                self.layers[action.block].plan_seconds = plan.end - plan.start
+        if not made:
+            return
+        digests = self._gather_digests([plan.decision for plan in made.values()])
+        for (number, plan), ranks in zip(made.items(), digests, strict=True):
+            state = self.layers[number]
+            if len(set(ranks)) == 1 and ranks[0] != INVALID:
+                self._adopt(number, state, plan)
+            elif INVALID not in ranks and self.group.rank() == 0:
+                state.warn(number, "plans differently on different ranks")
+            elif INVALID in ranks and self.group.rank() == ranks.index(INVALID):
+                assert plan.decision.problem is not None
+                state.warn(number, plan.decision.problem)
+
+    def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
+        before = state.placement
+        state.manager.adopt(plan.decision)
+        if plan.transfers is None:
+            return
+        state.transfers, state.fresh = plan.transfers, False
+        if self.explain and self.group.rank() == 0:
+            print(state.explanation(number, before, plan.decision.expected_DE, self.microbatches()), flush=True)
+
+    def _gather_digests(self, decisions: Sequence[Decision]) -> list[list[bytes]]:
         """[layers][D]: what each rank of the group decided."""
         own = torch.tensor([list(decision.digest) for decision in decisions], dtype=torch.uint8)
         own = own.to(torch.cuda.current_device())
@@ -201,7 +270,7 @@ class Balancer:
 
     def report(self) -> dict[int, LayerReport]:
         """The finished iteration, as this rank saw it; the device must have finished it."""
-        return {number: _report(state) for number, state in self.layers.items() if state.last is not None}
+        return {number: state.report() for number, state in self.layers.items() if state.last is not None}
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
         """Load matrix [D, E] and placement of every layer in the finished iteration."""
@@ -216,33 +285,4 @@ class Balancer:
         """Continue with the placements and predictions that `state` described."""
         for number, state in self.layers.items():
             state.manager.restore(states[str(number)])
-            state.transfers, state.fresh = plan_transfers(state.placement), False
-
-
-def _warn(number: int, state: LayerState, problem: str) -> None:
-    """Once for each layer and kind of problem: a policy that fails is likely to fail in every iteration."""
-    kind = problem.partition(":")[0]
-    if kind not in state.told:
-        state.told.add(kind)
-        logger.warning("layer %d: the policy %s; its last placement stays (not said again)", number, problem)
-
-
-def _report(state: LayerState) -> LayerReport:
-    last = state.last
-    assert last is not None
-    cost = replace(state.manager.cost, microbatches=last.microbatches)
-    owners = owners_host(last.placement)
-    before_D, after_D = (cost.traffic(last.counts_DE, placement).sum(0) for placement in (owners, last.placement))
-    before, after, gain = evenness(before_D, after_D)
-    return LayerReport(
-        ratio_before=before,
-        ratio_after=after,
-        rb=gain,
-        hosts_added=last.placement.added_hosts,
-        trans_bytes=last.messages * cost.param_bytes,
-        agg_bytes=last.messages * cost.grad_bytes,
-        plan_seconds=last.plan_seconds,
-        predicted_seconds=cost.layer_seconds(last.counts_DE, last.placement),
-        measured_seconds=sum(clock.seconds(*span) for span in last.spans),
-        prediction_error=last.prediction_error,
-    )
+            state.transfers, state.fresh = state.manager.cost.transfers(state.placement), False

@@ -132,7 +132,7 @@ def train_step(run: Run) -> StepReport:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     if run.balancer is not None:
-        run.balancer.begin_iteration()
+        run.balancer.begin_iteration(progress.iteration + 1)
 
     repeat = functools.partial(_forward_backward, run, microbatches=run.batches.get(), forward_only=True)
     reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
@@ -237,9 +237,7 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
 def _balance_reports(run: Run) -> dict[int, LayerReport]:
     if run.balancer is None:
         return {}
-    # The ranks of an expert-parallel group know the same of it
-    own = run.balancer.report() if run.groups.ep.rank() == 0 else {}
-    return mean_over_ranks(own, run.config.transformer.num_layers)
+    return mean_over_ranks(run.balancer.report(), run.config.transformer.num_layers)
 
 
 def _auxiliary_losses(run: Run) -> dict[str, float]:

@@ -12,7 +12,6 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.policies.interface import owners_host
-from megatron_balance.placement.transfers import plan_transfers
 from megatron_balance.training.checkpoint import Checkpoints
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.loop import Run, train_step
@@ -47,7 +46,7 @@ def forget_placements(run: Run) -> None:
         manager = state.manager
         fresh = Manager(manager.policy, manager.cost, manager.predictor, owners_host(manager.placement))
         state.manager.restore(fresh.state())
-        state.transfers = plan_transfers(state.placement)
+        state.transfers = fresh.cost.transfers(state.placement)
 
 
 def train_and_save(

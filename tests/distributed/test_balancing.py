@@ -50,7 +50,11 @@ FEATURES = {
 
 POLICIES = ("pro_prophet", "fastermoe", "top2", "top3")
 WORKLOADS = ("hot_experts", "rotating_hotspot")
-LOADS = ("predicted", "exact")
+MODES = {
+    "predicted": "--balance-load predicted",
+    "exact": "--balance-load exact",
+    "blockwise": "--balance-overlap blockwise",
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +84,9 @@ def baseline(ranks):
     return of
 
 
-def with_policy(flags: str, policy: str, load: str, profiles: dict[int, Path]) -> str:
+def with_policy(flags: str, policy: str, mode: str, profiles: dict[int, Path]) -> str:
     profile = profiles[4 if "--expert-model-parallel-size 4" in flags else 2]
-    return f"{flags} --balance-policy {policy} --balance-load {load} --balance-profile {profile}"
+    return f"{flags} --balance-policy {policy} {MODES[mode]} --balance-profile {profile}"
 
 
 def check_follows(ranks, baseline, plain: str, balanced: str, iterations: int = ITERATIONS) -> None:
@@ -94,28 +98,47 @@ def check_follows(ranks, baseline, plain: str, balanced: str, iterations: int = 
     assert curve[-1][0] < curve[0][0] - 0.01
 
 
-CASES = list(itertools.product(LAYOUTS, WORKLOADS, POLICIES, LOADS))
+PAIRS = list(itertools.product(WORKLOADS, POLICIES))
+
+
+def is_quick(layout: str, mode: str, pair: tuple[str, str]) -> bool:
+    """Every layout meets a schedule that blocks and one that does not; all combinations take long."""
+    number = list(LAYOUTS).index(layout)
+    modes = ("predicted" if number % 2 else "exact", "blockwise")
+    return mode in modes and PAIRS.index(pair) == (2 * number + modes.index(mode)) % len(PAIRS)
 
 
 @pytest.mark.parametrize(
-    ("layout", "workload", "policy", "load"),
+    ("layout", "mode", "workload", "policy"),
     [
-        # Every layout meets both workloads, both loads and three policies at least; all combinations take long
-        pytest.param(*case, marks=[] if index % 5 == 0 else [pytest.mark.slow])
-        for index, case in enumerate(CASES)
+        pytest.param(layout, mode, *pair, marks=[] if is_quick(layout, mode, pair) else [pytest.mark.slow])
+        for layout, mode, pair in itertools.product(LAYOUTS, MODES, PAIRS)
     ],
 )
 def test_policies_change_nothing_that_is_learned(
-    ranks, baseline, profiles, layout: str, workload: str, policy: str, load: str
+    ranks, baseline, profiles, layout: str, mode: str, workload: str, policy: str
 ) -> None:
     plain = f"{LAYOUTS[layout]} --moe-router-force-workload {workload}"
-    check_follows(ranks, baseline, plain, with_policy(plain, policy, load, profiles))
+    check_follows(ranks, baseline, plain, with_policy(plain, policy, mode, profiles))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_policies_with_every_feature(ranks, baseline, profiles, feature: str) -> None:
+SCHEDULED = (
+    *("overlap", "overlap-without-distributed-optimizer", "interleaved", "tensor-parallel", "recompute-moe"),
+    *("shared-experts", "interval", "dense-layers"),
+)
+"""Features that change in which order things are computed, or when plans are made."""
+
+
+@pytest.mark.parametrize(
+    ("feature", "mode"),
+    [
+        pytest.param(feature, mode, marks=[] if (mode == "blockwise") == (feature in SCHEDULED) else [pytest.mark.slow])
+        for feature, mode in itertools.product(FEATURES, ("predicted", "blockwise"))
+    ],
+)
+def test_policies_with_every_feature(ranks, baseline, profiles, feature: str, mode: str) -> None:
     plain = f"--expert-model-parallel-size 2 {FEATURES[feature]} --moe-router-force-workload hot_experts"
-    balanced = with_policy(plain, "top2", "predicted", profiles)
+    balanced = with_policy(plain, "top2", mode, profiles)
     for flag in ("--balance-interval 3", "--balance-token-split proportional", "--balance-predictor linear"):
         plain = plain.replace(flag, "")
     check_follows(ranks, baseline, plain, balanced, FEWER)

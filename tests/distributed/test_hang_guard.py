@@ -54,6 +54,21 @@ def fail_in_rank_1(rank: int) -> None:
     replace_forward(fail, (1,), 20, rank)
 
 
+def fail_beside_the_computation_of_rank_1(rank: int) -> None:
+    from megatron_balance.comm.transfer import ExpertTransfer
+
+    original, count = ExpertTransfer.agg, 0
+
+    def agg(transfer: ExpertTransfer, *args) -> None:
+        nonlocal count
+        count += 1
+        if count == 5 and rank == 1:
+            raise ValueError("a bad link")
+        original(transfer, *args)
+
+    ExpertTransfer.agg = agg
+
+
 def think_on_all_ranks(rank: int) -> None:
     replace_forward(lambda: time.sleep(5), tuple(range(WORLD_SIZE)), 20, rank)
 
@@ -138,6 +153,16 @@ def test_a_failing_rank_is_named(start) -> None:
     for rank in (0, 1, 2):
         assert job.verdict(rank).startswith("rank 1 failed with ValueError: a bad sample (iteration 5, forward-")
     assert "Traceback" in job.output(1)
+
+
+def test_a_rank_that_fails_beside_its_computation_is_named(start) -> None:
+    """The others wait for what the failed thread should have sent."""
+    flags = f"{FLAGS} --num-experts 6 --expert-model-parallel-size 3 --balance-policy top2 --balance-overlap blockwise"
+    job = start(fail_beside_the_computation_of_rank_1, flags.replace(str(TIMEOUT_MINUTES), "10"))
+    job.await_iteration(1)
+    assert job.join([0, 1, 2], 15) == [1, 1, 1]
+    for rank in (0, 1, 2):
+        assert job.verdict(rank).startswith("rank 1 failed with ValueError: a bad link (iteration ")
 
 
 def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,7 +23,10 @@ MUTATIONS = ("skip Agg", "Agg twice", "stale Trans")
 def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoELayer) -> Collect:
     """Place the layer's experts, with one mistake if `mutation` names it."""
     placement = Placement.parse(placement_text)
-    transfers, transfer, experts = plan_transfers(placement), ExpertTransfer(layer.ep_group), layer.experts
+    generator = np.random.default_rng(list(placement_text.encode()))
+    node_size, chunks, fanout = generator.integers(1, [placement.num_ranks + 1, 17, 4]).tolist()
+    transfers = plan_transfers(placement, node_size, chunks, fanout)
+    transfer, experts = ExpertTransfer(layer.ep_group), layer.experts
     for parameter in experts.parameters():
         # As DDP does it
         parameter.main_grad = torch.zeros_like(parameter)

@@ -1,6 +1,7 @@
 """The cost model against values worked out by hand, and that every split conserves tokens."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,18 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.placement.cost_model import (
+    FANOUTS,
     LINKS,
+    MOST_CHUNKS,
     SPLITS,
     CostModel,
     Overlap,
     balance_gain,
     balance_ratio,
-    link_messages,
     split_local_first,
     split_proportional,
 )
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.transfers import plan_transfers
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, Bandwidth, ClusterProfile, Fit, Throughput
+from tests.unit.placements import placements as any_placements
 
 COUNTS_DE = np.array([[2, 0, 1], [2, 1, 0], [1, 1, 1]])
 """Pro-Prophet's Fig. 6: 5, 2 and 2 inputs for three experts on three devices."""
@@ -107,15 +111,84 @@ def test_transfers_hide_under_one_microbatch() -> None:
         ([(0, 1), (0, 2), (0, 3)], 2, 3, 3 / 4),
         ([(0, 3), (1, 3)], 2, 2, 2 / 4),
         ([(0, 1), (0, 2), (1, 2), (1, 3)], 2, 2, 1),
-        ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)], 2, 3, 5 / 4),
+        ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)], 3, 3, 5 / 4),
     ],
 )
-def test_experts_on_the_busiest_link(additions: list, relay: float, direct: float, average: float) -> None:
+def test_rounds_of_whole_experts(additions: list, relay: float, direct: float, average: float) -> None:
     placement = Placement.identity(4, 4, 3).with_hosts(additions)
-    # In the last row two owners send in the first round, and all four ranks may in the second
+    # No bandwidth to save: pieces would only add latency
+    line = with_p2p(Fit(1.0, 0.0, 0.0, 0.0))
+    found = {links: CostModel(line, 4, 6, 12, links=links).sending(placement) for links in LINKS}
     values = {"relay": relay, "direct": direct, "average": pytest.approx(average)}
-    assert {links: link_messages(placement, links) for links in LINKS} == values
-    assert CostModel(profile(), 4, 6, 12).links == "relay"
+    assert {links: sending.rounds for links, sending in found.items()} == values
+    assert {sending.chunks for sending in found.values()} == {1}
+    assert CostModel(line, 4, 6, 12).links == "relay"
+
+
+def with_p2p(line: Fit, num_ranks: int = 3, node_size: int = 3) -> ClusterProfile:
+    plain = profile(num_ranks, node_size)
+    return dataclasses.replace(plain, links={**plain.links, "p2p": dict.fromkeys(GROUPS, line)})
+
+
+def one_to_all(num_ranks: int) -> Placement:
+    return Placement.identity(num_ranks, num_ranks, 1).with_hosts((0, rank) for rank in range(1, num_ranks))
+
+
+def chosen(latencies: float, num_ranks: int, **options: object) -> tuple[int, int]:
+    """Fan-out and pieces for an expert, on all ranks, that takes so many times a message's latency to pass on."""
+    cost = CostModel(with_p2p(Fit(1.0, latencies / 100, 0.0, 0.0), num_ranks, 8), 4, 100, 300, **options)
+    return cost.sending(one_to_all(num_ranks))[:2]
+
+
+def test_routes_and_pieces_follow_size_and_ranks() -> None:
+    assert chosen(1000, 2) == (1, 1), "one link has nothing to gain"
+    assert chosen(16, 4) == (1, round((2 * 16) ** 0.5)), "two links more to pass"
+    assert chosen(1e6, 64) == (1, MOST_CHUNKS), "a chain for large experts"
+    assert chosen(10, 64) == (2, round((6 / 2 * 10) ** 0.5)), "a tree for small ones on many ranks"
+    assert chosen(0.1, 64) == (16, 1), "doubling where latency is all"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1e-9])
+def test_without_latency_pieces_are_bounded(alpha: float) -> None:
+    cost = CostModel(with_p2p(Fit(alpha, 1e-9, 0.0, 0.0)), 4, 8_000, 8_000)
+    # 8 us to pass on, by pieces as if each took a microsecond more
+    assert cost.sending(one_to_all(3))[:2] == (1, 3)
+
+
+@settings(deadline=None, max_examples=200)
+@given(any_placements(), st.integers(1, 6), st.floats(0, 1e4))
+def test_no_choice_is_slower_than_any_other(placement: Placement, node_size: int, latencies: float) -> None:
+    profile = with_p2p(Fit(1.0, latencies / 100, 0.0, 0.0), placement.num_ranks, node_size)
+    cost = CostModel(profile, token_bytes=4, param_bytes=100, grad_bytes=300)
+    fanout, chunks, rounds = cost.sending(placement)
+    seconds = cost.trans_seconds(rounds, chunks)
+    scheduled = plan_transfers(placement, node_size, chunks, fanout)
+    assert cost.transfers(placement) == scheduled and rounds <= len(scheduled.rounds)
+    for fanout, chunks in itertools.product(FANOUTS, (1, 2, 4, 16)):
+        other = len(plan_transfers(placement, node_size, chunks, fanout).rounds)
+        # One piece was tried; of more, about the best number
+        assert seconds <= cost.trans_seconds(other, chunks) * (1.1 if chunks > 1 else 1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(st.floats(0.1, 1e4), st.integers(2, 16))
+def test_with_overlap_a_large_expert_has_pieces_to_split_by(latencies: float, num_ranks: int) -> None:
+    fanout, chunks = chosen(latencies, num_ranks)
+    more = chosen(latencies, num_ranks, overlap=Overlap(1.0, 1.0))
+    assert more[1] >= min(4, max(1, int(latencies / 4)))
+    assert more == (fanout, chunks) or chunks < 4
+    # A piece that is split off one link alone keeps four times its latency
+    assert chosen(latencies, 2, overlap=Overlap(1.0, 1.0)) == (1, min(4, max(1, int(latencies / 4))))
+
+
+def test_a_transfer_takes_its_rounds() -> None:
+    cost = CostModel(with_p2p(Fit(1.0, 0.25, 0.0, 0.0)), token_bytes=4, param_bytes=100, grad_bytes=300)
+    plan = cost.transfers(PLAIN.with_hosts([(0, 1), (0, 2)]))
+    # Five pieces of 20 bytes, and of 60 on the way back, over two links
+    assert (plan.chunks, len(plan.rounds)) == (5, 6)
+    assert (cost.trans_seconds(6, 5), cost.agg_seconds(6, 5)) == (6 * (1 + 5), 6 * (1 + 15))
+    time = cost.layer_time(COUNTS_DE, PLAIN.with_hosts([(0, 1), (0, 2)]))
+    assert (time.trans, time.agg) == (36, 96)
 
 
 def test_flexmoe_equations() -> None:

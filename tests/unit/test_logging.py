@@ -71,7 +71,8 @@ LINE = re.compile(
     r" number of nan iterations: (?P<nan>[ \d]{3}) \|"
     r"( max/mean load: (?P<before>\d+\.\d\d) -> (?P<after>\d+\.\d\d) \|"
     r" hosts added: (?P<hosts>\d+(\.\d+)?) \| experts moved: (?P<moved>\d+(\.\d+)?) \|"
-    r" plan \(ms\): (?P<plan>\d+\.\d) \| trans\+agg \(MB\): (?P<megabytes>\d+\.\d) \|)?"
+    r" plan \(ms\): (?P<plan>\d+\.\d) \| trans\+agg \(MB\): (?P<megabytes>\d+\.\d) \|"
+    r" waited for plan/trans/agg \(ms\): \d+\.\d/\d+\.\d/\d+\.\d \|)?"
 )
 """Megatron's training log line, as a scraper reads it, and with a policy ours after it."""
 
@@ -146,6 +147,7 @@ def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.
     with_policy, without = printed(RunLog(run_config(), 5, 128), reports, Progress(), capsys)
     assert with_policy.split(" number of nan iterations:   0 |")[1] == (
         " max/mean load: 2.75 -> 1.25 | hosts added: 6.5 | experts moved: 1 | plan (ms): 0.4 | trans+agg (MB): 12.0 |"
+        " waited for plan/trans/agg (ms): 0.0/0.0/0.0 |"
     )
     names = ("before", "after", "hosts", "moved", "plan", "megabytes")
     assert [fields(with_policy)[name] for name in names] == ["2.75", "1.25", "6.5", "1", "0.4", "12.0"]

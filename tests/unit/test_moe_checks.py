@@ -95,6 +95,8 @@ VALUES = {
     "balance_explain": "",
     "balance_log_dir": "loads",
     "balance_alpha": "0.5",
+    "balance_overlap": "blockwise",
+    "balance_timeline": "traces",
 }
 
 
@@ -110,6 +112,11 @@ def test_balance_flags_without_a_policy(name: str, policy: str) -> None:
 def test_balance_flags_with_a_policy(name: str) -> None:
     settings = parse(f"{EP4} --balance-policy pro_prophet {flag_of(name)} {VALUES[name]}").config.balance
     assert str(getattr(settings, name)) == (VALUES[name] or "True")
+
+
+def test_weights_travel_ahead_of_a_load_that_is_predicted_only() -> None:
+    with pytest.raises(ValueError, match=r"^--balance-load exact: not with --balance-overlap blockwise, .* predicted$"):
+        parse(f"{EP4} --balance-policy top2 --balance-overlap blockwise --balance-load exact")
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "megatron_balance.placement.policies.top_k:Top3"])

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.workloads import WORKLOADS, load_matrix
-from megatron_balance.placement.cost_model import LINKS, SPLITS, CostModel, Overlap, link_messages, split_local_first
+from megatron_balance.placement.cost_model import LINKS, SPLITS, CostModel, Overlap, split_local_first
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.placement.policies.pro_prophet import _Search, _Start
-from megatron_balance.placement.transfers import fewest_rounds
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.tools_loader import load_tool
 
@@ -73,21 +72,22 @@ def test_the_search_counts_as_the_model_does(case: tuple[np.ndarray, Placement, 
     plain = load_policy("none").plan(counts_DE, current, cost)
     placement = plain.with_hosts([(expert, rank) for expert, ranks in search.selected for rank in ranks])
     assert search.computed_D.tolist() == split_local_first(counts_DE, placement).sum(0).tolist()
-    if cost.links == "relay":
-        # Of rounds the search knows the fewest that there can be
-        assert search.messages == fewest_rounds(placement)
-        search.messages = link_messages(placement, "relay")
-    assert search.seconds() == pytest.approx(cost.layer_seconds(counts_DE, placement), rel=1e-12)
+    seconds, knows_routes = cost.layer_seconds(counts_DE, placement), cost.sending(placement).fanout == 1
+    assert search.seconds() >= seconds * (1 - 1e-12)
+    assert not knows_routes or search.seconds() == pytest.approx(seconds, rel=1e-12)
 
 
 @settings(deadline=None)
-@given(cases(), st.integers(1, 3))
-def test_the_search_keeps_within_its_bound(case: tuple[np.ndarray, Placement, CostModel], bound: int) -> None:
+@given(cases(), st.integers(1, 3), st.sampled_from(["direct", "relay"]))
+def test_the_search_keeps_within_its_bound(
+    case: tuple[np.ndarray, Placement, CostModel], bound: int, links: str
+) -> None:
     counts_DE, current, cost = case
-    cost = dataclasses.replace(cost, links="direct")
+    cost = dataclasses.replace(cost, links=links)
     search = _Search(_Start(counts_DE, current), cost, bound)
     search.run(0.0, float("inf"), 100, 0.0)
-    assert search.messages <= bound
+    assert max(search.in_D.max(), search.out_D.max()) <= bound
+    assert links == "relay" or search.sent[0] <= cost.trans_seconds(bound, 1) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))

@@ -1,18 +1,24 @@
-"""Transfer plans: every guest gets its expert once, from a rank that has it, in few rounds."""
+"""Transfer plans: every piece gets to every guest once, along the expert's route, in few rounds."""
 
-import math
 from collections import Counter
+from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.transfers import Message, _Transfers, doubling_rounds, fewest_rounds, plan_transfers
+from megatron_balance.placement.transfers import (
+    LinkLoads,
+    Message,
+    Route,
+    TransferPlan,
+    plan_transfers,
+    routes,
+)
 from tests.unit.placements import placements
+
+node_sizes, chunk_numbers, fanouts = st.integers(1, 6), st.integers(1, 9), st.integers(1, 4)
 
 
 def one_to_all(num_ranks: int, experts: int = 1) -> Placement:
@@ -21,91 +27,181 @@ def one_to_all(num_ranks: int, experts: int = 1) -> Placement:
     return plain.with_hosts((expert, rank) for expert in range(experts) for rank in range(1, num_ranks))
 
 
-@settings(deadline=None, max_examples=300)
-@given(placements())
-def test_invariants(placement: Placement) -> None:
-    plan = plan_transfers(placement)
-    holders = {(expert, placement.owner(expert)) for expert in range(placement.num_experts)}
+def check_rounds(plan: TransferPlan, holders: set[tuple[int, int, int]]) -> None:
+    """Each rank sends one message and receives one per round at most, and has (expert, rank, chunk) before it sends."""
     for messages in plan.rounds:
         assert messages
         assert max(Counter(message.source for message in messages).values()) == 1
         assert max(Counter(message.target for message in messages).values()) == 1
-        assert all((message.expert, message.source) in holders for message in messages)
-        holders |= {(message.expert, message.target) for message in messages}
-    reached = Counter((message.expert, message.target) for messages in plan.rounds for message in messages)
-    slots = [(expert, rank) for rank, row in enumerate(placement.guests) for expert in row if expert != EMPTY]
-    assert reached == Counter(slots)
-    assert plan == plan_transfers(Placement.parse(str(placement)))
+        assert all((message.expert, message.source, message.chunk) in holders for message in messages)
+        holders |= {(message.expert, message.target, message.chunk) for message in messages}
 
 
 @settings(deadline=None, max_examples=300)
-@given(placements())
-def test_rounds_are_near_the_lower_bound(placement: Placement) -> None:
-    rounds, fewest = len(plan_transfers(placement).rounds), fewest_rounds(placement)
-    owners = Counter(placement.owner(expert) for row in placement.guests for expert in row if expert != EMPTY)
-    assert fewest <= rounds <= fewest + 2
-    assert max(owners.values(), default=0).bit_length() <= fewest
+@given(placements(), node_sizes, chunk_numbers, fanouts)
+def test_invariants(placement: Placement, node_size: int, chunks: int, fanout: int) -> None:
+    plan = plan_transfers(placement, node_size, chunks, fanout)
+    owned = {(expert, placement.owner(expert)) for expert in range(placement.num_experts)}
+    check_rounds(plan, {(*pair, chunk) for pair in owned for chunk in range(chunks)})
+    reached = Counter(message[:1] + message[2:] for messages in plan.rounds for message in messages)
+    slots = [(expert, rank) for rank, row in enumerate(placement.guests) for expert in row if expert != EMPTY]
+    assert reached == Counter((*slot, chunk) for slot in slots for chunk in range(chunks))
+    assert plan == plan_transfers(Placement.parse(str(placement)), node_size, chunks, fanout)
+    assert plan.chunks == chunks and plan.experts_sent == len(slots)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 13, 64, 65])
-def test_one_expert_to_all_doubles(num_ranks: int) -> None:
-    rounds = math.ceil(math.log2(num_ranks))
-    assert len(plan_transfers(one_to_all(num_ranks)).rounds) == fewest_rounds(one_to_all(num_ranks)) == rounds
+@settings(deadline=None)
+@given(placements(), node_sizes, chunk_numbers, fanouts)
+def test_backward_a_rank_has_all_sums_before_it_sends_its_own(
+    placement: Placement, node_size: int, chunks: int, fanout: int
+) -> None:
+    plan = plan_transfers(placement, node_size, chunks, fanout)
+    gone = set()
+    for messages in reversed(plan.rounds):
+        # What comes to a rank in this round can be added before the next round only
+        assert not any((message.expert, message.source, message.chunk) in gone for message in messages)
+        gone |= {(message.expert, message.target, message.chunk) for message in messages}
+        assert not any((message.expert, message.source, message.chunk) in gone for message in messages)
 
 
-def test_two_experts_to_all_take_a_round_more() -> None:
-    # 126 messages, and 1 + 2 + ... + 32 = 63 in six rounds
-    assert len(plan_transfers(one_to_all(64, experts=2)).rounds) == 7
-    # Of different owners, they spread side by side
-    sides = Placement.identity(64, 64, 2)
-    spread = sides.with_hosts([(expert, rank) for expert in (0, 63) for rank in range(64) if rank != expert])
-    assert len(plan_transfers(spread).rounds) == 6
+@settings(deadline=None, max_examples=300)
+@given(placements(), node_sizes, chunk_numbers, fanouts)
+def test_links_are_those_of_the_routes(placement: Placement, node_size: int, chunks: int, fanout: int) -> None:
+    plan = plan_transfers(placement, node_size, chunks, fanout)
+    links = {message[:3] for messages in plan.rounds for message in messages}
+    expected = set()
+    for expert, route in routes(placement, node_size, fanout).items():
+        expected |= {(expert, *link[:2]) for link in route}
+        check_route(route, placement.owner(expert), node_size, fanout)
+    assert links == expected
+
+
+def check_route(route: Route, owner: int, node_size: int, fanout: int) -> None:
+    depth = {owner: 0}
+    for link in route:
+        assert link.before == depth[link.source], "a rank has the expert before it sends it"
+        depth[link.target] = link.before + 1
+    assert max(Counter(link.source for link in route).values()) <= fanout
+    entered = Counter(
+        link.target // node_size for link in route if link.source // node_size != link.target // node_size
+    )
+    assert entered == Counter({rank // node_size for rank in depth} - {owner // node_size}), "each node once"
+
+
+@given(placements(), node_sizes)
+def test_a_chain_goes_node_by_node_from_the_owners_on(placement: Placement, node_size: int) -> None:
+    nodes = -(-placement.num_ranks // node_size)
+    for expert, route in routes(placement, node_size).items():
+        owner = placement.owner(expert)
+        assert route[0].source == owner and all(link.target == after.source for link, after in pairwise(route))
+        assert [link.before + link.behind for link in route] == [len(route) - 1] * len(route)
+        passed = [(link.target // node_size - owner // node_size) % nodes for link in route]
+        assert passed == sorted(passed)
+
+
+def test_routes_of_different_owners_enter_a_node_at_different_ranks() -> None:
+    on_all = Placement.identity(8, 8, 7).rehost([range(8)] * 8)
+    for fanout in (1, 2):
+        found = routes(on_all, 4, fanout).values()
+        entries = [link.target for route in found for link in route if link.source // 4 != link.target // 4]
+        assert sorted(entries) == list(range(8))
+    targets = {expert: tuple(link.target for link in route) for expert, route in routes(on_all, 4).items()}
+    assert targets[1] == (2, 3, 0, 5, 6, 7, 4) and targets[6] == (7, 4, 5, 2, 3, 0, 1)
+
+
+def test_a_tree_reaches_the_nodes_before_it_works_inside_them() -> None:
+    (route,) = routes(one_to_all(16), 4, fanout=2).values()
+    assert [link[:2] for link in route[:5]] == [(0, 4), (4, 8), (0, 1), (8, 12), (4, 5)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 13, 64])
+@pytest.mark.parametrize("node_size", [1, 8, 64])
+def test_a_whole_expert_doubles(num_ranks: int, node_size: int) -> None:
+    rounds = len(plan_transfers(one_to_all(num_ranks), node_size, chunks=1, fanout=16).rounds)
+    # Nodes double first, then the ranks of each
+    nodes = -(-num_ranks // node_size)
+    assert rounds <= (nodes - 1).bit_length() + (min(node_size, num_ranks) - 1).bit_length()
+
+
+@pytest.mark.parametrize("num_ranks", [8, 13, 64])
+def test_two_sends_per_rank_reach_many_in_few_rounds(num_ranks: int) -> None:
+    # Who has the expert in round n: those of the round before, and one more for each rank of the two rounds before it
+    holders = [1, 2]
+    while holders[-1] < num_ranks:
+        holders.append(holders[-1] + (holders[-1] - holders[-3] if len(holders) > 2 else 2))
+    for chunks in (1, 4, 16):
+        rounds = len(plan_transfers(one_to_all(num_ranks), 64, chunks, fanout=2).rounds)
+        assert rounds <= len(holders) - 1 + 2 * (chunks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 13, 64])
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_one_expert_to_all_passes_in_a_pipeline(num_ranks: int, chunks: int) -> None:
+    assert len(plan_transfers(one_to_all(num_ranks), 8, chunks).rounds) == chunks + num_ranks - 2
+
+
+def test_experts_of_one_owner_follow_each_other() -> None:
+    assert len(plan_transfers(one_to_all(8, experts=3), 4, 4).rounds) == 3 * 4 + 6
+
+
+def test_the_most_urgent_piece_goes_first() -> None:
+    # Rank 0 owns experts 0 and 1; expert 1 has the longer way
+    placement = Placement.identity(8, 4, 2).with_hosts([(0, 1), (1, 1), (1, 2), (1, 3)])
+    plan = plan_transfers(placement, 4, 1)
+    assert plan.rounds[0] == (Message(expert=1, source=0, target=1, chunk=0),)
+    assert len(plan.rounds) == 3
 
 
 def test_no_guests_no_rounds() -> None:
     for placement in (Placement.identity(4, 2, 2), Placement.identity(4, 2), Placement.identity(4, 1, 3)):
-        assert plan_transfers(placement).rounds == () and fewest_rounds(placement) == 0
+        assert plan_transfers(placement, 2, 4) == TransferPlan((), 4)
 
 
 def test_a_lent_expert_is_sent_by_its_owner() -> None:
     lent = Placement.identity(2, 2, 1).rehost([[1], [1]])
-    assert plan_transfers(lent).rounds == ((Message(expert=0, source=0, target=1),),)
+    assert plan_transfers(lent, 2, 2).rounds == ((Message(0, 0, 1, chunk=0),), (Message(0, 0, 1, chunk=1),))
 
 
-def test_an_owner_starts_all_its_experts_before_it_helps() -> None:
-    # Six experts of rank 0, one of them to six ranks: it needs a round for each, while guests relay the wide one
-    home = Placement.identity(48, 8, 2)
-    wide = [(0, rank) for rank in range(1, 7)]
-    placement = home.with_hosts(wide + [(expert, expert) for expert in range(1, 6)])
-    assert len(plan_transfers(placement).rounds) == 6
+@given(placements(), chunk_numbers, st.integers(0, 40))
+def test_parts_of_a_plan(placement: Placement, chunks: int, rounds: int) -> None:
+    plan = plan_transfers(placement, 2, chunks)
+    first, rest = plan.split(rounds)
+    assert first.rounds + rest.rounds == plan.rounds and len(first.rounds) == min(rounds, len(plan.rounds))
+    assert first.chunks == rest.chunks == chunks
+    assert first.experts_sent + rest.experts_sent == pytest.approx(plan.experts_sent)
 
 
-@pytest.mark.parametrize(
-    "text", ["0 1 + 2 5 | 2 3 + . . | 4 5 + 2 3", "0 + . . | 1 + 2 . | 2 + 3 4 | 3 + 0 2 | 4 + 2 3"]
-)
-def test_a_receiver_is_served_through_an_exchange_of_senders(text: str) -> None:
-    # Without exchanges the first takes three rounds; if a sender is given up for good once it could not be freed, so
-    # does the second
-    placement = Placement.parse(text)
-    assert len(plan_transfers(placement).rounds) == fewest_rounds(placement) == 2
+def loads_of(num_ranks: int, found: list[Route]) -> LinkLoads:
+    loads = LinkLoads(num_ranks)
+    for route in found:
+        loads.add(route)
+    return loads
+
+
+def least_rounds(loads: LinkLoads, chunks: int) -> int:
+    return max((experts * chunks + extra for experts, extra in loads.lines), default=0)
 
 
 @settings(deadline=None, max_examples=300)
-@given(placements(), st.integers(0, 3))
-def test_no_round_could_carry_more_messages(placement: Placement, after: int) -> None:
-    state = _Transfers(placement)
-    for _ in range(after):
-        state.advance()
-    can_send = np.zeros((placement.num_ranks, placement.num_ranks), dtype=int)
-    for rank, wanted in enumerate(state.wants):
-        can_send[[source for expert in wanted for source in state.holders[expert]], rank] = 1
-    most = (maximum_bipartite_matching(csr_matrix(can_send)) >= 0).sum()
-    assert len(state.advance()) == most
+@given(placements(), node_sizes, chunk_numbers, fanouts)
+def test_rounds_are_counted_from_below(placement: Placement, node_size: int, chunks: int, fanout: int) -> None:
+    loads = loads_of(placement.num_ranks, list(routes(placement, node_size, fanout).values()))
+    rounds = len(plan_transfers(placement, node_size, chunks, fanout).rounds)
+    assert least_rounds(loads, chunks) <= rounds <= 1.75 * least_rounds(loads, chunks)
 
 
-@given(st.integers(0, 200), st.integers(1, 16), st.integers(0, 16))
-def test_doubling_rounds(messages: int, senders: int, more: int) -> None:
-    num_ranks = senders + more
-    rounds = doubling_rounds(messages, senders, num_ranks)
-    sent = [sum(min(senders * 2**index, num_ranks) for index in range(count)) for count in (rounds - 1, rounds)]
-    assert sent[1] >= messages and (rounds == 0 or sent[0] < messages)
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 13, 64])
+@pytest.mark.parametrize("fanout", [1, 2, 16])
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_rounds_of_one_expert_are_counted_exactly(num_ranks: int, fanout: int, chunks: int) -> None:
+    placement = one_to_all(num_ranks)
+    loads = loads_of(num_ranks, list(routes(placement, 8, fanout).values()))
+    assert len(plan_transfers(placement, 8, chunks, fanout).rounds) == least_rounds(loads, chunks)
+
+
+@given(placements(), node_sizes, fanouts, st.randoms())
+def test_link_loads_do_not_depend_on_the_order(placement: Placement, node_size: int, fanout: int, random) -> None:
+    found = list(routes(placement, node_size, fanout).values())
+    lines = loads_of(placement.num_ranks, found).lines
+    random.shuffle(found)
+    assert loads_of(placement.num_ranks, found).lines == lines

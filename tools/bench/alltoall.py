@@ -150,12 +150,12 @@ def measure(case: Case) -> dict[str, list[Sample]]:
     for repeat in range(case.repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            _meet()
+            meet()
             samples[name].append(timed(runs[name]))
     return samples
 
 
-def _meet() -> None:
+def meet() -> None:
     """Go on at one instant of the clock that all ranks share; out of a barrier they come milliseconds apart."""
     dist.barrier()
     instant = torch.tensor([time.monotonic() + MEETING_SECONDS], dtype=torch.float64)
@@ -163,7 +163,7 @@ def _meet() -> None:
     time.sleep(max(0.0, float(instant) - time.monotonic()))
 
 
-def timed(run: Run) -> Sample:
+def timed(run: Callable[[], object]) -> Sample:
     machine, process = psutil.cpu_times(), time.process_time()
     start = time.monotonic()
     run()
@@ -192,7 +192,7 @@ def table(rows: dict[str, Row], allowed: Limit) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", type=_layout, default=[(2, 4), (4, 2)], help="nodes x ranks per node")
+    parser.add_argument("--layouts", nargs="+", type=layout, default=[(2, 4), (4, 2)], help="nodes x ranks per node")
     parser.add_argument("--mib", nargs="+", type=float, default=[8.0], help="MiB that each rank sends, itself included")
     parser.add_argument("--link-mbit", nargs="+", type=float, default=[400.0])
     parser.add_argument("--bus-mbit", nargs="+", type=_bus, default=[None], help="inside a node; free: not limited")
@@ -232,7 +232,7 @@ def _report(testbed: Testbed, case: Case) -> None:
     print(table(rows, allowed), flush=True)
 
 
-def _layout(text: str) -> tuple[int, int]:
+def layout(text: str) -> tuple[int, int]:
     try:
         nodes, ranks_per_node = map(int, text.split("x"))
     except ValueError:

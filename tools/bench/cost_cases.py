@@ -7,7 +7,6 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +43,10 @@ GUESTS = (1, 2, 4)
 """Per rank."""
 
 GUEST_SLOTS = max(GUESTS)
+
+
+CHUNKS = 4
+"""Pieces of each expert."""
 
 
 class Case(NamedTuple):
@@ -136,28 +139,19 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iter
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore
         experts.allocate_guests(GUEST_SLOTS)
         placement = random_placement(_num_experts(config), groups.ep.size(), guests)
-        plan = plan_transfers(placement)
-        rounds, messages = len(plan.rounds), sum(map(len, plan.rounds))
+        plan = plan_transfers(placement, groups.ep.size(), CHUNKS)
+        rounds = len(plan.rounds)
         param_bytes, grad_bytes = (
             sum(tensor.nbytes for tensor in tensors) for tensors in (experts.weights_of(0), experts.gradients_of(0))
         )
-        label = f"{1e-6 * param_bytes:.2f} MB, {messages} messages in {rounds} rounds"
-
-        def sized(cost: CostModel, param_bytes: int = param_bytes, grad_bytes: int = grad_bytes) -> CostModel:
-            return replace(cost, param_bytes=param_bytes, grad_bytes=grad_bytes)
-
-        yield Case(
-            "trans",
-            label,
-            lambda cost, sized=sized, rounds=rounds: sized(cost).trans_seconds(rounds),
-            functools.partial(transfer.trans, plan, placement, experts),
-        )
-        yield Case(
-            "agg",
-            label,
-            lambda cost, sized=sized, rounds=rounds: sized(cost).agg_seconds(rounds),
-            functools.partial(transfer.agg, plan, placement, experts),
-        )
+        label = f"{1e-6 * param_bytes:.2f} MB, {plan.experts_sent:.0f} experts in {rounds} rounds"
+        for kind, execute, num_bytes in (("trans", transfer.trans, param_bytes), ("agg", transfer.agg, grad_bytes)):
+            yield Case(
+                kind,
+                label,
+                lambda cost, piece=num_bytes / CHUNKS, rounds=rounds: rounds * cost.round_seconds(piece),
+                functools.partial(execute, plan, placement, experts),
+            )
 
 
 def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Iterator[Case]:

@@ -19,10 +19,9 @@ import numpy as np
 
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.observe.workloads import WORKLOADS, load_matrix
-from megatron_balance.placement.cost_model import LINKS, CostModel, balance_gain, balance_ratio
+from megatron_balance.placement.cost_model import LINKS, MOST_CHUNKS, CostModel, balance_gain, balance_ratio
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, load_policy
-from megatron_balance.placement.transfers import doubling_rounds
 from megatron_balance.profile.cluster_profile import builtin
 
 LAYOUTS = ((4, 16), (16, 16), (16, 64), (64, 256))
@@ -147,7 +146,7 @@ def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel
 def _against_optimum(traces: dict[tuple[int, int], Loads], args: argparse.Namespace) -> None:
     print(f"\nmodelled layer time over that of the best placement, local_first, links {args.links}")
     if args.links == "relay":
-        print("the best placement's rounds are a lower bound, so the true ratios are these or smaller")
+        print("the best placement's links are counted from below, so the true ratios are these or smaller")
     print("D   E   G  policy         10%  median     90%     max  optimal  loads")
     for num_ranks, num_experts, guest_slots in SMALL:
         cost = cost_model(num_ranks, args.links)
@@ -181,7 +180,7 @@ def _small_loads(num_ranks: int, num_experts: int, args: argparse.Namespace) -> 
 def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
     """The least layer time over all ways to fill the guest slots with any experts, by trying all of them.
 
-    With links `relay` a lower bound of it, because rounds of messages are: of those that a plan can take, the fewest.
+    With links `relay` a lower bound of it: what a rank relays is left out.
     Each rank's choice of guests moves tokens between it and owners, whatever the others choose, so every quantity of a
     placement is a sum over ranks of a table's row.
     """
@@ -192,8 +191,9 @@ def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> 
     traffic_DD = cost.traffic(counts_DE, current)
     local_D = traffic_DD.diagonal()
     base = [traffic_DD.sum(0), traffic_DD.sum(0) - local_D, traffic_DD.sum(1) - local_D]
-    # Computed, received, sent, experts sent and experts received by each rank; [..., D] with an axis per deciding rank
-    sums = [*(part.astype(np.float64) for part in base), np.zeros(num_ranks), np.zeros(num_ranks)]
+    # Tokens computed, received, sent; guests on each rank; guests of each expert; with an axis per deciding rank before
+    # that of ranks [D] or of experts [E]
+    sums = [*(part.astype(np.float64) for part in base), np.zeros(num_ranks), np.zeros(current.num_experts)]
     for rank in range(num_ranks):
         strangers = np.flatnonzero(owner_E != rank).tolist()
         options = [set_ for size in range(slots + 1) for set_ in itertools.combinations(strangers, size)]
@@ -205,34 +205,38 @@ def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> 
         own_OD[:, rank] = moved_OD.sum(1)
         taken_OD = np.zeros_like(moved_OD)
         taken_OD[:, rank] = chosen_OE.sum(1)
-        changes = (own_OD - moved_OD, -moved_OD, -own_OD, chosen_OE @ owned_ED, taken_OD)
+        changes = (own_OD - moved_OD, -moved_OD, -own_OD, taken_OD, chosen_OE)
         sums = [
-            (part[..., None, :] + change).reshape(-1, num_ranks) for part, change in zip(sums, changes, strict=True)
+            (part[..., None, :] + change).reshape(-1, change.shape[-1])
+            for part, change in zip(sums, changes, strict=True)
         ]
     computed, received, sent = (part.max(-1) for part in sums[:3])
-    messages = _messages(sums[3], sums[4], cost.links)
-    return float(cost.time_of(np.maximum(received, sent), computed, messages).total.min())
+    rounds, chunks = _rounds(sums[3], sums[4], owned_ED, cost)
+    trans, agg = cost.trans_seconds(rounds, chunks), cost.agg_seconds(rounds, chunks)
+    return float(cost.time_of(np.maximum(received, sent), computed, trans, agg).total.min())
 
 
-def _messages(out_PD: np.ndarray, into_PD: np.ndarray, links: str) -> np.ndarray:
-    """[P] `link_messages` of P placements, from the experts that ranks send and receive; from below with `relay`."""
-    num_ranks, total_P = out_PD.shape[1], out_PD.sum(-1)
-    if links == "average":
-        return total_P / num_ranks
-    most_P = out_PD.max(-1)
-    if links == "direct":
-        return np.maximum(most_P, into_PD.max(-1))
-    owners_P = (out_PD > 0).sum(-1)
-    rounds = np.array(
-        [
-            [doubling_rounds(total, owners, num_ranks) if owners else 0 for owners in range(num_ranks + 1)]
-            for total in range(int(total_P.max()) + 1)
-        ]
-    )
-    # An expert has one guest on each rank but its owner at most
-    started_P = np.ceil(most_P / (num_ranks - 1))
-    doubled_P = np.maximum(np.ceil(np.log2(most_P + 1)), rounds[total_P.astype(int), owners_P])
-    return np.maximum(np.maximum(doubled_P, started_P), into_PD.max(-1))
+def _rounds(
+    into_PD: np.ndarray, guests_PE: np.ndarray, owned_ED: np.ndarray, cost: CostModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """[P] rounds and pieces of P placements, from the guests on each rank and of each expert.
+
+    With `relay` as few seconds of Trans as any route could take.
+    """
+    if cost.links == "average":
+        return into_PD.mean(-1), np.ones(len(into_PD))
+    if cost.links == "direct":
+        return np.maximum(into_PD.max(-1), (guests_PE @ owned_ED).max(-1)), np.ones(len(into_PD))
+    started_PD = (guests_PE > 0) @ owned_ED.astype(np.float64)
+    experts_P = np.maximum(into_PD.max(-1), started_PD.max(-1))
+    # A piece reaches at most twice as many ranks in each round
+    extra_P = np.ceil(np.log2(guests_PE.max(-1) + 1)) - 1
+    chunks_C = np.arange(1, MOST_CHUNKS + 1)
+    cases_2N, index_P = np.unique(np.stack([experts_P, extra_P]), axis=1, return_inverse=True)
+    experts_N1, extra_N1 = cases_2N[..., None]
+    rounds_NC = np.maximum(experts_N1 * chunks_C, chunks_C + extra_N1) * (experts_N1 > 0)
+    best_N = cost.trans_seconds(rounds_NC, chunks_C).argmin(-1)
+    return rounds_NC[np.arange(len(best_N)), best_N][index_P.ravel()], chunks_C[best_N][index_P.ravel()]
 
 
 if __name__ == "__main__":

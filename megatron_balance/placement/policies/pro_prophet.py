@@ -6,14 +6,14 @@ Shape suffixes: D expert-parallel ranks, E logical experts, K candidate guests o
 import math
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.interface import hottest_first, owners_host
-from megatron_balance.placement.transfers import doubling_rounds
+from megatron_balance.placement.transfers import LinkLoads, route_of
 
 CONFIRMED = 20
 """Placements are timed exactly, the most promising first, until they have so many guests together."""
@@ -61,7 +61,7 @@ class ProProphet:
         for estimate, guests in sorted(found, key=itemgetter(0)):
             if estimate >= limit or confirmed >= CONFIRMED:
                 break
-            # Rounds were estimated from below, and tokens counted by Pro-Prophet's rule whatever the split
+            # Tokens were counted by Pro-Prophet's rule whatever the split
             planned = owners_host(current, [(expert, rank) for expert, ranks in guests for rank in ranks])
             best, limit = min((best, limit), (planned, cost.layer_seconds(counts_DE, planned)), key=itemgetter(1))
             confirmed += planned.added_hosts
@@ -75,7 +75,8 @@ def _runs(current: Placement, links: str) -> list[tuple[int, float]]:
         return []
     bounds: list[float] = [math.inf]
     if links == "relay":
-        bounds += range(1, num_ranks.bit_length())
+        # No rank takes in more
+        bounds += range(1, slots + 1)
     elif links == "direct":
         # Every number where there are few ranks, doubling where there are many
         bounds += range(1, num_ranks) if num_ranks <= 8 else [2**power for power in range((num_ranks - 1).bit_length())]
@@ -115,12 +116,13 @@ class _Search:
         """Experts that are copied to all ranks first, which the search then leaves alone."""
         self.hottest = iter(self.everywhere)
         self.mean = float(self.computed_D.mean())
-        self.in_D = np.zeros_like(self.computed_D)
-        """Guests on each rank."""
-        self.copies, self.started = [0] * len(self.in_D), [0] * len(self.in_D)
-        """Guests of each rank's experts, and how many of its experts have any."""
-        self.messages = 0.0
-        """`link_messages`; with links `relay`, the number of rounds that cannot be undercut."""
+        num_ranks = len(self.computed_D)
+        self.in_D, self.out_D = np.zeros(num_ranks), np.zeros(num_ranks)
+        """Experts that each rank receives and sends."""
+        self.chains = LinkLoads(num_ranks)
+        """Routes are chains here; the cost model knows better ones where many ranks get small experts."""
+        self.sent = 0.0, 0.0
+        """Seconds of Trans and Agg."""
         self.selected: Guests = []
         self.looked = 0
 
@@ -139,12 +141,12 @@ class _Search:
 
     def _floor(self) -> float:
         """Seconds that no further guest can undercut: even loads, no exchange, the experts that were sent already."""
-        return float(self.cost.time_of(0.0, self.mean, max(self.messages, 1 / len(self.in_D))).total)
+        return float(self.cost.time_of(0.0, self.mean, *self.sent).total)
 
     def seconds(self) -> float:
         """Eq. 6 or 8 for the loads as they are."""
         exchanged = max(self.received_D.max(), self.sent_D.max())
-        return float(self.cost.time_of(exchanged, self.computed_D.max(), self.messages).total)
+        return float(self.cost.time_of(exchanged, self.computed_D.max(), *self.sent).total)
 
     def _is_balanced(self, spread: float) -> bool:
         """Eq. 7; without any difference there is nothing to do even if alpha is 0."""
@@ -190,11 +192,8 @@ class _Search:
         left_K = -counts_D[order_K].cumsum()
         computed_K = np.maximum(heaviest + left_K, np.maximum.accumulate(loads_D[order_K]))
         exchanged_K = np.maximum(self.received_D[owner] + left_K, self.sent_D.max())
-        # What crosses the links is the bound's matter; without one, each guest pays for its part of the owner's link
-        messages_K = np.asarray(self.messages)
-        if self.bound == math.inf and self.cost.links != "average":
-            messages_K = np.maximum(messages_K, self._sent(self.copies[owner] + 1.0 + np.arange(len(order_K))))
-        seconds_K = self.cost.time_of(exchanged_K, np.maximum(computed_K, self.mean), messages_K).total
+        trans_K, agg_K = map(np.maximum, self.sent, self._seconds_to(owner, len(order_K)))
+        seconds_K = self.cost.time_of(exchanged_K, np.maximum(computed_K, self.mean), trans_K, agg_K).total
         return order_K[: int(seconds_K.argmin()) + 1]
 
     def _preference(self, counts_K: np.ndarray, loads_K: np.ndarray) -> np.ndarray:
@@ -202,15 +201,26 @@ class _Search:
         return np.lexsort((loads_K, -counts_K))
 
     def _within_bound(self, owner: int, order_K: np.ndarray) -> np.ndarray:
-        """The guests that leave no link with more messages than the bound."""
-        if self.started[owner] >= self.bound:
-            return order_K[:0]
-        most = 2**self.bound - 1 if self.cost.links == "relay" else self.bound
-        return order_K[self.in_D[order_K] < self.bound][: max(0, int(most - self.copies[owner]))]
+        """The guests that leave no link with more experts than the bound."""
+        left = self.bound - self.out_D[owner]
+        order_K = order_K[self.in_D[order_K] < self.bound]
+        if self.cost.links == "relay":
+            return order_K[self.out_D[order_K] < self.bound] if left > 0 else order_K[:0]
+        return order_K[: max(0, int(left))]
 
-    def _sent(self, copies: np.ndarray) -> np.ndarray:
-        """Messages one after the other for so many guests of one owner's experts: relayed, senders double each time."""
-        return np.ceil(np.log2(copies + 1)) if self.cost.links == "relay" else copies
+    def _seconds_to(self, owner: int, candidates: int) -> tuple[np.ndarray, np.ndarray]:
+        """[K] seconds of Trans and Agg if the owner's next expert gets 1 .. K guests: along a chain, others' aside."""
+        guests_K = 1.0 + np.arange(candidates)
+        if self.cost.links == "average":
+            return self._seconds((self.in_D.sum() + guests_K) / len(self.in_D), 1)
+        if self.cost.links == "direct":
+            return self._seconds(self.out_D[owner] + guests_K, 1)
+        experts = self.out_D[owner] + 1
+        chunks_K = self.cost.best_chunks(experts, guests_K - 1)
+        return self._seconds(np.maximum(experts * chunks_K, chunks_K + guests_K - 1), chunks_K)
+
+    def _seconds(self, rounds: Any, chunks: Any) -> tuple[Any, Any]:
+        return self.cost.trans_seconds(rounds, chunks), self.cost.agg_seconds(rounds, chunks)
 
     def _apply(self, owner: int, expert: int, guests: np.ndarray) -> None:
         """Let guests compute their own tokens of an expert, which its owner computed for them."""
@@ -221,19 +231,20 @@ class _Search:
         self.computed_D[guests] += moved
         self.sent_D[guests] -= moved
         self.free_D[guests] -= 1
-        self.in_D[guests] += 1
-        self.copies[owner] += len(guests)
-        self.started[owner] += 1
-        self.messages = self._messages()
+        self._send(owner, guests)
         self.selected.append((expert, guests.tolist()))
 
-    def _messages(self) -> float:
-        """`link_messages`, but with links `relay` rounds as `fewest_rounds` counts them."""
-        num_ranks, copies = len(self.in_D), self.copies
-        if self.cost.links == "average":
-            return sum(copies) / num_ranks
-        most = float(self.in_D.max())
-        if self.cost.links == "direct":
-            return max(most, *copies)
-        rounds = doubling_rounds(sum(copies), num_ranks - copies.count(0), num_ranks)
-        return max(most, *self.started, max(copies).bit_length(), rounds)
+    def _send(self, owner: int, guests: np.ndarray) -> None:
+        """Count what an expert's way to its guests adds to the links."""
+        self.in_D[guests] += 1
+        if self.cost.links == "relay":
+            chain = route_of(owner, guests.tolist(), len(self.in_D), self.cost.profile.node_size, fanout=1)
+            self.chains.add(chain)
+            self.out_D[[link.source for link in chain]] += 1
+            chunks, rounds = self.cost.pieces(self.chains)
+            self.sent = self._seconds(rounds, chunks)
+            return
+        self.out_D[owner] += len(guests)
+        average = self.cost.links == "average"
+        messages = self.in_D.sum() / len(self.in_D) if average else max(self.in_D.max(), self.out_D.max())
+        self.sent = self._seconds(float(messages), 1)

@@ -1,0 +1,40 @@
+"""What a layer computes besides its experts: how long that takes is known before training (Pro-Prophet section V-B)."""
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.profile.cluster_profile import ClusterProfile
+
+
+def non_expert_seconds(
+    profile: ClusterProfile, config: TransformerConfig, tokens: int, seq_length: int, dense_layers: int = 0
+) -> tuple[float, float]:
+    """Forward and backward of one block's non-MoE part, T_FNEC and T_BNEC of Eq. 8.
+
+    The device is taken to compute it at the rate at which it computes experts, of which the profile knows. That rate is
+    high, so that what is hidden beside this part is there rather than not.
+
+    Args:
+        tokens: of one microbatch, on all ranks that share its attention.
+        dense_layers: between this block's MoE layer and the next one.
+    """
+    assert config.moe_ffn_hidden_size is not None and config.ffn_hidden_size is not None
+    shared = config.moe_shared_expert_intermediate_size or 0
+    flops = (1 + dense_layers) * attention_flops(config, seq_length) + mlp_flops(config, shared)
+    flops += dense_layers * mlp_flops(config, config.ffn_hidden_size)
+    experts_tokens = tokens * flops / mlp_flops(config, config.moe_ffn_hidden_size) / config.tensor_model_parallel_size
+    return experts_tokens * profile.forward.seconds_per_token, experts_tokens * profile.backward.seconds_per_token
+
+
+def attention_flops(config: TransformerConfig, seq_length: int) -> float:
+    """Floating-point operations of one token's causal self-attention, forward."""
+    assert config.kv_channels is not None and config.num_query_groups is not None
+    query, key = (config.kv_channels * heads for heads in (config.num_attention_heads, config.num_query_groups))
+    projections = 2 * config.hidden_size * (query + 2 * key) + 2 * query * config.hidden_size
+    # A token attends to half of the sequence in the mean: scores, and the values that they weigh
+    return projections + 2 * seq_length * query
+
+
+def mlp_flops(config: TransformerConfig, inner: int) -> float:
+    """Floating-point operations of one token in an MLP of this inner width, or in one expert, forward."""
+    matrices = 3 if config.gated_linear_unit else 2
+    return 2 * matrices * config.hidden_size * inner

@@ -1,0 +1,168 @@
+"""Schedules as data: what happens in one iteration on one rank, as text that can be read back.
+
+    step | computation     | communication  | planning    | waits for
+       4 | j:L2 FEC m0     | j:L3 TRANS.1/2 |             | j:L2 TRANS.1/2, j:L2 TRANS.2/2
+
+A *block* is an MoE layer and the non-MoE part after it, up to the next MoE layer, or with the head and the loss; it has
+that layer's number (Pro-Prophet section V). What comes before the first MoE layer of a pipeline stage, or of a
+virtual one, is the end of the block before, which is numbered one less.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Operation(StrEnum):
+    """What an action does, in the words of Pro-Prophet (section V, Fig. 7)."""
+
+    A2A = "A2A"
+    """A block's four exchanges for each microbatch: dispatch, combine, and the gradients of combine and dispatch."""
+
+    FEC = "FEC"
+    """Forward computation of the experts."""
+
+    FNEC = "FNEC"
+    """Forward computation of what is no expert."""
+
+    BNEC = "BNEC"
+    """Backward of it."""
+
+    BEC = "BEC"
+    """Backward of the experts."""
+
+    REDUCE = "REDUCE"
+    """Gradients are complete: what data-parallel ranks have is summed up."""
+
+    STEP = "STEP"
+    """The optimizer's step comes next."""
+
+    PLAN = "PLAN"
+    """The next placement of a layer is decided."""
+
+    TRANS = "TRANS"
+    """Weights go from owners to guests."""
+
+    AGG = "AGG"
+    """Gradients go from guests to owners."""
+
+
+class Action(NamedTuple):
+    """One operation of one block."""
+
+    block: int
+    operation: Operation
+    part: int = 1
+    parts: int = 1
+    microbatch: int | None = None
+    """Of a computation; what is once per iteration has none."""
+
+    iteration: int = 0
+    """0: the iteration j that the schedule is of; 1: the next one."""
+
+    def __str__(self) -> str:
+        """For example `j+1:L3 PLAN`, `j:L3 TRANS.1/2` or `j:L3 FEC m0`."""
+        iteration = f"j+{self.iteration}" if self.iteration else "j"
+        return f"{iteration}:{self.name}"
+
+    @property
+    def name(self) -> str:
+        """The text without its iteration."""
+        part = f".{self.part}/{self.parts}" if self.parts > 1 else ""
+        microbatch = "" if self.microbatch is None else f" m{self.microbatch}"
+        return f"L{self.block} {self.operation}{part}{microbatch}"
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is computed in forward passes."""
+        exchange = self.operation is Operation.A2A and self.part <= self.parts // 2
+        return exchange or self.operation in (Operation.FEC, Operation.FNEC)
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The inverse of `str`.
+
+        Raises:
+            ValueError: no action reads like that.
+        """
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"action {text!r}: give one like 'j:L3 TRANS.1/2' or 'j:L3 FEC m0'")
+        found = match.groupdict()
+        part, parts = int(found["part"] or 1), int(found["parts"] or 1)
+        if not 1 <= part <= parts or found["operation"] not in list(Operation):
+            raise ValueError(f"action {text!r}: no such operation or part")
+        microbatch = None if found["microbatch"] is None else int(found["microbatch"])
+        return cls(
+            int(found["block"]), Operation(found["operation"]), part, parts, microbatch, int(found["iteration"] or 0)
+        )
+
+
+_ACTION = re.compile(
+    r"j(?:\+(?P<iteration>\d+))?:L(?P<block>\d+) (?P<operation>[A-Z0-9]+)"
+    r"(?:\.(?P<part>\d+)/(?P<parts>\d+))?(?: m(?P<microbatch>\d+))?"
+)
+
+
+class Step(NamedTuple):
+    """A computation, and what the rank does just before it.
+
+    In this order: wait for what earlier steps started, start planning and communication, wait for what was started just
+    now.
+    """
+
+    computation: Action
+    communication: tuple[Action, ...] = ()
+    planning: tuple[Action, ...] = ()
+    waits: tuple[Action, ...] = ()
+
+
+Schedule = tuple[Step, ...]
+"""One iteration of one rank, in the order in which the rank computes; a column of it is what one stream does."""
+
+STREAMS = ("computation", "communication", "planning")
+
+
+def grid(schedule: Schedule, errors: Iterable[tuple[int, str]] = ()) -> str:
+    """The schedule as a table, a line for every step; `errors` are (step, what is wrong there)."""
+    cells: list[tuple[str, ...]] = [("step", *STREAMS, "waits for")]
+    for number, step in enumerate(schedule):
+        parts = (step.communication, step.planning, step.waits)
+        cells.append((str(number), str(step.computation), *(", ".join(map(str, part)) for part in parts)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    for number, problem in errors:
+        lines[number + 1] += f"  <-- ERROR HERE: {problem}"
+    return "\n".join(lines) + "\n"
+
+
+def parse(text: str) -> Schedule:
+    """The inverse of `grid`.
+
+    Raises:
+        ValueError: a line that is none of a grid.
+    """
+    steps = []
+    for line in text.splitlines()[1:]:
+        cells = [cell.strip() for cell in line.split("|")]
+        cells += [""] * (5 - len(cells))
+        if len(cells) != 5 or cells[0] != str(len(steps)):
+            raise ValueError(f"step {len(steps)} of a schedule: {line!r}")
+        parts = [_actions(cell) for cell in cells[2:]]
+        steps.append(Step(Action.parse(cells[1]), *parts))
+    return tuple(steps)
+
+
+def _actions(cell: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(text) for text in cell.split(",")) if cell else ()
+
+
+def index_of(schedule: Sequence[Step], operation: Operation, block: int, last: bool = False, part: int = 1) -> int:
+    """The first step, or the last one, that computes a block's operation."""
+    numbers = range(len(schedule) - 1, -1, -1) if last else range(len(schedule))
+    for number in numbers:
+        computation = schedule[number].computation
+        if (computation.operation, computation.block, computation.part) == (operation, block, part):
+            return number
+    raise ValueError(f"no {operation} of block {block} in this schedule")

@@ -1,0 +1,189 @@
+"""What is known of one MoE layer while an iteration lasts, and what is left of it when the iteration is over.
+
+Shape suffixes: D expert-parallel ranks, E logical experts.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.comm.transfer import Slots
+from megatron_balance.device import clock
+from megatron_balance.observe.balance import LayerReport, evenness
+from megatron_balance.placement.cost_model import Overlap
+from megatron_balance.placement.manager import Decision, Manager
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.timeline.actions import Action, Operation
+
+logger = logging.getLogger(__name__)
+
+Span = tuple[clock.Mark, clock.Mark]
+
+
+class Plan(NamedTuple):
+    """What planning came to, and when."""
+
+    decision: Decision
+    transfers: TransferPlan | None
+    """Of the decision's placement; None if it is the present one, or none."""
+
+    start: float
+    end: float
+
+
+def make_plan(manager: Manager, expected_DE: np.ndarray, microbatches: int) -> Plan:
+    """The policy's placement for this load; changes nothing, so that any thread may run it."""
+    start = time.perf_counter()
+    decision = manager.decide(expected_DE, microbatches)
+    placement, transfers = decision.placement, None
+    if placement is not None and placement != manager.placement:
+        transfers = manager.cost.transfers(placement)
+    return Plan(decision, transfers, start, time.perf_counter())
+
+
+@dataclass(eq=False)
+class LayerState:
+    """One MoE layer: its manager, its slots, and what has happened in this iteration."""
+
+    manager: Manager
+    slots: Slots
+    beside: Overlap
+    """Seconds of the non-MoE part before this layer, which a part of its Trans and one of its Agg are to fill."""
+
+    transfers: TransferPlan = field(init=False)
+    fresh: bool = False
+    """Whether the guest slots hold the present weights."""
+    counts_DE: np.ndarray | int = 0
+    """[D, E] load of the microbatches up to now."""
+    microbatches: int = 0
+    observed: bool = False
+    """Whether the manager knows the load."""
+    prediction_error: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    """When the layer exchanged tokens and its experts computed."""
+    waits: list[tuple[Operation, Span]] = field(default_factory=list)
+    """When computation waited for the layer's Plan, Trans and Agg."""
+    plan_seconds: float = 0.0
+    last: "Iteration | None" = None
+    told: set[str] = field(default_factory=set)
+    """What the log has been told that the policy did wrong."""
+
+    def __post_init__(self) -> None:
+        self.transfers = self.manager.cost.transfers(self.placement)
+
+    @property
+    def placement(self) -> Placement:
+        return self.manager.placement
+
+    def observe(self) -> None:
+        """Tell the manager the load of the whole iteration."""
+        error = self.manager.observe(np.asarray(self.counts_DE))
+        self.observed, self.prediction_error = True, error if error is not None else 0.0
+
+    def part(self, action: Action) -> TransferPlan:
+        """The rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
+
+        Of two parts, the one beside the non-MoE part has as many rounds as fit there, because how long that takes is
+        known before training; the other one has the rest (Pro-Prophet section V-B).
+        """
+        if action.parts == 1:
+            return self.transfers
+        cost, rounds = self.manager.cost, len(self.transfers.rounds)
+        forward = action.operation is Operation.TRANS
+        beside = self.beside.forward if forward else self.beside.backward
+        seconds = (cost.trans_seconds if forward else cost.agg_seconds)(1, self.transfers.chunks)
+        fitting = min(rounds, int(beside / seconds)) if seconds else rounds
+        beside_experts, beside_others = self.transfers.split(rounds - fitting)
+        # The forward pass comes to the experts first, the backward pass last
+        return beside_experts if (action.part == 1) == forward else beside_others
+
+    def sent_bytes(self, action: Action, rank: int) -> int:
+        """What a rank sends in a Trans, an Agg or a part of one."""
+        messages = [message for messages in self.part(action).rounds for message in messages]
+        cost = self.manager.cost
+        if action.operation is Operation.TRANS:
+            sent, size = sum(message.source == rank for message in messages), cost.param_bytes
+        else:
+            sent, size = sum(message.target == rank for message in messages), cost.grad_bytes
+        return round(sent * size / self.transfers.chunks)
+
+    def close(self, placement: Placement, experts_sent: float) -> None:
+        """The iteration is over; `placement` was in force, and Trans sent that many experts."""
+        self.last = Iteration(
+            placement,
+            experts_sent,
+            np.asarray(self.counts_DE),
+            self.microbatches,
+            self.spans,
+            self.waits,
+            self.plan_seconds,
+            self.prediction_error,
+        )
+        self.counts_DE, self.microbatches, self.observed = 0, 0, False
+        self.spans, self.waits, self.plan_seconds = [], [], 0.0
+
+    def warn(self, number: int, problem: str) -> None:
+        """Once for each kind of problem: a policy that fails is likely to fail in every iteration."""
+        kind = problem.partition(":")[0]
+        if kind not in self.told:
+            self.told.add(kind)
+            logger.warning("layer %d: the policy %s; its last placement stays (not said again)", number, problem)
+
+    def explanation(self, number: int, before: Placement, expected_DE: np.ndarray, microbatches: int) -> str:
+        """What the present placement is expected to change."""
+        cost = replace(self.manager.cost, microbatches=microbatches)
+        times = [cost.layer_time(expected_DE, placement) for placement in (before, self.placement)]
+        parts = zip(times[0]._fields, *times, strict=True)
+        changes = ", ".join(f"{name} {old * 1e3:.3g} -> {new * 1e3:.3g}" for name, old, new in parts)
+        totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
+        return f"layer {number}: {totals} ms expected ({changes}): {self.placement}"
+
+    def report(self) -> LayerReport:
+        """The finished iteration in numbers; the device must have finished it."""
+        last = self.last
+        assert last is not None
+        cost = replace(self.manager.cost, microbatches=last.microbatches)
+        owners = owners_host(last.placement)
+        before_D, after_D = (cost.traffic(last.counts_DE, placement).sum(0) for placement in (owners, last.placement))
+        before, after, gain = evenness(before_D, after_D)
+        waited = {
+            operation: sum(clock.seconds(*span) for kind, span in last.waits if kind is operation)
+            for operation in (Operation.PLAN, Operation.TRANS, Operation.AGG)
+        }
+        worked = sum(clock.seconds(*span) for span in last.spans)
+        return LayerReport(
+            ratio_before=before,
+            ratio_after=after,
+            rb=gain,
+            hosts_added=last.placement.added_hosts,
+            trans_bytes=last.experts_sent * cost.param_bytes,
+            agg_bytes=last.experts_sent * cost.grad_bytes,
+            plan_seconds=last.plan_seconds,
+            plan_wait_seconds=waited[Operation.PLAN],
+            trans_wait_seconds=waited[Operation.TRANS],
+            agg_wait_seconds=waited[Operation.AGG],
+            predicted_seconds=cost.layer_seconds(last.counts_DE, last.placement),
+            measured_seconds=worked + waited[Operation.TRANS] + waited[Operation.AGG],
+            prediction_error=last.prediction_error,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Iteration:
+    """One layer's finished iteration."""
+
+    placement: Placement
+    experts_sent: float
+    """Experts that Trans sent, and Agg back."""
+    counts_DE: np.ndarray
+    """[D, E] load of all microbatches."""
+    microbatches: int
+    spans: list[Span]
+    waits: list[tuple[Operation, Span]]
+    plan_seconds: float
+    prediction_error: float

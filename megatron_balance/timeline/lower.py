@@ -1,0 +1,218 @@
+"""From the order in which a pipeline stage computes to the schedule of an iteration, one pass per concern.
+
+    one_forward_one_backward -> compute_order -> with_plan -> with_trans -> with_agg
+
+Every pass takes a schedule and returns one with more in it. `blockwise` is Pro-Prophet's Algorithm 2; `blocking` starts
+everything where it is needed and waits for it there.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, index_of
+from megatron_balance.timeline.validate import validate
+
+Overlapping = Literal["none", "blockwise"]
+
+
+class Pass(NamedTuple):
+    """One microbatch through one model chunk."""
+
+    chunk: int
+    microbatch: int
+    forward: bool
+
+
+def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahead: int) -> list[Pass]:
+    """Some forward passes ahead, then one forward and one backward pass in turn: 1F1B.
+
+    On a single stage without any ahead, each microbatch goes forward and backward before the next one.
+
+    Args:
+        table: (chunk, microbatch) of the forward passes; backward ones come in the same order, from the last chunk on.
+        chunks: model chunks of the stage.
+        ahead: forward passes before the first backward one; all of them if there are fewer.
+    """
+    ahead = min(ahead, len(table))
+    forward = [Pass(chunk, microbatch, True) for chunk, microbatch in table]
+    backward = [Pass(chunks - 1 - chunk, microbatch, False) for chunk, microbatch in table]
+    pairs = zip(forward[ahead:], backward, strict=False)
+    return [*forward[:ahead], *(one for pair in pairs for one in pair), *backward[len(table) - ahead :]]
+
+
+def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Schedule:
+    """What a stage computes, nothing beside it.
+
+    Passes that recomputation repeats belong to the backward computation that they are for.
+
+    Args:
+        blocks: numbers of the MoE layers in each of the stage's model chunks, ascending.
+    """
+    order: list[Action] = []
+    for chunk, microbatch, forward in passes:
+        numbers = blocks[chunk]
+        if not numbers:
+            continue
+        before = [numbers[0] - 1, *numbers]
+        if forward:
+            order.append(Action(before[0], Operation.FNEC, microbatch=microbatch))
+            for number in numbers:
+                order += _layer(number, Operation.FEC, 1, microbatch)
+                order.append(Action(number, Operation.FNEC, microbatch=microbatch))
+        else:
+            order.append(Action(before[-1], Operation.BNEC, microbatch=microbatch))
+            for previous, number in reversed(list(zip(before, numbers, strict=False))):
+                order += _layer(number, Operation.BEC, 3, microbatch)
+                order.append(Action(previous, Operation.BNEC, microbatch=microbatch))
+    order += [Action(0, Operation.REDUCE), Action(0, Operation.STEP)]
+    return tuple(map(Step, order))
+
+
+def _layer(number: int, experts: Operation, exchange: int, microbatch: int) -> list[Action]:
+    return [
+        Action(number, Operation.A2A, exchange, 4, microbatch),
+        Action(number, experts, microbatch=microbatch),
+        Action(number, Operation.A2A, exchange + 1, 4, microbatch),
+    ]
+
+
+def lower(
+    passes: Iterable[Pass],
+    blocks: Sequence[Sequence[int]],
+    overlap: Overlapping,
+    exact: bool = False,
+    reduce_early: bool = False,
+) -> Schedule:
+    """The whole schedule, validated.
+
+    Args:
+        passes, blocks: as of `compute_order`.
+        exact: plans are for the present iteration, on the load of its first microbatch.
+        reduce_early: gradients of some experts are reduced under the backward pass of others, so that each Agg is
+            waited for when the next one starts, and not only at the end.
+    """
+    schedule, layers = compute_order(passes, blocks), sorted(number for chunk in blocks for number in chunk)
+    if overlap == "blockwise":
+        assert not exact, "weights can only travel ahead if the placement is known ahead"
+        schedule = plan_ahead(schedule, layers)
+        schedule = trans_blockwise(schedule, layers)
+        schedule = agg_blockwise(schedule, layers, reduce_early)
+    else:
+        schedule = plan_blocking(schedule, layers, exact)
+        schedule = trans_blocking(schedule, layers)
+        schedule = agg_blocking(schedule, layers)
+    validate([schedule])
+    return schedule
+
+
+def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Schedule:
+    """Plan between iterations; or, on the load that was just routed, before tokens are sent by it."""
+    steps = list(schedule)
+    for number in layers:
+        where = index_of(steps, Operation.A2A, number) if exact else len(steps) - 1
+        plan = Action(number, Operation.PLAN, iteration=0 if exact else 1)
+        _start_and_wait(steps, where, planning=(plan,))
+    return tuple(steps)
+
+
+def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+    """PLAN(i, j+1) beside A2A(i, j), once the load of all microbatches is known; needed after the gradients."""
+    steps = list(schedule)
+    for number in layers:
+        plan = Action(number, Operation.PLAN, iteration=1)
+        _start(steps, index_of(steps, Operation.A2A, number, last=True), planning=(plan,))
+        _wait(steps, len(steps) - 1, (plan,))
+    return tuple(steps)
+
+
+def trans_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+    """TRANS(i) right before the first FEC(i)."""
+    steps = list(schedule)
+    for number in layers:
+        trans = Action(number, Operation.TRANS)
+        _start_and_wait(steps, index_of(steps, Operation.FEC, number), communication=(trans,))
+    return tuple(steps)
+
+
+def trans_blockwise(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+    """TRANS(i+1) in two parts beside FEC(i) and FNEC(i), waited for before the first FEC(i+1).
+
+    Block i is the one that computes before block i+1 does for the first time. Nothing but FNEC comes before the first
+    block, which takes the whole of its TRANS.
+    """
+    steps = list(schedule)
+    for number in sorted(layers, key=lambda number: index_of(schedule, Operation.A2A, number)):
+        first = index_of(steps, Operation.A2A, number)
+        beside = [_nearest(steps, range(first - 1, -1, -1), operation) for operation in (Operation.FEC, Operation.FNEC)]
+        parts = _parts(number, Operation.TRANS, steps, beside)
+        _wait(steps, index_of(steps, Operation.FEC, number), parts)
+    return tuple(steps)
+
+
+def agg_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+    """AGG(i) after the backward pass."""
+    steps = list(schedule)
+    for number in layers:
+        _start_and_wait(steps, _reduce(steps), communication=(Action(number, Operation.AGG),))
+    return tuple(steps)
+
+
+def agg_blockwise(schedule: Schedule, layers: Iterable[int], reduce_early: bool) -> Schedule:
+    """AGG(i+1) in two parts beside BNEC(i) and BEC(i), after the last microbatch's BEC(i+1).
+
+    Block i is the one that computes next; after the first block's own nothing but BNEC is left.
+    """
+    steps, last_parts = list(schedule), ()
+    for number in sorted(layers, key=lambda number: index_of(schedule, Operation.BEC, number, last=True)):
+        last = index_of(steps, Operation.BEC, number, last=True)
+        after = range(last + 1, len(steps))
+        beside = [_nearest(steps, after, operation) for operation in (Operation.BNEC, Operation.BEC)]
+        if reduce_early and last_parts:
+            assert beside[0] is not None
+            _wait(steps, beside[0], last_parts)
+        last_parts = _parts(number, Operation.AGG, steps, beside)
+        if not reduce_early:
+            _wait(steps, _reduce(steps), last_parts)
+    if reduce_early:
+        _wait(steps, _reduce(steps), last_parts)
+    return tuple(steps)
+
+
+def wait_at_once(schedule: Schedule) -> Schedule:
+    """Every wait where its action starts: nothing is hidden any more. For tests and benches to tell the difference."""
+    return tuple(step._replace(waits=(*step.planning, *step.communication)) for step in schedule)
+
+
+def _parts(block: int, operation: Operation, steps: list[Step], beside: list[int | None]) -> tuple[Action, ...]:
+    """Start a block's operation in as many parts as there are computations to start it beside."""
+    found = sorted(number for number in beside if number is not None)
+    parts = tuple(Action(block, operation, part + 1, len(found)) for part in range(len(found)))
+    for number, part in zip(found, parts, strict=True):
+        _start(steps, number, communication=(part,))
+    return parts
+
+
+def _nearest(steps: Sequence[Step], numbers: Iterable[int], operation: Operation) -> int | None:
+    return next((number for number in numbers if steps[number].computation.operation is operation), None)
+
+
+def _reduce(steps: Sequence[Step]) -> int:
+    return index_of(steps, Operation.REDUCE, 0)
+
+
+def _start(
+    steps: list[Step], number: int, communication: tuple[Action, ...] = (), planning: tuple[Action, ...] = ()
+) -> None:
+    step = steps[number]
+    steps[number] = step._replace(communication=step.communication + communication, planning=step.planning + planning)
+
+
+def _wait(steps: list[Step], number: int, actions: tuple[Action, ...]) -> None:
+    steps[number] = steps[number]._replace(waits=steps[number].waits + actions)
+
+
+def _start_and_wait(
+    steps: list[Step], number: int, communication: tuple[Action, ...] = (), planning: tuple[Action, ...] = ()
+) -> None:
+    _start(steps, number, communication, planning)
+    _wait(steps, number, planning + communication)

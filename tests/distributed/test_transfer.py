@@ -1,0 +1,91 @@
+"""Trans and Agg of any plan: guests get their owners' bits, owners the sums in the same order every time."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.transfers import TransferPlan, plan_transfers
+from tests.unit.placements import random_placement
+
+SHAPES = ((3, 5), (1,), (7, 11))
+"""Some with fewer elements than an expert has pieces."""
+
+CASES = 16
+
+
+class Kept:
+    """Weights and gradients of one rank's slots; every expert's are drawn from its number, every rank's from both."""
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        experts = [*placement.home[rank], *placement.guests[rank]]
+        nothing = [torch.full(shape, torch.nan) for shape in SHAPES]
+        self.weights = [drawn(expert) for expert in placement.home[rank]] + [
+            [tensor.clone() for tensor in nothing] for _ in placement.guests[rank]
+        ]
+        self.gradients = [drawn(expert, rank) if expert != EMPTY else nothing for expert in experts]
+
+    def ready(self) -> None:
+        raise AssertionError("transfers run on threads that may call no module")
+
+    def weights_of(self, slot: int) -> list[torch.Tensor]:
+        return self.weights[slot]
+
+    def gradients_of(self, slot: int) -> list[torch.Tensor]:
+        return self.gradients[slot]
+
+
+def drawn(*seeds: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum((seed + 1) * 1000**index for index, seed in enumerate(seeds)))
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tensor]:
+    """A rank's own gradients and what it gets back from those that it sent to, rounded as it goes."""
+    by_rank: dict[int, list[torch.Tensor]] = {}
+
+    def chunk_of(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
+        return tensor.view(-1).tensor_split(plan.chunks)[chunk]
+
+    for messages in reversed(plan.rounds):
+        for message in messages:
+            if message.expert == expert:
+                into, out = (by_rank.setdefault(end, drawn(expert, end)) for end in (message.source, message.target))
+                for total, more in zip(into, out, strict=True):
+                    chunk_of(total, message.chunk).add_(chunk_of(more, message.chunk))
+    return by_rank.get(rank, drawn(expert, rank))
+
+
+def run_random_plans(seed: int) -> None:
+    """Plan after plan over one ExpertTransfer, without waiting for the others in between."""
+    group = dist.group.WORLD
+    assert group is not None
+    transfer, rank, num_ranks = ExpertTransfer(group), group.rank(), group.size()
+    generator = np.random.default_rng([seed, num_ranks])
+    for case in range(CASES):
+        slots, node_size, chunks, fanout = generator.integers(1, [4, num_ranks + 1, 17, 4]).tolist()
+        placement = random_placement(2 * num_ranks, num_ranks, min(slots, 2 * num_ranks - 2), case)
+        plan, kept = plan_transfers(placement, node_size, chunks, fanout), Kept(placement, rank)
+        first, rest = plan.split(int(generator.integers(len(plan.rounds) + 1)))
+        transfer.trans(first, placement, kept)
+        transfer.trans(rest, placement, kept)
+        transfer.agg(rest, placement, kept)
+        transfer.agg(first, placement, kept)
+        check(plan, placement, kept, rank)
+
+
+def check(plan: TransferPlan, placement: Placement, kept: Kept, rank: int) -> None:
+    for slot, expert in enumerate(placement.home[rank]):
+        assert all(map(torch.equal, kept.gradients[slot], expected_sum(plan, expert, rank)))
+        assert all(map(torch.equal, kept.weights[slot], drawn(expert)))
+    for slot, expert in enumerate(placement.guests[rank], placement.home_slots):
+        if expert != EMPTY:
+            assert all(map(torch.equal, kept.weights[slot], drawn(expert)))
+            assert not any(tensor.any() for tensor in kept.gradients[slot])
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_random_plans(ranks, world_size: int) -> None:
+    ranks(world_size).run(run_random_plans, 0)

@@ -1,0 +1,57 @@
+"""How a Trans or an Agg is shared among the computations that it goes beside."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.placement.cost_model import CostModel, Overlap
+from megatron_balance.placement.manager import Manager
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import load_policy
+from megatron_balance.placement.predictor import Predictor
+from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.profile.cluster_profile import builtin
+from megatron_balance.timeline.actions import Action, Operation
+from megatron_balance.timeline.layer_state import LayerState
+from tests.unit.placements import placements
+
+MIB = 2**20
+
+
+def layer(placement: Placement, beside: Overlap) -> LayerState:
+    cost = CostModel(builtin(placement.num_ranks, 2, 64, 64), 1, 8 * MIB, 16 * MIB, overlap=beside)
+    return LayerState(Manager(load_policy("none"), cost, Predictor("last"), placement), None, beside)
+
+
+def parts(state: LayerState, operation: Operation) -> list[TransferPlan]:
+    return [state.part(Action(1, operation, part, 2)) for part in (1, 2)]
+
+
+@settings(deadline=None)
+@given(placements(), st.floats(0, 0.01), st.floats(0, 0.01))
+def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backward: float) -> None:
+    state = layer(placement, Overlap(forward, backward))
+    cost, chunks, rounds = state.manager.cost, state.transfers.chunks, state.transfers.rounds
+    beside_experts, beside_others = parts(state, Operation.TRANS)
+    assert beside_experts.rounds + beside_others.rounds == rounds
+    seconds = [
+        cost.trans_seconds(count, chunks) for count in (len(beside_others.rounds), len(beside_others.rounds) + 1)
+    ]
+    assert seconds[0] <= forward and (seconds[1] > forward or not beside_experts.rounds)
+    # Agg runs the rounds backward, and comes to the non-MoE part first
+    beside_others, beside_experts = parts(state, Operation.AGG)
+    assert beside_experts.rounds + beside_others.rounds == rounds
+    seconds = [cost.agg_seconds(count, chunks) for count in (len(beside_others.rounds), len(beside_others.rounds) + 1)]
+    assert seconds[0] <= backward and (seconds[1] > backward or not beside_experts.rounds)
+    for operation in (Operation.TRANS, Operation.AGG):
+        assert state.part(Action(1, operation)) == state.transfers
+
+
+@settings(deadline=None)
+@given(placements())
+def test_bytes_of_all_ranks_and_parts_are_those_of_the_experts(placement: Placement) -> None:
+    state = layer(placement, Overlap(1e-3, 1e-3))
+    for operation, size in ((Operation.TRANS, 8 * MIB), (Operation.AGG, 16 * MIB)):
+        actions = [Action(1, operation, part, 2) for part in (1, 2)]
+        sent = sum(state.sent_bytes(action, rank) for action in actions for rank in range(placement.num_ranks))
+        assert sent == pytest.approx(placement.added_hosts * size, abs=2 * placement.num_ranks)

@@ -1,0 +1,218 @@
+"""Schedules from compute orders: the expected ones are in tests/golden, and every one of them is valid."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+from megatron_balance.timeline import lower
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, grid, parse
+from megatron_balance.timeline.lower import Overlapping, Pass, one_forward_one_backward, wait_at_once
+from megatron_balance.timeline.validate import InvalidSchedule, validate
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+class Stage(NamedTuple):
+    """One pipeline stage."""
+
+    blocks: list[list[int]]
+    """MoE layers of its chunks."""
+    microbatches: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    def passes(self) -> list[Pass]:
+        if len(self.blocks) == 1:
+            table = [(0, microbatch) for microbatch in range(self.microbatches)]
+            return one_forward_one_backward(table, 1, self.stages - self.stage - 1)
+        chunks = len(self.blocks)
+        table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(self.microbatches, chunks, 2)]
+        return one_forward_one_backward(table, chunks, 2 * (self.stages - self.stage - 1) + 2 * (chunks - 1))
+
+    def lowered(self, overlap: Overlapping = "blockwise", **more: bool) -> Schedule:
+        return lower.lower(self.passes(), self.blocks, overlap, **more)
+
+
+BLOCKWISE = {
+    "1_block": Stage([[1]]),
+    "2_blocks": Stage([[1, 2]]),
+    "4_blocks": Stage([[1, 2, 3, 4]]),
+    "2_blocks_3_microbatches": Stage([[1, 2]], microbatches=3),
+    "stage_0_of_2": Stage([[1, 2]], 3, 0, 2),
+    "stage_1_of_2": Stage([[3, 4]], 3, 1, 2),
+    "interleaved_stage_0_of_2": Stage([[1], [3]], 2, 0, 2),
+    "interleaved_stage_1_of_2": Stage([[2], [4]], 2, 1, 2),
+}
+
+EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
+    "2_blocks_reduced_early": Stage([[1, 2]]).lowered(reduce_early=True),
+    "2_blocks_blocking": Stage([[1, 2]]).lowered("none"),
+    "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", exact=True),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_golden(name: str) -> None:
+    expected = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    assert grid(EXPECTED[name]) == expected
+    assert parse(expected) == EXPECTED[name]
+
+
+def test_nothing_else_is_golden() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(EXPECTED)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> Stage:
+    chunks = draw(st.integers(1, 3))
+    numbers = sorted(draw(st.sets(st.integers(1, 40), min_size=chunks, max_size=8)))
+    cuts = draw(st.permutations(range(1, len(numbers)))) if chunks > 1 else []
+    edges = [0, *sorted(cuts[: chunks - 1]), len(numbers)]
+    blocks = [numbers[start:end] for start, end in pairwise(edges)]
+    count = draw(st.integers(1, 6)) if chunks == 1 else 2 * draw(st.integers(1, 3))
+    stage = draw(st.integers(0, 1))
+    return Stage(blocks, count, stage, 2)
+
+
+@settings(deadline=None)
+@given(stages(), st.booleans(), st.booleans())
+def test_every_schedule_is_valid(stage: Stage, flag: bool, blockwise: bool) -> None:
+    schedule = stage.lowered(reduce_early=flag) if blockwise else stage.lowered("none", exact=flag)
+    validate([schedule, schedule])
+    assert parse(grid(schedule)) == schedule
+    layers = {number for chunk in stage.blocks for number in chunk}
+    sent = [action for step in schedule for action in step.communication]
+    for operation in (Operation.TRANS, Operation.AGG):
+        assert {action.block for action in sent if action.operation is operation} == layers
+    # Whoever computes and exchanges in the same order keeps it whatever goes beside
+    plain = stage.lowered("none")
+    assert [step.computation for step in schedule] == [step.computation for step in plain]
+
+
+@settings(deadline=None)
+@given(stages())
+def test_trans_and_agg_are_beside_a_block_of_their_own(stage: Stage) -> None:
+    """Each computation has at most one Trans, or one Agg, beside it."""
+    for step in stage.lowered():
+        assert len(step.communication) <= 1
+        beside = {Operation.FEC, Operation.FNEC, Operation.BNEC, Operation.BEC}
+        assert not step.communication or step.computation.operation in beside
+
+
+@settings(deadline=None)
+@given(stages(), st.data())
+def test_what_is_wrong_is_found_and_shown(stage: Stage, data: st.DataObject) -> None:
+    schedule = stage.lowered()
+    busy = [number for number, step in enumerate(schedule) if step.waits or step.communication or step.planning]
+    number = data.draw(st.sampled_from(busy))
+    step = schedule[number]
+    column = data.draw(
+        st.sampled_from([name for name in ("communication", "planning", "waits") if getattr(step, name)])
+    )
+    dropped = step._replace(**{column: getattr(step, column)[1:]})
+    with pytest.raises(InvalidSchedule, match=r"rank 0(.|\n)*<-- ERROR HERE"):
+        validate([(*schedule[:number], dropped, *schedule[number + 1 :])])
+    doubled = step._replace(**{column: getattr(step, column) * 2})
+    with pytest.raises(InvalidSchedule, match=r"again"):
+        validate([(*schedule[:number], doubled, *schedule[number + 1 :])])
+
+
+def moved(schedule: Schedule, action: str, column: str, source: int, target: int) -> Schedule:
+    steps, what = list(schedule), Action.parse(action)
+    assert what in getattr(steps[source], column)
+    left = tuple(other for other in getattr(steps[source], column) if other != what)
+    steps[source] = steps[source]._replace(**{column: left})
+    steps[target] = steps[target]._replace(**{column: (*getattr(steps[target], column), what)})
+    return tuple(steps)
+
+
+@pytest.mark.parametrize(
+    ("action", "column", "source", "target", "problem"),
+    [
+        ("j:L2 TRANS.2/2", "waits", 6, 7, (6, "L2 computes before its TRANS has arrived")),
+        ("j:L1 TRANS", "waits", 2, 4, (2, "L1 computes before its TRANS has arrived")),
+        (
+            "j:L2 AGG.1/2",
+            "communication",
+            13,
+            11,
+            (11, "j:L2 AGG.1/2 starts before its gradients are complete, at step 11"),
+        ),
+        ("j:L1 AGG", "waits", 18, 19, (18, "gradients of L1 are reduced before its AGG has arrived")),
+        ("j+1:L2 PLAN", "planning", 5, 4, (4, "j+1:L2 PLAN starts before the load is known, at step 5")),
+        ("j:L2 TRANS.1/2", "communication", 2, 7, (6, "j:L2 TRANS.1/2 is waited for before it is started")),
+    ],
+)
+def test_the_cell_that_is_wrong(action: str, column: str, source: int, target: int, problem: tuple[int, str]) -> None:
+    with pytest.raises(InvalidSchedule) as caught:
+        validate([moved(EXPECTED["2_blocks"], action, column, source, target)])
+    (line,) = [line for line in str(caught.value).splitlines() if "ERROR" in line]
+    assert line.startswith(f"{problem[0]} ") and line.endswith(f"<-- ERROR HERE: {problem[1]}")
+
+
+def test_weights_travel_after_the_plan_that_places_them() -> None:
+    late = moved(EXPECTED["2_blocks_blocking_exact"], "j:L1 PLAN", "waits", 1, 2)
+    with pytest.raises(InvalidSchedule, match="weights travel before j:L1 PLAN is made"):
+        validate([moved(late, "j:L1 TRANS", "communication", 2, 0)])
+
+
+def test_ranks_have_one_order() -> None:
+    schedule = EXPECTED["2_blocks"]
+    swapped = moved(schedule, "j:L2 TRANS.1/2", "communication", 2, 1)
+    with pytest.raises(InvalidSchedule, match=r"rank 1(.|\n)*\n1 .*ERROR HERE: rank 0 comes to j:L1 A2A.1/4 m0 first"):
+        validate([schedule, swapped])
+    without_agg = tuple(
+        step._replace(communication=step.communication[1:], waits=step.waits[1:]) if number in (17, 18) else step
+        for number, step in enumerate(schedule)
+    )
+    with pytest.raises(InvalidSchedule, match="ERROR HERE"):
+        validate([schedule, without_agg])
+
+
+def test_waits_at_once_hide_nothing() -> None:
+    for step in wait_at_once(EXPECTED["4_blocks"]):
+        assert set(step.waits) == set(step.planning + step.communication)
+    validate([wait_at_once(EXPECTED["4_blocks"])])
+
+
+def test_one_forward_one_backward() -> None:
+    table = [(0, microbatch) for microbatch in range(3)]
+    found = ["".join(f"{'BF'[one.forward]}{one.microbatch}" for one in one_forward_one_backward(table, 1, ahead))
+             for ahead in (0, 1, 5)]  # fmt: skip
+    assert found == ["F0B0F1B1F2B2", "F0F1B0F2B1B2", "F0F1F2B0B1B2"]
+
+
+ACTIONS = st.builds(
+    lambda part, *rest: Action(rest[0], rest[1], part, part + rest[2], rest[3], rest[4]),
+    st.integers(1, 4), st.integers(0, 200), st.sampled_from(Operation), st.integers(0, 3),
+    st.none() | st.integers(0, 99), st.integers(0, 1),
+)  # fmt: skip
+
+
+@given(ACTIONS)
+def test_actions_as_text(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+
+
+@given(st.lists(st.builds(Step, ACTIONS, *[st.lists(ACTIONS, max_size=3).map(tuple)] * 3)))
+def test_schedules_as_text(steps: list[Step]) -> None:
+    assert parse(grid(steps)) == tuple(steps)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "L3 TRANS", "j:L3", "j:L3 TRAN", "j:L3 AGG.3/2", "j:L3 AGG.0/2", "j:Lx FEC", "j:L1 FEC m"]
+)
+def test_what_is_no_action(text: str) -> None:
+    with pytest.raises(ValueError, match="action"):
+        Action.parse(text)
+
+
+@pytest.mark.parametrize("line", ["1 | j:L0 STEP", "0 | j:L0 STEP | | | | |"])
+def test_what_is_no_schedule(line: str) -> None:
+    with pytest.raises(ValueError, match="step 0 of a schedule"):
+        parse(f"step\n{line}\n")

@@ -1,0 +1,193 @@
+"""How one expert gets to k guests: chains and trees against direct sends, on a slow network (testbed.py).
+
+    python tools/bench/relays.py [--layouts 2x4 4x2] [--mib 8 32] [--guests 1 3 7] [--chunks 4 16]
+                                 [--link-mbit 400] [--repeats 9]
+
+Rank 0 owns the expert, the last k ranks are its guests. `chain-c` and `tree-c` are `plan_transfers` with c pieces and
+one or two sends per rank; with `direct` the owner sends the whole expert to every guest itself; with `doubling` every
+rank that has it sends it on, whole, until all have it. All plans take turns in one job, over the same ExpertTransfer,
+and an untimed Trans and Agg of each has to bring the right weights and sums. Time is from the first rank's start to the
+last rank's end. `links` is what the busiest node's link needs for the plan's messages, the limit that of the best
+plan. The CPU's time, in cores: see alltoall.py.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from alltoall import Row, Sample, layout, meet, timed
+from namespaces import TestbedUnavailable
+from testbed import Testbed
+from traffic import limit
+
+from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.device import cpu
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers
+
+EXPERT = 0
+KINDS = ("trans", "agg")
+SHAPES = {"chain": 1, "tree": 2}
+"""Sends per rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table: everything but the rates, of which the ranks know nothing."""
+
+    num_ranks: int
+    node_size: int
+    mib: float
+    guests: int
+    chunks: tuple[int, ...]
+    repeats: int
+
+    @property
+    def placement(self) -> Placement:
+        """One expert per rank; that of rank 0 is a guest of the last ranks."""
+        ranks = range(self.num_ranks - self.guests, self.num_ranks)
+        return Placement.identity(self.num_ranks, self.num_ranks, 1).with_hosts((EXPERT, rank) for rank in ranks)
+
+    @property
+    def plans(self) -> dict[str, TransferPlan]:
+        """By name."""
+        guests = range(self.num_ranks - self.guests, self.num_ranks)
+        doubling = plan_transfers(self.placement, self.node_size, 1, fanout=self.guests)
+        relayed = {
+            f"{shape}-{chunks}": plan_transfers(self.placement, self.node_size, chunks, fanout)
+            for shape, fanout in SHAPES.items()
+            for chunks in self.chunks
+        }
+        return {"direct": direct(guests), "doubling": doubling, **relayed}
+
+    def bytes_between(self, plan: TransferPlan) -> np.ndarray:
+        """[D, D] bytes that a plan sends from rank to rank."""
+        bytes_DD = np.zeros((self.num_ranks, self.num_ranks))
+        for _, source, target, _ in itertools.chain.from_iterable(plan.rounds):
+            bytes_DD[source, target] += self.mib * 2**20 / plan.chunks
+        return bytes_DD
+
+
+def direct(guests: Sequence[int]) -> TransferPlan:
+    """The owner, rank 0, sends the whole expert to one guest after the other."""
+    return TransferPlan(tuple((Message(EXPERT, 0, guest, 0),) for guest in guests), chunks=1)
+
+
+class Kept:
+    """A home slot and a guest slot of one tensor each, float32."""
+
+    def __init__(self, numel: int, rank: int) -> None:
+        self.weights = [torch.full((numel,), rank + 1.0), torch.zeros(numel)]
+        self.gradients = [torch.ones(numel), torch.ones(numel)]
+
+    def ready(self) -> None:
+        """Weights are always there."""
+
+    def weights_of(self, slot: int) -> list[torch.Tensor]:
+        return [self.weights[slot]]
+
+    def gradients_of(self, slot: int) -> list[torch.Tensor]:
+        return [self.gradients[slot]]
+
+
+def measure(case: Case) -> dict[tuple[str, str], list[Sample]]:
+    """Task of every rank: Trans and Agg by all plans in turn, `case.repeats` times; samples by (kind, plan)."""
+    cpu.keep_freed_memory()
+    group = dist.group.WORLD
+    assert group is not None
+    rank, placement, transfer = group.rank(), case.placement, ExpertTransfer(group)
+    kept = Kept(round(case.mib * 2**18), rank)
+    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    for name, plan in case.plans.items():
+        _check(transfer, plan, placement, kept, rank, case.guests)
+        for kind in KINDS:
+            runs[kind, name] = lambda kind=kind, plan=plan: getattr(transfer, kind)(plan, placement, kept)
+    samples: dict[tuple[str, str], list[Sample]] = {name: [] for name in runs}
+    names = list(runs)
+    for repeat in range(case.repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            meet()
+            samples[name].append(timed(runs[name]))
+    return samples
+
+
+def _check(
+    transfer: ExpertTransfer, plan: TransferPlan, placement: Placement, kept: Kept, rank: int, guests: int
+) -> None:
+    kept.weights[1].zero_()
+    for gradient in kept.gradients:
+        gradient.fill_(1.0)
+    transfer.trans(plan, placement, kept)
+    transfer.agg(plan, placement, kept)
+    if EXPERT in placement.guests[rank]:
+        assert (kept.weights[1] == 1).all() and not kept.gradients[1].any()
+    assert rank != 0 or (kept.gradients[0] == 1 + guests).all()
+
+
+def table(rows: dict[tuple[str, str], Row], links: dict[str, float]) -> str:
+    """One line for each kind and plan; `links` has what the links need for each plan, in seconds."""
+    lines = [f"{'':18s} {'median ms':>9s} {'(min-max)':12s} /direct  links ms  /limit    own kernel foreign"]
+    for (kind, name), row in rows.items():
+        spread = f"({1e3 * min(row.seconds):.0f}-{1e3 * max(row.seconds):.0f})"
+        ratio, best = row.median / rows[kind, "direct"].median, min(links.values())
+        over = row.median / best if best else float("nan")
+        cores = f"{row.own_cores:6.2f} {row.kernel_cores:6.2f} {row.foreign_cores:7.2f}"
+        times = f"{1e3 * row.median:9.1f} {spread:12s} {ratio:7.3f} {1e3 * links[name]:9.1f} {over:7.3f}"
+        lines.append(f"{kind:5s} {name:12s} {times} {cores}   {row.objection}".rstrip())
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", type=layout, default=[(2, 4), (4, 2)], help="nodes x ranks per node")
+    parser.add_argument("--mib", nargs="+", type=float, default=[8.0, 32.0], help="MiB of the expert")
+    parser.add_argument("--guests", nargs="+", type=int, default=[1, 3, 7], help="at most one per rank but the owner")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[4, 16], help="pieces of the expert, relayed")
+    parser.add_argument("--link-mbit", type=float, default=400.0)
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args(argv)
+    smallest = min(nodes * node_size for nodes, node_size in args.layouts)
+    if not all(0 < guests < smallest for guests in args.guests):
+        parser.error(f"--guests {args.guests}: choose from 1 to {smallest - 1}, one less than a layout's ranks")
+    # Not this module: the fork server does not look for modules where a script does
+    multiprocessing.set_forkserver_preload(["torch.distributed", "megatron_balance.comm.transfer"])
+    try:
+        for nodes, node_size in args.layouts:
+            with Testbed(nodes, node_size, args.link_mbit) as testbed:
+                for mib, guests in itertools.product(args.mib, args.guests):
+                    chunks = tuple(args.chunks)
+                    _report(testbed, Case(nodes * node_size, node_size, mib, guests, chunks, args.repeats))
+    except ValueError as error:
+        parser.error(str(error))
+    except TestbedUnavailable as error:
+        print(f"relays.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _report(testbed: Testbed, case: Case) -> None:
+    plans = case.plans
+    links = {
+        name: limit(case.bytes_between(plan), case.node_size, testbed.link_mbit, None).seconds
+        for name, plan in plans.items()
+    }
+    print(
+        f"\n{testbed.nodes}x{case.node_size}, expert of {case.mib:g} MiB to {case.guests} guests, links "
+        f"{testbed.link_mbit:g} Mbit/s, {case.repeats} repeats; limit {1e3 * min(links.values()):.1f} ms"
+    )
+    # Nothing is slower than all bytes over one link, many times over
+    patience = 60 + 20 * (case.repeats + 2) * len(plans) * max(links.values())
+    by_rank = testbed.run(measure, case, timeout=patience)
+    rows = {(kind, name): Row.of([samples[kind, name] for samples in by_rank]) for kind in KINDS for name in plans}
+    print(table(rows, links), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
