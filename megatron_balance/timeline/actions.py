@@ -9,7 +9,7 @@ virtual one, is the end of the block before, which is numbered one less.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -156,13 +156,3 @@ def parse(text: str) -> Schedule:
 
 def _actions(cell: str) -> tuple[Action, ...]:
     return tuple(Action.parse(text) for text in cell.split(",")) if cell else ()
-
-
-def index_of(schedule: Sequence[Step], operation: Operation, block: int, last: bool = False, part: int = 1) -> int:
-    """The first step, or the last one, that computes a block's operation."""
-    numbers = range(len(schedule) - 1, -1, -1) if last else range(len(schedule))
-    for number in numbers:
-        computation = schedule[number].computation
-        if (computation.operation, computation.block, computation.part) == (operation, block, part):
-            return number
-    raise ValueError(f"no {operation} of block {block} in this schedule")

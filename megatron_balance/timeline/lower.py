@@ -9,7 +9,7 @@ everything where it is needed and waits for it there.
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, index_of
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.timeline.validate import validate
 
 Overlapping = Literal["none", "blockwise"]
@@ -109,7 +109,7 @@ def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Sch
     """Plan between iterations; or, on the load that was just routed, before tokens are sent by it."""
     steps = list(schedule)
     for number in layers:
-        where = index_of(steps, Operation.A2A, number) if exact else len(steps) - 1
+        where = _index(steps, Operation.A2A, number) if exact else len(steps) - 1
         plan = Action(number, Operation.PLAN, iteration=0 if exact else 1)
         _start_and_wait(steps, where, planning=(plan,))
     return tuple(steps)
@@ -120,7 +120,7 @@ def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
     steps = list(schedule)
     for number in layers:
         plan = Action(number, Operation.PLAN, iteration=1)
-        _start(steps, index_of(steps, Operation.A2A, number, last=True), planning=(plan,))
+        _start(steps, _index(steps, Operation.A2A, number, last=True), planning=(plan,))
         _wait(steps, len(steps) - 1, (plan,))
     return tuple(steps)
 
@@ -130,7 +130,7 @@ def trans_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
     steps = list(schedule)
     for number in layers:
         trans = Action(number, Operation.TRANS)
-        _start_and_wait(steps, index_of(steps, Operation.FEC, number), communication=(trans,))
+        _start_and_wait(steps, _index(steps, Operation.FEC, number), communication=(trans,))
     return tuple(steps)
 
 
@@ -141,11 +141,11 @@ def trans_blockwise(schedule: Schedule, layers: Iterable[int]) -> Schedule:
     block, which takes the whole of its TRANS.
     """
     steps = list(schedule)
-    for number in sorted(layers, key=lambda number: index_of(schedule, Operation.A2A, number)):
-        first = index_of(steps, Operation.A2A, number)
+    for number in sorted(layers, key=lambda number: _index(schedule, Operation.A2A, number)):
+        first = _index(steps, Operation.A2A, number)
         beside = [_nearest(steps, range(first - 1, -1, -1), operation) for operation in (Operation.FEC, Operation.FNEC)]
         parts = _parts(number, Operation.TRANS, steps, beside)
-        _wait(steps, index_of(steps, Operation.FEC, number), parts)
+        _wait(steps, _index(steps, Operation.FEC, number), parts)
     return tuple(steps)
 
 
@@ -163,8 +163,8 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], reduce_early: bool)
     Block i is the one that computes next; after the first block's own nothing but BNEC is left.
     """
     steps, last_parts = list(schedule), ()
-    for number in sorted(layers, key=lambda number: index_of(schedule, Operation.BEC, number, last=True)):
-        last = index_of(steps, Operation.BEC, number, last=True)
+    for number in sorted(layers, key=lambda number: _index(schedule, Operation.BEC, number, last=True)):
+        last = _index(steps, Operation.BEC, number, last=True)
         after = range(last + 1, len(steps))
         beside = [_nearest(steps, after, operation) for operation in (Operation.BNEC, Operation.BEC)]
         if reduce_early and last_parts:
@@ -192,12 +192,22 @@ def _parts(block: int, operation: Operation, steps: list[Step], beside: list[int
     return parts
 
 
+def _index(steps: Sequence[Step], operation: Operation, block: int, last: bool = False) -> int:
+    """The first step, or the last one, that begins a block's operation; of exchanges, a dispatch."""
+    wanted = [
+        number
+        for number, (computation, *_) in enumerate(steps)
+        if (computation.operation, computation.block, computation.part) == (operation, block, 1)
+    ]
+    return wanted[-1 if last else 0]
+
+
 def _nearest(steps: Sequence[Step], numbers: Iterable[int], operation: Operation) -> int | None:
     return next((number for number in numbers if steps[number].computation.operation is operation), None)
 
 
 def _reduce(steps: Sequence[Step]) -> int:
-    return index_of(steps, Operation.REDUCE, 0)
+    return _index(steps, Operation.REDUCE, 0)
 
 
 def _start(
