@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -137,12 +138,21 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),
     )
+    # A task may be over on one rank while another one still connects
+    dist.barrier()
     yield
     forget_auxiliary_losses()
     parallel_state.destroy_model_parallel()
+    backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
     dist.destroy_process_group()
     # Models and groups refer to each other; a gloo group's threads end only with its last reference
     gc.collect()
+    # Every group waits for its threads for tens of milliseconds: all at once
+    endings = [threading.Thread(target=backends.pop) for _ in backends]
+    for ending in endings:
+        ending.start()
+    for ending in endings:
+        ending.join()
 
 
 def forget_auxiliary_losses() -> None:

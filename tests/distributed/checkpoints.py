@@ -108,7 +108,7 @@ def differences(left: Outcome, right: Outcome) -> list[str]:
 
 
 def straight_against_resumed(
-    flags: str, directory: str, iterations: int = 20, spoil: Callable[[Run], None] | None = None
+    flags: str, directory: str, iterations: int, spoil: Callable[[Run], None] | None = None
 ) -> list[str]:
     """Train straight; then half, save, build anew, load, `spoil` and train the rest: what differs on this rank."""
     half = iterations // 2

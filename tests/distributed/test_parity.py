@@ -1,5 +1,7 @@
 """Our MoE layer against megatron-core's own in the same training loop."""
 
+import math
+
 import pytest
 
 from tests.distributed import runs
@@ -8,9 +10,12 @@ from tests.distributed.runs import Curve
 TOLERANCE = 1e-6
 """Relative, over 20 iterations in float32, for every loss and gradient norm."""
 
+ITERATIONS, FEWER = 20, 5
+
+EP4 = "--expert-model-parallel-size 4"
 LAYOUTS = {
-    "EP4": "--expert-model-parallel-size 4",
-    "EP4-sgd": "--expert-model-parallel-size 4 --optimizer sgd --lr 1e-1",
+    "EP4": EP4,
+    "EP4-sgd": f"{EP4} --optimizer sgd --lr 1e-1",
     "EP2xDP2-distributed-optimizer": "--expert-model-parallel-size 2 --use-distributed-optimizer",
     # megatron-core sums the experts' output biases over tensor-parallel ranks that hold different experts
     "TP2xEP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
@@ -18,7 +23,7 @@ LAYOUTS = {
     "PP2xEP2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 16",
     "PP2xEP2-interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
     "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16",
-    "EP4-accumulation": "--expert-model-parallel-size 4 --global-batch-size 32",
+    "EP4-accumulation": f"{EP4} --global-batch-size 24",
 }
 
 FEATURES = {
@@ -35,67 +40,57 @@ FEATURES = {
 }
 
 
-def curve(ranks, flags: str, implementation: str, **options) -> Curve:
-    """The curve that all of four ranks saw."""
-    curves = ranks(4).run(runs.train_curve, f"{flags} --moe-layer-impl {implementation}", *options.values())
-    assert all(other == curves[0] for other in curves)
-    return curves[0]
-
-
 def deviation(one: Curve, other: Curve) -> float:
     """Largest relative difference of a loss or gradient norm."""
     pairs = [(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
+def deviation_from_megatron(curve_of, flags: str, iterations: int) -> float:
+    ours, theirs = (curve_of(f"{flags} --moe-layer-impl {layer}", iterations) for layer in ("balanced", "megatron"))
+    return deviation(ours, theirs)
+
+
 @pytest.mark.parametrize("flags", LAYOUTS.values(), ids=LAYOUTS)
-def test_balanced_follows_megatron_in_every_layout(ranks, flags: str) -> None:
-    ours, theirs = curve(ranks, flags, "balanced"), curve(ranks, flags, "megatron")
-    assert deviation(ours, theirs) <= TOLERANCE
+def test_balanced_follows_megatron_in_every_layout(curve_of, flags: str) -> None:
+    assert deviation_from_megatron(curve_of, flags, ITERATIONS) <= TOLERANCE
+    ours = curve_of(f"{flags} --moe-layer-impl balanced", ITERATIONS)
     assert ours[-1][0] < ours[0][0] - 0.01
 
 
 @pytest.mark.parametrize("flags", FEATURES.values(), ids=FEATURES)
-def test_balanced_follows_megatron_with_every_feature(ranks, flags: str) -> None:
-    flags = f"--expert-model-parallel-size 2 {flags}"
-    ours, theirs = curve(ranks, flags, "balanced", iterations=5), curve(ranks, flags, "megatron", iterations=5)
-    assert deviation(ours, theirs) <= TOLERANCE
+def test_balanced_follows_megatron_with_every_feature(curve_of, flags: str) -> None:
+    assert deviation_from_megatron(curve_of, f"--expert-model-parallel-size 2 {flags}", FEWER) <= TOLERANCE
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_every_dispatcher_gives_the_same_curve(ranks, dispatcher: str) -> None:
-    flags = "--expert-model-parallel-size 4"
-    ours = curve(ranks, f"{flags} --moe-token-dispatcher-type {dispatcher}", "balanced", iterations=5)
-    assert deviation(ours, curve(ranks, flags, "megatron", iterations=5)) <= TOLERANCE
+def test_the_other_dispatcher_gives_the_same_curve(curve_of) -> None:
+    ours = curve_of(f"{EP4} --moe-token-dispatcher-type allgather --moe-layer-impl balanced", FEWER)
+    assert deviation(ours, curve_of(f"{EP4} --moe-layer-impl megatron", FEWER)) <= TOLERANCE
 
 
-def test_activation_recompute_changes_nothing(ranks) -> None:
-    flags = "--expert-model-parallel-size 4 --disable-bias-linear --swiglu"
+def test_activation_recompute_changes_nothing(curve_of) -> None:
+    flags = f"{EP4} --disable-bias-linear --swiglu"
     recompute = "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act"
-    assert curve(ranks, f"{flags} {recompute}", "balanced", iterations=5) == curve(
-        ranks, flags, "balanced", iterations=5
-    )
+    assert curve_of(f"{flags} {recompute}", FEWER) == curve_of(flags, FEWER)
 
 
 @pytest.mark.parametrize("mutation", [runs.perturb_one_expert, runs.swap_two_experts, runs.drop_one_token])
-def test_parity_notices_a_wrong_layer(ranks, mutation) -> None:
-    flags = "--expert-model-parallel-size 4"
-    wrong = curve(ranks, flags, "balanced", iterations=20, mutate=mutation)
-    assert deviation(wrong, curve(ranks, flags, "megatron")) > 3 * TOLERANCE
+def test_parity_notices_a_wrong_layer(ranks, curve_of, mutation) -> None:
+    wrong = ranks(4).run(runs.train_curve, EP4, FEWER, mutation)[0]
+    assert deviation(wrong, curve_of(f"{EP4} --moe-layer-impl megatron", FEWER)) > 3 * TOLERANCE
 
 
 def test_two_runs_are_equal_bit_for_bit(ranks) -> None:
-    flags = "--expert-model-parallel-size 4 --attention-dropout 0.1 --hidden-dropout 0.1"
-    assert curve(ranks, flags, "balanced") == curve(ranks, flags, "balanced")
+    flags = f"{EP4} --attention-dropout 0.1 --hidden-dropout 0.1"
+    one, other = (ranks(4).run(runs.train_curve, flags, FEWER) for _ in range(2))
+    assert one == other == [one[0]] * 4
 
 
-def test_first_loss_is_near_the_logarithm_of_the_vocabulary(ranks) -> None:
-    import math
-
-    first_loss, _ = curve(ranks, "--expert-model-parallel-size 4", "balanced", iterations=1)[0]
+def test_first_loss_is_near_the_logarithm_of_the_vocabulary(curve_of) -> None:
+    first_loss, _ = curve_of(f"{EP4} --moe-layer-impl balanced", 1)[0]
     assert abs(first_loss - math.log(128)) < 0.1
 
 
-def test_bf16_trains(ranks) -> None:
-    losses = [loss for loss, _ in curve(ranks, "--expert-model-parallel-size 4 --bf16 --lr 3e-3", "balanced")]
+def test_bf16_trains(curve_of) -> None:
+    losses = [loss for loss, _ in curve_of(f"{EP4} --bf16 --lr 3e-3", ITERATIONS)]
     assert losses[-1] < losses[0] - 0.05
