@@ -21,13 +21,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_balance.comm.alltoall import connect
+from megatron_balance.build_balancer import build_balancer
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.compressed import TokenExchange, token_exchange
 from megatron_balance.comm.registry import load_all_to_all
-from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.config import BalanceConfig, RunConfig
 from megatron_balance.device import groups as device_groups
 from megatron_balance.device.layout import build_groups
@@ -36,19 +34,8 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.passes import expert_passes
 from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
-from megatron_balance.placement.cost_model import CostModel, Overlap
-from megatron_balance.placement.manager import Manager
-from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.predictor import Predictor
 from megatron_balance.profile.cluster_profile import ClusterProfile, builtin, load
-from megatron_balance.profile.flops import non_expert_seconds
 from megatron_balance.profile.measure import LARGE_SIZES, SIZES, measure, measured_once
-from megatron_balance.timeline import hooks
-from megatron_balance.timeline.actions import Schedule
-from megatron_balance.timeline.layer_state import LayerState
-from megatron_balance.timeline.lower import lower
-from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.data import build_data, padded_vocab_size
 from megatron_balance.training.loop import Progress, Run
 from megatron_balance.training.loss_guard import LossGuard
@@ -91,7 +78,7 @@ def build_run(config: RunConfig) -> Run:
         data=build_data(config, tokenizer, groups, length, consumed),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
-        balancer=build_balancer(config, groups, model, batches.get, profile),
+        balancer=build_balancer(config, groups, model, optimizer, batches.get, profile),
         progress=progress,
     )
 
@@ -236,83 +223,6 @@ def connect_hooks(config: RunConfig, model: list[torch.nn.Module], optimizer: Me
             hooks.grad_sync_func = [chunk.start_grad_sync for chunk in model]
     if config.ddp.overlap_param_gather and config.ddp.align_param_gather:
         hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
-
-
-def build_balancer(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    model: list[torch.nn.Module],
-    microbatches: Callable[[], int],
-    profile: Callable[[], ClusterProfile],
-) -> Balancer | None:
-    """What keeps this rank's experts where `--balance-policy` wants them; None without a policy.
-
-    Allocates the guest slots. `connect_hooks` comes before: gradients are aggregated before they are finalized.
-    """
-    settings, transformer = config.balance, config.transformer
-    if settings.balance_policy == "none":
-        return None
-    options = {"alpha": settings.balance_alpha} if settings.balance_policy == "pro_prophet" else {}
-    policy = load_policy(settings.balance_policy, **options)
-    split = getattr(policy, "split", "local_first")
-    if settings.balance_token_split != "policy":
-        split = settings.balance_token_split
-    by_chunk = [_moe_layers(chunk) for chunk in model]
-    layers = {number: layer for chunk in by_chunk for number, layer in chunk.items()}
-    num_ranks, num_experts = groups.ep.size(), transformer.num_moe_experts
-    slots = min(settings.balance_guest_slots, num_experts - num_experts // num_ranks)
-    owners = Placement.identity(num_experts, num_ranks, slots)
-    guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
-    states = {}
-    for number, layer in layers.items():
-        layer.split = split
-        parameters = list(layer.experts.parameters())
-        beside = _beside(config, profile(), model, number)
-        cost = CostModel(
-            profile(),
-            token_bytes=transformer.hidden_size * transformer.params_dtype.itemsize,
-            param_bytes=sum(parameter.nbytes for parameter in parameters) / owners.home_slots,
-            grad_bytes=sum(parameter.main_grad.nbytes for parameter in parameters) / owners.home_slots,
-            split=split,
-            overlap=beside if settings.balance_overlap == "blockwise" else None,
-        )
-        manager = Manager(policy, cost, Predictor(settings.balance_predictor), owners, settings.balance_interval)
-        states[number] = LayerState(manager, layer.experts, beside)
-    twin = device_groups.new_twin(groups.ep, dist.group.WORLD, config.launch.distributed_timeout_minutes)
-    connect(twin)
-
-    @functools.cache
-    def schedule(microbatches: int) -> Schedule:
-        return lower(
-            hooks.stage_passes(transformer, groups.pp.rank(), microbatches),
-            [list(chunk) for chunk in by_chunk],
-            settings.balance_overlap,
-            exact=settings.balance_load == "exact",
-            reduce_early=config.ddp.overlap_grad_reduce,
-        )
-
-    transfer = ExpertTransfer(twin)
-    balancer = Balancer(groups.ep, transfer, states, schedule, microbatches, guest_bytes, settings.balance_explain)
-    hooks.install(balancer, layers, model, transformer)
-    return balancer
-
-
-def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
-    """By layer number, ascending."""
-    found = (module for module in chunk.modules() if isinstance(module, BalancedMoELayer))
-    return {layer.layer_number: layer for layer in found}
-
-
-def _beside(config: RunConfig, profile: ClusterProfile, model: list[torch.nn.Module], number: int) -> Overlap:
-    """What is computed between an MoE layer and the one before it, for its Trans and Agg to hide under."""
-    transformer = config.transformer
-    chunk = next(chunk for chunk in model if number in _moe_layers(chunk))
-    before = [other for other in _moe_layers(chunk) if other < number]
-    ahead = [module.layer_number for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    dense = sum(max(before, default=0) < other < number for other in ahead)
-    tokens = config.train.micro_batch_size * config.model.seq_length // transformer.context_parallel_size
-    seconds = non_expert_seconds(profile, transformer, tokens, config.model.seq_length, dense)
-    return Overlap(*seconds, experts=bool(before) or chunk is not model[0])
 
 
 def cluster_profile(config: RunConfig, groups: ProcessGroupCollection) -> ClusterProfile:

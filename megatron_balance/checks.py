@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from megatron_balance.flags import flag_of
 from megatron_balance.moe_checks import check_moe, token_dispatcher
+from megatron_balance.placement.policies import OPTION_FIELDS
 from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT, ONLY_VALUE
 
 DEFAULT_SPLIT = "969,30,1"
@@ -28,7 +29,8 @@ AT_LEAST_ONE = (
 
 NO_EFFECT_WITHOUT_POLICY = (
     *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
-    *("balance_profile", "balance_explain", "balance_log_dir", "balance_alpha", "balance_overlap", "balance_timeline"),
+    *("balance_profile", "balance_explain", "balance_log_dir", "balance_overlap", "balance_timeline"),
+    *("balance_ownership", *OPTION_FIELDS),
 )
 
 

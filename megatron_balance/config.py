@@ -55,12 +55,32 @@ class BalanceConfig:
     """Pro-Prophet's Eq. 7: loads are balanced once the heaviest and the lightest rank differ by less than this times
     the mean load of an expert."""
 
+    balance_threshold: float = 1.1
+    """flexmoe acts while the balance ratio (FlexMoE, Eq. 6) exceeds this."""
+
+    balance_metric: Literal["max", "variance"] = "max"
+    """flexmoe's balance ratio. max: the heaviest rank's load over the mean. variance: 1 plus the variance over the
+    squared mean."""
+
+    balance_vexperts_per_rank: int | None = None
+    """flexmoe's vExperts per rank, which share an even part of their expert's tokens; default: one per slot."""
+
+    balance_demi_slots: int = 5
+    """T, the time slots of demi's linear program."""
+
+    balance_demi_weights: Literal["pow2", "linear"] = "pow2"
+    """Weights of demi's time slots. pow2: 2^t. linear: t + 1."""
+
+    balance_capacities: tuple[float, ...] | None = None
+    """demi: the relative computing capacity of each expert-parallel rank; default: equal."""
+
     balance_overlap: Literal["none", "blockwise"] = "none"
     """none: Plan, Trans and Agg where they are needed. blockwise: beside the computation of neighbouring blocks, and
     policies know that they are hidden there."""
 
     balance_ownership: Literal["fixed", "transfer"] = "fixed"
-    """transfer: an expert's parameters and optimizer state may move to another owner."""
+    """fixed: an expert's parameters and optimizer state stay where they are. transfer: they move to a rank that goes on
+    computing the expert instead of its owner, once that has cost as much as moving."""
 
     balance_profile: str = "builtin"
     """Cluster profile of the cost model. builtin: constants, so that runs repeat. auto: measured once and kept in

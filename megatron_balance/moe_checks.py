@@ -7,7 +7,7 @@ from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
 from megatron_balance.config import CommConfig
 from megatron_balance.flags import flag_of
-from megatron_balance.placement.policies import load_policy
+from megatron_balance.placement.policies import OPTION_FIELDS, OPTIONS, load_policy, policy_options
 
 NOT_BALANCED = (
     *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
@@ -88,7 +88,7 @@ def _balanced_layer(values: Mapping[str, Any], given: Collection[str], expert_tp
 def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
     """What a placement policy needs."""
     policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
-    load_policy(policy)
+    load_policy(policy, **policy_options(policy, values))
     flag = f"--balance-policy {policy}"
     if values["moe_layer_impl"] != "balanced":
         raise ValueError(f"{flag}: needs --moe-layer-impl balanced")
@@ -105,15 +105,48 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
             f"--balance-guest-slots {slots}: {flag} needs 1 to {strangers}, the number of experts that a rank does not "
             "own; or use --balance-policy none"
         )
-    if "balance_alpha" in given and policy != "pro_prophet":
-        raise ValueError(f"--balance-alpha: has no effect with {flag}; leave it out")
+    for name in OPTION_FIELDS:
+        if name in given and name not in OPTIONS.get(policy, {}).values():
+            raise ValueError(f"{flag_of(name)}: has no effect with {flag}; leave it out")
+    vexperts, owned = values["balance_vexperts_per_rank"], values["num_moe_experts"] // parallel
+    if vexperts is not None and vexperts <= owned:
+        raise ValueError(
+            f"--balance-vexperts-per-rank {vexperts}: give at least {owned + 1}, more than the {owned} experts that "
+            "a rank owns; or leave it out for one per slot"
+        )
+    capacities = values["balance_capacities"]
+    if capacities is not None and len(capacities) != parallel:
+        raise ValueError(
+            f"--balance-capacities {' '.join(map(str, capacities))}: give one number per expert-parallel rank, "
+            f"{parallel} in all"
+        )
     if (values["balance_overlap"], values["balance_load"]) == ("blockwise", "exact"):
         raise ValueError(
             "--balance-load exact: not with --balance-overlap blockwise, which sends weights before tokens are routed; "
             "use --balance-load predicted"
         )
-    if not values["balance_alpha"] >= 0:
-        raise ValueError(f"--balance-alpha {values['balance_alpha']}: give at least 0")
+    if values["balance_ownership"] == "transfer":
+        _transfer(values)
+
+
+def _transfer(values: Mapping[str, Any]) -> None:
+    """What experts that change their owners need."""
+    flag = "--balance-ownership transfer"
+    if values["balance_load"] == "exact":
+        raise ValueError(
+            f"--balance-load exact: not with {flag}, which moves experts before tokens are routed; use "
+            "--balance-load predicted"
+        )
+    if values["tensor_model_parallel_size"] > 1 and values["add_bias_linear"]:
+        raise ValueError(
+            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with {flag} also give "
+            "--disable-bias-linear: of experts' biases, the gradient norm counts those of tensor-parallel rank 0 alone"
+        )
+    if values["use_precision_aware_optimizer"]:
+        raise ValueError(
+            f"--use-precision-aware-optimizer: not with {flag}, which moves main parameters and moments in float32; "
+            "leave one of them out"
+        )
 
 
 def token_dispatcher(

@@ -165,9 +165,6 @@ REFUSED = {
         --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
         --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
     "not available yet; use --tensorboard-dir": "--wandb-*",
-    "its policy is not available yet": """
-        --balance-threshold --balance-metric --balance-vexperts-per-rank --balance-demi-slots
-        --balance-demi-weights --balance-capacities""",
 }  # fmt: skip
 """Reason -> the flags that are refused for it; `*` stands for any ending."""
 
@@ -212,7 +209,6 @@ REFUSED_VALUES = {
 """Flag -> upstream's choices that are refused, with the reason."""
 
 ONLY_VALUE = {
-    "balance_ownership": ("fixed",),
     "moe_comm_chunks": ("1",),
     "moe_parallel_schedule": ("megatron",),
 }

@@ -26,6 +26,10 @@ class Slots(Protocol):
         """Wait until this layer's weights are there: before each Trans, on the thread that runs the model."""
         ...
 
+    def own(self, home_experts: Sequence[int]) -> None:
+        """Which expert's parameters each home slot holds."""
+        ...
+
     def weights_of(self, slot: int) -> Sequence[torch.Tensor]:
         """Contiguous views of all weights in a slot, in the same order on every rank."""
         ...

@@ -130,6 +130,19 @@ def new_twin(
     return _new_groups(group, job, [everyone], timeout_minutes)[everyone]
 
 
+def new_group_of_like(value: object, job: dist.ProcessGroup, timeout_minutes: float | None = None) -> dist.ProcessGroup:
+    """The ranks of the job that call this with an equal value; every rank of the job calls it."""
+    values: list[Any] = [None] * job.size()
+    dist.all_gather_object(values, value, group=job)
+    timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
+    own: dist.ProcessGroup | None = None
+    for kind in dict.fromkeys(values):
+        group = dist.new_group([rank for rank, other in enumerate(values) if other == kind], timeout=timeout)
+        own = group if kind == value else own
+    assert own is not None
+    return own
+
+
 def new_sub_groups(
     ep_group: dist.ProcessGroup,
     job: dist.ProcessGroup,

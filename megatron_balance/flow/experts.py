@@ -227,6 +227,11 @@ class GroupedExperts(MegatronModule):
         """Make room for other ranks' experts, once DDP has wrapped the model; returns bytes."""
         return self.linear_fc1.allocate_guests(slots) + self.linear_fc2.allocate_guests(slots)
 
+    def own(self, home_experts: Sequence[int]) -> None:
+        """Call the home slots' contents by these logical experts: what a checkpoint stores them as."""
+        assert len(home_experts) == len(self.home_experts)
+        self.home_experts = tuple(home_experts)
+
     def ready(self) -> None:
         """Wait until this layer's weights are there, see GroupedWeights.forward; on the thread that runs the model."""
         self.linear_fc1(), self.linear_fc2()

@@ -24,7 +24,8 @@ class LayerReport(NamedTuple):
     """One MoE layer in one iteration."""
 
     ratio_before: float
-    """Heaviest rank's tokens over the mean (FlexMoE Eq. 6), had every owner computed its experts; 1 is even."""
+    """Heaviest rank's tokens over the mean (FlexMoE Eq. 6), had experts been laid out in order and computed by
+    their owners; 1 is even."""
 
     ratio_after: float
     """The same as it was computed."""
@@ -53,7 +54,10 @@ class LayerReport(NamedTuple):
     """Share of tokens that were predicted on the wrong expert or source, `predictor.prediction_error`."""
 
     experts_moved: float = 0.0
-    """Experts that changed their owner."""
+    """Experts that changed their owner after the iteration."""
+
+    transfer_bytes: float = 0.0
+    """What they moved with their optimizer state, over all links."""
 
 
 def evenness(before_D: np.ndarray, after_D: np.ndarray) -> tuple[float, float, float]:

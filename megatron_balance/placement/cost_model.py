@@ -1,19 +1,19 @@
 """Seconds of one MoE layer under a placement, after Pro-Prophet (Eq. 1-6 and 8) and FlexMoE (Eq. 5 and 7-9).
 
-Shape suffixes: D expert-parallel ranks, E logical experts, L lines of LinkLoads, C numbers of pieces to choose from;
-DD is [source rank, computing rank].
+Shape suffixes: D expert-parallel ranks, E logical experts, K experts or ways to place one, N nodes, L lines of
+LinkLoads, C numbers of pieces to choose from; DD is [source rank, computing rank].
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.splits import SPLITS, traffic_of, vexperts
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
@@ -36,63 +36,12 @@ LEAST_ALPHA = 1e-6
 """Seconds that no message undercuts, for choosing pieces: a line through noisy times may come out without latency."""
 
 
-def hosts_mask(placement: Placement) -> np.ndarray:
-    """[D, E] bool: whether rank d computes expert e."""
-    mask_DE = np.zeros((placement.num_ranks, placement.num_experts), dtype=bool)
-    ranks = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
-    mask_DE[ranks, np.repeat(np.arange(placement.num_experts), [len(hosts) for hosts in placement.hosts])] = True
-    return mask_DE
-
-
 def owners(placement: Placement) -> np.ndarray:
     """[E] int64: the rank that owns each expert."""
     home = np.asarray(placement.home, dtype=np.int64)
     owner_E = np.empty(placement.num_experts, dtype=np.int64)
     owner_E[home.ravel()] = np.repeat(np.arange(placement.num_ranks), home.shape[1])
     return owner_E
-
-
-def split_local_first(counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
-    """Pro-Prophet's rule: a host computes its own tokens, everyone else's go to the primary host.
-
-    Returns:
-        [D, D] int64: tokens that each source rank has computed by each rank; what stays at home is on the diagonal.
-    """
-    remote_DE = np.where(hosts_mask(placement), 0.0, counts_DE)
-    to_DE = np.zeros((placement.num_ranks, placement.num_experts))
-    to_DE[np.asarray(placement.primary), np.arange(placement.num_experts)] = 1
-    # numpy multiplies integers without BLAS; float64 is exact for these
-    traffic_DD = (remote_DE @ to_DE.T).astype(np.int64)
-    diagonal = np.arange(placement.num_ranks)
-    traffic_DD[diagonal, diagonal] += counts_DE.sum(1) - traffic_DD.sum(1)
-    return traffic_DD
-
-
-def split_proportional(counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
-    """FlexMoE's rule, Algorithm 3: every host of an expert computes as many of its tokens, local ones first.
-
-    What a source has above its own capacity goes to the others in proportion to what they have left:
-    `cap * n - min(cap * n, I)`. A host counts as often as it appears among the expert's hosts.
-
-    Returns:
-        [D, D] float64, fractions of tokens included: a model's value, not a dispatch plan.
-    """
-    copies_DE = np.zeros(counts_DE.shape)
-    ranks = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
-    experts = np.repeat(np.arange(placement.num_experts), [len(hosts) for hosts in placement.hosts])
-    np.add.at(copies_DE, (ranks, experts), 1)
-    capacity_DE = copies_DE * (counts_DE.sum(0) / copies_DE.sum(0))
-    local_DE = np.minimum(capacity_DE, counts_DE)
-    left_DE = capacity_DE - local_DE
-    left_E = left_DE.sum(0)
-    share_DE = np.divide(left_DE, left_E, out=np.zeros_like(left_DE), where=left_E > 0)
-    return (counts_DE - local_DE) @ share_DE.T + np.diag(local_DE.sum(1))
-
-
-SPLITS: dict[str, Callable[[np.ndarray, Placement], np.ndarray]] = {
-    "local_first": split_local_first,
-    "proportional": split_proportional,
-}
 
 
 def balance_ratio(tokens_D: np.ndarray) -> float:
@@ -137,6 +86,16 @@ class LayerTime(NamedTuple):
         return sum(self)
 
 
+class ExpertTimes(NamedTuple):
+    """What experts add to the ranks in FlexMoE's Eq. 5."""
+
+    tokens_KD: np.ndarray
+    """[K, D] tokens that each rank computes."""
+
+    seconds_KD: np.ndarray
+    """[K, D] computation, exchanges and synchronisation."""
+
+
 class Overlap(NamedTuple):
     """What Trans and Agg may hide under besides this layer's expert computation, Pro-Prophet Section V-C.
 
@@ -167,6 +126,9 @@ class CostModel:
     grad_bytes: float
     """One expert's gradients, as Agg sends them."""
 
+    state_bytes: float = 0.0
+    """One expert's parameters and optimizer state on one rank, as Transfer sends them."""
+
     split: str = "local_first"
     """A name in SPLITS."""
 
@@ -190,7 +152,7 @@ class CostModel:
 
     def traffic(self, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
         """[D, D]: tokens from each source rank to the rank that computes them."""
-        return SPLITS[self.split](counts_DE, placement)
+        return traffic_of(self.split, counts_DE, placement)
 
     def layer_seconds(self, counts_DE: np.ndarray, placement: Placement) -> float:
         """Eq. 6 (or Eq. 8) for a load matrix [D, E] of tokens."""
@@ -318,32 +280,62 @@ class CostModel:
         Links between ranks of a node and across nodes count separately. What is synchronised is what moves here:
         Trans and Agg between the owner and its guests, which is an all-reduce's reduce and broadcast.
         """
-        profile = self.profile
-        traffic_DD = self.traffic(counts_DE, placement)
-        node_D = np.arange(placement.num_ranks) // profile.node_size
-        near, far = profile.link("p2p", "intra").beta, profile.link("p2p", "inter").beta
-        beta_DD = np.where(node_D[:, None] == node_D[None, :], near, far)
-        np.fill_diagonal(beta_DD, 0.0)
-        per_token = profile.forward.seconds_per_token + profile.backward.seconds_per_token
-        seconds_D = traffic_DD.sum(0) * per_token + 4 * self.token_bytes * (traffic_DD * beta_DD).sum(0)
-        for members in _replicas(placement):
-            seconds_D[members] += profile.all_reduce_seconds(members, self.grad_bytes)
-        return float(seconds_D.max())
+        primary_E = np.asarray(placement.primary)
+        times = self.expert_times(counts_DE.T, vexperts(placement), primary_E, owners(placement))
+        return float(times.seconds_KD.sum(0).max())
 
-    def adjustment_seconds(self, source: int, target: int) -> float:
+    def expert_times(
+        self, counts_KD: np.ndarray, vexperts_KD: np.ndarray, primary_K: np.ndarray, owner_K: np.ndarray
+    ) -> ExpertTimes:
+        """What K experts, or one placed in K ways, add to each rank's time in Eq. 5.
+
+        Args:
+            counts_KD: tokens of each source rank.
+            vexperts_KD, primary_K, owner_K: as `vexperts` of a placement, its primary hosts and `owners`.
+        """
+        profile, num_ranks = self.profile, counts_KD.shape[1]
+        local_KD, share_KD = SPLITS[self.split](counts_KD, vexperts_KD, primary_K)
+        away_KD = counts_KD - local_KD
+        away_K1 = away_KD.sum(1, keepdims=True)
+        tokens_KD = local_KD + share_KD * away_K1
+        first_N, node_D = np.arange(0, num_ranks, profile.node_size), np.arange(num_ranks) // profile.node_size
+        near_KD = np.add.reduceat(away_KD, first_N, axis=1)[:, node_D]
+        near, far = profile.link("p2p", "intra").beta, profile.link("p2p", "inter").beta
+        beta_KD = share_KD * (near * (near_KD - away_KD) + far * (away_K1 - near_KD))
+        members_KD = vexperts_KD > 0
+        members_KD[np.arange(len(members_KD)), owner_K] = True
+        nodes_K = (np.add.reduceat(members_KD, first_N, axis=1, dtype=np.int64) > 0).sum(1)
+        synchronised_K = self.synchronisation_seconds(members_KD.sum(1), nodes_K)
+        per_token = profile.forward.seconds_per_token + profile.backward.seconds_per_token
+        seconds_KD = tokens_KD * per_token + 4 * self.token_bytes * beta_KD + members_KD * synchronised_K[:, None]
+        return ExpertTimes(tokens_KD, seconds_KD)
+
+    def synchronisation_seconds(self, ranks_K: np.ndarray, nodes_K: np.ndarray) -> np.ndarray:
+        """[K] FlexMoE Eq. 9 for groups of so many ranks, on so many nodes, that have an expert in common."""
+        # Few sizes occur: one look at the profile for each
+        base = int(nodes_K.max()) + 1
+        sizes, index_K = np.unique(ranks_K * base + nodes_K, return_inverse=True)
+        seconds = [self.profile.group_seconds(size // base, size % base, self.grad_bytes) for size in sizes.tolist()]
+        return np.array(seconds)[index_K]
+
+    def adjustment_seconds(self, source: Any, target: Any) -> Any:
         """FlexMoE's cost of Expand and Migrate: model states over the bandwidth between two ranks.
 
-        Here only parameters move, because optimizer states stay with the owner.
+        Here only parameters move, because optimizer states stay with the owner. Ranks, or arrays of them.
         """
-        if source == target:
-            return 0.0
-        line = self.profile.link("p2p", self.profile.group_kind((source, target)))
-        return line.alpha + line.beta * self.param_bytes
+        node_size, lines = self.profile.node_size, self.profile.links["p2p"]
+        near, far = (lines[kind].alpha + lines[kind].beta * self.param_bytes for kind in ("intra", "inter"))
+        seconds = np.where(np.equal(source // node_size, target // node_size), near, far)
+        return np.where(np.equal(source, target), 0.0, seconds)
 
-
-def _replicas(placement: Placement) -> list[list[int]]:
-    """Ranks among which each expert's gradients are summed: its hosts and its owner, ascending."""
-    return [sorted({*hosts, placement.owner(expert)}) for expert, hosts in enumerate(placement.hosts)]
+    def transfer_seconds(self, pairs: Iterable[tuple[int, int]]) -> float:
+        """Experts with their optimizer state from ranks to ranks, (source, target) each: the busiest rank's time."""
+        sent, received = np.zeros((2, self.profile.num_ranks))
+        for source, target in pairs:
+            line = self.profile.link("p2p", self.profile.group_kind((source, target)))
+            sent[source] += line.alpha + line.beta * self.state_bytes
+            received[target] += line.alpha + line.beta * self.state_bytes
+        return float(max(sent.max(), received.max()))
 
 
 def link_messages(placement: Placement, links: str) -> float:

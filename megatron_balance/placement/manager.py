@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.ownership import Guest, Settlement, lasting, settle
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import History, Predictor, prediction_error
 
-INVALID = bytes(16)
-"""The digest of no placement."""
+INVALID, LATER = bytes(16), b"\xff" * 16
+"""The digests of no placement, and of one that is still being planned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,9 @@ class Decision:
     placement: Placement | None
     problem: str | None = None
     """Why there is no placement: what the policy did, a colon and details."""
+
+    settlement: Settlement | None = None
+    """Why owners are others than before."""
 
     @property
     def digest(self) -> bytes:
@@ -41,19 +45,38 @@ class Manager:
     """
 
     def __init__(
-        self, policy: Policy, cost: CostModel, predictor: Predictor, owners: Placement, interval: int = 1
+        self,
+        policy: Policy,
+        cost: CostModel,
+        predictor: Predictor,
+        owners: Placement,
+        interval: int = 1,
+        transfers: bool = False,
     ) -> None:
-        """`owners` has every expert on its owner alone, and the guest slots to fill; plans are due every `interval`."""
+        """
+        Args:
+            owners: every expert on its owner alone, and the guest slots to fill.
+            interval: plans are due every so many iterations.
+            transfers: whether experts may change owners, `ownership.settle`.
+        """
         self.policy, self.cost, self.predictor, self.interval = policy, cost, predictor, interval
-        self.placement = owners
+        self.placement, self.transfers = owners, transfers
+        self.held: dict[Guest, int] = {}
+        """Iterations for which the guests have been where they are."""
         self.history = History()
         self.expected_DE: np.ndarray | None = None
         """[D, E] the load expected of the next iteration."""
         self.iterations = 0
 
+    @property
+    def best_effort(self) -> bool:
+        """Whether the policy's plans are not waited for where they go beside computation."""
+        return getattr(self.policy, "best_effort", False)
+
     def observe(self, counts_DE: np.ndarray) -> float | None:
         """Note an iteration's load; returns the share of its tokens that were expected elsewhere, if any were."""
         expected_DE, self.iterations = self.expected_DE, self.iterations + 1
+        self.held = lasting(self.held, self.placement)
         self.history = self.predictor.observe(self.history, counts_DE)
         self.expected_DE = self.predictor.predict(self.history)
         return None if expected_DE is None else prediction_error(expected_DE, counts_DE)
@@ -73,12 +96,15 @@ class Manager:
             return Decision(expected_DE, None, f"returned no Placement: {answer!r}")
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
             return Decision(expected_DE, None, f"changed owners or guest slots: {answer}")
-        return Decision(expected_DE, answer)
+        if not self.transfers:
+            return Decision(expected_DE, answer)
+        placement, settlement = settle(answer, expected_DE, self.held, cost)
+        return Decision(expected_DE, placement, settlement=settlement)
 
     def adopt(self, decision: Decision) -> None:
         """Put a decision that all ranks agree on in force."""
         assert decision.placement is not None
-        self.placement, self.expected_DE = decision.placement, decision.expected_DE
+        self.placement = decision.placement
 
     def state(self) -> dict[str, Any]:
         """Lists, numbers and strings for a checkpoint; `restore` gives the same manager to the bit."""
@@ -88,6 +114,7 @@ class Manager:
             "history": self.history.to_plain(),
             "expected": expected,
             "iterations": self.iterations,
+            "held": [[*guest, iterations] for guest, iterations in self.held.items()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -97,3 +124,4 @@ class Manager:
         expected = state["expected"]
         self.expected_DE = None if expected is None else np.array(expected, dtype=np.int64)
         self.iterations = state["iterations"]
+        self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}

@@ -76,14 +76,20 @@ class Placement:
             hosts[expert].append(rank)
         return self.rehost(hosts)
 
-    def rehost(self, hosts: Sequence[Sequence[int]], primary: Sequence[int] | None = None) -> "Placement":
-        """The same owners with other hosts; an expert that stays a guest of a rank stays in its slot.
+    def rehost(
+        self,
+        hosts: Sequence[Sequence[int]],
+        primary: Sequence[int] | None = None,
+        home: tuple[tuple[int, ...], ...] | None = None,
+    ) -> "Placement":
+        """Other hosts, and other owners if `home` is given; an expert that stays a guest of a rank stays in its slot.
 
         New guests take the free slots of their rank in ascending order of expert and slot.
 
         Args:
             hosts: [E] ranks in any order.
             primary: [E]; by default as it was, where it is a host still, else the owner, else the first host.
+            home: as in Placement; None: the same owners.
 
         Raises:
             ValueError: a rank without a free guest slot, and whatever makes no valid placement.
@@ -92,17 +98,18 @@ class Placement:
         ascending = tuple(tuple(sorted(ranks)) if len(ranks) > 1 else tuple(ranks) for ranks in hosts)
         if len(ascending) != self.num_experts:
             raise ValueError(f"{len(ascending)} lists of hosts for {self.num_experts} experts")
+        owners = self._owners if home is None else _owners(home, self.num_experts)
         if primary is None:
-            favourites = zip(self.primary, self._owners, ascending, strict=True)
+            favourites = zip(self.primary, owners, ascending, strict=True)
             primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favourites]
         wanted: list[list[int]] = [[] for _ in self.home]
-        for expert, (ranks, owner) in enumerate(zip(ascending, self._owners, strict=True)):
+        for expert, (ranks, owner) in enumerate(zip(ascending, owners, strict=True)):
             for rank in {*ranks} - {owner} if ranks != (owner,) else ():
                 if not 0 <= rank < self.num_ranks:
                     raise ValueError(f"expert {expert} on rank {rank}: there are {self.num_ranks} ranks")
                 wanted[rank].append(expert)
         guests = tuple(_assign(rank, *slots) for rank, slots in enumerate(zip(self.guests, wanted, strict=True)))
-        return replace(self, guests=guests, hosts=ascending, primary=tuple(primary))
+        return replace(self, home=home or self.home, guests=guests, hosts=ascending, primary=tuple(primary))
 
     @cached_property
     def trimmed(self) -> "Placement":
@@ -192,8 +199,7 @@ class Placement:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        rank_of = {expert: rank for rank, row in enumerate(self.home) for expert in row}
-        return tuple(rank_of[expert] for expert in range(self.num_experts))
+        return _owners(self.home, self.num_experts)
 
     def __str__(self) -> str:
         """Rank by rank the home slots, a plus and the guest slots: `0 1 + 3! . | 2x2 3x0 + . .`
@@ -279,6 +285,11 @@ class Placement:
                     raise ValueError(f"expert {expert}: its host {rank} has no slot for it")
             if primary not in ranks:
                 raise ValueError(f"expert {expert}: its primary {primary} is none of its hosts {ranks}")
+
+
+def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, ...]:
+    rank_of = {expert: rank for rank, row in enumerate(home) for expert in row}
+    return tuple(rank_of[expert] for expert in range(num_experts))
 
 
 def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:

@@ -132,10 +132,13 @@ class ClusterProfile:
         alpha + beta * bytes of the profile's all-reduce for that kind.
         """
         distinct = set(ranks)
-        if len(distinct) < 2:
+        return self.group_seconds(len(distinct), len({rank // self.node_size for rank in distinct}), num_bytes)
+
+    def group_seconds(self, ranks: int, nodes: int, num_bytes: float) -> float:
+        """`all_reduce_seconds` of so many ranks on so many nodes."""
+        if ranks < 2:
             return 0.0
-        nodes = len({rank // self.node_size for rank in distinct})
-        exact = [group for group in self.all_reduce if (group.ranks, group.nodes) == (len(distinct), nodes)]
+        exact = [group for group in self.all_reduce if (group.ranks, group.nodes) == (ranks, nodes)]
         if exact:
             return num_bytes / exact[0].bytes_per_second
         kin = sorted(group for group in self.all_reduce if (group.nodes > 1) == (nodes > 1))
@@ -143,7 +146,7 @@ class ClusterProfile:
             line = self.link("all_reduce", "inter" if nodes > 1 else "intra")
             return line.alpha + line.beta * num_bytes
         slowness = [1 / group.bytes_per_second for group in kin]
-        return num_bytes * float(np.interp(len(distinct), [group.ranks for group in kin], slowness))
+        return num_bytes * float(np.interp(ranks, [group.ranks for group in kin], slowness))
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON, whole or not at all.

@@ -47,6 +47,9 @@ class Operation(StrEnum):
     AGG = "AGG"
     """Gradients go from guests to owners."""
 
+    TRANSFER = "TRANSFER"
+    """Experts and their optimizer state go to new owners: after the optimizer's step, in no schedule."""
+
 
 class Action(NamedTuple):
     """One operation of one block."""

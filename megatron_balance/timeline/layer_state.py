@@ -5,18 +5,19 @@ Shape suffixes: D expert-parallel ranks, E logical experts.
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.comm.ownership import Field
 from megatron_balance.comm.transfer import Slots
 from megatron_balance.device import clock
 from megatron_balance.observe.balance import LayerReport, evenness
 from megatron_balance.placement.cost_model import Overlap
 from megatron_balance.placement.manager import Decision, Manager
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import owners_host
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.timeline.actions import Action, Operation
 
@@ -54,6 +55,8 @@ class LayerState:
     slots: Slots
     beside: Overlap
     """Seconds of the non-MoE part before this layer, which a part of its Trans and one of its Agg are to fill."""
+    fields: Callable[[], Sequence[Field]] = tuple
+    """What moves with an expert that changes its owner."""
 
     transfers: TransferPlan = field(init=False)
     fresh: bool = False
@@ -80,9 +83,9 @@ class LayerState:
     def placement(self) -> Placement:
         return self.manager.placement
 
-    def observe(self) -> None:
-        """Tell the manager the load of the whole iteration."""
-        error = self.manager.observe(np.asarray(self.counts_DE))
+    def observe(self, counts_DE: np.ndarray) -> None:
+        """Tell the manager the load [D, E] of the whole iteration."""
+        error = self.manager.observe(counts_DE)
         self.observed, self.prediction_error = True, error if error is not None else 0.0
 
     def part(self, action: Action) -> TransferPlan:
@@ -127,12 +130,17 @@ class LayerState:
         self.counts_DE, self.microbatches, self.observed = 0, 0, False
         self.spans, self.waits, self.plan_seconds = [], [], 0.0
 
+    def moved(self, experts: int, total_bytes: float) -> None:
+        """After the iteration, so many experts changed their owners; bytes are those of one replica's ranks."""
+        assert self.last is not None
+        self.last = replace(self.last, experts_moved=experts, transfer_bytes=total_bytes)
+
     def warn(self, number: int, problem: str) -> None:
         """Once for each kind of problem: a policy that fails is likely to fail in every iteration."""
         kind = problem.partition(":")[0]
         if kind not in self.told:
             self.told.add(kind)
-            logger.warning("layer %d: the policy %s; its last placement stays (not said again)", number, problem)
+            logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
 
     def explanation(self, number: int, before: Placement, expected_DE: np.ndarray, microbatches: int) -> str:
         """What the present placement is expected to change."""
@@ -148,7 +156,7 @@ class LayerState:
         last = self.last
         assert last is not None
         cost = replace(self.manager.cost, microbatches=last.microbatches)
-        owners = owners_host(last.placement)
+        owners = Placement.identity(last.placement.num_experts, last.placement.num_ranks)
         before_D, after_D = (cost.traffic(last.counts_DE, placement).sum(0) for placement in (owners, last.placement))
         before, after, gain = evenness(before_D, after_D)
         waited = {
@@ -170,6 +178,8 @@ class LayerState:
             predicted_seconds=cost.layer_seconds(last.counts_DE, last.placement),
             measured_seconds=worked + waited[Operation.TRANS] + waited[Operation.AGG],
             prediction_error=last.prediction_error,
+            experts_moved=last.experts_moved,
+            transfer_bytes=last.transfer_bytes,
         )
 
 
@@ -187,3 +197,5 @@ class Iteration:
     waits: list[tuple[Operation, Span]]
     plan_seconds: float
     prediction_error: float
+    experts_moved: int = 0
+    transfer_bytes: float = 0.0

@@ -1,7 +1,7 @@
 """When the experts' weights and gradients move: one iteration of all MoE layers of this rank.
 
     begin_iteration -> each computation of the schedule: wait for what it needs, start what goes beside it
-    -> aggregate -> gradients reduced -> finish_iteration
+    -> aggregate -> gradients reduced -> finish_iteration -> the optimizer steps -> transfer_owners
 
 The schedule (timeline/lower.py) decides and this executes. A placement lasts from the beginning of an iteration (or,
 planned on the exact load, from a layer's first forward pass) to its end; recomputation finds it unchanged.
@@ -18,12 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_balance.comm.ownership import OwnershipTransfer
 from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.device import clock
 from megatron_balance.device.lane import Flight, Lane
 from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.timeline import Span, Stream, Timeline
-from megatron_balance.placement.manager import INVALID, Decision
+from megatron_balance.placement.manager import INVALID, LATER
+from megatron_balance.placement.ownership import moves
 from megatron_balance.placement.placement import Placement
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.timeline.layer_state import LayerState, Plan, make_plan
@@ -46,6 +48,7 @@ class Balancer:
         schedule: Callable[[int], Schedule],
         microbatches: Callable[[], int],
         guest_bytes: int,
+        ownership: OwnershipTransfer | None = None,
         explain: bool = False,
     ) -> None:
         """
@@ -56,11 +59,15 @@ class Balancer:
             schedule: of an iteration of so many microbatches.
             microbatches: number of microbatches of the present iteration.
             guest_bytes: memory of this rank's guest slots, weights and gradients, in all layers.
+            ownership: what lets experts change their owners. Then all replicas of the expert-parallel group have one
+                placement, planned for their mean load.
             explain: say what each plan is expected to change.
         """
         self.group, self.transfer, self.layers = group, transfer, dict(layers)
         self.schedule, self.microbatches, self.guest_bytes = schedule, microbatches, guest_bytes
-        self.explain = explain
+        self.ownership, self.explain = ownership, explain
+        self.deciders = group if ownership is None else ownership.group
+        """The ranks that have one placement."""
         self.timeline: Timeline | None = None
         """Keeps what happened when."""
         self.aggregated: Callable[[int], None] = lambda number: None
@@ -73,6 +80,10 @@ class Balancer:
         """The present computation, and when it began."""
         self._flights: dict[Action, Flight | None] = {}
         self._plans: dict[Action, Future[Plan] | None] = {}
+        self._late: dict[int, Future[Plan]] = {}
+        """Plans of best effort that were not ready on some rank when they were due, by layer number."""
+        self._new_owners: dict[int, Plan] = {}
+        """Plans that wait for the optimizer, by layer number."""
         self._entered: Counter[Action] = Counter()
         self._to_repeat: Counter[Action] = Counter()
 
@@ -127,8 +138,32 @@ class Balancer:
         assert not (self._steps or self._flights or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
             if not state.observed:
-                state.observe()
+                self._observe(state)
             state.close(*finished[number])
+
+    def transfer_owners(self) -> None:
+        """Move experts whose next placement has them owned elsewhere, and put it in force: after an optimizer step.
+
+        What fails on one rank leaves all with the placement that they have.
+        """
+        for number, plan in self._new_owners.items():
+            state, placement = self.layers[number], plan.decision.placement
+            assert self.ownership is not None and placement is not None
+            start = clock.mark()
+            changes = moves(state.placement, placement)
+            moved = self.ownership.transfer(changes, state.fields)
+            if isinstance(moved, str):
+                if self.deciders.rank() == 0:
+                    state.warn(number, f"experts could not change owners: {moved}")
+                continue
+            action = Action(number, Operation.TRANSFER)
+            self._keep("communication", action, start, clock.mark(), issued=start, num_bytes=moved.sent_bytes)
+            state.slots.own(placement.experts_of(self.group.rank()))
+            self._adopt(number, state, plan)
+            state.moved(len(changes), moved.total_bytes * self.group.size() / self.deciders.size())
+            if self.deciders.rank() == 0:
+                print(f"layer {number}: {plan.decision.settlement}", flush=True)
+        self._new_owners.clear()
 
     def _next(self, place: Action) -> Action | None:
         """The computation with its microbatch, as long as the iteration lasts and unless it is a repetition."""
@@ -154,10 +189,10 @@ class Balancer:
         if self._now is not None:
             self._note(*self._now, now)
         started = step.planning + step.communication
-        self._wait([action for action in step.waits if action not in started])
+        self._wait([action for action in step.waits if action not in started], may_be_late=True)
         for action in started:
             self._start(action)
-        self._wait([action for action in step.waits if action in started])
+        self._wait([action for action in step.waits if action in started], may_be_late=False)
         self._now = computation, clock.mark() if started or step.waits else now
 
     def _note(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
@@ -172,7 +207,8 @@ class Balancer:
     def _start(self, action: Action) -> None:
         state = self.layers[action.block]
         if action.operation is Operation.PLAN:
-            self._plans[action] = self._start_plan(state, ahead=action.iteration)
+            late = self._late.pop(action.block, None)
+            self._plans[action] = self._start_plan(state, ahead=action.iteration, late=late)
             return
         plan = state.part(action)
         if not plan.rounds:
@@ -184,26 +220,37 @@ class Balancer:
             work = functools.partial(self.transfer.agg, plan, state.placement, state.slots)
             self._flights[action] = self._lane.start(work)
 
-    def _start_plan(self, state: LayerState, ahead: int) -> "Future[Plan] | None":
-        """Let the policy plan for this iteration or the next one, if a plan is due."""
+    def _start_plan(self, state: LayerState, ahead: int, late: "Future[Plan] | None") -> "Future[Plan] | None":
+        """Let the policy plan for this iteration or the next one, if a plan is due and none is `late`."""
         manager, microbatches = state.manager, self.microbatches()
         if ahead:
-            state.observe()
+            self._observe(state)
             expected_DE = manager.expected_DE
         else:
             expected_DE = np.asarray(state.counts_DE) * microbatches
-        if not manager.is_due(ahead):
-            return None
+        if late is not None or not manager.is_due(ahead):
+            return late
         assert expected_DE is not None
+        manager.expected_DE = expected_DE
         return self._planner.submit(make_plan, manager, expected_DE, microbatches)
 
-    def _wait(self, actions: Sequence[Action]) -> None:
+    def _observe(self, state: LayerState) -> None:
+        """Tell the manager the iteration's load: where replicas have one placement, the mean of theirs."""
+        counts_DE = np.asarray(state.counts_DE)
+        if self.ownership is not None:
+            total_DE = torch.from_numpy(counts_DE).to(torch.cuda.current_device(), copy=True)
+            dist.all_reduce(total_DE, group=self.deciders)
+            ranks = self.deciders.size()
+            counts_DE = (total_DE.cpu().numpy() + ranks // 2) // ranks
+        state.observe(counts_DE)
+
+    def _wait(self, actions: Sequence[Action], may_be_late: bool) -> None:
         for action in actions:
             if action.operation is not Operation.PLAN:
                 self._wait_for_transfer(action)
         plans = [action for action in actions if action.operation is Operation.PLAN]
         if plans:
-            self._conclude(plans)
+            self._conclude(plans, may_be_late)
 
     def _wait_for_transfer(self, action: Action) -> None:
         state, flight = self.layers[action.block], self._flights.pop(action)
@@ -226,29 +273,43 @@ class Balancer:
         self.layers[action.block].waits.append((action.operation, (start, end)))
         self._keep("waits", action, start, end)
 
-    def _conclude(self, actions: Iterable[Action]) -> None:
-        """Placements change where all ranks of the group want the same."""
-        made: dict[int, Plan] = {}
-        for action in actions:
-            future = self._plans.pop(action)
-            if future is not None:
-                start = clock.mark()
-                plan = made[action.block] = future.result()
-                self._waited(action, start)
-                self._keep("planning", action, plan.start, plan.end)
-                self.layers[action.block].plan_seconds = plan.end - plan.start
-        if not made:
+    def _conclude(self, actions: Iterable[Action], may_be_late: bool) -> None:
+        """Placements change where all ranks of the group want the same.
+
+        Plans of best effort, if they may be late, are not waited for: unless all ranks have one, it is left until the
+        next iteration.
+        """
+        due = {action: future for action in actions if (future := self._plans.pop(action)) is not None}
+        if not due:
             return
-        digests = self._gather_digests([plan.decision for plan in made.values()])
-        for (number, plan), ranks in zip(made.items(), digests, strict=True):
-            state = self.layers[number]
-            if len(set(ranks)) == 1 and ranks[0] != INVALID:
-                self._adopt(number, state, plan)
-            elif INVALID not in ranks and self.group.rank() == 0:
-                state.warn(number, "plans differently on different ranks")
-            elif INVALID in ranks and self.group.rank() == ranks.index(INVALID):
-                assert plan.decision.problem is not None
-                state.warn(number, plan.decision.problem)
+        digests = []
+        for action, future in due.items():
+            state = self.layers[action.block]
+            if may_be_late and state.manager.best_effort and not future.done():
+                digests.append(LATER)
+                continue
+            start = clock.mark()
+            plan = future.result()
+            self._waited(action, start)
+            self._keep("planning", action, plan.start, plan.end)
+            state.plan_seconds = plan.end - plan.start
+            digests.append(plan.decision.digest)
+        for (action, future), ranks in zip(due.items(), self._gathered(digests), strict=True):
+            number, state = action.block, self.layers[action.block]
+            if LATER in ranks:
+                self._late[number] = future
+                continue
+            plan = future.result()
+            placement = plan.decision.placement
+            if len(set(ranks)) == 1 and placement is not None:
+                if placement.home == state.placement.home:
+                    self._adopt(number, state, plan)
+                else:
+                    self._new_owners[number] = plan
+            elif INVALID not in ranks and self.deciders.rank() == 0:
+                state.warn(number, "the policy plans differently on different ranks")
+            elif INVALID in ranks and self.deciders.rank() == ranks.index(INVALID):
+                state.warn(number, f"the policy {plan.decision.problem}")
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
         before = state.placement
@@ -259,13 +320,13 @@ class Balancer:
         if self.explain and self.group.rank() == 0:
             print(state.explanation(number, before, plan.decision.expected_DE, self.microbatches()), flush=True)
 
-    def _gather_digests(self, decisions: Sequence[Decision]) -> list[list[bytes]]:
-        """[layers][D]: what each rank of the group decided."""
-        own = torch.tensor([list(decision.digest) for decision in decisions], dtype=torch.uint8)
+    def _gathered(self, digests: Sequence[bytes]) -> list[list[bytes]]:
+        """[layers][ranks]: the digests of all that have one placement."""
+        own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
         own = own.to(torch.cuda.current_device())
-        gathered = own.new_empty(self.group.size() * own.numel())
-        dist.all_gather_into_tensor(gathered, own.view(-1), group=self.group)
-        table = gathered.view(self.group.size(), *own.shape).transpose(0, 1).tolist()
+        gathered = own.new_empty(self.deciders.size() * own.numel())
+        dist.all_gather_into_tensor(gathered, own.view(-1), group=self.deciders)
+        table = gathered.view(self.deciders.size(), *own.shape).transpose(0, 1).tolist()
         return [[bytes(digest) for digest in ranks] for ranks in table]
 
     def report(self) -> dict[int, LayerReport]:
@@ -285,4 +346,5 @@ class Balancer:
         """Continue with the placements and predictions that `state` described."""
         for number, state in self.layers.items():
             state.manager.restore(states[str(number)])
+            state.slots.own(state.placement.experts_of(self.group.rank()))
             state.transfers, state.fresh = state.manager.cost.transfers(state.placement), False

@@ -134,6 +134,12 @@ class Checkpoints:
         )
         staged = on_first_rank(lambda: directory.stage(iteration))
         state = run_state.sharded_state(self.run, parts, is_loading=False)
+        if "balancer" in parts:
+            state |= run_state.balancer_state(self.run)
+        balancer = self.run.balancer
+        if balancer is not None and balancer.ownership is not None:
+            # Strategies keep who writes what from the first save on, and owners may have changed
+            self._strategy = None
         first = self._strategy is None
         request = dist_checkpointing.save(
             state | run_state.common_state(self.run, parts),
@@ -244,6 +250,10 @@ class Checkpoints:
         common = dist_checkpointing.load_common_state_dict(str(path))
         parts = self._parts_to_load(common, weights_only)
         self.log.message(f" loading checkpoint from {path} at iteration {common['iteration']}")
+        if "balancer" in parts:
+            assert self.run.balancer is not None
+            found = dist_checkpointing.load(run_state.balancer_state(self.run), str(path))
+            self.run.balancer.restore(found["balancer"])
         state = run_state.sharded_state(self.run, parts, is_loading=True)
         strategy: TorchDistLoadShardedStrategy | FullyParallelLoadStrategyWrapper = TorchDistLoadShardedStrategy()
         if self.settings.ckpt_fully_parallel_load:

@@ -139,6 +139,8 @@ def train_step(run: Run) -> StepReport:
     fault = run.guard.fault(reports, repeat)
     run.position.enter("optimizer")
     stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()
+    if run.balancer is not None:
+        run.balancer.transfer_owners()
     if stepped:
         run.scheduler.step(increment=batch_size)
 

@@ -27,7 +27,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron_balance.config import RunConfig
+from megatron_balance.placement.policies import policy_options
 from megatron_balance.training.loop import Run
+from megatron_balance.training.optimizer_state import allocate, optimizers
 
 CONTENT = {
     # The default form of the distributed optimizer's state raises in megatron-core 0.16.1
@@ -59,8 +61,9 @@ def layout(config: RunConfig) -> dict[str, int]:
 def balance(config: RunConfig) -> dict[str, Any]:
     """What has to be equal for placements and predictions to go on."""
     settings = config.balance
-    names = ("policy", "guest_slots", "interval", "load", "predictor", "token_split", "alpha")
-    return layout(config) | {name: getattr(settings, f"balance_{name}") for name in names}
+    names = ("policy", "guest_slots", "interval", "load", "predictor", "token_split", "ownership")
+    options = policy_options(settings.balance_policy, vars(settings))
+    return layout(config) | options | {name: getattr(settings, f"balance_{name}") for name in names}
 
 
 def common_state(run: Run, parts: Parts) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
         model.update({name: LocalNonpersistentObject(None) for name in model if name.endswith("_extra_state")})
     state: dict[str, Any] = dict(models)
     if "optimizer" in parts:
-        _allocate(run.optimizer)
+        allocate(run.optimizer)
         optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         half = run.config.transformer.bf16 or run.config.transformer.fp16
         _name_main_parameters(optimizer, models, half, is_loading)
@@ -102,10 +105,13 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
         state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
     if "rng" in parts:
         state["rng_state"] = _of_this_rank("rng_state", random_states())
-    if "balancer" in parts:
-        assert run.balancer is not None
-        state["balancer"] = _of_this_rank("balancer", run.balancer.state())
     return state
+
+
+def balancer_state(run: Run) -> ShardedStateDict:
+    """The placements and predictions of this rank. They are loaded before all else: they say which expert is where."""
+    assert run.balancer is not None
+    return {"balancer": _of_this_rank("balancer", run.balancer.state())}
 
 
 def _of_this_rank(name: str, value: Any) -> ShardedObject:
@@ -128,9 +134,6 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
         run.optimizer.reload_model_params()
     if "rng" in parts:
         set_random_states(loaded["rng_state"])
-    if "balancer" in parts:
-        assert run.balancer is not None
-        run.balancer.restore(loaded["balancer"])
     if not weights_only:
         _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
         run.progress.iteration = loaded["iteration"]
@@ -175,19 +178,14 @@ def _local_unless_sharded(value: Any) -> Any:
     return value if kept else LocalNonpersistentObject(value)
 
 
-def _optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
-
-
 def _grad_scalers(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    return (part.grad_scaler for part in _optimizers(optimizer) if getattr(part, "grad_scaler", None) is not None)
+    return (part.grad_scaler for part in optimizers(optimizer) if getattr(part, "grad_scaler", None) is not None)
 
 
 def _step(optimizer: MegatronOptimizer) -> int:
     """Steps that Adam's bias correction counts; 0 before the first, and with SGD."""
     steps = {0}
-    for part in _optimizers(optimizer):
+    for part in optimizers(optimizer):
         states = (*part.optimizer.state.values(), *part.optimizer.param_groups)
         steps |= {int(state["step"]) for state in states if "step" in state}
     return max(steps)
@@ -219,31 +217,10 @@ def _place(shard: ShardedTensor | ShardedTensorFactory, name: str) -> tuple:
     return name, shard.build_fn if isinstance(shard, ShardedTensorFactory) else shard.global_offset
 
 
-def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Give torch's optimizers the state that they would have after a step in which nothing happened.
-
-    Without it, a run that has skipped every step so far would save less than a resumed one looks for, and the
-    distributed optimizer asks for Adam's step.
-    """
-    for part in _optimizers(optimizer):
-        if part.init_state_fn is None:
-            # megatron-core calls it even where, as for SGD, it has set none
-            part.init_state_fn = lambda *_: None
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                if isinstance(part.optimizer, torch.optim.Adam):
-                    part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
-                    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-                else:
-                    names = ("momentum_buffer",) if group.get("momentum") else ()
-                for name in names:
-                    part.optimizer.state[parameter].setdefault(name, torch.zeros_like(parameter))
-
-
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> None:
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for index, part in enumerate(parts):
-        if part not in _optimizers(optimizer):
+        if part not in optimizers(optimizer):
             continue
         part_state, inner = state if len(parts) == 1 else state[index], part.optimizer
         shards = part_state.pop("param_state", None)

@@ -119,7 +119,7 @@ def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare:
 @dataclass(frozen=True)
 class Death:
     """Where a process of a job dies, by SIGKILL: at the `call`-th call of the function at `point` in `rank`'s
-    `save`-th save.
+    `turn`-th save, or Transfer.
 
     A point inside a writer process is counted in each writer; `parent` makes its rank die instead of the writer.
     """
@@ -127,43 +127,46 @@ class Death:
     point: str
     call: int
     rank: int
-    save: int = 2
+    turn: int = 2
     parent: bool = False
+    during: str = "save"
 
     def __call__(self, rank: int) -> None:
         """Prepare a rank for it."""
         if rank != self.rank:
             return
-        from megatron_balance.training.checkpoint import Checkpoints
-
-        save_number, calls, owner = 0, 0, os.getpid()
-        holder, name = POINTS[self.point]()
-        start, original = Checkpoints._start, getattr(holder, name)
+        turn, calls, owner = 0, 0, os.getpid()
+        (whole, begin), (holder, name) = WHOLE[self.during](), POINTS[self.point]()
+        start, original = getattr(whole, begin), getattr(holder, name)
 
         def counting(*args, **kwargs):
-            nonlocal save_number, calls
-            save_number, calls = save_number + 1, 0
+            nonlocal turn, calls
+            turn, calls = turn + 1, 0
             return start(*args, **kwargs)
 
         @functools.wraps(original)
         def dying(*args, **kwargs):
             nonlocal calls
             calls += 1
-            if (save_number, calls) == (self.save, self.call):
+            if (turn, calls) == (self.turn, self.call):
                 in_writer = os.getpid() != owner
                 os.kill(owner if self.parent and in_writer else os.getpid(), signal.SIGKILL)
                 time.sleep(1)
             return original(*args, **kwargs)
 
-        Checkpoints._start = counting
+        setattr(whole, begin, counting)
         setattr(holder, name, dying)
 
 
-def _points() -> dict[str, Callable[[], tuple[object, str]]]:
-    def of(module: str, name: str) -> Callable[[], tuple[object, str]]:
+Function = Callable[[], tuple[object, str]]
+"""What holds a function, and its name; imported when it is asked for."""
+
+
+def _points() -> dict[str, Function]:
+    def of(module: str, name: str) -> Function:
         return lambda: (importlib.import_module(module), name)
 
-    training = "megatron_balance.training"
+    training, transfer = "megatron_balance.training", "megatron_balance.comm.ownership"
     return {
         "serialize": of(f"{training}.run_state", "sharded_state"),
         "plan": lambda: (importlib.import_module(f"{training}.writer").ShardStrategy, "async_save"),
@@ -176,8 +179,20 @@ def _points() -> dict[str, Callable[[], tuple[object, str]]]:
         "rename": lambda: (os, "rename"),
         "tracker": lambda: (os, "replace"),
         "prune": lambda: (shutil, "rmtree"),
+        "messages": of(transfer, "plan_messages"),
+        "pack": of(transfer, "_pack"),
+        "room": of(transfer, "_room"),
+        "exchange": lambda: (importlib.import_module(transfer).OwnershipTransfer, "_exchange"),
+        "unpack": of(transfer, "_unpack"),
+        "own": lambda: (importlib.import_module("megatron_balance.flow.experts").GroupedExperts, "own"),
     }
 
 
 POINTS = _points()
-"""Where a save may be interrupted: functions that it calls, in about this order."""
+"""Where a save or a Transfer may be interrupted: functions that it calls, in about this order."""
+
+WHOLE: dict[str, Function] = {
+    "save": lambda: (importlib.import_module("megatron_balance.training.checkpoint").Checkpoints, "_start"),
+    "transfer": lambda: (importlib.import_module("megatron_balance.comm.ownership").OwnershipTransfer, "transfer"),
+}
+"""What is counted."""

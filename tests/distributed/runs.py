@@ -34,14 +34,14 @@ def build(flags: str) -> Run:
 
 def train_curve(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> Curve:
     """Losses and gradient norms of a run; `mutate` changes the built run before it trains."""
-    return _curve(train(flags, iterations, mutate))
+    return curve_of(train(flags, iterations, mutate))
 
 
 def train_hosts(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> tuple[Curve, Hosts]:
     """`train_curve`, and how many hosts were added in each iteration."""
     reports = train(flags, iterations, mutate)
     hosts = [sum(layer.hosts_added for layer in report.balance.values()) for report in reports]
-    return _curve(reports), hosts
+    return curve_of(reports), hosts
 
 
 def train(flags: str, iterations: int, mutate: Callable[[Run], None] | None = None) -> list[StepReport]:
@@ -52,7 +52,8 @@ def train(flags: str, iterations: int, mutate: Callable[[Run], None] | None = No
     return [train_step(run) for _ in range(iterations)]
 
 
-def _curve(reports: list[StepReport]) -> Curve:
+def curve_of(reports: list[StepReport]) -> Curve:
+    """Losses and gradient norms, the same on every rank."""
     # Only the last pipeline stage has the loss; the last rank belongs to it
     losses = [[report.losses.get("lm loss") for report in reports]]
     dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)

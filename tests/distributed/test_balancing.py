@@ -46,7 +46,7 @@ FEATURES = {
     "interval-dense-layers": "--balance-interval 3 --num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]",
 }
 
-POLICIES = ("pro_prophet", "fastermoe", "top2", "top3")
+POLICIES = ("pro_prophet", "fastermoe", "top2", "top3", "flexmoe", "demi")
 WORKLOADS = ("hot_experts", "rotating_hotspot")
 MODES = {
     "predicted": "--balance-load predicted",

@@ -1,5 +1,6 @@
 """A job that is killed while it saves loses at most what came after the last checkpoint, and ends as if undisturbed."""
 
+import itertools
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from tests.distributed.checkpoints import unequal_tensors
 from tests.distributed.jobs import POINTS, Death, Job
 from tests.distributed.runs import BASE
+from tests.distributed.wandering import wandering
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -29,20 +31,26 @@ RANK_ZERO_ONLY = {"manifest": 1, "rename": 2, "tracker": 1, "prune": 1}
 CALLS = {"serialize": 1, "plan": 1, "start writer": 2, "write": 1, "write tensor": 20, "digest": 4, "fsync": 9}
 """Points of a save, and how often one process calls them in it (at most; `write tensor` and the like per writer)."""
 
+TRANSFERS = 4
+"""In the first iterations of a job whose experts change owners."""
+
+TRANSFER_POINTS = ("messages", "pack", "room", "exchange", "unpack", "own")
+SAVE_POINTS = [point for point in POINTS if point not in TRANSFER_POINTS]
+
 
 def deaths(count: int, seed: int) -> list[Death]:
     """Random places to die in, every point about as often."""
     chance = random.Random(seed)
     found = []
     for index in range(count):
-        point = list(POINTS)[index % len(POINTS)]
+        point = SAVE_POINTS[index % len(SAVE_POINTS)]
         rank = 0 if point in RANK_ZERO_ONLY else chance.randrange(RANKS)
         # A writer digests and syncs its one file; rank 0 the common files too
         once = rank and point in ("digest", "fsync")
         call = 1 if once else chance.randint(1, (RANK_ZERO_ONLY | CALLS)[point])
         # Nothing is pruned before the third save
-        save = 3 if point == "prune" else chance.randint(1, 3)
-        found.append(Death(point, call, rank, save, parent=chance.random() < 0.5))
+        turn = 3 if point == "prune" else chance.randint(1, 3)
+        found.append(Death(point, call, rank, turn, parent=chance.random() < 0.5))
     return found
 
 
@@ -92,7 +100,7 @@ def survive(death: Death, flags: str, directory: Path, undisturbed: Path, ranks)
         Death("fsync", 1, rank=1, parent=True),
         Death("rename", 1, rank=0),
         Death("tracker", 1, rank=0),
-        Death("prune", 1, rank=0, save=3),
+        Death("prune", 1, rank=0, turn=3),
     ],
     ids=lambda death: death.point,
 )
@@ -164,3 +172,40 @@ def test_torchrun_restarts_a_killed_job(kills, iterations, tmp_path, ranks):
 def test_sixty_six_random_deaths(flags, tmp_path, undisturbed, ranks):
     for index, death in enumerate(deaths(33, seed=len(flags))):
         print(index, death, survive(death, flags, tmp_path / str(index), undisturbed, ranks), flush=True)
+
+
+@pytest.fixture(scope="module")
+def wandering_flags(tmp_path_factory) -> str:
+    flags = wandering(RANKS, tmp_path_factory.mktemp("profile"))
+    return f"{flags} --num-layers 2 --moe-router-force-workload hot_experts"
+
+
+@pytest.fixture(scope="module")
+def undisturbed_transfers(tmp_path_factory, wandering_flags) -> Path:
+    """The checkpoints of a job whose experts changed owners in peace."""
+    directory = tmp_path_factory.mktemp("undisturbed_transfers")
+    ended = Job(RANKS, f"{FLAGS} {wandering_flags} --save {directory}", directory / "logs").wait()
+    assert ended.codes == [0] * RANKS and ended.text.count("exchange owners") >= TRANSFERS, ended.text
+    return directory
+
+
+def transfer_deaths(count: int) -> list[Death]:
+    """Random places in a Transfer to die in, every point about as often."""
+    chance = random.Random(0)
+    return [
+        Death(point, 1, chance.randrange(RANKS), chance.randint(1, TRANSFERS), during="transfer")
+        for point in itertools.islice(itertools.cycle(TRANSFER_POINTS), count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        pytest.param(death, marks=[] if index in (3, 4) else [pytest.mark.slow], id=f"{index}-{death.point}")
+        for index, death in enumerate(transfer_deaths(20))
+    ],
+)
+def test_a_job_killed_in_a_transfer_resumes_and_ends_alike(
+    death, tmp_path, wandering_flags, undisturbed_transfers, ranks
+):
+    survive(death, wandering_flags, tmp_path, undisturbed_transfers, ranks)

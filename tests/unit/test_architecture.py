@@ -15,7 +15,17 @@ LEVELS = (
     {"config", "training_config", "flags", "device"},
     {"placement", "comm", "profile"},
     {"training", "flow", "timeline", "simulate", "observe"},
-    {"__init__", "arguments", "yaml_file", "checks", "moe_checks", "upstream_flags", "build", "launch"},
+    {
+        "__init__",
+        "arguments",
+        "yaml_file",
+        "checks",
+        "moe_checks",
+        "upstream_flags",
+        "build",
+        "build_balancer",
+        "launch",
+    },
 )
 """Parts of the package, lowest first: a part imports from its own level and from below."""
 

@@ -12,15 +12,13 @@ from megatron_balance.placement.cost_model import (
     FANOUTS,
     LINKS,
     MOST_CHUNKS,
-    SPLITS,
     CostModel,
     Overlap,
     balance_gain,
     balance_ratio,
-    split_local_first,
-    split_proportional,
 )
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SPLITS, traffic_of
 from megatron_balance.placement.transfers import plan_transfers
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, Bandwidth, ClusterProfile, Fit, Throughput
 from tests.unit.placements import placements as any_placements
@@ -57,8 +55,8 @@ def placements(draw: st.DrawFn) -> tuple[np.ndarray, Placement]:
 
 
 def test_traffic_of_the_papers_example() -> None:
-    assert split_local_first(COUNTS_DE, PLAIN).tolist() == [[2, 0, 1], [2, 1, 0], [1, 1, 1]]
-    assert split_local_first(COUNTS_DE, GUEST).tolist() == [[2, 0, 1], [0, 3, 0], [1, 1, 1]]
+    assert traffic_of("local_first", COUNTS_DE, PLAIN).tolist() == [[2, 0, 1], [2, 1, 0], [1, 1, 1]]
+    assert traffic_of("local_first", COUNTS_DE, GUEST).tolist() == [[2, 0, 1], [0, 3, 0], [1, 1, 1]]
 
 
 def test_equations_1_to_6() -> None:
@@ -206,20 +204,20 @@ def test_flexmoe_equations() -> None:
 def test_proportional_split_fills_what_hosts_have_left() -> None:
     placement = Placement.identity(2, 2, 1).with_hosts([(0, 1)])
     # Expert 0 has 8 tokens and two hosts of 4: rank 0 keeps 4 of its 6, rank 1 its 2 and takes 2
-    assert split_proportional(np.array([[6, 0], [2, 0]]), placement).tolist() == [[4, 2], [0, 2]]
+    assert traffic_of("proportional", np.array([[6, 0], [2, 0]]), placement).tolist() == [[4, 2], [0, 2]]
 
 
 @settings(deadline=None)
 @given(placements(), st.sampled_from(sorted(SPLITS)))
 def test_no_token_is_lost(case: tuple[np.ndarray, Placement], split: str) -> None:
     counts_DE, placement = case
-    traffic_DD = SPLITS[split](counts_DE, placement)
+    traffic_DD = traffic_of(split, counts_DE, placement)
     assert (traffic_DD >= -1e-9).all()
     assert traffic_DD.sum(1) == pytest.approx(counts_DE.sum(1))
     for expert in range(placement.num_experts):
         alone_DE = np.zeros_like(counts_DE)
         alone_DE[:, expert] = counts_DE[:, expert]
-        away = np.delete(SPLITS[split](alone_DE, placement).sum(0), sorted(set(placement.hosts[expert])))
+        away = np.delete(traffic_of(split, alone_DE, placement).sum(0), sorted(set(placement.hosts[expert])))
         assert away == pytest.approx(0)
 
 

@@ -6,11 +6,12 @@ from megatron_balance.arguments import parse_args
 from megatron_balance.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.flags import flag_of
 from megatron_balance.observe.workloads import WORKLOADS
-from megatron_balance.placement.policies import POLICIES
+from megatron_balance.placement.policies import OPTIONS, POLICIES
 from tests.unit.test_checks import CPU, argv, parse
 
 EP4 = "--expert-model-parallel-size 4"
 TOP2 = f"{EP4} --balance-policy top2"
+TRANSFER = f"{TOP2} --balance-ownership transfer"
 FORCED = "--moe-router-force-workload hot_rank"
 REMEDY = "or give package.module:Class"
 
@@ -59,6 +60,18 @@ BAD = [
     (f"{TOP2} --balance-guest-slots 7", "--balance-guest-slots 7", "needs 1 to 6", "--balance-policy none"),
     (f"{TOP2} --balance-alpha 0.4", "--balance-alpha", "no effect", "--balance-policy top2", "leave it out"),
     (f"{EP4} --balance-policy pro_prophet --balance-alpha -0.5", "--balance-alpha -0.5", "at least 0"),
+    (
+        f"{EP4} --balance-policy demi --balance-capacities 1 2 3",
+        *("--balance-capacities 1.0 2.0 3.0", "one number per expert-parallel rank", "4 in all"),
+    ),
+    (
+        f"{TRANSFER} --balance-load exact",
+        *("--balance-load exact", "--balance-ownership transfer", "use --balance-load predicted"),
+    ),
+    (
+        f"{TRANSFER} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        *("--tensor-model-parallel-size 2", "--balance-ownership transfer", "--disable-bias-linear"),
+    ),
     (f"{TOP2} --balance-interval 0", "--balance-interval 0", "at least 1"),
     (
         f"{FORCED} --moe-router-force-load-balancing",
@@ -94,10 +107,20 @@ VALUES = {
     "balance_profile": "auto",
     "balance_explain": "",
     "balance_log_dir": "loads",
-    "balance_alpha": "0.5",
     "balance_overlap": "blockwise",
     "balance_timeline": "traces",
+    "balance_ownership": "transfer",
 }
+OPTION_VALUES = {
+    "balance_alpha": "0.5",
+    "balance_threshold": "1.5",
+    "balance_metric": "variance",
+    "balance_vexperts_per_rank": "5",
+    "balance_demi_slots": "4",
+    "balance_demi_weights": "linear",
+    "balance_capacities": "1.0 1.0 2.0 0.5",
+}
+"""Of flags that one policy reads."""
 
 
 @pytest.mark.parametrize("policy", ["", "--balance-policy none"])
@@ -105,13 +128,25 @@ VALUES = {
 def test_balance_flags_without_a_policy(name: str, policy: str) -> None:
     flag = flag_of(name)
     with pytest.raises(ValueError, match=f"^{flag}: has no effect with --balance-policy none; leave it out"):
-        parse(f"{EP4} {policy} {flag} {VALUES[name]}")
+        parse(f"{EP4} {policy} {flag} {(VALUES | OPTION_VALUES)[name]}")
 
 
-@pytest.mark.parametrize("name", NO_EFFECT_WITHOUT_POLICY)
+@pytest.mark.parametrize("name", VALUES)
 def test_balance_flags_with_a_policy(name: str) -> None:
     settings = parse(f"{EP4} --balance-policy pro_prophet {flag_of(name)} {VALUES[name]}").config.balance
     assert str(getattr(settings, name)) == (VALUES[name] or "True")
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"), [(policy, name) for policy, options in OPTIONS.items() for name in options.values()]
+)
+def test_flags_of_one_policy(policy: str, name: str) -> None:
+    flags = f"{flag_of(name)} {OPTION_VALUES[name]}"
+    settings = parse(f"{EP4} --balance-policy {policy} {flags}").config.balance
+    value = getattr(settings, name)
+    assert " ".join(map(str, value if isinstance(value, list) else [value])) == OPTION_VALUES[name]
+    with pytest.raises(ValueError, match=f"^{flag_of(name)}: has no effect with --balance-policy top2; leave it out"):
+        parse(f"{TOP2} {flags}")
 
 
 def test_weights_travel_ahead_of_a_load_that_is_predicted_only() -> None:

@@ -22,6 +22,7 @@ from tests.unit.tools_loader import load_bench
 
 overlap_checks = load_bench("overlap_checks")
 overlap_time = load_bench("overlap_time")
+slow_runs = load_bench("slow_runs")
 
 Outcome, Sample = overlap_checks.Outcome, overlap_checks.Sample
 
@@ -36,7 +37,7 @@ def configured(flags: str = "") -> RunConfig:
 
 @given(widths, widths, widths, widths, widths)
 def test_flops_are_those_of_every_matrix_product(hidden: int, query: int, kv: int, sequence: int, ffn: int) -> None:
-    found, gated = (overlap_time.Flops.of(hidden, query, kv, sequence, ffn, gated) for gated in (False, True))
+    found, gated = (slow_runs.Flops.of(hidden, query, kv, sequence, ffn, gated) for gated in (False, True))
     products = [(hidden, query), (hidden, kv), (hidden, kv), (query, hidden)]
     projections = sum(2 * inputs * outputs for inputs, outputs in products)
     # Token i looks at itself and all before it, once for scores and once for values
@@ -60,7 +61,7 @@ def test_flops_are_those_of_every_matrix_product(hidden: int, query: int, kv: in
 )
 def test_the_device_has_one_flop_rate(flags: str, attention: int, expert: int) -> None:
     config = configured(flags)
-    device = overlap_time.device_of(config, gflops=2.0)
+    device = slow_runs.device_of(config, gflops=2.0)
     tokens = config.train.micro_batch_size * 512
     assert device.expert_seconds_per_token == pytest.approx(expert / 2e9)
     assert device.attention_seconds == pytest.approx(tokens * attention / 2e9)
@@ -69,8 +70,8 @@ def test_the_device_has_one_flop_rate(flags: str, attention: int, expert: int) -
 
 
 def test_the_profile_is_that_of_the_device_and_the_links(tmp_path: Path) -> None:
-    device = overlap_time.device_of(configured(), gflops=10.0)
-    profile = overlap_time.profile_of(device, nodes=2, node_size=2, link_mbit=400)
+    device = slow_runs.device_of(configured(), gflops=10.0)
+    profile = slow_runs.profile_of(device, nodes=2, node_size=2, link_mbit=400)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     cost = CostModel(profile, token_bytes=1024, param_bytes=2 << 20, grad_bytes=2 << 20)
@@ -83,8 +84,8 @@ def test_the_profile_is_that_of_the_device_and_the_links(tmp_path: Path) -> None
 
 
 def test_the_defaults_make_transfers_worth_hiding_and_possible_to_hide() -> None:
-    device = overlap_time.device_of(configured(), gflops=10.0)
-    profile = overlap_time.profile_of(device, nodes=2, node_size=2, link_mbit=400)
+    device = slow_runs.device_of(configured(), gflops=10.0)
+    profile = slow_runs.profile_of(device, nodes=2, node_size=2, link_mbit=400)
     cost = CostModel(profile, token_bytes=1024, param_bytes=2 << 20, grad_bytes=2 << 20)
     hiding = replace(cost, overlap=Overlap(device.attention_seconds, 2 * device.attention_seconds))
     owners, trans, total = Placement.identity(8, 4, 3), 0.0, 0.0

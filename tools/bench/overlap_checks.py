@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import slow_runs
 
 if TYPE_CHECKING:
     from megatron_balance.training.loop import StepReport
@@ -36,8 +37,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, report: "StepReport") -> "Sample":
-        layers = report.balance.values()
-        return cls(report.seconds, *(sum(getattr(layer, name) for layer in layers) for name in cls._fields[1:]))
+        return cls(report.seconds, *slow_runs.sums_over_layers(report, cls._fields[1:]))
 
     @property
     def moved(self) -> float:
@@ -71,14 +71,11 @@ Job = Mapping[str, Outcome]
 
 
 def slowest(by_rank: Sequence[Job]) -> dict[str, Outcome]:
-    """One job: an iteration lasts as long as on its slowest rank; the rest is the same on all."""
-
-    def joined(name: str) -> Outcome:
-        by_iteration = zip(*(outcomes[name].samples for outcomes in by_rank), strict=True)
-        samples = [samples[0]._replace(seconds=max(sample.seconds for sample in samples)) for samples in by_iteration]
-        return replace(by_rank[0][name], samples=samples)
-
-    return {name: joined(name) for name in by_rank[0]}
+    """One job, of what all ranks measured."""
+    return {
+        name: replace(outcome, samples=slow_runs.slowest(outcomes[name].samples for outcomes in by_rank))
+        for name, outcome in by_rank[0].items()
+    }
 
 
 def over_jobs(jobs: Sequence[Job], name: str, value: Callable[[Sample], float]) -> list[float]:

@@ -2,9 +2,12 @@
 
     python tools/bench/planner.py [--links relay] [--tokens 4096] [--seeds 4] [--trace DIR] [--skip-optimum]
 
-Seconds of layers are the cost model's, on the built-in cluster of nodes of eight; planning time is measured, as CPU
-time of this process. RB is Pro-Prophet's: the spread of the ranks' loads before balancing over that after it. Every
-number of a table is a median over loads: over seeds of a synthetic workload, over iterations of a layer of a trace.
+Every policy is judged with its own split of tokens. Planning time is CPU time of this process; seconds of layers are
+the cost model's, on the built-in cluster of nodes of eight. Of the ranks' loads: max/mean is FlexMoE's balance ratio
+(Eq. 6), RB Pro-Prophet's spread before balancing over that after it, D DEMI's degree of imbalance, the root of the sum
+of squares over the sum, where 1 is all on one rank and 1 / sqrt(ranks) even. `guests` are (expert, rank) pairs,
+`moved` experts whose hosts are not the owner alone, `lent` those that the owner does not compute. Every number of a
+table is a median over loads: over seeds of a synthetic workload, over iterations of a layer of a trace.
 """
 
 import argparse
@@ -16,10 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from oracle import best_seconds, least_seconds
 
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.observe.workloads import WORKLOADS, load_matrix
-from megatron_balance.placement.cost_model import LINKS, MOST_CHUNKS, CostModel, balance_gain, balance_ratio
+from megatron_balance.placement.cost_model import LINKS, CostModel, balance_gain, balance_ratio
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.profile.cluster_profile import builtin
@@ -28,13 +32,25 @@ LAYOUTS = ((4, 16), (16, 16), (16, 64), (64, 256))
 """(D, E)."""
 
 SMALL = ((4, 4, 2), (3, 6, 2), (4, 8, 1), (4, 8, 2), (4, 16, 1))
-"""(D, E, guest slots) where every placement can be tried."""
+"""(D, E, guest slots) where the optimum is known."""
 
 HIDDEN, FFN, DTYPE_BYTES, TOPK, NODE = 1024, 2048, 2, 2, 8
 BURST_STEP = 9
 REPEATS = 7
 TRACED = 16
 """Iterations of each layer that are taken from a trace."""
+
+COLUMNS = (
+    *(("plan ms", 9, 2), ("layer ms", 10, 3), ("speedup", 9, 2)),
+    *(("max/mean", 10, 2), ("RB", 8, 2), ("D", 7, 3)),
+    *(("guests", 8, 0), ("moved", 7, 0), ("lent", 6, 0)),
+)
+"""(name, width, decimals)."""
+
+COPIES = "(copies)"
+
+PRECISION = 1e-5
+"""Of the solver."""
 
 Loads = dict[str, list[np.ndarray]]
 """Load matrices [D, E] by workload."""
@@ -80,28 +96,31 @@ def _synthetic(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Lo
     }
 
 
-def cost_model(num_ranks: int, links: str) -> CostModel:
+def cost_model(num_ranks: int, links: str = "relay", split: str = "local_first") -> CostModel:
     expert = 2 * HIDDEN * FFN * DTYPE_BYTES
     profile = builtin(num_ranks, NODE, HIDDEN, FFN, DTYPE_BYTES)
-    return CostModel(profile, HIDDEN * DTYPE_BYTES, expert, expert, links=links)
+    return CostModel(profile, HIDDEN * DTYPE_BYTES, expert, expert, split=split, links=links)
+
+
+def imbalance_degree(tokens_D: np.ndarray) -> float:
+    """DEMI's degree of imbalance, sqrt(sum F^2) / sum F; 0 without tokens."""
+    tokens = float(np.sum(tokens_D))
+    return float(np.linalg.norm(tokens_D)) / tokens if tokens else 0.0
 
 
 def _table(num_ranks: int, num_experts: int, loads: Loads, args: argparse.Namespace) -> None:
-    cost = cost_model(num_ranks, args.links)
     current = Placement.identity(num_experts, num_ranks, args.guest_slots)
-    print("workload            policy       plan ms  layer ms  speedup  max/mean      RB  guests")
+    columns = "".join(f"{name:>{width}s}" for name, width, _ in COLUMNS)
+    print(f"{'workload':19s} {'policy':11s}{columns}")
     gains: dict[str, list[float]] = {}
     for workload, matrices in loads.items():
         reached = {}
         for name in POLICIES:
-            rows = np.array([_row(name, counts_DE, current, cost) for counts_DE in matrices])
-            reached[name] = rows[:, 4]
-            plan, layer, speedup, ratio, gain, guests = np.median(rows, axis=0)
-            print(
-                f"{workload:19s} {name:11s} {plan:8.2f} {layer:9.3f} {speedup:8.2f} {ratio:9.2f} {gain:7.2f} "
-                f"{guests:7.0f}",
-                flush=True,
-            )
+            rows = np.array([_row(name, counts_DE, current, args.links) for counts_DE in matrices])
+            reached[name] = rows[:, [column for column, *_ in COLUMNS].index("RB")]
+            numbers = zip(np.median(rows, axis=0), COLUMNS, strict=True)
+            cells = "".join(f"{number:{width}.{digits}f}" for number, (_, width, digits) in numbers)
+            print(f"{workload:19s} {name:11s}{cells}", flush=True)
         pairs = zip(reached["pro_prophet"].tolist(), reached["fastermoe"].tolist(), strict=True)
         gains[workload] = [ours / theirs for ours, theirs in pairs if np.isfinite([ours, theirs]).all()]
     _print_gains(gains)
@@ -124,13 +143,21 @@ def _print_gains(gains: dict[str, list[float]]) -> None:
     print(f"  exceptions, below 1: {', '.join(worse) or 'none'}")
 
 
-def _row(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[float, ...]:
-    """One load's numbers of one policy, in the order of the table's columns."""
+def _row(name: str, counts_DE: np.ndarray, current: Placement, links: str) -> tuple[float, ...]:
+    """One load's numbers of one policy, in the order of COLUMNS."""
+    cost = cost_model(current.num_ranks, links, load_policy(name).split)
     placement, milliseconds = _timed(name, counts_DE, current, cost)
     plain, seconds = (cost.layer_seconds(counts_DE, each) for each in (current, placement))
     before_D, after_D = (cost.traffic(counts_DE, each).sum(0) for each in (current, placement))
-    gain = balance_gain(before_D, after_D)
-    return milliseconds, 1e3 * seconds, plain / seconds, balance_ratio(after_D), gain, placement.added_hosts
+    owners = [placement.owner(expert) for expert in range(placement.num_experts)]
+    hosts = [{*ranks} for ranks in placement.hosts]
+    return (
+        *(milliseconds, 1e3 * seconds, plain / seconds),
+        *(balance_ratio(after_D), balance_gain(before_D, after_D), imbalance_degree(after_D)),
+        placement.added_hosts,
+        sum(ranks != {owner} for ranks, owner in zip(hosts, owners, strict=True)),
+        sum(owner not in ranks for ranks, owner in zip(hosts, owners, strict=True)),
+    )
 
 
 def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[Placement, float]:
@@ -144,22 +171,26 @@ def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel
 
 
 def _against_optimum(traces: dict[tuple[int, int], Loads], args: argparse.Namespace) -> None:
-    print(f"\nmodelled layer time over that of the best placement, local_first, links {args.links}")
+    print(f"\nmodelled layer time over the least of any placement and split, links {args.links}")
     if args.links == "relay":
-        print("the best placement's links are counted from below, so the true ratios are these or smaller")
+        print("the least one's links are counted from below, so the true ratios are these or smaller")
+    print(f"'{COPIES}': the best copies of experts, where owners compute too and the split is local_first")
     print("D   E   G  policy         10%  median     90%     max  optimal  loads")
     for num_ranks, num_experts, guest_slots in SMALL:
-        cost = cost_model(num_ranks, args.links)
         current = Placement.identity(num_experts, num_ranks, guest_slots)
-        ratios: dict[str, list[float]] = {name: [] for name in POLICIES}
+        costs = {name: cost_model(num_ranks, args.links, load_policy(name).split) for name in POLICIES}
+        ratios: dict[str, list[float]] = {name: [] for name in (COPIES, *POLICIES)}
         recorded = itertools.chain.from_iterable(traces.get((num_ranks, num_experts), {}).values())
         for counts_DE in itertools.chain(_small_loads(num_ranks, num_experts, args), recorded):
-            optimum = best_seconds(counts_DE, current, cost)
-            for name, values in ratios.items():
-                values.append(cost.layer_seconds(counts_DE, load_policy(name).plan(counts_DE, current, cost)) / optimum)
+            copies = cost_model(num_ranks, args.links)
+            least = least_seconds(counts_DE, current, copies)
+            ratios[COPIES].append(best_seconds(counts_DE, current, copies) / least)
+            for name, cost in costs.items():
+                placement = load_policy(name).plan(counts_DE, current, cost)
+                ratios[name].append(cost.layer_seconds(counts_DE, placement) / least)
         for name, values in ratios.items():
             low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
-            share = np.mean(np.array(values) < 1 + 1e-9)
+            share = np.mean(np.array(values) < 1 + PRECISION)
             print(
                 f"{num_ranks} {num_experts:3d} {guest_slots:3d}  {name:11s} {low:7.3f} {median:7.3f} {high:7.3f} "
                 f"{max(values):7.3f}  {share:6.0%} {len(values):6d}",
@@ -175,68 +206,6 @@ def _small_loads(num_ranks: int, num_experts: int, args: argparse.Namespace) -> 
         weights_DE = generator.lognormal(0, 1, num_experts) * generator.lognormal(0, 0.5, (num_ranks, num_experts))
         shares_DE = weights_DE / weights_DE.sum(1, keepdims=True)
         yield np.stack([generator.multinomial(TOPK * args.tokens, row) for row in shares_DE])
-
-
-def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
-    """The least layer time over all ways to fill the guest slots with any experts, by trying all of them.
-
-    With links `relay` a lower bound of it: what a rank relays is left out.
-    Each rank's choice of guests moves tokens between it and owners, whatever the others choose, so every quantity of a
-    placement is a sum over ranks of a table's row.
-    """
-    assert cost.split == "local_first"
-    num_ranks, slots = current.num_ranks, current.guest_slots
-    owner_E = np.array([current.owner(expert) for expert in range(current.num_experts)])
-    owned_ED = owner_E[:, None] == np.arange(num_ranks)
-    traffic_DD = cost.traffic(counts_DE, current)
-    local_D = traffic_DD.diagonal()
-    base = [traffic_DD.sum(0), traffic_DD.sum(0) - local_D, traffic_DD.sum(1) - local_D]
-    # Tokens computed, received, sent; guests on each rank; guests of each expert; with an axis per deciding rank before
-    # that of ranks [D] or of experts [E]
-    sums = [*(part.astype(np.float64) for part in base), np.zeros(num_ranks), np.zeros(current.num_experts)]
-    for rank in range(num_ranks):
-        strangers = np.flatnonzero(owner_E != rank).tolist()
-        options = [set_ for size in range(slots + 1) for set_ in itertools.combinations(strangers, size)]
-        chosen_OE = np.zeros((len(options), current.num_experts))
-        for row, option in enumerate(options):
-            chosen_OE[row, list(option)] = 1
-        moved_OD = chosen_OE * counts_DE[rank] @ owned_ED
-        own_OD = np.zeros_like(moved_OD)
-        own_OD[:, rank] = moved_OD.sum(1)
-        taken_OD = np.zeros_like(moved_OD)
-        taken_OD[:, rank] = chosen_OE.sum(1)
-        changes = (own_OD - moved_OD, -moved_OD, -own_OD, taken_OD, chosen_OE)
-        sums = [
-            (part[..., None, :] + change).reshape(-1, change.shape[-1])
-            for part, change in zip(sums, changes, strict=True)
-        ]
-    computed, received, sent = (part.max(-1) for part in sums[:3])
-    rounds, chunks = _rounds(sums[3], sums[4], owned_ED, cost)
-    trans, agg = cost.trans_seconds(rounds, chunks), cost.agg_seconds(rounds, chunks)
-    return float(cost.time_of(np.maximum(received, sent), computed, trans, agg).total.min())
-
-
-def _rounds(
-    into_PD: np.ndarray, guests_PE: np.ndarray, owned_ED: np.ndarray, cost: CostModel
-) -> tuple[np.ndarray, np.ndarray]:
-    """[P] rounds and pieces of P placements, from the guests on each rank and of each expert.
-
-    With `relay` as few seconds of Trans as any route could take.
-    """
-    if cost.links == "average":
-        return into_PD.mean(-1), np.ones(len(into_PD))
-    if cost.links == "direct":
-        return np.maximum(into_PD.max(-1), (guests_PE @ owned_ED).max(-1)), np.ones(len(into_PD))
-    started_PD = (guests_PE > 0) @ owned_ED.astype(np.float64)
-    experts_P = np.maximum(into_PD.max(-1), started_PD.max(-1))
-    # A piece reaches at most twice as many ranks in each round
-    extra_P = np.ceil(np.log2(guests_PE.max(-1) + 1)) - 1
-    chunks_C = np.arange(1, MOST_CHUNKS + 1)
-    cases_2N, index_P = np.unique(np.stack([experts_P, extra_P]), axis=1, return_inverse=True)
-    experts_N1, extra_N1 = cases_2N[..., None]
-    rounds_NC = np.maximum(experts_N1 * chunks_C, chunks_C + extra_N1) * (experts_N1 > 0)
-    best_N = cost.trans_seconds(rounds_NC, chunks_C).argmin(-1)
-    return rounds_NC[np.arange(len(best_N)), best_N][index_P.ravel()], chunks_C[best_N][index_P.ravel()]
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
     return runs
 
 
-def take_turns(runs: "Mapping[str, Run]", iterations: int) -> "dict[str, list[StepReport]]":
+def take_turns(runs: "Mapping[str, Run]", iterations: int, warmup: int = WARMUP) -> "dict[str, list[StepReport]]":
     """Let runs train one iteration each in turn, so that whatever else the machine does hits all of them."""
     import torch.distributed as dist
 
@@ -88,11 +88,11 @@ def take_turns(runs: "Mapping[str, Run]", iterations: int) -> "dict[str, list[St
 
     reports: dict[str, list[StepReport]] = {name: [] for name in runs}
     order = list(runs)
-    for iteration in range(WARMUP + iterations):
+    for iteration in range(warmup + iterations):
         for name in order if iteration % 2 else order[::-1]:
             dist.barrier()
             report = train_step(runs[name])
-            if iteration >= WARMUP:
+            if iteration >= warmup:
                 reports[name].append(report)
     return reports
 

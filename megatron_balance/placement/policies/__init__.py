@@ -1,9 +1,13 @@
 """Policies: functions from an expected load and the present placement to the next placement. One file each."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_balance.flags import named
+from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.placement.policies.demi_baselines import DemiS1, DemiS2, DemiS3
 from megatron_balance.placement.policies.fastermoe import FasterMoE
+from megatron_balance.placement.policies.flexmoe import FlexMoE
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.policies.none import NoPolicy
 from megatron_balance.placement.policies.pro_prophet import ProProphet
@@ -13,9 +17,32 @@ POLICIES: dict[str, type[Policy]] = {
     "none": NoPolicy,
     "pro_prophet": ProProphet,
     "fastermoe": FasterMoE,
+    "flexmoe": FlexMoE,
     "top2": Top2,
     "top3": Top3,
+    "demi": Demi,
+    "demi_s1": DemiS1,
+    "demi_s2": DemiS2,
+    "demi_s3": DemiS3,
 }
+
+OPTIONS: dict[str, dict[str, str]] = {
+    "pro_prophet": {"alpha": "balance_alpha"},
+    "flexmoe": {
+        "threshold": "balance_threshold",
+        "metric": "balance_metric",
+        "vexperts_per_rank": "balance_vexperts_per_rank",
+    },
+    "demi": {"slots": "balance_demi_slots", "weights": "balance_demi_weights", "capacities": "balance_capacities"},
+}
+"""Policy -> its options, and the fields of the flags that set them. A policy from elsewhere has none."""
+
+OPTION_FIELDS = tuple(field for options in OPTIONS.values() for field in options.values())
+
+
+def policy_options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a policy is to be made with, from flags' values by field name."""
+    return {option: values[field] for option, field in OPTIONS.get(name, {}).items()}
 
 
 def load_policy(name: str, **options: Any) -> Policy:

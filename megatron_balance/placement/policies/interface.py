@@ -13,10 +13,14 @@ from megatron_balance.placement.placement import Placement
 
 
 class Policy(Protocol):
-    """Decides who hosts which experts. Every rank runs it on the same values and must get the same result."""
+    """Decides who hosts which experts. Every rank runs it on the same values and must get the same result.
+
+    A policy with a true attribute `best_effort` is not waited for with `--balance-overlap blockwise`: a plan that is
+    not ready on all ranks when it is due comes into force in a later iteration, not the same one in every run.
+    """
 
     split: ClassVar[str]
-    """How hosts share an expert's tokens where --balance-token-split is `policy`: a name in cost_model.SPLITS. A policy
+    """How hosts share an expert's tokens where --balance-token-split is `policy`: a name in splits.SPLITS. A policy
     without this attribute gets `local_first`."""
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
@@ -44,6 +48,12 @@ def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -
     for expert, rank in additions:
         hosts[expert].append(rank)
     return current.rehost(hosts, primary)
+
+
+def lend(current: Placement, hosts_E: np.ndarray) -> Placement:
+    """The placement in which each expert has one host, which is its primary; guests stay in their slots."""
+    hosts = hosts_E.tolist()
+    return current.rehost([(rank,) for rank in hosts], hosts)
 
 
 def everywhere(owner: int, free_D: np.ndarray) -> list[int]:

@@ -44,6 +44,10 @@ class ProProphet:
 
     split: ClassVar[str] = "local_first"
 
+    def __post_init__(self) -> None:
+        if not self.alpha >= 0:
+            raise ValueError(f"--balance-alpha {self.alpha}: give at least 0")
+
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         start = _Start(counts_DE, current)

@@ -1,0 +1,168 @@
+"""DEMI's list scheduling (Algorithm 1, lines 3 to 42), of several placements at the same time.
+
+Two rules come before the paper's priority. Nothing follows a token's way back, nor the computation of a worker's own
+tokens: they wait until whatever else their link or worker could do is done. And a part of an expert is of no use (6b):
+a migration that has begun goes first. Within these, line 10 decides.
+
+Letters for sizes: D workers, E experts, B placements, P pairs of a source and an expert that it has tokens for, N
+mini-tasks of one placement: P of task 1, E of task 2, P of task 3 and P of task 4; A mini-tasks of all placements that
+have something to do.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_balance.placement.demi.problem import Problem
+from megatron_balance.placement.demi.schedule import MiniTask, Schedule, Task
+
+CRUMB = 1e-9
+"""Share of a mini-task that is left of it for rounding alone: it is done with the rest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """When a linear program does the tasks: the mean omega_t of a unit of each, which is xi(k, a, i, j) / r of line 4.
+
+    For tokens the axes are expert, source and worker. Axes of size 1 stand for all.
+    """
+
+    dispatch_EDD: np.ndarray
+    trans_ED: np.ndarray
+    compute_EDD: np.ndarray
+    combine_EDD: np.ndarray
+
+    @classmethod
+    def eager(cls, problem: Problem) -> "Pace":
+        """Without a linear program: every task in the first slot in which any of its kind may run."""
+        first, second, third = (np.full((1, 1, 1), problem.weight(slot)) for slot in range(3))
+        return cls(first, first[0], second, third)
+
+
+class _Tasks:
+    """The mini-tasks of placements (lines 3 to 7) and what is left of them."""
+
+    def __init__(self, problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> None:
+        workers, (placements, experts) = problem.num_workers, hosts_BE.shape
+        self.expert_P, self.source_P = np.nonzero(problem.tokens_DE.T)
+        expert_P, source_P, expert_E = self.expert_P, self.source_P, np.arange(experts)
+        tokens_P, host_BP = problem.tokens_DE[source_P, expert_P], hosts_BE[:, expert_P]
+        self.is_local_BP = host_BP == source_P
+        crossing_BP = np.where(self.is_local_BP, 0.0, tokens_P)
+        moved_BE = np.where(hosts_BE != problem.owner_E, problem.size_E, 0.0)
+        pairs = len(expert_P)
+        ends = np.cumsum([0, pairs, experts, pairs, pairs]).tolist()
+        self.parts = [slice(*pair) for pair in pairwise(ends)]
+        """Where tasks 1 to 4 stand among N."""
+
+        def joined(*parts: np.ndarray) -> np.ndarray:
+            rows = [np.broadcast_to(part, (placements, part.shape[-1])) for part in parts]
+            return np.concatenate(rows, axis=1)
+
+        self.size_BN = joined(crossing_BP, moved_BE, tokens_P, crossing_BP)
+        """r"""
+        links = workers * workers
+        resource_BN = joined(
+            source_P * workers + host_BP,
+            problem.owner_E * workers + hosts_BE,
+            links + host_BP,
+            host_BP * workers + source_P,
+        )
+        self.resource_BN = resource_BN + (links + workers) * np.arange(placements)[:, None]
+        others = np.zeros(pairs + experts, dtype=bool)
+        self.queue_BN = 3 * self.resource_BN + 1 + joined(others, self.is_local_BP, np.ones(pairs, dtype=bool))
+        """Resource by resource: experts on their way, then others, then what nothing follows."""
+        self.capacity = np.tile(np.concatenate([problem.passage_DD.ravel(), problem.compute_D]), placements)
+        """Of the links and workers of each placement."""
+        shape = (experts, workers, workers)
+        per_unit = joined(
+            np.broadcast_to(pace.dispatch_EDD, shape)[expert_P, source_P, host_BP],
+            np.broadcast_to(pace.trans_ED, shape[:2])[expert_E, hosts_BE],
+            np.broadcast_to(pace.compute_EDD, shape)[expert_P, source_P, host_BP],
+            np.broadcast_to(pace.combine_EDD, shape)[expert_P, source_P, host_BP],
+        )
+        self.priority_BN = self.size_BN * per_unit
+        """xi less the weighted work done so far (line 10 but for its last term)."""
+        self.left_BN = self.size_BN.copy()
+
+    def available(self) -> np.ndarray:
+        """[B, N]: what of each mini-task may be done in the next slot (lines 16 to 33 but for capacities).
+
+        It depends on earlier slots alone, so the order within a slot decides about capacities only.
+        """
+        first, second, third, fourth = self.parts
+        done_BN = self.size_BN - self.left_BN
+        available_BN = self.left_BN.copy()
+        received_BP = np.where(self.is_local_BP, self.size_BN[:, third], done_BN[:, first])
+        has_expert_BP = (self.left_BN[:, second] == 0)[:, self.expert_P]
+        available_BN[:, third] = np.where(has_expert_BP, received_BP - done_BN[:, third], 0.0)
+        returning_BP = np.where(self.is_local_BP, 0.0, done_BN[:, third] - done_BN[:, fourth])
+        available_BN[:, fourth] = returning_BP
+        return np.maximum(available_BN, 0.0)
+
+    def fill(self, weight: float) -> np.ndarray:
+        """Do the work of a slot of this omega_t.
+
+        Returns:
+            [B, N] what is done.
+        """
+        available, left = self.available().ravel(), self.left_BN.ravel()
+        (chosen_A,) = available.nonzero()
+        second = self.parts[1]
+        untouched = self.left_BN[:, second] == self.size_BN[:, second]
+        self.queue_BN[:, second] = 3 * self.resource_BN[:, second] + untouched
+        priority_A = self.priority_BN.ravel()[chosen_A] - weight * left[chosen_A]
+        chosen_A = chosen_A[np.lexsort((priority_A, self.queue_BN.ravel()[chosen_A]))]
+        resource_A = self.resource_BN.ravel()[chosen_A]
+        wanted_A = available[chosen_A]
+        # What stands before a task in its resource's queue: a running sum that starts again with each resource
+        before_A = wanted_A.cumsum() - wanted_A
+        starts = np.concatenate([[0], (np.diff(resource_A) != 0).nonzero()[0] + 1])
+        before_A -= np.repeat(before_A[starts], np.diff(np.append(starts, len(chosen_A))))
+        amount_A = np.minimum(wanted_A, np.maximum(self.capacity[resource_A] - before_A, 0.0))
+        all_left_A = left[chosen_A]
+        is_last_A = all_left_A - amount_A <= CRUMB * self.size_BN.ravel()[chosen_A]
+        amount_A = np.where(is_last_A, all_left_A, amount_A)
+        left[chosen_A] = np.where(is_last_A, 0.0, all_left_A - amount_A)
+        amounts = np.zeros(len(left))
+        amounts[chosen_A] = amount_A
+        self.priority_BN -= weight * amounts.reshape(self.size_BN.shape)
+        return amounts.reshape(self.size_BN.shape)
+
+    def fullness(self, amounts_BN: np.ndarray) -> np.ndarray:
+        """[B]: the share of a slot that each placement's busiest link or worker needs for so much work."""
+        used = np.bincount(self.resource_BN.ravel(), weights=amounts_BN.ravel(), minlength=len(self.capacity))
+        return np.minimum((used / self.capacity).reshape(len(amounts_BN), -1).max(1), 1.0)
+
+
+def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> np.ndarray:
+    """[B]: when the schedule of each placement is done, in slots.
+
+    Its makespan is this, rounded up: of the last slot the share counts that its busiest link or worker needs.
+    """
+    tasks, finish_B, slot = _Tasks(problem, hosts_BE, pace), np.zeros(len(hosts_BE)), 0
+    while (open_B := tasks.left_BN.any(1)).any():
+        amounts_BN = tasks.fill(problem.weight(slot))
+        finish_B[open_B] = slot + tasks.fullness(amounts_BN)[open_B]
+        slot += 1
+    return finish_B
+
+
+def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> Schedule:
+    """The schedule of one placement."""
+    tasks, slots = _Tasks(problem, hosts_E[None], pace), []
+    while tasks.left_BN.any():
+        slots.append(tasks.fill(problem.weight(len(slots)))[0])
+    amounts_NT = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BN.shape[1], 0))
+    experts, sources = tasks.expert_P, tasks.source_P
+    hosts = hosts_E[experts]
+    owned = (np.arange(problem.num_experts), problem.owner_E, hosts_E)
+    columns = ((experts, sources, hosts), owned, (experts, sources, hosts), (experts, hosts, sources))
+    mini_tasks = [
+        MiniTask(expert, task, source, target)
+        for task, ends in zip(Task, columns, strict=True)
+        for expert, source, target in zip(*(part.tolist() for part in ends), strict=True)
+    ]
+    kept = [(name, tuple(row)) for name, row in zip(mini_tasks, amounts_NT.tolist(), strict=True) if any(row)]
+    return Schedule(tuple(hosts_E.tolist()), tuple(row[0] for row in kept), tuple(row[1] for row in kept))

@@ -1,0 +1,226 @@
+"""DEMI's linear program: (7) with (1) to (6e), experts' places relaxed to shares.
+
+Letters for sizes: D workers, E experts, G groups of experts, T slots. Arrays of variables hold their indices, ABSENT
+where there is none; arrays of rows hold the indices of constraints.
+
+Tasks 1, 3 and 4 are summed up over the experts of a group. One group per expert is the paper's program. One group of
+all experts has E times fewer variables for tokens, and the same optimum but for (6b): what a group does splits into
+experts' parts in proportion to their tokens, and (4), (5a), (5b), (6a) and (6c) hold for these parts as for their sum.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csc_array
+
+from megatron_balance.placement.demi.listing import Pace
+from megatron_balance.placement.demi.problem import Problem
+
+ABSENT = -1
+
+NEGLIGIBLE = 1e-9
+"""Amounts below this, of the largest expert's tokens or parameters, are the solver's rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """An optimum of the linear program."""
+
+    share_ED: np.ndarray
+    """s-hat: the share of each expert on each worker."""
+
+    objective: float
+    """(7), in units of size times omega."""
+
+    pace: Pace
+
+
+def relax(problem: Problem, group_E: np.ndarray) -> Relaxed | None:
+    """Solve the linear program with HiGHS' dual simplex method.
+
+    Args:
+        group_E: [E] the group of each expert, 0 .. G-1.
+
+    Returns:
+        None if nothing can be done in T slots.
+    """
+    program = _Program(problem, group_E)
+    program.place()
+    program.complete()
+    program.share_capacities()
+    program.keep_order()
+    program.wait_for_experts()
+    return program.solve()
+
+
+class Rows:
+    """Constraints of one kind, equations or upper bounds, entry by entry."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.bounds: list[np.ndarray] = []
+        self.count = 0
+
+    def new(self, shape: int | tuple[int, ...], bound: float | np.ndarray) -> np.ndarray:
+        """Rows of any shape, to be filled with `put`; `bound` is what their sums are to equal or to stay below."""
+        bounds = np.broadcast_to(bound, shape)
+        rows = np.arange(self.count, self.count + bounds.size).reshape(shape)
+        self.bounds.append(bounds.ravel())
+        self.count += bounds.size
+        return rows
+
+    def put(self, rows: np.ndarray, variables: np.ndarray, factors: float | np.ndarray) -> None:
+        """Add variables times factors to rows; all broadcast."""
+        rows, variables, factors = np.broadcast_arrays(rows, variables, factors)
+        exist = (variables != ABSENT) & (factors != 0)
+        self.entries.append((rows[exist], variables[exist], factors[exist]))
+
+    def matrix(self, variables: int) -> csc_array:
+        rows, columns, values = map(np.concatenate, zip(*self.entries, strict=True))
+        return csc_array((values, (rows, columns)), shape=(self.count, variables))
+
+    @property
+    def bound(self) -> np.ndarray:
+        return np.concatenate(self.bounds)
+
+
+class _Program:
+    """The program's variables, and its constraints by their equations. r is not among them: (2a) to (2d) give it."""
+
+    def __init__(self, problem: Problem, group_E: np.ndarray) -> None:
+        self.problem, self.group_E = problem, group_E
+        workers, slots = problem.num_workers, np.arange(problem.slots)
+        # Sizes near 1, as the solver's tolerances expect them
+        self.unit = max(float(problem.load_E.max()), float(problem.size_E.max())) or 1.0
+        self.tokens_ED = problem.tokens_DE.T / self.unit
+        self.size_E = problem.size_E / self.unit
+        self.apart_DD = ~np.eye(workers, dtype=bool)
+        self.foreign_ED = problem.owner_E[:, None] != np.arange(workers)
+        self.migrates_ED = self.foreign_ED & (problem.size_E > 0)[:, None]
+        self.has_tokens_GD = np.zeros((int(group_E.max()) + 1, workers), dtype=bool)
+        np.logical_or.at(self.has_tokens_GD, group_E, self.tokens_ED > 0)
+        pairs = self.has_tokens_GD[:, :, None, None] & np.ones((workers, 1), dtype=bool)
+        crossing, local = pairs & self.apart_DD[..., None], pairs & ~self.apart_DD[..., None]
+        # In the first and last slots (6a) to (6e) leave nothing to do
+        end = problem.slots
+        self.count = 0
+        self.share_ED = self._variables(np.ones(self.foreign_ED.shape, dtype=bool))
+        self.dispatch_GDDT = self._variables(crossing & (slots < end - 2))
+        self.trans_EDT = self._variables(self.migrates_ED[..., None] & (slots < end - 1))
+        self.compute_GDDT = self._variables(crossing & (slots >= 1) & (slots < end - 1) | local & (slots >= 0))
+        self.combine_GDDT = self._variables(crossing & (slots >= 2))
+        """Axes: source, worker."""
+        self.equal, self.most = Rows(), Rows()
+
+    def _variables(self, exist: np.ndarray) -> np.ndarray:
+        variables = np.full(exist.shape, ABSENT)
+        number = int(exist.sum())
+        variables[exist] = np.arange(self.count, self.count + number)
+        self.count += number
+        return variables
+
+    @property
+    def _remote_GDDT(self) -> np.ndarray:
+        """Task 3 on others' tokens."""
+        return np.where(self.apart_DD[..., None], self.compute_GDDT, ABSENT)
+
+    def place(self) -> None:
+        """(1), (3a), (3b) and the bound on guests."""
+        problem, workers = self.problem, self.problem.num_workers
+        self.equal.put(self.equal.new(problem.num_experts, 1.0)[:, None], self.share_ED, 1.0)
+        tokens = self.most.new(workers, problem.token_room_D / self.unit)
+        self.most.put(tokens, self.share_ED, self.tokens_ED.sum(1)[:, None])
+        experts = self.most.new(workers, problem.expert_room_D / self.unit)
+        self.most.put(experts, self.share_ED, self.size_E[:, None])
+        if problem.guests is not None:
+            self.most.put(self.most.new(workers, problem.guests), self.share_ED, self.foreign_ED.astype(np.float64))
+
+    def complete(self) -> None:
+        """(2a) to (2d) with (4): what is done over all slots follows from the shares."""
+        first = np.where(self.apart_DD[..., None], self.dispatch_GDDT, self.compute_GDDT)
+        tokens = self.equal.new(first.shape[:-1], 0.0)
+        self.equal.put(tokens[..., None], first, 1.0)
+        self.equal.put(tokens[self.group_E], self.share_ED[:, None, :], -self.tokens_ED[:, :, None])
+        remote_GDDT = self._remote_GDDT
+        for before, after in ((self.dispatch_GDDT, remote_GDDT), (remote_GDDT, self.combine_GDDT)):
+            rows = self.equal.new(first.shape[:-1], 0.0)[..., None]
+            self.equal.put(rows, before, 1.0)
+            self.equal.put(rows, after, -1.0)
+        experts = self.equal.new(self.share_ED.shape, 0.0)
+        self.equal.put(experts[..., None], self.trans_EDT, 1.0)
+        self.equal.put(experts, self.share_ED, -np.where(self.migrates_ED, self.size_E[:, None], 0.0))
+
+    def share_capacities(self) -> None:
+        """(5a) and (5b)."""
+        problem, workers, slots = self.problem, self.problem.num_workers, self.problem.slots
+        link = np.where(self.apart_DD, problem.link_DD, 0.0) / self.unit
+        links_DDT = self.most.new((workers, workers, slots), link[..., None])
+        self.most.put(links_DDT, self.dispatch_GDDT, 1.0)
+        self.most.put(links_DDT[problem.owner_E], self.trans_EDT, 1.0)
+        self.most.put(links_DDT.swapaxes(0, 1), self.combine_GDDT, 1.0)
+        computers_DT = self.most.new((workers, slots), problem.compute_D[:, None] / self.unit)
+        self.most.put(computers_DT, self.compute_GDDT, 1.0)
+
+    def keep_order(self) -> None:
+        """(6a) and (6c); the slots of the variables are (6d) and (6e), and (4) is the last slot's row."""
+        end, remote_GDDT = self.problem.slots, self._remote_GDDT
+        self._follow(remote_GDDT, self.dispatch_GDDT, 1, end - 2)
+        self._follow(self.combine_GDDT, remote_GDDT, 2, end - 1)
+
+    def _follow(self, later: np.ndarray, earlier: np.ndarray, first: int, end: int) -> None:
+        """In slots first .. end-1 no more of `later` is done than of `earlier` in the slots before."""
+        rows = self.most.new((*later.shape[:-1], end - first), 0.0)[..., None]
+        self.most.put(rows, later[..., None, :], self._up_to(0)[first:end])
+        self.most.put(rows, earlier[..., None, :], -self._up_to(-1)[first:end])
+
+    def _up_to(self, offset: int) -> np.ndarray:
+        """[T, T]: which slots count for each slot: those up to itself plus `offset`."""
+        return np.tri(self.problem.slots, k=offset)
+
+    def wait_for_experts(self) -> None:
+        """(6b) where shares may be fractions: of an expert no larger part is computed than has arrived.
+
+        The paper bounds the part computed by a variable g and g only from below, which bounds nothing. Its max(0, B * x
+        + 1 - B) of the part x that has arrived is 1 for x = 1 and may be 0 below, for x that are 0 or 1 the same as x,
+        and x is the least concave bound of it. For shares, both sides are multiplied by the share, which is the tokens'
+        and the expert's over (4). Rows are sums over the experts of a group: experts that need no migration count with
+        all of their tokens, the others with as many as the part that has arrived.
+        """
+        slots = self.problem.slots
+        rows = self.most.new((*self.compute_GDDT.shape[:-1], slots - 1), 0.0)
+        self.most.put(rows[..., None], self.compute_GDDT[..., None, :], self._up_to(0)[:-1])
+        by_expert = rows[self.group_E]
+        stays_ED = ~self.migrates_ED
+        here = np.where(stays_ED[:, None], self.tokens_ED[:, :, None], 0.0)
+        self.most.put(by_expert, self.share_ED[:, None, :, None], -here[..., None])
+        per_size = self.tokens_ED / np.where(self.size_E > 0, self.size_E, 1.0)[:, None]
+        factors = -per_size[:, :, None, None, None] * self._up_to(-1)[:-1]
+        self.most.put(by_expert[..., None], self.trans_EDT[:, None, :, None, :], factors)
+
+    def solve(self) -> Relaxed | None:
+        """Minimise (7)."""
+        tasks = (self.dispatch_GDDT, self.trans_EDT, self.compute_GDDT, self.combine_GDDT)
+        weight_T = self.problem.weight_T
+        costs = np.zeros(self.count)
+        for task in tasks:
+            exist = task != ABSENT
+            costs[task[exist]] = np.broadcast_to(weight_T, task.shape)[exist]
+        matrices = self.most.matrix(self.count), self.most.bound, self.equal.matrix(self.count), self.equal.bound
+        answer = linprog(costs, *matrices, method="highs-ds")
+        if answer.x is None:
+            return None
+        # An absent variable is the last one
+        values = np.append(answer.x, 0.0)
+        share_ED = values[self.share_ED].clip(0.0)
+        means = [_mean_weights(values[task], weight_T, stage) for task, stage in zip(tasks, (0, 0, 1, 2), strict=True)]
+        dispatch, trans, compute, combine = means
+        pace = Pace(dispatch[self.group_E], trans, compute[self.group_E], combine[self.group_E])
+        return Relaxed(share_ED / share_ED.sum(1, keepdims=True), float(answer.fun) * self.unit, pace)
+
+
+def _mean_weights(amounts: np.ndarray, weight_T: np.ndarray, stage: int) -> np.ndarray:
+    """The mean omega of each task's work; of a task without any that of its kind, or of the kind's first slot."""
+    total, weighted = amounts.sum(-1), amounts @ weight_T
+    mean = weighted.sum() / total.sum() if total.sum() > NEGLIGIBLE else weight_T[stage]
+    return np.divide(weighted, total, out=np.full_like(total, mean), where=total > NEGLIGIBLE)

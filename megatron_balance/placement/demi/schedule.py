@@ -1,0 +1,232 @@
+"""Schedules of mini-tasks (DEMI, Section III) as data, as text that can be read back, and their check.
+
+    hosts 0 0
+    mini-task       | 0    | 1    | 2
+    E1 TRANS 1>0    | 40.0 |      |
+    E1 DISPATCH 1>0 | 8.0  |      |
+    E1 COMPUTE 1>0  |      | 8.0  |
+    E1 COMBINE 0>1  |      |      | 8.0
+
+Letters for sizes: D workers, E experts, T slots.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.placement.demi.problem import TOLERANCE, Problem
+
+
+class Task(StrEnum):
+    """The paper's tasks 1 to 4."""
+
+    DISPATCH = "DISPATCH"
+    """1: tokens go from their source to the worker that has the expert."""
+
+    TRANS = "TRANS"
+    """2: an expert goes from its owner to another worker."""
+
+    COMPUTE = "COMPUTE"
+    """3: the worker computes the tokens of one source."""
+
+    COMBINE = "COMBINE"
+    """4: tokens go back to their source."""
+
+
+class MiniTask(NamedTuple):
+    """The paper's tuple (k, a, i, j)."""
+
+    expert: int
+    task: Task
+    source: int
+    target: int
+    """The link that is crossed. For COMPUTE, the tokens' source and the worker."""
+
+    def __str__(self) -> str:
+        """For example `E3 DISPATCH 0>2`."""
+        return f"E{self.expert} {self.task} {self.source}>{self.target}"
+
+    @classmethod
+    def parse(cls, text: str) -> "MiniTask":
+        """The inverse of `str`.
+
+        Raises:
+            ValueError: no mini-task reads like that.
+        """
+        match = _MINI_TASK.fullmatch(text.strip())
+        if match is None or match["task"] not in list(Task):
+            raise ValueError(f"mini-task {text!r}: give one like 'E3 DISPATCH 0>2'")
+        return cls(int(match["expert"]), Task(match["task"]), int(match["source"]), int(match["target"]))
+
+
+_MINI_TASK = re.compile(r"E(?P<expert>\d+) (?P<task>[A-Z]+) (?P<source>\d+)>(?P<target>\d+)")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who hosts each expert, and how much of each mini-task is done in each slot."""
+
+    hosts: tuple[int, ...]
+    """s, [E]: the worker that computes each expert."""
+
+    mini_tasks: tuple[MiniTask, ...]
+
+    amounts: tuple[tuple[float, ...], ...]
+    """z: for each mini-task the size that is done in each slot."""
+
+    @property
+    def makespan(self) -> int:
+        """Slots until everything is done."""
+        return max(map(len, self.amounts), default=0)
+
+    @property
+    def transfers(self) -> tuple[MiniTask, ...]:
+        """The migrations of experts in the order in which they are complete; ties to the one that starts first."""
+        busy = {
+            mini_task: [slot for slot, amount in enumerate(row) if amount]
+            for mini_task, row in zip(self.mini_tasks, self.amounts, strict=True)
+            if mini_task.task is Task.TRANS
+        }
+        return tuple(sorted(busy, key=lambda mini_task: (busy[mini_task][-1], busy[mini_task][0], mini_task)))
+
+    def __str__(self) -> str:
+        """The hosts, then a table with a line for every mini-task and a column for every slot."""
+        cells = [("mini-task", *map(str, range(self.makespan)))]
+        for mini_task, row in zip(self.mini_tasks, self.amounts, strict=True):
+            cells.append((str(mini_task), *(repr(amount) if amount else "" for amount in row)))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        table = [
+            " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
+        return "\n".join([" ".join(map(str, ("hosts", *self.hosts))), *table]) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """The inverse of `str`.
+
+        Raises:
+            ValueError: a line that is none of a schedule.
+        """
+        first, header, *lines = text.splitlines()
+        slots = len(header.split("|")) - 1
+        word, *hosts = first.split()
+        if word != "hosts" or header.split() != ["mini-task", *_columns(slots)]:
+            raise ValueError(f"schedule {first!r}, {header!r}: begins with the hosts and the numbers of slots")
+        rows = [_parse_row(line, slots) for line in lines]
+        return cls(tuple(map(int, hosts)), tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+
+
+def _columns(slots: int) -> list[str]:
+    return [part for slot in range(slots) for part in ("|", str(slot))]
+
+
+def _parse_row(line: str, slots: int) -> tuple[MiniTask, tuple[float, ...]]:
+    name, *cells = line.split("|")
+    cells += [""] * (slots - len(cells))
+    try:
+        amounts = tuple(float(cell) if cell.strip() else 0.0 for cell in cells)
+    except ValueError as error:
+        raise ValueError(f"schedule line {line!r}: {error}") from error
+    if len(amounts) != slots:
+        raise ValueError(f"schedule line {line!r}: has {len(amounts)} of {slots} slots")
+    return MiniTask.parse(name), amounts
+
+
+def check(problem: Problem, schedule: Schedule) -> list[str]:
+    """What breaks constraints (1) to (6e) or the bound on guests, each with the equation's number; empty if nothing."""
+    hosts_E = np.array(schedule.hosts)
+    if hosts_E.shape != problem.owner_E.shape or not ((hosts_E >= 0) & (hosts_E < problem.num_workers)).all():
+        return [f"(1): hosts {schedule.hosts} of {problem.num_experts} experts on {problem.num_workers} workers"]
+    done = _Done(problem, schedule)
+    problems = [
+        f"{name}: worker {worker} has {used[worker]:g} of {room[worker]:g}"
+        for name, (used,), room in zip(
+            ("(3a)", "(3b)", "guests"), problem.use(hosts_E[None]), problem.rooms(), strict=True
+        )
+        for worker in np.flatnonzero(used > room)
+    ]
+    return [*problems, *done.workloads(hosts_E), *done.capacities(), *done.order()]
+
+
+class _Done:
+    """Amounts of a schedule, for each task [E, D, D, T] by expert, source, target and slot."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem = problem
+        workers, slots = problem.num_workers, schedule.makespan
+        shape = (problem.num_experts, workers, workers, slots)
+        self.by_task = {task: np.zeros(shape) for task in Task}
+        for (expert, task, source, target), row in zip(schedule.mini_tasks, schedule.amounts, strict=True):
+            self.by_task[task][expert, source, target] += row
+
+    def workloads(self, hosts_E: np.ndarray) -> Iterator[str]:
+        """(2a) to (2d) with (4), and (7b)."""
+        problem = self.problem
+        hosted_ED = hosts_E[:, None] == np.arange(problem.num_workers)
+        tokens = problem.tokens_DE.T[:, :, None] * hosted_ED[:, None, :]
+        crossing = tokens * ~np.eye(problem.num_workers, dtype=bool)
+        owned_ED = problem.owner_E[:, None] == np.arange(problem.num_workers)
+        moved = owned_ED[:, :, None] * (hosted_ED & ~owned_ED)[:, None, :] * problem.size_E[:, None, None]
+        wanted = {
+            Task.DISPATCH: ("(2a)", crossing),
+            Task.TRANS: ("(2b)", moved),
+            Task.COMPUTE: ("(2c)", tokens),
+            Task.COMBINE: ("(2d)", crossing.swapaxes(1, 2)),
+        }
+        for task, (equation, sizes) in wanted.items():
+            amounts = self.by_task[task]
+            for cell in np.argwhere(amounts < 0):
+                yield f"(7b): {_name(task, cell)} is negative in slot {cell[3]}"
+            wrong = np.abs(amounts.sum(-1) - sizes) > TOLERANCE * np.maximum(sizes, amounts.sum(-1))
+            for cell in np.argwhere(wrong):
+                yield f"(4) with {equation}: {_name(task, cell)} is not done as a whole"
+
+    def capacities(self) -> Iterator[str]:
+        """(5a) and (5b)."""
+        crossing = (self.by_task[task].sum(0) for task in (Task.DISPATCH, Task.TRANS, Task.COMBINE))
+        for source, target, slot in np.argwhere(sum(crossing) > self.problem.passage_DD[..., None] * (1 + TOLERANCE)):
+            yield f"(5a): too much on the link {source}>{target} in slot {slot}"
+        computed_DT = self.by_task[Task.COMPUTE].sum((0, 1))
+        for worker, slot in np.argwhere(computed_DT > self.problem.compute_D[:, None] * (1 + TOLERANCE)):
+            yield f"(5b): too much on worker {worker} in slot {slot}"
+
+    def order(self) -> Iterator[str]:
+        """(6a) to (6e): before each slot, what is done in it must be ready."""
+        ready = {task: _before(amounts) for task, amounts in self.by_task.items()}
+        done = {task: amounts.cumsum(-1) for task, amounts in self.by_task.items()}
+        away_DD1 = ~np.eye(self.problem.num_workers, dtype=bool)[..., None]
+        problem = self.problem
+        slack = TOLERANCE * problem.tokens_DE.T[:, :, None, None]
+        computed = done[Task.COMPUTE]
+        early = (computed > ready[Task.DISPATCH] + slack) & away_DD1
+        yield from (
+            f"(6a), (6d): {_name(Task.COMPUTE, cell)} before its tokens in slot {cell[3]}"
+            for cell in np.argwhere(early)
+        )
+        returned = done[Task.COMBINE].swapaxes(1, 2)
+        early = returned > ready[Task.COMPUTE] + slack
+        yield from (
+            f"(6c), (6e): {_name(Task.COMBINE, cell[[0, 2, 1]])} before COMPUTE in slot {cell[3]}"
+            for cell in np.argwhere(early)
+        )
+        arrived_EDT = ready[Task.TRANS].sum(1)
+        foreign_ED = problem.owner_E[:, None] != np.arange(problem.num_workers)
+        missing_EDT = foreign_ED[..., None] & (arrived_EDT < problem.size_E[:, None, None] * (1 - TOLERANCE))
+        early = (computed > slack) & missing_EDT[:, None]
+        yield from (
+            f"(6b): {_name(Task.COMPUTE, cell)} before the expert in slot {cell[3]}" for cell in np.argwhere(early)
+        )
+
+
+def _before(amounts: np.ndarray) -> np.ndarray:
+    """What is done up to the slot before each."""
+    return amounts.cumsum(-1) - amounts
+
+
+def _name(task: Task, cell: Sequence[int] | np.ndarray) -> MiniTask:
+    expert, source, target = map(int, cell[:3])
+    return MiniTask(expert, task, source, target)

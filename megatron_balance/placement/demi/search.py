@@ -1,0 +1,258 @@
+"""From the linear program's shares to one worker per expert (DEMI's Algorithm 1, lines 1 and 2), and on from there.
+
+The paper draws once. Here every placement is timed by its schedule: some draws, the largest shares, the owners and a
+way downhill from them; the best are improved by single moves and exchanges as long as that helps.
+
+Letters for sizes: D workers, E experts, B placements.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.placement.demi.listing import Pace, finishes
+from megatron_balance.placement.demi.problem import Problem
+from megatron_balance.placement.demi.program import Relaxed, relax
+
+DRAWS = 8
+SEED = 0
+
+FULL = 600
+"""Variables for tokens (E * D^2 * T) up to which the linear program has each expert's own."""
+
+AGGREGATED = 4000
+"""Variables of the aggregated program, about, up to which it is solved: as many as take some 20 ms."""
+
+POWER = 4
+"""Of the soft maximum."""
+
+STARTS = 3
+"""Placements that are improved by their schedules."""
+
+TRIED = 8
+"""Neighbours that are timed by their schedules before a placement counts as the best around."""
+
+PATH = 16
+"""Placements on the way downhill that are timed by their schedules."""
+
+LISTED = 200_000
+"""Mini-tasks in all placements that are timed at the same time."""
+
+NEIGHBOURS = 512
+"""Where there are no more neighbours all of them are looked at, else some of BUSY and LIGHT workers' experts."""
+
+BUSY, LIGHT, EXPERTS = 1, 4, 4
+"""Workers that neighbours relieve, workers that they load, experts that they move."""
+
+MOST_STEPS = 256
+"""Of a way downhill."""
+
+GAIN = 1e-9
+"""Share by which a step has to be better: rounding is no gain."""
+
+
+class Found(NamedTuple):
+    """Placements that keep within all rooms, the shortest schedule first."""
+
+    hosts_BE: np.ndarray
+    finish_B: np.ndarray
+    """When the schedules end, in slots."""
+
+    pace: Pace
+    """What they are listed with."""
+
+
+def relax_by_size(problem: Problem) -> Relaxed | None:
+    """The linear program in the form for this size; None if it is too large in either, or cannot be satisfied.
+
+    The form depends on sizes alone, so that plans are the same on every machine and in every run.
+    """
+    workers, experts, slots = problem.num_workers, problem.num_experts, problem.slots
+    if experts * workers**2 * slots <= FULL:
+        return relax(problem, np.arange(experts))
+    if (experts + 3 * workers) * workers * slots <= AGGREGATED:
+        return relax(problem, np.zeros(experts, dtype=np.int64))
+    return None
+
+
+def best_pace(problem: Problem, hosts_BE: np.ndarray, relaxed: Relaxed | None) -> tuple[Pace, np.ndarray]:
+    """The linear program's pace, or the eager one if that makes the shortest of these placements' schedules shorter.
+
+    Returns:
+        Also [B], when the schedules end with it.
+    """
+    paces = [Pace.eager(problem)] if relaxed is None else [relaxed.pace, Pace.eager(problem)]
+    return min(((pace, finishes(problem, hosts_BE, pace)) for pace in paces), key=lambda timed: timed[1].min())
+
+
+def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
+    """Placements with short schedules; the owners' is among them where it keeps within all rooms.
+
+    Raises:
+        ValueError: no placement that keeps within all rooms was found.
+    """
+    rounded = [] if relaxed is None else round_shares(problem, relaxed.share_ED)
+    repaired = [repair(problem, hosts_E) for hosts_E in (problem.owner_E, *rounded)]
+    starts = [hosts_E for hosts_E in repaired if hosts_E is not None]
+    if not starts:
+        raise ValueError("no placement was found that keeps within what workers may compute and hold")
+    tasks = 3 * np.count_nonzero(problem.tokens_DE) + problem.num_experts
+    way = descend(problem, starts[0])
+    thinned = np.unique(np.linspace(0, len(way) - 1, int(min(PATH, max(2, LISTED // tasks)))).astype(int))
+    hosts_BE = np.unique(np.stack([*starts, *(way[index] for index in thinned)]), axis=0)
+    pace, finish_B = best_pace(problem, hosts_BE, relaxed)
+    seen = [(hosts_BE, finish_B)]
+    tried = int(min(TRIED, LISTED // (16 * tasks)))
+    for index in np.argsort(finish_B, kind="stable")[: STARTS if tried else 0]:
+        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace, tried)
+    hosts_BE, finish_B = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    hosts_BE, first_B = np.unique(hosts_BE, axis=0, return_index=True)
+    finish_B = finish_B[first_B]
+    best_first = np.lexsort(((hosts_BE != problem.owner_E).sum(1), finish_B))
+    return Found(hosts_BE[best_first], finish_B[best_first], pace)
+
+
+def round_shares(problem: Problem, share_ED: np.ndarray) -> np.ndarray:
+    """[B, E]: the placement by the largest shares, and draws; what has no tokens stays with its owner.
+
+    Where migrations are free, shares of experts without tokens are arbitrary.
+    """
+    hosts_BE = np.stack([share_ED.argmax(1), *draw(share_ED, DRAWS, SEED)])
+    return np.where(problem.load_E > 0, hosts_BE, problem.owner_E)
+
+
+def draw(share_ED: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """[B, E]: so many placements with a worker for each expert drawn by its shares, the same for the same seed."""
+    random_BE = np.random.default_rng(seed).random((count, len(share_ED)))
+    ends_ED = share_ED.cumsum(1)
+    # The last worker takes what rounding leaves of 1
+    return (random_BE[..., None] >= ends_ED[:, :-1]).sum(-1)
+
+
+def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
+    """Move experts, lightest first, from workers without room to the least loaded worker with room (line 2).
+
+    Returns:
+        None if there is no such expert while some worker has too much.
+    """
+    hosts_E, workers = hosts_E.copy(), np.arange(problem.num_workers)
+    sizes_3E = np.stack([problem.load_E, problem.size_E, np.ones(problem.num_experts)])
+    room_3D = np.stack(problem.rooms())
+    # Each goes where there is room for it, so none is moved twice
+    for _ in range(problem.num_experts):
+        used_3D = np.stack([used[0] for used in problem.use(hosts_E[None])])
+        over_3D = used_3D > room_3D
+        if not over_3D.any():
+            return hosts_E
+        foreign_E = hosts_E != problem.owner_E
+        helps_E = over_3D[:2, hosts_E].any(0) | over_3D[2, hosts_E] & foreign_E
+        step = None
+        for expert in np.argsort(np.where(helps_E, problem.load_E, np.inf), kind="stable")[: helps_E.sum()].tolist():
+            needed_3D = np.where([[True], [True], [False]], sizes_3E[:, [expert]], workers != problem.owner_E[expert])
+            roomy_D = (used_3D + needed_3D <= room_3D).all(0) & (workers != hosts_E[expert])
+            if roomy_D.any():
+                step = expert, np.where(roomy_D, used_3D[0] / problem.compute_D, np.inf).argmin()
+                break
+        if step is None:
+            return None
+        hosts_E[step[0]] = step[1]
+    return hosts_E if problem.fits(hosts_E[None])[0] else None
+
+
+class Times(NamedTuple):
+    """How long links, workers and migrated experts are busy, in slots: bounds on a schedule from below.
+
+    An expert's time is its migration and then its computation.
+    """
+
+    link_BDD: np.ndarray
+    compute_BD: np.ndarray
+    expert_BE: np.ndarray
+
+    @property
+    def soft_maximum(self) -> np.ndarray:
+        """[B]: unlike the maximum it tells placements apart in which different links and workers are equally busy."""
+        parts = [part.reshape(len(part), -1) for part in self]
+        top_B1 = np.maximum.reduce([part.max(1) for part in parts])[:, None]
+        scale_B1 = np.where(top_B1 > 0, top_B1, 1.0)
+        return scale_B1[:, 0] * sum(((part / scale_B1) ** POWER).sum(1) for part in parts) ** (1 / POWER)
+
+
+def times(problem: Problem, hosts_BE: np.ndarray, near_E: np.ndarray) -> Times:
+    """Of placements that differ little from `near_E`, which saves time."""
+    tokens_ED, workers = problem.tokens_DE.T, problem.num_workers
+    near_DD = np.zeros((workers, workers))
+    np.add.at(near_DD, near_E, tokens_ED)
+    load_BDD = np.repeat(near_DD[None], len(hosts_BE), axis=0)
+    """By worker and source."""
+    placement, expert = (hosts_BE != near_E).nonzero()
+    np.subtract.at(load_BDD, (placement, near_E[expert]), tokens_ED[expert])
+    np.add.at(load_BDD, (placement, hosts_BE[placement, expert]), tokens_ED[expert])
+    crossing_BDD = load_BDD + load_BDD.swapaxes(1, 2)
+    placement, expert = ((hosts_BE != problem.owner_E) & (problem.size_E > 0)).nonzero()
+    owner, host = problem.owner_E[expert], hosts_BE[placement, expert]
+    np.add.at(crossing_BDD, (placement, owner, host), problem.size_E[expert])
+    expert_BE = np.zeros(hosts_BE.shape)
+    migrating = problem.size_E[expert] / problem.passage_DD[owner, host]
+    expert_BE[placement, expert] = migrating + problem.load_E[expert] / problem.compute_D[host]
+    return Times(crossing_BDD / problem.passage_DD, load_BDD.sum(-1) / problem.compute_D, expert_BE)
+
+
+def neighbours(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
+    """[B, E]: placements with one expert moved or two exchanged that keep within all rooms."""
+    workers, experts = problem.num_workers, problem.num_experts
+    if experts * (workers + experts) <= NEIGHBOURS:
+        moved, others = np.arange(experts), np.arange(experts)
+        targets = np.broadcast_to(np.arange(workers), (experts, workers))
+    else:
+        busy_D = problem.use(hosts_E[None])[0][0] / problem.compute_D
+        light, heavy = (np.argsort(sign * busy_D, kind="stable")[:number] for sign, number in ((1, LIGHT), (-1, BUSY)))
+        on_heavy = np.isin(hosts_E, heavy).nonzero()[0]
+        moved = on_heavy[np.argsort(-problem.load_E[on_heavy], kind="stable")][:EXPERTS]
+        others = np.isin(hosts_E, light[:BUSY]).nonzero()[0][: 2 * EXPERTS]
+        nearest = np.argsort(-problem.tokens_DE[:, moved].T, axis=1, kind="stable")[:, :LIGHT]
+        lightest = np.broadcast_to(light, (len(moved), len(light)))
+        targets = np.concatenate([lightest, nearest, problem.owner_E[moved][:, None]], axis=1)
+    expert, target = np.repeat(moved, targets.shape[1]), targets.ravel()
+    moves_BE = np.repeat(hosts_E[None], len(expert), axis=0)
+    moves_BE[np.arange(len(expert)), expert] = target
+    left, right = (part.ravel() for part in np.meshgrid(moved, others, indexing="ij"))
+    exchanges_BE = np.repeat(hosts_E[None], len(left), axis=0)
+    exchanges_BE[np.arange(len(left)), left] = hosts_E[right]
+    exchanges_BE[np.arange(len(left)), right] = hosts_E[left]
+    changed_BE = np.concatenate([moves_BE, exchanges_BE])
+    return changed_BE[(changed_BE != hosts_E).any(1) & problem.fits(changed_BE)]
+
+
+def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
+    """The way from a placement to neighbours with ever smaller soft maxima of busy times, itself included."""
+    way, best = [hosts_E], float(times(problem, hosts_E[None], hosts_E).soft_maximum[0])
+    while len(way) <= MOST_STEPS and len(around_BE := neighbours(problem, way[-1])):
+        busy_B = times(problem, around_BE, way[-1]).soft_maximum
+        chosen = busy_B.argmin()
+        if busy_B[chosen] >= best * (1 - GAIN):
+            break
+        way.append(around_BE[chosen])
+        best = float(busy_B[chosen])
+    return way
+
+
+def improve(
+    problem: Problem, hosts_E: np.ndarray, finish: float, pace: Pace, tried: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Step to the neighbour with the shortest schedule, of the most promising ones, as long as it gets shorter.
+
+    Returns:
+        Of each step the placements that were timed and when they finish.
+    """
+    seen = []
+    while len(around_BE := neighbours(problem, hosts_E)):
+        order_B = np.argsort(times(problem, around_BE, hosts_E).soft_maximum, kind="stable")
+        promising_BE = around_BE[order_B[:tried]]
+        finish_B = finishes(problem, promising_BE, pace)
+        seen.append((promising_BE, finish_B))
+        chosen = finish_B.argmin()
+        if finish_B[chosen] >= finish * (1 - GAIN):
+            break
+        hosts_E, finish = promising_BE[chosen], float(finish_B[chosen])
+    return seen

@@ -1,0 +1,165 @@
+"""DEMI: each expert on one worker at a time, where the layer's mini-tasks are done soonest (its Algorithm 1).
+
+Shape suffixes: D expert-parallel ranks, E logical experts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_balance.placement.cost_model import CostModel, owners
+from megatron_balance.placement.demi.listing import list_schedule
+from megatron_balance.placement.demi.problem import FEWEST_SLOTS, WEIGHTS, Problem
+from megatron_balance.placement.demi.schedule import Schedule
+from megatron_balance.placement.demi.search import best_pace, relax_by_size, solve
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import lend, owners_host
+
+MOST_SLOTS = 20
+"""Weights 2^t of more slots are too far apart for a linear program's tolerances."""
+
+LEAST_SECONDS = 1e-15
+"""Per byte, that no link or rank undercuts: a line through noisy times may come out flat."""
+
+CONFIRMED = 32
+"""Placements that the cost model times, those with the shortest schedules first."""
+
+MIN_GAIN = 0.001
+"""Share of the layer's time that lending has to save: the model does not see all that it costs."""
+
+
+@dataclass(frozen=True)
+class Demi:
+    """Lends experts to the ranks where their tokens, their weights and the computation are through soonest.
+
+    The linear program and the search want a short schedule of mini-tasks, in which computation and transfers of one
+    layer overlap. What is executed overlaps less, so of the placements with the shortest schedules the fastest by the
+    cost model is taken, and the owners' if none of them is faster.
+    """
+
+    slots: int = 5
+    """T"""
+
+    weights: str = "pow2"
+    """omega_t, a name in WEIGHTS."""
+
+    capacities: tuple[float, ...] | None = None
+    """[D]: how fast each rank computes relative to the others, and how many tokens it has room for; None: alike."""
+
+    split: ClassVar[str] = "local_first"
+
+    def __post_init__(self) -> None:
+        if not FEWEST_SLOTS <= self.slots <= MOST_SLOTS:
+            raise ValueError(
+                f"--balance-demi-slots {self.slots}: give {FEWEST_SLOTS} to {MOST_SLOTS}; sending, computing and "
+                "sending back take a slot each"
+            )
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"--balance-demi-weights {self.weights}: choose from {', '.join(WEIGHTS)}")
+        if not all(math.isfinite(capacity) and capacity > 0 for capacity in self.capacities or ()):
+            raise ValueError(f"--balance-capacities {_text(self.capacities)}: give numbers above 0")
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`.
+
+        Raises:
+            ValueError: capacities of another number of ranks.
+        """
+        best = current if current.is_identity else owners_host(current)
+        seconds = self.seconds(counts_DE, best, cost)
+        if self._least_seconds(counts_DE, current, cost) >= seconds * (1 - MIN_GAIN):
+            return best
+        problem, limit = self.problem(counts_DE, current, cost), seconds * (1 - MIN_GAIN)
+        for hosts_E in solve(problem, relax_by_size(problem)).hosts_BE[:CONFIRMED]:
+            planned = lend(current, hosts_E)
+            if (seconds := self.seconds(counts_DE, planned, cost)) < limit:
+                best, limit = planned, seconds
+        return best
+
+    def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> Schedule:
+        """The mini-tasks of a placement in which every expert has one host, slot by slot.
+
+        Raises:
+            ValueError: an expert with several hosts.
+        """
+        if any(len(ranks) > 1 for ranks in placement.hosts):
+            raise ValueError(f"placement {placement}: DEMI has one host for each expert")
+        problem = self.problem(counts_DE, placement, cost)
+        hosts_E = np.array([rank for (rank,) in placement.hosts])
+        pace, _ = best_pace(problem, hosts_E[None], relax_by_size(problem))
+        return list_schedule(problem, hosts_E, pace)
+
+    def problem(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Problem:
+        """DEMI's problem in bytes, for half of an iteration.
+
+        An iteration brings tokens to experts and back twice, once as gradients; weights go to guests and gradients come
+        back. Half of that is the paper's forward pass, at the mean speed of both. A link has the share of its ranks'
+        bandwidth that it has in an exchange with all others. An expert counts as many bytes as cross a link in the time
+        that Trans and Agg of one expert take, as far as nothing hides them. Room for tokens and experts is the paper's,
+        half of all, and more where a rank owns more or one expert needs more. Slots are so long that the owners are
+        done within T of them when each stage works evenly, one slot after the one before: so the linear program has a
+        solution always.
+        """
+        num_ranks = current.num_ranks
+        share_D = self._shares(num_ranks)
+        tokens_DE, owner_E = counts_DE * float(cost.token_bytes), owners(current)
+        profile, node_D = cost.profile, np.arange(num_ranks) // cost.profile.node_size
+        near, far = (profile.link("all_to_all", group).beta for group in ("intra", "inter"))
+        per_byte_DD = np.where(node_D[:, None] == node_D, near, far).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
+        per_token = (profile.forward.seconds_per_token + profile.backward.seconds_per_token) / 2
+        compute_D = share_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
+        one = cost.time_of(0.0, float(counts_DE.sum()) / num_ranks, cost.trans_seconds(1, 1), cost.agg_seconds(1, 1))
+        size = float(one.trans + one.agg) / 2 / float(per_byte_DD.max())
+        owned_DD = np.zeros((num_ranks, num_ranks))
+        np.add.at(owned_DD, owner_E, tokens_DE.T)
+        crossing_DD = owned_DD + owned_DD.T
+        np.fill_diagonal(crossing_DD, 0.0)
+        computed_D = owned_DD.sum(1)
+        busiest = max(float((crossing_DD * per_byte_DD).max()), float((computed_D / compute_D).max()))
+        # Without tokens any length will do
+        slot_seconds = (busiest or 1.0) / (self.slots - FEWEST_SLOTS + 1)
+        room_D = np.maximum(tokens_DE.sum() / 2 * share_D, computed_D)
+        return Problem(
+            tokens_DE=tokens_DE,
+            owner_E=owner_E,
+            size_E=np.full(current.num_experts, size),
+            link_DD=slot_seconds / per_byte_DD,
+            compute_D=slot_seconds * compute_D,
+            token_room_D=np.maximum(room_D, tokens_DE.sum(0).max()),
+            expert_room_D=np.full(num_ranks, size * max(current.num_experts / 2, current.home_slots)),
+            slots=self.slots,
+            weights=self.weights,
+            guests=current.guest_slots,
+        )
+
+    def seconds(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> float:
+        """The cost model's seconds of the layer where ranks compute at speeds by their capacities."""
+        time = cost.layer_time(counts_DE, placement)
+        computed = float((cost.traffic(counts_DE, placement).sum(0) / self._shares(placement.num_ranks)).max())
+        computing = cost.forward_seconds(computed) + cost.backward_seconds(computed)
+        return float(time.all_to_all + computing + time.trans + time.agg)
+
+    def _least_seconds(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
+        """What no placement with an expert lent undercuts: even computation, tokens at home as far as one host can."""
+        if current.num_ranks == 1 or not current.guest_slots:
+            return math.inf
+        tokens, num_ranks = float(counts_DE.sum()), current.num_ranks
+        exchanged = (tokens - float(counts_DE.max(0).sum())) / num_ranks
+        sending = cost.trans_seconds(1, 1), cost.agg_seconds(1, 1)
+        return float(cost.time_of(exchanged, tokens / num_ranks, *sending).total)
+
+    def _shares(self, num_ranks: int) -> np.ndarray:
+        """[D]: capacities, 1 on average."""
+        if self.capacities is None:
+            return np.ones(num_ranks)
+        if len(self.capacities) != num_ranks:
+            raise ValueError(
+                f"--balance-capacities {_text(self.capacities)}: give one number per expert-parallel rank, {num_ranks}"
+            )
+        return np.array(self.capacities) / np.mean(self.capacities)
+
+
+def _text(capacities: tuple[float, ...] | None) -> str:
+    return " ".join(map(str, capacities or ()))

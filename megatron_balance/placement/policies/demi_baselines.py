@@ -1,0 +1,154 @@
+"""S1, S2 and S3, the strategies that DEMI compares itself with (its Section V-A): one host per expert, no schedule.
+
+They migrate whatever that costs in time. The paper's workers take any number of experts, a rank here as many as it has
+guest slots.
+
+Shape suffixes: D expert-parallel ranks, E logical experts, C columns to assign experts to, K experts of one rank.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment, milp
+from scipy.sparse import block_array, csr_array, eye_array, kron
+
+from megatron_balance.placement.cost_model import CostModel, owners
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import lend
+
+EXACT = 256
+"""S3's (expert, rank) pairs up to which it is solved exactly."""
+
+NODES = 500
+"""Of the search tree, where S3 is given up as being solved exactly: a limit in seconds would not repeat."""
+
+
+@dataclass(frozen=True)
+class DemiS1:
+    """Each expert on the rank with most of its tokens: as few tokens sent as possible."""
+
+    split: ClassVar[str] = "local_first"
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`. Where ranks lack guest slots, the tokens that stay at home are as many as possible."""
+        return lend(current, assign(_saved_tokens(counts_DE, owners(current)), owners(current), current.guest_slots))
+
+
+@dataclass(frozen=True)
+class DemiS2:
+    """As few bytes of tokens and of migrating experts as possible."""
+
+    split: ClassVar[str] = "local_first"
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`."""
+        owner_E = owners(current)
+        saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
+        return lend(current, assign(saved_ED, owner_E, current.guest_slots))
+
+
+@dataclass(frozen=True)
+class DemiS3:
+    """As few bytes of tokens sent, of migrating experts and of the most loaded rank's tokens as possible.
+
+    Exact up to EXACT pairs, by a mixed-integer program; above from S2's placement one expert after the other leaves the
+    most loaded rank as long as the sum falls.
+    """
+
+    split: ClassVar[str] = "local_first"
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`."""
+        owner_E, load_E = owners(current), counts_DE.sum(0) * float(cost.token_bytes)
+        saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
+        saved_ED[np.arange(len(owner_E)), owner_E] = 0.0
+        hosts_E = None
+        if saved_ED.size <= EXACT:
+            hosts_E = _least_traffic_and_load(saved_ED, load_E, owner_E, current.guest_slots)
+        if hosts_E is None:
+            hosts_E = assign(saved_ED, owner_E, current.guest_slots)
+            hosts_E = _unload(saved_ED, load_E, owner_E, hosts_E, current.guest_slots)
+        return lend(current, hosts_E)
+
+
+def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.ndarray:
+    """[E]: the hosts that save the most in all, by solving the assignment problem of experts and guest slots.
+
+    Args:
+        saved_ED: what it saves to compute each expert on each rank instead of its owner.
+    """
+    num_experts, num_ranks = saved_ED.shape
+    rank_C = np.repeat(np.arange(num_ranks), guest_slots)
+    gain_EC = np.where(rank_C == owner_E[:, None], 0.0, saved_ED[:, rank_C]).clip(0.0)
+    # Everyone may stay at home
+    experts, columns = linear_sum_assignment(np.hstack([gain_EC, np.zeros((num_experts, num_experts))]), maximize=True)
+    hosts_E = owner_E.copy()
+    lent = columns < len(rank_C)
+    lent[lent] = gain_EC[experts[lent], columns[lent]] > 0
+    hosts_E[experts[lent]] = rank_C[columns[lent]]
+    return hosts_E
+
+
+def _saved_tokens(counts_DE: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
+    """[E, D] float64: how many tokens less are sent if a rank computes an expert instead of its owner."""
+    return (counts_DE - counts_DE[owner_E, np.arange(len(owner_E))]).T.astype(np.float64)
+
+
+def _least_traffic_and_load(
+    saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
+) -> np.ndarray | None:
+    """[E]: S3's hosts; None if NODES were not enough for any.
+
+    Variables are the hosts, expert by expert, and the largest load.
+    """
+    num_experts, num_ranks = saved_ED.shape
+    scale = max(float(load_E.max()), float(np.abs(saved_ED).max())) or 1.0
+    of_rank = eye_array(num_ranks, format="csr")
+    loads = kron(csr_array(load_E[None] / scale), of_rank)
+    foreign_ED = owner_E[:, None] != np.arange(num_ranks)
+    matrix = block_array(
+        [
+            [kron(eye_array(num_experts), np.ones((1, num_ranks))), None],
+            [kron(np.ones((1, num_experts)), of_rank).multiply(foreign_ED.ravel()[None].astype(float)), None],
+            [loads, csr_array(-np.ones((num_ranks, 1)))],
+        ],
+        format="csc",
+    )
+    most = np.concatenate([np.ones(num_experts), np.full(num_ranks, float(guest_slots)), np.zeros(num_ranks)])
+    least = np.concatenate([np.ones(num_experts), np.full(2 * num_ranks, -np.inf)])
+    pairs = saved_ED.size
+    answer = milp(
+        np.append(-saved_ED.ravel() / scale, 1.0),
+        integrality=np.append(np.ones(pairs), 0.0),
+        constraints=(matrix, least, most),
+        options={"node_limit": NODES},
+    )
+    return None if answer.x is None else answer.x[:pairs].reshape(num_experts, num_ranks).argmax(1)
+
+
+def _unload(
+    saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, hosts_E: np.ndarray, guest_slots: int
+) -> np.ndarray:
+    """[E]: hosts after the single moves from the most loaded rank that lower S3's sum the most."""
+    hosts_E, num_ranks = hosts_E.copy(), saved_ED.shape[1]
+    ranks = np.arange(num_ranks)
+    while True:
+        load_D = np.bincount(hosts_E, weights=load_E, minlength=num_ranks)
+        free_D = np.bincount(hosts_E[hosts_E != owner_E], minlength=num_ranks) < guest_slots
+        heaviest = int(load_D.argmax())
+        experts_K = (hosts_E == heaviest).nonzero()[0]
+        if not len(experts_K):
+            return hosts_E
+        moved_KD = load_D + load_E[experts_K, None]
+        left_K1 = (load_D[heaviest] - load_E[experts_K])[:, None]
+        others_D = np.array([np.delete(load_D, [heaviest, rank]).max(initial=0.0) for rank in ranks])
+        largest_KD = np.maximum(np.maximum(moved_KD, left_K1), others_D)
+        change_KD = largest_KD - load_D[heaviest] - saved_ED[experts_K] + saved_ED[experts_K, heaviest, None]
+        allowed_KD = (free_D | (ranks == owner_E[experts_K, None])) & (ranks != heaviest)
+        change_KD = np.where(allowed_KD, change_KD, np.inf)
+        expert, rank = np.unravel_index(change_KD.argmin(), change_KD.shape)
+        # Sums of bytes in floating point: what is within rounding is no gain
+        if not change_KD[expert, rank] < -1e-9 * load_D[heaviest]:
+            return hosts_E
+        hosts_E[experts_K[expert]] = rank

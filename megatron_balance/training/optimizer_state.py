@@ -1,0 +1,96 @@
+"""What megatron-core's optimizers keep of a parameter, whichever of them it is."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_balance.comm.ownership import Field, Interval
+
+HALF = (torch.float16, torch.bfloat16)
+"""Precisions with main parameters in float32."""
+
+
+def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that step parameters of this rank."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+
+def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The tensors of a parameter's size that torch's Adam or SGD keeps of it."""
+    group = inner.param_groups[0]
+    if "betas" in group:
+        return "exp_avg", "exp_avg_sq"
+    return ("momentum_buffer",) if group.get("momentum") else ()
+
+
+def allocate(optimizer: MegatronOptimizer) -> None:
+    """Give torch's optimizers the state that they would have after a step in which nothing happened.
+
+    Without it, a run that has skipped every step so far would save less than a resumed one looks for, and the
+    distributed optimizer asks for Adam's step.
+    """
+    for part in optimizers(optimizer):
+        if part.init_state_fn is None:
+            # megatron-core calls it even where, as for SGD, it has set none
+            part.init_state_fn = lambda *_: None
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(part.optimizer, torch.optim.Adam):
+                    part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+                for name in state_names(part.optimizer):
+                    part.optimizer.state[parameter].setdefault(name, torch.zeros_like(parameter))
+
+
+def expert_fields(
+    optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], gathered_late: bool
+) -> list[Field]:
+    """Everything that has to move with the experts in `parameters`, each [S, ...]: the same fields on every rank.
+
+    Args:
+        gathered_late: between steps only the shard of the distributed optimizer is up to date in the parameters
+            (`--overlap-param-gather`).
+    """
+    allocate(optimizer)
+    return [field for parameter in parameters for field in _fields(optimizer, parameter, gathered_late)]
+
+
+def state_bytes(optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], sharers: int) -> float:
+    """Bytes of the parameters and of all that is kept of them, which `sharers` ranks share: the mean over those."""
+    names, total = state_names(optimizers(optimizer)[0].optimizer), 0.0
+    for parameter in parameters:
+        tensors = len(names) + (parameter.dtype in HALF)
+        total += parameter.nbytes + 4 * parameter.numel() * tensors / sharers
+    return total
+
+
+def _fields(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, gathered_late: bool) -> Iterator[Field]:
+    values, slot_size = parameter.data.view(-1), parameter.numel() // len(parameter)
+    kept, state = _kept_state(optimizer, parameter)
+    up_to_date = kept if gathered_late else (0, len(values))
+    yield Field(slot_size, up_to_date, values[slice(*up_to_date)])
+    yield from (Field(slot_size, kept, tensor.view(-1)) for tensor in state)
+
+
+def _kept_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[Interval, Sequence[torch.Tensor]]:
+    """Which elements of a parameter this rank steps, and what it keeps of them: main parameter, optimizer's state."""
+    half = parameter.dtype in HALF
+    parts = optimizers(optimizer)
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            if parameter not in part.model_param_gbuf_map:
+                continue
+            kept = part._get_model_param_range_map(parameter)["param"]
+            group, index = part.model_param_group_index_map[parameter]
+            main, interval = part.optimizer.param_groups[group]["params"][index], (kept.start, kept.end)
+        else:
+            main, interval = parameter.main_param if half else parameter, (0, parameter.numel())
+            if all(main is not other for group in part.optimizer.param_groups for other in group["params"]):
+                continue
+        state = [part.optimizer.state[main][name] for name in state_names(part.optimizer)]
+        # In full precision the main parameter is the parameter itself
+        return interval, [main.data, *state] if half else state
+    nothing = parameter.new_empty(0, dtype=torch.float32)
+    return (0, 0), [nothing] * (half + len(state_names(parts[0].optimizer)))

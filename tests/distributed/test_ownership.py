@@ -1,0 +1,248 @@
+"""Experts that change owners: training goes on as if they had not, and their optimizer state is really elsewhere."""
+
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.training.loop import Run, train_step
+from tests.distributed import checkpoints, runs
+from tests.distributed.runs import Curve
+from tests.distributed.test_parity import deviation
+from tests.distributed.test_policy_failures import Captured
+from tests.distributed.wandering import wandering
+
+TOLERANCE = 1e-5
+"""Relative, for every loss, gradient norm, weight and moment."""
+
+ITERATIONS = 20
+
+DISTRIBUTED = "--use-distributed-optimizer"
+
+LAYOUTS = {
+    "EP4": (4, ""),
+    "EP4-sgd-momentum": (4, "--optimizer sgd --lr 1e-2"),
+    "EP4-blockwise": (4, "--balance-overlap blockwise --global-batch-size 16"),
+    "EP2xDP2": (2, ""),
+    "EP2xDP2-distributed-optimizer": (2, "--use-distributed-optimizer"),
+    "EP2xDP2-overlap": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 16",
+    ),
+    "PP2xEP2": (2, "--pipeline-model-parallel-size 2 --global-batch-size 16"),
+    "TP2xEP2": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --disable-bias-linear",
+    ),
+}
+"""Expert-parallel size and other flags."""
+
+HALF = {"EP4-bf16": (4, "--bf16"), "EP2xDP2-bf16-distributed-optimizer": (2, "--bf16 --use-distributed-optimizer")}
+
+
+@dataclass
+class Trained:
+    """What one rank knows of a run."""
+
+    curve: Curve
+    moved: list[float]
+    """Experts that changed owners, in each iteration."""
+    bytes: float
+    """Of Transfers, as reports say."""
+    sent: int
+    """Of Transfers, as this rank sent them."""
+    homes: dict[int, tuple[int, ...]]
+    """Layer -> the experts in this rank's home slots."""
+    pieces: list[tuple[tuple[int, int, int], int, torch.Tensor]]
+    """((layer, field, expert), first element, values) of all experts' weights and optimizer state on this rank."""
+    written: list[str] = field(default_factory=list)
+    """Files that were opened for writing."""
+
+
+def train(flags: str, iterations: int, mutate: Callable[[Run], None] = lambda run: None) -> Trained:
+    run = runs.build(flags)
+    mutate(run)
+    sent, written, watching = [], [], [True]
+    watch_transfers(run, sent)
+
+    def audit(event: str, args: tuple) -> None:
+        if watching and event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
+            written.append(str(args[0]))
+
+    sys.addaudithook(audit)
+    reports = [train_step(run) for _ in range(iterations)]
+    watching.clear()
+    moved = [sum(layer.experts_moved for layer in report.balance.values()) for report in reports]
+    total = sum(layer.transfer_bytes for report in reports for layer in report.balance.values())
+    return Trained(runs.curve_of(reports), moved, total, sum(sent), homes(run), pieces(run), written)
+
+
+def watch_transfers(run: Run, sent: list[int]) -> None:
+    ownership = run.balancer.ownership
+    if ownership is not None:
+        transfer = ownership.transfer
+
+        def counting(*args: Any) -> Any:
+            moved = transfer(*args)
+            sent.append(moved.sent_bytes)
+            return moved
+
+        ownership.transfer = counting
+
+
+def homes(run: Run) -> dict[int, tuple[int, ...]]:
+    return {number: state.slots.home_experts for number, state in run.balancer.layers.items()}
+
+
+def pieces(run: Run) -> list[tuple[tuple[int, int, int], int, torch.Tensor]]:
+    found = []
+    for number, state in run.balancer.layers.items():
+        for index, part in enumerate(state.fields()):
+            for slot, expert in enumerate(state.slots.home_experts):
+                start, stop = (element - slot * part.slot_size for element in part.kept)
+                start, stop = max(0, start), min(part.slot_size, stop)
+                if start < stop:
+                    first = start + slot * part.slot_size - part.kept[0]
+                    values = part.values[first : first + stop - start].clone()
+                    found.append(((number, index, expert), start, values))
+    return found
+
+
+def assembled(outcomes: list[Trained]) -> dict[tuple[int, int, int], torch.Tensor]:
+    """Each expert's parameters and state, whole; replicas must agree."""
+    parts: dict[tuple, dict[int, torch.Tensor]] = defaultdict(dict)
+    for outcome in outcomes:
+        for key, start, values in outcome.pieces:
+            other = parts[key].setdefault(start, values)
+            if len(other) == len(values):
+                assert torch.equal(other, values), f"replicas differ in {key}"
+    return {key: torch.cat([found[start] for start in sorted(found)]) for key, found in parts.items()}
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+def both(ranks, layout: tuple[int, str], profiles: Path) -> list[list[Trained]]:
+    """A run whose experts change owners, and the same with fixed owners."""
+    size, flags = layout
+    outcomes = [
+        ranks(4).run(train, f"{wandering(size, profiles, kind)} {flags}", ITERATIONS) for kind in ("transfer", "fixed")
+    ]
+    moved = [sum(count > 0 for count in outcome[0].moved) for outcome in outcomes]
+    assert moved[0] >= ITERATIONS // 3 and moved[1] == 0, moved
+    return outcomes
+
+
+def largest_difference(moving: list[Trained], fixed: list[Trained]) -> float:
+    """Of weights, main parameters and moments, relative to each tensor's largest value."""
+    left, right = assembled(moving), assembled(fixed)
+    assert left.keys() == right.keys()
+    return max(float((left[key] - right[key]).abs().max() / right[key].abs().max()) for key in left)
+
+
+def fields_of(outcomes: list[Trained]) -> int:
+    return len({key[1] for outcome in outcomes for key, *_ in outcome.pieces})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_the_same(ranks, profiles, layout: str) -> None:
+    moving, fixed = both(ranks, LAYOUTS[layout], profiles)
+    assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
+    assert fields_of(moving) == (2 if "TP2" in layout else 4) * (2 if "sgd" in layout else 3)
+    assert largest_difference(moving, fixed) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", HALF)
+def test_main_parameters_move_with_half_precision(ranks, profiles, layout: str) -> None:
+    moving, fixed = both(ranks, HALF[layout], profiles)
+    assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
+    assert fields_of(moving) == 4 * 4, "weights, main parameters and two moments of two matrices and two biases"
+    assert largest_difference(moving, fixed) <= TOLERANCE
+
+
+def test_state_is_really_elsewhere_and_moved_in_memory(ranks, profiles) -> None:
+    size = 4
+    outcomes = ranks(4).run(train, wandering(size, profiles), ITERATIONS)
+    holders = {key: rank for rank, outcome in enumerate(outcomes) for key, *_ in outcome.pieces}
+    moved = {key for key, rank in holders.items() if rank != key[2] // (8 // size)}
+    # Of an expert that moved, everything did
+    experts = {(layer, expert) for layer, _, expert in moved}
+    assert experts and moved == {(layer, part, expert) for layer, expert in experts for part in range(12)}
+    one = outcomes[0].homes[1][0]
+    per_expert = sum(
+        values.nbytes for (layer, _, expert), _, values in outcomes[0].pieces if (layer, expert) == (1, one)
+    )
+    assert outcomes[0].bytes == sum(outcomes[0].moved) * per_expert == sum(outcome.sent for outcome in outcomes)
+    assert not any(outcome.written for outcome in outcomes)
+
+
+def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float], list[str]]:
+    """In its first Transfers, rank 1 has no room."""
+    captured = Captured()
+    logger = logging.getLogger("megatron_balance.timeline.layer_state")
+    logger.addHandler(captured)
+    run, failures = runs.build(flags), [MemoryError("no room for it")] * 3
+    for state in run.balancer.layers.values():
+        fields = state.fields
+
+        def failing(fields: Any = fields) -> Any:
+            if failures and dist.get_rank() == 1:
+                raise failures.pop()
+            return fields()
+
+        state.fields = failing
+    reports = [train_step(run) for _ in range(iterations)]
+    logger.removeHandler(captured)
+    moved = [sum(layer.experts_moved for layer in report.balance.values()) for report in reports]
+    for number, state in run.balancer.layers.items():
+        assert state.slots.home_experts == state.placement.experts_of(run.groups.ep.rank()), number
+    return runs.curve_of(reports), moved, captured.lines
+
+
+def test_what_fails_on_one_rank_leaves_all_where_they_are(ranks, profiles) -> None:
+    outcomes = ranks(4).run(train_with_failures, wandering(4, profiles), ITERATIONS)
+    curve, moved, said = outcomes[0]
+    assert any(moved), moved
+    assert said and {line.partition(";")[0] for line in said} <= {
+        f"layer {layer}: experts could not change owners: on rank 1: MemoryError: no room for it" for layer in (1, 2)
+    }
+    assert all(other == (curve, moved, []) for other in outcomes[1:])
+    fixed = ranks(4).run(runs.train_curve, wandering(4, profiles, "fixed"), ITERATIONS)[0]
+    assert deviation(curve, fixed) <= TOLERANCE
+
+
+def test_a_lost_moment_is_noticed(ranks, profiles) -> None:
+    moving = ranks(4).run(train, wandering(4, profiles), ITERATIONS, forget_moments)[0]
+    fixed = ranks(4).run(runs.train_curve, wandering(4, profiles, "fixed"), ITERATIONS)[0]
+    assert deviation(moving.curve, fixed) > 10 * TOLERANCE
+
+
+def forget_moments(run: Run) -> None:
+    """A mistake: only parameters move."""
+    for state in run.balancer.layers.values():
+        state.fields = lambda fields=state.fields: fields()[::3]
+
+
+def test_a_run_saved_after_a_move_goes_on_bitwise(ranks, profiles, tmp_path) -> None:
+    for name, flags in (("EP4", wandering(4, profiles)), ("EP2xDP2", f"{wandering(2, profiles)} {DISTRIBUTED}")):
+        assert ranks(4).run(checkpoints.straight_against_resumed, flags, str(tmp_path / name), 8) == [[]] * 4
+
+
+def test_another_layout_finds_every_expert(ranks, profiles, tmp_path) -> None:
+    """Saved while owners are elsewhere, loaded without balancing on other ranks: the same tensors by logical expert."""
+    there, here = str(tmp_path / "there"), str(tmp_path / "here")
+    ranks(4).run(checkpoints.losses_of, wandering(4, profiles), None, there, 5)
+    # As many samples, hence the same learning rates
+    plain = "--expert-model-parallel-size 2 --global-batch-size 8"
+    ranks(2).run(checkpoints.losses_of, plain, there, str(tmp_path / "on"), 1, here)
+    count, unequal = ranks(1).run(checkpoints.unequal_tensors, there, here)[0]
+    assert count and unequal == []

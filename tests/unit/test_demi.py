@@ -1,0 +1,287 @@
+"""DEMI's programs and search: bounds from both sides, cases solved by hand, placements that keep within rooms."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.placement.demi.listing import Pace, finishes, list_schedule
+from megatron_balance.placement.demi.problem import Problem
+from megatron_balance.placement.demi.program import relax
+from megatron_balance.placement.demi.schedule import check
+from megatron_balance.placement.demi.search import (
+    AGGREGATED,
+    FULL,
+    best_pace,
+    draw,
+    neighbours,
+    relax_by_size,
+    repair,
+    round_shares,
+    solve,
+    times,
+)
+from tests.unit.demi_problems import even_problem, problems
+from tests.unit.tools_loader import load_bench
+
+
+def one_group(problem: Problem) -> np.ndarray:
+    return np.zeros(problem.num_experts, dtype=np.int64)
+
+
+def placements_of(problem: Problem) -> np.ndarray:
+    """[B, E]: all that keep within all rooms."""
+    workers = range(problem.num_workers)
+    hosts_BE = np.array(list(itertools.product(workers, repeat=problem.num_experts)))
+    return hosts_BE[problem.fits(hosts_BE)]
+
+
+@pytest.mark.parametrize("aggregated", [False, True])
+@pytest.mark.parametrize(
+    ("problem", "objective"),
+    [
+        # Local tokens at once; others' are sent, computed and sent back in a slot each
+        (even_problem([[0.5], [0.25]], [0], guests=0), 0.5 * 1 + 0.25 * (1 + 2 + 4)),
+        # Half a token per slot is computed: others' first, whose way back would get dearer
+        (even_problem([[0.5], [0.5]], [0], guests=0, compute_D=[0.5, 1], slots=4), 0.5 * 1 + 0.5 * (1 + 2 + 4)),
+        # A quarter of a token per slot is computed, and sent back a slot later
+        (even_problem([[0], [0.5]], [0], guests=0, compute_D=[0.25, 1]), 0.5 * 1 + 0.25 * (2 + 4) + 0.25 * (4 + 8)),
+        # The way back is slow
+        (
+            even_problem([[0], [0.5]], [0], guests=0, link_DD=[[1, 0.25], [1, 1]], slots=4),
+            0.5 * 1 + 0.5 * 2 + 0.25 * (4 + 8),
+        ),
+        # The link takes half of the tokens per slot
+        (even_problem([[0], [0.5]], [0], guests=0, link_DD=np.full((2, 2), 0.25), slots=4), 0.25 * (7 + 14)),
+        # No room at the owner: the expert migrates, and its tokens wait for it
+        (even_problem([[0], [1]], [0], token_room_D=[0, 1]), 1 * 1 + 1 * 2),
+        (even_problem([[0], [1]], [0], token_room_D=[0, 1], weights="linear"), 1 * 1 + 1 * 2),
+        # Half of it has arrived after the first slot, and with it half of the tokens may be computed
+        (
+            even_problem([[0], [1]], [0], token_room_D=[0, 1], link_DD=np.full((2, 2), 0.5)),
+            0.5 * (1 + 2) + 0.5 * (2 + 4),
+        ),
+        # Cheaper where its tokens are: 1 to move it and 4 to wait, against 7 each
+        (even_problem([[0], [2]], [0], link_DD=np.full((2, 2), 2.0), compute_D=[2, 2]), 1 + 2 * 2),
+    ],
+)
+def test_the_program_on_cases_solved_by_hand(problem: Problem, objective: float, aggregated: bool) -> None:
+    relaxed = relax(problem, one_group(problem) if aggregated else np.arange(problem.num_experts))
+    assert relaxed is not None
+    assert relaxed.objective == pytest.approx(objective)
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(most_workers=3, most_experts=4))
+def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
+    full, aggregated = relax(problem, np.arange(problem.num_experts)), relax(problem, one_group(problem))
+    hosts_BE = placements_of(problem)
+    schedules = [list_schedule(problem, hosts_E, Pace.eager(problem)) for hosts_E in hosts_BE]
+    costs = [
+        np.sum(np.array(schedule.amounts) @ problem.weight_T[: schedule.makespan])
+        for schedule in schedules
+        if 0 < schedule.makespan <= problem.slots
+    ]
+    if full is None:
+        assert not costs
+        return
+    assert aggregated is not None
+    slack = 1e-6 * max(1.0, full.objective)
+    assert aggregated.objective <= full.objective + slack
+    assert full.objective <= min(costs, default=math.inf) + slack
+    for share_ED in (full.share_ED, aggregated.share_ED):
+        assert share_ED.min() >= 0
+        np.testing.assert_allclose(share_ED.sum(1), 1)
+        foreign_ED = problem.owner_E[:, None] != np.arange(problem.num_workers)
+        assert ((share_ED * foreign_ED).sum(0) <= problem.most_guests + 1e-6).all()
+        assert (problem.load_E @ share_ED <= problem.token_room_D * (1 + 1e-6) + 1e-6).all()
+        assert (problem.size_E @ share_ED <= problem.expert_room_D * (1 + 1e-6) + 1e-6).all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems(most_workers=3, most_experts=4))
+def test_without_migrations_both_forms_are_the_same(problem: Problem) -> None:
+    problem = dataclasses.replace(problem, guests=0)
+    full, aggregated = relax(problem, np.arange(problem.num_experts)), relax(problem, one_group(problem))
+    assert (full is None) == (aggregated is None)
+    assert full is None or aggregated is None or full.objective == pytest.approx(aggregated.objective, abs=1e-6)
+
+
+def test_the_form_of_the_program_depends_on_the_size() -> None:
+    generator = np.random.default_rng(0)
+    for (workers, experts), solved in {
+        (2, 4): "full",
+        (4, 16): "aggregated",
+        (4, 64): "aggregated",
+        (16, 64): "",
+    }.items():
+        tokens = generator.uniform(0, 1, (workers, experts))
+        tokens[:, 0] += 4
+        owners = np.repeat(range(workers), experts // workers).tolist()
+        capacities = {"link_DD": np.full((workers, workers), 100.0), "compute_D": np.full(workers, 100.0)}
+        problem = even_problem(tokens.tolist(), owners, slots=5, **capacities)
+        assert (5 * experts * workers**2 <= FULL) == (solved == "full")
+        assert (5 * workers * (experts + 3 * workers) <= AGGREGATED) == bool(solved)
+        expected = {"full": np.arange(experts), "aggregated": np.zeros(experts, dtype=int)}.get(solved)
+        relaxed, wanted = relax_by_size(problem), None if expected is None else relax(problem, expected)
+        assert (relaxed is None) == (wanted is None)
+        assert relaxed is None or wanted is None or (relaxed.pace.dispatch_EDD == wanted.pace.dispatch_EDD).all()
+
+
+def test_draws_follow_the_shares() -> None:
+    share_ED = np.array([[0.5, 0.5, 0], [0, 0.2, 0.8], [1, 0, 0]])
+    hosts_BE = draw(share_ED, 2000, seed=3)
+    assert (hosts_BE == draw(share_ED, 2000, seed=3)).all() and (hosts_BE != draw(share_ED, 2000, seed=4)).any()
+    drawn_ED = np.stack([np.bincount(column, minlength=3) / 2000 for column in hosts_BE.T])
+    np.testing.assert_allclose(drawn_ED, share_ED, atol=0.04)
+    assert (drawn_ED[share_ED == 0] == 0).all()
+
+
+def test_experts_without_tokens_are_not_drawn() -> None:
+    problem = even_problem([[1, 0], [1, 0]], [0, 0])
+    hosts_BE = round_shares(problem, np.array([[0.1, 0.9], [0.1, 0.9]]))
+    assert hosts_BE[0].tolist() == [1, 0]
+    assert (hosts_BE[:, 1] == 0).all() and (hosts_BE[1:, 0] == 1).any()
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_repair_makes_placements_fit(problem: Problem, seed: int) -> None:
+    hosts_E = np.random.default_rng(seed).integers(0, problem.num_workers, problem.num_experts)
+    repaired = repair(problem, hosts_E)
+    if problem.fits(hosts_E[None])[0]:
+        assert repaired is not None and (repaired == hosts_E).all()
+    elif repaired is not None:
+        assert problem.fits(repaired[None])[0]
+    else:
+        assert problem.num_workers > 1
+
+
+def test_repair_moves_the_lightest_expert_to_the_least_loaded_worker() -> None:
+    tokens = [[5, 3, 1, 2]] * 3
+    problem = even_problem(tokens, [0, 0, 1, 2], token_room_D=[20, 33, 33])
+    repaired = repair(problem, problem.owner_E)
+    assert repaired is not None and repaired.tolist() == [0, 1, 1, 2]
+    crowded = even_problem(tokens, [0, 0, 1, 2], token_room_D=[20, 3, 6])
+    assert repair(crowded, crowded.owner_E) is None
+    foreign = even_problem(tokens, [0, 0, 1, 2], guests=1)
+    repaired = repair(foreign, np.array([1, 1, 1, 2]))
+    assert repaired is not None and repaired.tolist() == [1, 0, 1, 2]
+    with pytest.raises(ValueError, match="no placement was found"):
+        solve(crowded, None)
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.booleans())
+def test_solutions_fit_and_are_no_longer_than_the_owners(problem: Problem, with_program: bool) -> None:
+    relaxed = relax_by_size(problem) if with_program else None
+    found, again = solve(problem, relaxed), solve(problem, relaxed)
+    assert (found.hosts_BE == again.hosts_BE).all() and (found.finish_B == again.finish_B).all()
+    assert problem.fits(found.hosts_BE).all()
+    assert len(np.unique(found.hosts_BE, axis=0)) == len(found.hosts_BE)
+    assert (np.diff(found.finish_B) >= 0).all()
+    assert found.finish_B[0] <= best_pace(problem, problem.owner_E[None], relaxed)[1][0] * (1 + 1e-9)
+    schedule = list_schedule(problem, found.hosts_BE[0], found.pace)
+    assert schedule.makespan == math.ceil(found.finish_B[0]) and check(problem, schedule) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_busy_times_are_bounds_and_the_same_from_anywhere(problem: Problem, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    hosts_BE = generator.integers(0, problem.num_workers, (3, problem.num_experts))
+    near = times(problem, hosts_BE, hosts_BE[0])
+    for part, other in zip(near, times(problem, hosts_BE, problem.owner_E), strict=True):
+        np.testing.assert_allclose(part, other, atol=1e-9)
+    finish_B = finishes(problem, hosts_BE, Pace.eager(problem))
+    for part in near:
+        assert (part.reshape(3, -1).max(1) <= finish_B * (1 + 1e-9) + 1e-9).all()
+
+
+def test_busy_times_of_a_migration() -> None:
+    problem = even_problem([[1, 2], [3, 4]], [0, 1], size_E=[5, 6], link_DD=[[1, 2], [4, 1]], compute_D=[1, 2])
+    busy = times(problem, np.array([[1, 1]]), problem.owner_E)
+    # Expert 0 and both of its tokens' sources: worker 1 computes everything
+    assert busy.link_BDD[0].tolist() == [[0, (1 + 2 + 5) / 2], [(1 + 2) / 4, 0]]
+    assert busy.compute_BD[0].tolist() == [0, 5]
+    assert busy.expert_BE[0].tolist() == [5 / 2 + 4 / 2, 0]
+
+
+@pytest.mark.parametrize("size", [(3, 9), (16, 64)])
+def test_neighbours_differ_by_a_move_or_an_exchange(size: tuple[int, int]) -> None:
+    workers, experts = size
+    tokens = np.random.default_rng(0).lognormal(0, 1, size).tolist()
+    problem = even_problem(tokens, np.repeat(range(workers), experts // workers).tolist(), guests=2)
+    around_BE = neighbours(problem, problem.owner_E)
+    changed_BE = around_BE != problem.owner_E
+    assert set(changed_BE.sum(1)) == {1, 2}
+    for hosts_E, changed_E in zip(around_BE, changed_BE, strict=True):
+        if changed_E.sum() == 2:
+            assert sorted(hosts_E[changed_E]) == sorted(problem.owner_E[changed_E])
+    assert problem.fits(around_BE).all()
+
+
+def test_solutions_are_close_to_the_least_makespan() -> None:
+    bench = load_bench("demi")
+    ratios = []
+    for seed in range(1000, 1025):
+        problem = bench.instance(seed)
+        found = solve(problem, relax_by_size(problem))
+        optimum = bench.least_makespan(problem, math.ceil(found.finish_B[0]))
+        assert optimum is not None
+        ratios.append(math.ceil(found.finish_B[0]) / optimum)
+    assert max(ratios) <= 1.5 and np.mean(ratios) <= 1.05
+
+
+@settings(deadline=None, max_examples=25)
+@given(problems(most_workers=2, most_experts=3))
+def test_the_exact_program_against_all_placements(problem: Problem) -> None:
+    assume(problem.load_E.sum() > 0)
+    bench = load_bench("demi")
+    hosts_BE = placements_of(problem)
+    makespan = math.ceil(finishes(problem, hosts_BE, Pace.eager(problem)).min())
+    assume(makespan <= 12)
+    optimum = bench.least_makespan(problem, makespan)
+    busy = times(problem, hosts_BE, problem.owner_E)
+    least = np.maximum.reduce([part.reshape(len(hosts_BE), -1).max(1) for part in busy]).min()
+    assert optimum is not None and math.ceil(least - 1e-6) <= optimum <= makespan
+
+
+@pytest.mark.parametrize(
+    ("problem", "slots"),
+    [
+        (even_problem([[1], [0]], [0]), 1),
+        (even_problem([[1], [1]], [0]), 3),
+        (even_problem([[3], [3]], [0]), 6),
+        # It migrates whole before any token is computed, however early half of it is there
+        (even_problem([[0], [1]], [0], token_room_D=[0, 1], link_DD=np.full((2, 2), 0.5)), 3),
+        (even_problem([[0], [3]], [0], link_DD=np.full((2, 2), 3.0), compute_D=[3, 3]), 2),
+    ],
+)
+def test_the_exact_program_on_cases_solved_by_hand(problem: Problem, slots: int) -> None:
+    least_makespan = load_bench("demi").least_makespan
+    assert least_makespan(problem, slots) == least_makespan(problem, slots + 2) == slots
+    assert slots == 1 or least_makespan(problem, slots - 1) is None
+
+
+def test_faster_workers_and_links_and_smaller_experts_are_preferred() -> None:
+    # Worker 0 owns two heavy experts and may keep one of them
+    tokens = [[4, 4, 0, 0], [4, 4, 0, 0], [4, 4, 0, 0]]
+
+    def lent(**changes: object) -> list[int]:
+        problem = even_problem(tokens, [0, 0, 1, 2], slots=8, **{"link_DD": np.full((3, 3), 4.0)} | changes)
+        return solve(problem, relax_by_size(problem)).hosts_BE[0][:2].tolist()
+
+    slow = np.full((3, 3), 4.0)
+    slow[0, 1] = slow[1, 0] = 0.5
+    assert sorted(lent(compute_D=[2, 1, 3])) == [0, 2]
+    assert sorted(lent(compute_D=[2, 3, 1])) == [0, 1]
+    assert sorted(lent(compute_D=[2, 2, 2], link_DD=slow)) == [0, 2]
+    for large in (0, 1):
+        sizes = np.where(np.arange(4) == large, 30, 1)
+        hosts = lent(compute_D=[2, 2, 2], size_E=sizes, expert_room_D=[40, 40, 40])
+        assert hosts[large] == 0 and hosts[1 - large] in (1, 2)

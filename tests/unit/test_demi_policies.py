@@ -1,0 +1,245 @@
+"""The policies demi and demi_s1 to demi_s3: one host per expert, what they minimise, and when they do nothing."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.observe.workloads import WORKLOADS, load_matrix
+from megatron_balance.placement.cost_model import CostModel, Overlap, owners
+from megatron_balance.placement.demi import search
+from megatron_balance.placement.demi.schedule import Task, check
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import POLICIES, demi_baselines, load_policy
+from megatron_balance.placement.policies import demi as demi_module
+from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.placement.policies.demi_baselines import assign
+from megatron_balance.placement.policies.interface import lend
+from megatron_balance.profile.cluster_profile import Fit, builtin
+
+LENDING = [name for name in POLICIES if name.startswith("demi")]
+
+
+def cost_model(num_ranks: int, param_bytes: float = 8e6, **options: object) -> CostModel:
+    return CostModel(builtin(num_ranks, 4, 1024, 2048), 2048, param_bytes, param_bytes, **options)
+
+
+def lognormal(num_ranks: int, num_experts: int, seed: int) -> np.ndarray:
+    return (np.random.default_rng(seed).lognormal(0, 1.5, (num_ranks, num_experts)) * 300).astype(np.int64)
+
+
+def hosts_of(placement: Placement) -> np.ndarray:
+    return np.array([rank for (rank,) in placement.hosts])
+
+
+def all_hosts(current: Placement) -> np.ndarray:
+    """[B, E]: every choice of one host per expert within the guest slots."""
+    owner_E, ranks = owners(current), range(current.num_ranks)
+    hosts_BE = np.array(list(itertools.product(ranks, repeat=current.num_experts)))
+    taken_BD = ((hosts_BE != owner_E)[..., None] & (hosts_BE[..., None] == np.arange(current.num_ranks))).sum(1)
+    return hosts_BE[(taken_BD <= current.guest_slots).all(1)]
+
+
+@pytest.mark.parametrize("name", LENDING)
+@pytest.mark.parametrize("workload", ["hot_experts", "ragged_sources", "zero_load"])
+@pytest.mark.parametrize("size", [(4, 16, 1), (8, 16, 2), (16, 64, 2)])
+def test_every_expert_has_one_host(name: str, workload: str, size: tuple[int, int, int]) -> None:
+    num_ranks, num_experts, slots = size
+    counts_DE = load_matrix(workload, num_ranks, num_experts, 2, 1024, 1, 0)
+    planned = load_policy(name).plan(
+        counts_DE, Placement.identity(num_experts, num_ranks, slots), cost_model(num_ranks)
+    )
+    assert {len(ranks) for ranks in planned.hosts} == {1}
+    assert planned.primary == tuple(rank for (rank,) in planned.hosts)
+
+
+@pytest.mark.parametrize("size", [(4, 16), (4, 64), (16, 64)])
+def test_demi_evens_out_a_hot_rank(size: tuple[int, int]) -> None:
+    num_ranks, num_experts = size
+    cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, 2)
+    counts_DE = load_matrix("hot_rank", num_ranks, num_experts, 2, 4096, 0, 0)
+    planned = Demi().plan(counts_DE, current, cost)
+    before_D, after_D = (cost.traffic(counts_DE, each).sum(0) for each in (current, planned))
+    assert planned.added_hosts and after_D.max() < before_D.max()
+    assert cost.layer_seconds(counts_DE, planned) < 0.75 * cost.layer_seconds(counts_DE, current)
+
+
+def test_nothing_is_solved_where_nothing_can_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(*_: object) -> None:
+        raise AssertionError("solved")
+
+    monkeypatch.setattr(demi_module, "solve", solve)
+    for workload, param_bytes in (("balanced", 8e6), ("hot_rank", 1e12)):
+        counts_DE = load_matrix(workload, 4, 16, 2, 4096, 0, 0)
+        assert Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost_model(4, param_bytes)).is_identity
+    hot = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
+    assert Demi().plan(hot, Placement.identity(16, 4, 0), cost_model(4)).is_identity
+    assert Demi().plan(hot[:1], Placement.identity(16, 1, 2), cost_model(1)).is_identity
+    with pytest.raises(AssertionError, match="solved"):
+        Demi().plan(hot, Placement.identity(16, 4, 2), cost_model(4))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([(2, 4), (4, 8), (6, 12)]),
+    st.integers(0, 2**32 - 1),
+    st.integers(3, 8),
+    st.sampled_from([None, Overlap(1e-4, 2e-4)]),
+    st.booleans(),
+)
+def test_the_owners_solve_every_problem(
+    size: tuple[int, int], seed: int, slots: int, overlap: Overlap | None, unequal: bool
+) -> None:
+    num_ranks, num_experts = size
+    current, policy = Placement.identity(num_experts, num_ranks, 2), Demi(slots)
+    if unequal:
+        capacities = tuple(np.random.default_rng(seed).uniform(0.1, 4, num_ranks).tolist())
+        policy = Demi(slots, "linear", capacities)
+    counts_DE = lognormal(num_ranks, num_experts, seed)
+    problem = policy.problem(counts_DE, current, cost_model(num_ranks, overlap=overlap))
+    assert problem.fits(problem.owner_E[None]).all()
+    busy = search.times(problem, problem.owner_E[None], problem.owner_E)
+    assert max(part.max() for part in busy) == pytest.approx(slots - 2)
+    assert search.relax_by_size(problem) is not None
+    cost = cost_model(num_ranks, overlap=overlap)
+    planned = policy.plan(counts_DE, current, cost)
+    assert policy.seconds(counts_DE, planned, cost) <= policy.seconds(counts_DE, current, cost)
+
+
+def test_no_floor_exceeds_what_a_lend_costs() -> None:
+    current, cost = Placement.identity(4, 2, 2), cost_model(2, 1e5)
+    for seed in range(10):
+        counts_DE = lognormal(2, 4, seed)
+        policy = Demi(capacities=(1.0, 2.0)) if seed % 2 else Demi()
+        floor = policy._least_seconds(counts_DE, current, cost)
+        for hosts_E in all_hosts(current):
+            planned = lend(current, hosts_E)
+            assert planned.is_identity or policy.seconds(counts_DE, planned, cost) >= floor * (1 - 1e-9)
+
+
+def test_experts_without_tokens_stay_at_home() -> None:
+    # Sending weights is hidden altogether, so nothing but their uselessness keeps experts from being lent
+    cost, counts_DE = cost_model(4, overlap=Overlap(1.0, 1.0)), load_matrix("zero_load", 4, 16, 2, 4096, 0, 0)
+    planned = Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost)
+    assert planned.added_hosts
+    idle = np.flatnonzero(counts_DE.sum(0) == 0).tolist()
+    assert idle and all(planned.hosts[expert] == (planned.owner(expert),) for expert in idle)
+
+
+def test_a_free_network_makes_no_trouble() -> None:
+    cost = cost_model(4)
+    free = {kind: {group: Fit(0.0, 0.0, 0.0, 0.0) for group in groups} for kind, groups in cost.profile.links.items()}
+    cost = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, links=free))
+    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
+    planned = Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost)
+    assert cost.layer_seconds(counts_DE, planned) < cost.layer_seconds(counts_DE, Placement.identity(16, 4, 2))
+
+
+def test_capacities_give_fast_ranks_more() -> None:
+    counts_DE, cost = np.full((4, 16), 4000), cost_model(4, 1e5)
+    current = Placement.identity(16, 4, 3)
+    assert Demi().plan(counts_DE, current, cost).is_identity
+    policy = Demi(capacities=(1.0, 1.0, 3.0, 1.0))
+    computed_D = cost.traffic(counts_DE, policy.plan(counts_DE, current, cost)).sum(0)
+    assert computed_D.argmax() == 2 and computed_D[2] > counts_DE.sum() / 4
+    with pytest.raises(ValueError, match=r"^--balance-capacities 1.0 2.0: give one number .* rank, 4$"):
+        Demi(capacities=(1.0, 2.0)).plan(counts_DE, current, cost)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 2}, "--balance-demi-slots 2: give 3 to 20"),
+        ({"slots": 21}, "--balance-demi-slots 21: give 3 to 20"),
+        ({"weights": "square"}, "--balance-demi-weights square: choose from pow2, linear"),
+        ({"capacities": (1.0, 0.0)}, "--balance-capacities 1.0 0.0: give numbers above 0"),
+        ({"capacities": (float("nan"),)}, "--balance-capacities nan: give numbers above 0"),
+        ({"capacities": (float("inf"), 1.0)}, "--balance-capacities inf 1.0: give numbers above 0"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        load_policy("demi", **options)
+
+
+def test_the_schedule_of_a_plan() -> None:
+    cost, current = cost_model(4), Placement.identity(16, 4, 2)
+    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
+    planned = Demi().plan(counts_DE, current, cost)
+    schedule = Demi().schedule(counts_DE, planned, cost)
+    assert schedule.hosts == tuple(hosts_of(planned)) and schedule == Demi().schedule(counts_DE, planned, cost)
+    assert check(Demi().problem(counts_DE, current, cost), schedule) == []
+    lent = {(expert, planned.owner(expert), rank) for expert, (rank,) in enumerate(planned.hosts)}
+    moved = {(expert, source, target) for expert, task, source, target in schedule.transfers if task is Task.TRANS}
+    assert moved == {(expert, owner, rank) for expert, owner, rank in lent if owner != rank} and moved
+    assert Demi().schedule(np.zeros_like(counts_DE), current, cost).makespan == 0
+    copied = current.with_hosts([(0, 1)])
+    with pytest.raises(ValueError, match="one host for each expert"):
+        Demi().schedule(counts_DE, copied, cost)
+
+
+@pytest.mark.parametrize("name", LENDING)
+def test_guests_that_stay_keep_their_slots(name: str) -> None:
+    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
+    first = load_policy(name).plan(counts_DE, Placement.identity(16, 4, 2), cost_model(4))
+    assert load_policy(name).plan(counts_DE, first, cost_model(4)) == first
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("slots", [1, 2])
+def test_baselines_are_optimal_on_small_sizes(seed: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    current, cost = Placement.identity(6, 3, slots), cost_model(3, 4e5)
+    counts_DE = lognormal(3, 6, seed)
+    hosts_BE, owner_E, experts = all_hosts(current), owners(current), np.arange(6)
+    sent_B = counts_DE.sum() - counts_DE[hosts_BE, experts].sum(1)
+    traffic_B = sent_B * cost.token_bytes + (hosts_BE != owner_E).sum(1) * cost.param_bytes
+    load_B = np.array([np.bincount(hosts, weights=counts_DE.sum(0), minlength=3).max() for hosts in hosts_BE])
+    objectives = {"demi_s1": sent_B, "demi_s2": traffic_B, "demi_s3": traffic_B + load_B * cost.token_bytes}
+    for name, objective_B in objectives.items():
+        hosts_E = hosts_of(load_policy(name).plan(counts_DE, current, cost))
+        (index,) = (hosts_BE == hosts_E).all(1).nonzero()[0]
+        assert objective_B[index] == pytest.approx(objective_B.min())
+    monkeypatch.setattr(demi_baselines, "EXACT", 0)
+    near, s2 = (hosts_of(load_policy(name).plan(counts_DE, current, cost)) for name in ("demi_s3", "demi_s2"))
+    greedy, start = (objective_B[(hosts_BE == hosts_E).all(1)][0] for hosts_E in (near, s2))
+    assert greedy <= min(start, 1.1 * objective_B.min())
+
+
+def test_s1_is_the_rank_with_most_tokens_where_there_is_room() -> None:
+    counts_DE = lognormal(4, 8, 0)
+    planned = load_policy("demi_s1").plan(counts_DE, Placement.identity(8, 4, 6), cost_model(4))
+    assert (hosts_of(planned) == counts_DE.argmax(0)).all()
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_s3_on_large_sizes_is_no_worse_than_s2(workload: str) -> None:
+    cost, current = cost_model(16, 1e5), Placement.identity(64, 16, 2)
+    counts_DE = load_matrix(workload, 16, 64, 2, 4096, 0, 9)
+    loads = []
+    for name in ("demi_s2", "demi_s3"):
+        placement = load_policy(name).plan(counts_DE, current, cost)
+        traffic_DD = cost.traffic(counts_DE, placement)
+        sent = (traffic_DD.sum() - traffic_DD.trace()) * cost.token_bytes
+        loads.append(sent + placement.added_hosts * cost.param_bytes + traffic_DD.sum(0).max() * cost.token_bytes)
+    assert loads[1] <= loads[0] * (1 + 1e-9)
+    assert loads[1] < loads[0] or workload != "hot_rank"
+
+
+@pytest.mark.parametrize("exact", [0, demi_baselines.EXACT])
+def test_s3_counts_the_most_loaded_rank_after_a_move(exact: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks 0 and 1 compute 3000 and 2970 tokens: unloading one of them alone saves 30, and costs what 300 tokens do
+    monkeypatch.setattr(demi_baselines, "EXACT", exact)
+    counts_DE = np.array([[500, 500, 495, 495, 0, 0]] * 3)
+    current = Placement.identity(6, 3, 2)
+    dear, cheap = cost_model(3, 300 * 2048), cost_model(3, 20 * 2048)
+    assert load_policy("demi_s3").plan(counts_DE, current, dear).is_identity
+    assert not load_policy("demi_s3").plan(counts_DE, current, cheap).is_identity
+
+
+def test_assignments_leave_at_home_what_gains_nothing() -> None:
+    saved_ED = np.array([[0, 3, 1], [2, 0, 2], [0, 0, 0], [-1, 5, 0]], dtype=float)
+    assert assign(saved_ED, np.array([0, 1, 2, 2]), 1).tolist() == [2, 0, 2, 1]
+    assert assign(saved_ED, np.array([0, 1, 2, 2]), 0).tolist() == [0, 1, 2, 2]
