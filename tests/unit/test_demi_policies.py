@@ -67,6 +67,22 @@ def test_demi_evens_out_a_hot_rank(size: tuple[int, int]) -> None:
     assert cost.layer_seconds(counts_DE, planned) < 0.75 * cost.layer_seconds(counts_DE, current)
 
 
+def test_experts_stay_where_they_are_nearly_as_well_off() -> None:
+    cost, current = cost_model(4), Placement.identity(16, 4, 2)
+    planned = []
+    for seed in range(8):
+        # The same experts are hot, and no two loads are alike
+        counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, seed)
+        assert Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost) not in planned
+        current = Demi().plan(counts_DE, current, cost)
+        planned.append(current)
+    assert planned == [planned[0]] * 8 and planned[0].added_hosts
+    # Elsewhere is better by far
+    away = Placement.identity(16, 4, 2).rehost([(3,), *planned[0].hosts[1:]])
+    assert Demi().plan(counts_DE, away, cost) != away
+    assert Demi().plan(load_matrix("balanced", 4, 16, 2, 4096, 0, 0), current, cost).is_identity
+
+
 def test_nothing_is_solved_where_nothing_can_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     def solve(*_: object) -> None:
         raise AssertionError("solved")

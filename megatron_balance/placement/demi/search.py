@@ -26,8 +26,8 @@ AGGREGATED = 4000
 POWER = 4
 """Of the soft maximum."""
 
-STARTS = 3
-"""Placements that are improved by their schedules."""
+STARTS = 1
+"""Placements that are improved by their schedules, the best ones."""
 
 TRIED = 8
 """Neighbours that are timed by their schedules before a placement counts as the best around."""

@@ -23,11 +23,16 @@ MOST_SLOTS = 20
 LEAST_SECONDS = 1e-15
 """Per byte, that no link or rank undercuts: a line through noisy times may come out flat."""
 
-CONFIRMED = 32
+CONFIRMED = 16
 """Placements that the cost model times, those with the shortest schedules first."""
 
 MIN_GAIN = 0.001
 """Share of the layer's time that lending has to save: the model does not see all that it costs."""
+
+
+MOVE_GAIN = 0.05
+"""Share of the layer's time that lending to other ranks than at present has to save. Hot experts are much alike and so
+are the ranks that they could go to, and loads change a little in every iteration; lends that stay become Transfers."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Demi:
 
     The linear program and the search want a short schedule of mini-tasks, in which computation and transfers of one
     layer overlap. What is executed overlaps less, so of the placements with the shortest schedules the fastest by the
-    cost model is taken, and the owners' if none of them is faster.
+    cost model is taken, and the owners' if none of them is faster; the present one if it is nearly as fast.
     """
 
     slots: int = 5
@@ -76,6 +81,9 @@ class Demi:
             planned = lend(current, hosts_E)
             if (seconds := self.seconds(counts_DE, planned, cost)) < limit:
                 best, limit = planned, seconds
+        one_each = max(map(len, current.hosts)) == 1
+        if one_each and self.seconds(counts_DE, current, cost) * (1 - MOVE_GAIN) < limit:
+            return current
         return best
 
     def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> Schedule:
