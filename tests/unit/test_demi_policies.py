@@ -83,6 +83,20 @@ def test_experts_stay_where_they_are_nearly_as_well_off() -> None:
     assert Demi().plan(load_matrix("balanced", 4, 16, 2, 4096, 0, 0), current, cost).is_identity
 
 
+def test_lends_that_are_slower_than_owners_end() -> None:
+    cost, owned = cost_model(3, 3e6), Placement.identity(6, 3, 2)
+    looked = 0
+    for seed in range(8):
+        counts_DE = lognormal(3, 6, seed)
+        limit = cost.layer_seconds(counts_DE, owned)
+        for hosts_E in all_hosts(owned)[::4]:
+            current = lend(owned, hosts_E)
+            if limit < cost.layer_seconds(counts_DE, current) < 1.05 * limit:
+                looked += 1
+                assert cost.layer_seconds(counts_DE, Demi().plan(counts_DE, current, cost)) <= limit
+    assert looked >= 10
+
+
 def test_nothing_is_solved_where_nothing_can_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     def solve(*_: object) -> None:
         raise AssertionError("solved")

@@ -73,18 +73,18 @@ class Demi:
             ValueError: capacities of another number of ranks.
         """
         best = current if current.is_identity else owners_host(current)
-        seconds = self.seconds(counts_DE, best, cost)
-        if self._least_seconds(counts_DE, current, cost) >= seconds * (1 - MIN_GAIN):
+        limit = most = self.seconds(counts_DE, best, cost) * (1 - MIN_GAIN)
+        if self._least_seconds(counts_DE, current, cost) >= most:
             return best
-        problem, limit = self.problem(counts_DE, current, cost), seconds * (1 - MIN_GAIN)
+        problem = self.problem(counts_DE, current, cost)
         for hosts_E in solve(problem, relax_by_size(problem)).hosts_BE[:CONFIRMED]:
             planned = lend(current, hosts_E)
             if (seconds := self.seconds(counts_DE, planned, cost)) < limit:
                 best, limit = planned, seconds
-        one_each = max(map(len, current.hosts)) == 1
-        if one_each and self.seconds(counts_DE, current, cost) * (1 - MOVE_GAIN) < limit:
-            return current
-        return best
+        if max(map(len, current.hosts)) > 1:
+            return best
+        stay = self.seconds(counts_DE, current, cost)
+        return current if stay < most and stay * (1 - MOVE_GAIN) < limit else best
 
     def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> Schedule:
         """The mini-tasks of a placement in which every expert has one host, slot by slot.
