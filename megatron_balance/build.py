@@ -30,10 +30,16 @@ from megatron_balance.config import BalanceConfig, RunConfig
 from megatron_balance.device import groups as device_groups
 from megatron_balance.device.layout import build_groups
 from megatron_balance.device.norm import TorchNorm
+from megatron_balance.flow.chunk_choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, find_degrees
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.passes import expert_passes
+from megatron_balance.flow.passes import codec_passes, expert_passes
+from megatron_balance.flow.task_order import find_order
+from megatron_balance.flow.task_times import TaskModel
 from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.policies import policy_options
+from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.profile.cluster_profile import ClusterProfile, builtin, load
 from megatron_balance.profile.measure import LARGE_SIZES, SIZES, measure, measured_once
 from megatron_balance.training.data import build_data, padded_vocab_size
@@ -56,12 +62,14 @@ def build_run(config: RunConfig) -> Run:
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
     )
     profile = functools.cache(lambda: cluster_profile(config, groups))
-    model = build_model(config, groups, vocab_size, build_exchange(config, groups, profile))
+    progress = Progress()
+    exchange = build_exchange(config, groups, profile)
+    chunks = build_chunk_choice(config, exchange, profile, lambda: progress.iteration)
+    model = build_model(config, groups, vocab_size, exchange, chunks)
     optimizer = get_megatron_optimizer(config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups)
     connect_hooks(config, model, optimizer)
     length = run_length(config.train, groups.dp.size())
     batches = build_batch_schedule(config.train, groups.dp.size())
-    progress = Progress()
     if config.balance.moe_router_force_workload != "none":
         part = BatchPart.of(config.transformer, groups, config.model.seq_length)
         workload = Workload(config.balance.moe_router_force_workload, config.train.seed)
@@ -79,6 +87,7 @@ def build_run(config: RunConfig) -> Run:
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
         balancer=build_balancer(config, groups, model, optimizer, batches.get, profile),
+        chunks=chunks,
         progress=progress,
     )
 
@@ -99,6 +108,26 @@ def build_exchange(
     return token_exchange(wire, load_codec(config.comm.moe_comm_codec), config.comm.moe_comm_codec_directions)
 
 
+def build_chunk_choice(
+    config: RunConfig, exchange: TokenExchange, profile: Callable[[], ClusterProfile], iteration: Callable[[], int]
+) -> ChunkChoice | None:
+    """What splits the tokens of all layers; None where they stay together."""
+    comm, transformer = config.comm, config.transformer
+    if comm.moe_comm_chunks == "1" or exchange.probs.group.size() == 1:
+        return None
+    decide: Decide
+    if comm.moe_comm_order == "demi":
+        token_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
+        # Weights of lent experts are there before the first chunk computes
+        cost = CostModel(profile(), token_bytes, param_bytes=0.0, grad_bytes=0.0)
+        decide = ByMiniTasks(Demi(**policy_options("demi", vars(config.balance))), cost)
+    else:
+        model = TaskModel(profile(), exchange, comm.moe_comm_codec, transformer.hidden_size, transformer.params_dtype)
+        decide = ByPrediction(find_degrees(comm.moe_comm_chunks), find_order(comm.moe_comm_order), model)
+    say = functools.partial(print, flush=True) if dist.get_rank() == 0 and config.balance.balance_explain else None
+    return ChunkChoice(decide, iteration, comm.moe_comm_refit_interval, say)
+
+
 def _node_size(config: RunConfig, groups: ProcessGroupCollection) -> int:
     """Expert-parallel ranks on one node."""
     node = config.comm.moe_comm_node_size or dist.get_world_size()
@@ -106,33 +135,42 @@ def _node_size(config: RunConfig, groups: ProcessGroupCollection) -> int:
 
 
 def build_model(
-    config: RunConfig, groups: ProcessGroupCollection, vocab_size: int, exchange: TokenExchange
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    vocab_size: int,
+    exchange: TokenExchange,
+    chunks: ChunkChoice | None = None,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks (one, or one per virtual pipeline stage), in DDP."""
-    chunks = config.transformer.virtual_pipeline_model_parallel_size
-    stages = [None] if chunks is None else range(chunks)
+    pieces = config.transformer.virtual_pipeline_model_parallel_size
+    stages = [None] if pieces is None else range(pieces)
+    blocks = [build_block_spec(config, groups, exchange, stage, chunks) for stage in stages]
     return [
         DistributedDataParallel(
             config=config.transformer,
             ddp_config=config.ddp,
-            module=_in_training_precision(_build_chunk(config, groups, vocab_size, exchange, stage), config),
+            module=_in_training_precision(_build_chunk(config, groups, vocab_size, block, stage), config),
             # Later chunks' gradients are ready first: buckets would only delay them
             disable_bucketing=bool(stage),
             pg_collection=groups,
         )
-        for stage in stages
+        for block, stage in zip(blocks, stages, strict=True)
     ]
 
 
 def _build_chunk(
-    config: RunConfig, groups: ProcessGroupCollection, vocab_size: int, exchange: TokenExchange, stage: int | None
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    vocab_size: int,
+    block: TransformerBlockSubmodules,
+    stage: int | None,
 ) -> GPTModel:
     chunks = config.transformer.virtual_pipeline_model_parallel_size
     first = is_pp_first_stage(groups.pp) and not stage
     last = is_pp_last_stage(groups.pp) and (stage is None or stage == chunks - 1)
     model = GPTModel(
         config=config.transformer,
-        transformer_layer_spec=build_block_spec(config, groups, exchange, stage),
+        transformer_layer_spec=block,
         vocab_size=vocab_size,
         max_sequence_length=config.model.max_position_embeddings,
         pre_process=first,
@@ -159,7 +197,11 @@ def _in_training_precision(model: GPTModel, config: RunConfig) -> torch.nn.Modul
 
 
 def build_block_spec(
-    config: RunConfig, groups: ProcessGroupCollection, exchange: TokenExchange, stage: int | None = None
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    exchange: TokenExchange,
+    stage: int | None = None,
+    chunks: ChunkChoice | None = None,
 ) -> TransformerBlockSubmodules:
     """megatron-core's GPT block of this pipeline stage, with our MoE layer unless `--moe-layer-impl megatron`."""
     block = get_gpt_decoder_block_spec(
@@ -172,13 +214,17 @@ def build_block_spec(
     )
     layers = [_with_torch_norm(spec) for spec in block.layer_specs]
     if config.balance.moe_layer_impl == "balanced":
-        layers = [balanced_layer_spec(spec, groups, config.balance, exchange) for spec in layers]
+        layers = [balanced_layer_spec(spec, groups, config.balance, exchange, chunks) for spec in layers]
     norm = TorchNorm if block.layer_norm is WrappedTorchNorm else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def balanced_layer_spec(
-    spec: ModuleSpec, groups: ProcessGroupCollection, balance: BalanceConfig, exchange: TokenExchange
+    spec: ModuleSpec,
+    groups: ProcessGroupCollection,
+    balance: BalanceConfig,
+    exchange: TokenExchange,
+    chunks: ChunkChoice | None = None,
 ) -> ModuleSpec:
     """A transformer layer spec with BalancedMoELayer in place of megatron-core's MoELayer; dense layers unchanged."""
     module, submodules = parts(spec.submodules.mlp)
@@ -190,7 +236,7 @@ def balanced_layer_spec(
     spec.submodules.mlp = ModuleSpec(
         module=BalancedMoELayer,
         submodules=submodules,
-        params={"groups": groups, "balance": balance, "exchange": exchange},
+        params={"groups": groups, "balance": balance, "exchange": exchange, "chunks": chunks},
     )
     return spec
 
@@ -267,6 +313,10 @@ def measure_cluster(
         for parameter in experts.parameters():
             parameter.normal_(std=transformer.init_method_std, generator=generator)
     sequence = config.model.seq_length // (groups.tp.size() if transformer.sequence_parallel else 1)
+    codecs = {}
+    if (name := config.comm.moe_comm_codec) != "none":
+        sizes = load_codec(name), transformer.hidden_size, transformer.params_dtype, device
+        codecs[name] = functools.partial(codec_passes, *sizes)
     load = max(MINIMAL_LOAD, config.train.micro_batch_size * sequence * transformer.moe_router_topk)
     return measure(
         groups.ep,
@@ -277,6 +327,7 @@ def measure_cluster(
         device,
         transformer.params_dtype,
         sizes_bytes=LARGE_SIZES if device.type == "cuda" else SIZES,
+        codecs=codecs,
         say=say,
     )
 

@@ -24,7 +24,7 @@ AT_LEAST_ONE = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
-    *("max_consecutive_bad_iterations", "balance_interval"),
+    *("max_consecutive_bad_iterations", "balance_interval", "moe_comm_refit_interval"),
 )
 
 NO_EFFECT_WITHOUT_POLICY = (
@@ -150,7 +150,8 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
             flag, choices = flag_of(name), " or ".join(allowed)
             raise ValueError(f"{flag} {values[name]}: not available yet; use {flag} {choices}")
     for name in NO_EFFECT_WITHOUT_POLICY:
-        read = name == "balance_profile" and values["moe_comm_alltoall"] == "auto"
+        chunks = values["moe_comm_chunks"] != "1"
+        read = {"balance_profile": chunks or values["moe_comm_alltoall"] == "auto", "balance_explain": chunks}.get(name)
         if name in given and values["balance_policy"] == "none" and not read:
             raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
     for name, condition in NO_EFFECT_WITHOUT.items():

@@ -130,7 +130,15 @@ class CommConfig:
     forward: both. all: both and their gradients."""
 
     moe_comm_chunks: str = "1"
-    """Split a layer's tokens into N chunks whose exchange and computation overlap, or auto."""
+    """Split a layer's tokens into N chunks, so that the exchange of one hides under the computation of others; auto: as
+    many as are predicted to be the fastest, by --balance-profile."""
+
+    moe_comm_order: str = "optsche"
+    """In which order chunks are worked on. sequential: one after the other. interleaved: the next one travels while one
+    computes. optsche: the fastest order by --balance-profile (ScheMoE, Theorem 1). Or package.module:function."""
+
+    moe_comm_refit_interval: int = 100
+    """Iterations between two choices of the number of chunks and their order."""
 
     moe_parallel_schedule: Literal["megatron", "baseline", "s1", "s2", "auto"] = "megatron"
     """Step order of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section III)."""

@@ -7,6 +7,8 @@ from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
 from megatron_balance.config import CommConfig
 from megatron_balance.flags import flag_of
+from megatron_balance.flow.chunk_choice import find_degrees
+from megatron_balance.flow.task_order import find_order
 from megatron_balance.placement.policies import OPTION_FIELDS, OPTIONS, load_policy, policy_options
 
 NOT_BALANCED = (
@@ -14,6 +16,10 @@ NOT_BALANCED = (
     *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
 )
 """What only megatron-core's own MoE layer reads; later versions than 0.16.1 do not have all of it."""
+
+
+DEMI = ("none", "demi", "demi_s1", "demi_s2", "demi_s3")
+"""Policies with one host for each expert."""
 
 
 def check_moe(
@@ -157,11 +163,13 @@ def token_dispatcher(
     Arguments and errors as of `check_moe`, which comes before; `backend` is the one of collectives.
     """
     wanted = values["moe_token_dispatcher_type"]
-    chosen = [name for name in ("moe_comm_alltoall", "moe_comm_codec") if values[name] != getattr(CommConfig, name)]
+    ways = "moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks"
+    chosen = [name for name in ways if values[name] != getattr(CommConfig, name)]
     if values["num_moe_experts"] is None:
         return wanted
     if "moe_comm_codec_directions" in given and "moe_comm_codec" not in chosen:
         raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
+    _chunks(values, given)
     if not chosen:
         return wanted
     _all_to_all(values["moe_comm_alltoall"], backend == "gloo" and cuda)
@@ -197,6 +205,24 @@ def _codec(values: Mapping[str, Any], cuda: bool) -> None:
     short = [flag_of(dtype) for dtype in ("bf16", "fp16") if values[dtype]]
     if short and name in ("bf16", "fp16"):
         raise ValueError(f"{flag}: saves nothing, rows have 16 bits with {short[0]}; use fp8, int8 or none")
+
+
+def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
+    chunks, order, policy = values["moe_comm_chunks"], values["moe_comm_order"], values["balance_policy"]
+    find_degrees(chunks)
+    for name in ("moe_comm_order", "moe_comm_refit_interval"):
+        if name in given and chunks == "1":
+            raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
+    if order != "demi":
+        find_order(order)
+        return
+    if chunks != "auto":
+        raise ValueError(f"--moe-comm-chunks {chunks}: with --moe-comm-order demi the schedule says how many; use auto")
+    if policy not in DEMI:
+        raise ValueError(
+            f"--balance-policy {policy}: --moe-comm-order demi schedules experts with one host each; use "
+            f"{', '.join(DEMI)}, or --moe-comm-order optsche"
+        )
 
 
 def _forced_workload(values: Mapping[str, Any]) -> None:

@@ -160,7 +160,7 @@ REFUSED = {
     # Still to come
     "not available yet": """
         --dry-run --moe-router-force-biased --moe-per-layer-logging
-        --moe-comm-order --moe-comm-refit-interval --no-moe-parallel-saa
+        --no-moe-parallel-saa
         --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
         --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
         --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
@@ -209,7 +209,6 @@ REFUSED_VALUES = {
 """Flag -> upstream's choices that are refused, with the reason."""
 
 ONLY_VALUE = {
-    "moe_comm_chunks": ("1",),
     "moe_parallel_schedule": ("megatron",),
 }
 """Our flags, by field, whose other values are still to come, and the values that work."""

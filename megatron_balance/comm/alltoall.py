@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,16 +46,17 @@ class AllToAll(ABC):
         """What takes gradients back."""
         return self
 
-    def __call__(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> torch.Tensor:
-        """The exchange as a differentiable function: the gradient takes the reverse way."""
-        if self.group.size() == 1:
-            return rows
-        return _Differentiable.apply(rows, self, splits_DD)
-
     def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows as they can be sent, and room for those that come."""
         received = int(splits_DD[:, self.group.rank()].sum())
         return rows.detach().contiguous(), rows.new_empty((received, *rows.shape[1:]))
+
+
+class Alone(AllToAll):
+    """For a group of one rank, which keeps what it has."""
+
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+        return Exchange(lambda: rows)
 
 
 class NodeAllToAll(AllToAll):
@@ -107,11 +107,13 @@ class P2PAllToAll(AllToAll):
 
 
 def default_all_to_all(group: dist.ProcessGroup) -> AllToAll:
-    """What `--moe-comm-alltoall default` stands for.
+    """What `--moe-comm-alltoall default` stands for; for a rank alone, nothing.
 
     NCCL's own exchange is a batch of messages already. gloo's posts its sends before its receives and so halves the
     bandwidth of each link; but messages from a GPU are beyond gloo.
     """
+    if group.size() == 1:
+        return Alone(group)
     on_cpu = dist.get_backend(group) == "gloo" and not torch.cuda.is_available()
     return P2PAllToAll(group) if on_cpu else FlatAllToAll(group)
 
@@ -186,15 +188,3 @@ def in_use_here(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, all_to_all: AllToAll, splits_DD: torch.Tensor) -> torch.Tensor:
-        ctx.reverse = (all_to_all.reverse, splits_DD.T)
-        return all_to_all.start(rows, splits_DD).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        all_to_all, splits_DD = ctx.reverse
-        return all_to_all.start(gradients[0], splits_DD).wait(), None, None

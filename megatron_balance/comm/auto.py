@@ -61,6 +61,24 @@ class AutoAllToAll(NodeAllToAll):
         return self.members[chosen].start(rows, splits_DD)
 
 
+def exchange_seconds(all_to_all: AllToAll, bytes_DD: np.ndarray, profile: ClusterProfile) -> float:
+    """Seconds of one exchange; of a class that is not known here, as if all its messages went at once."""
+    if all_to_all.group.size() == 1:
+        return 0.0
+    if isinstance(all_to_all, AutoAllToAll):
+        return min(predict(all_to_all.members, bytes_DD, profile).values())
+    name = next((name for kind, name in _NAMES.items() if isinstance(all_to_all, kind)), "p2p")
+    return predict([name], bytes_DD, profile)[name]
+
+
+_NAMES: dict[type[AllToAll], str] = {
+    FlatAllToAll: "flat",
+    PipelinedAllToAll: "pipe",
+    TwoDimensionalAllToAll: "2dh",
+    OneDimensionalAllToAll: "1dh",
+}
+
+
 def predict(members: Iterable[str], bytes_DD: np.ndarray, profile: ClusterProfile) -> dict[str, float]:
     """Seconds that each of the members takes for the exchange of bytes_DD, by the model above."""
     size = profile.node_size

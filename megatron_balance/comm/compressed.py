@@ -45,8 +45,8 @@ class TokenExchange:
 
 
 def token_exchange(wire: AllToAll, codec: Codec, directions: Directions) -> TokenExchange:
-    """`wire` for everything, with `codec` on the rows of `directions`."""
-    if isinstance(codec, NoCodec):
+    """`wire` for everything, with `codec` on the rows of `directions`; nothing is compressed for a rank alone."""
+    if isinstance(codec, NoCodec) or wire.group.size() == 1:
         return TokenExchange(wire, wire, wire)
     compressed = CompressedAllToAll(wire, codec, gradients=directions == "all")
     return TokenExchange(

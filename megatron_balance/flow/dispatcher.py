@@ -1,17 +1,15 @@
-"""Tokens to the ranks that compute them, and back: two verbs and one value between them.
+"""Tokens to the experts that compute them, through those, and back.
 
-`dispatch(...)` returns what the experts need and a frozen handle; `combine(output, handle)` undoes it.
-Shape suffixes: T tokens of this rank, H hidden, P physical experts, R rows received by this rank (one per token and
-chosen slot), D expert-parallel ranks, S slots per rank.
+Shape suffixes: T tokens of this rank, H hidden, P physical experts, R rows (one per token and chosen slot), C chunks.
 """
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -21,89 +19,66 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.compressed import TokenExchange
+from megatron_balance.flow.chunking import Chunking, in_chunks
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.pipeline import Begin, Job, mixture
 from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 
-
-@dataclass(frozen=True, eq=False)
-class Dispatched:
-    """What this rank's experts compute."""
-
-    rows_RH: torch.Tensor
-    """[R, H], grouped by slot."""
-
-    probs_R: torch.Tensor
-    """[R] combine weight of each row."""
-
-    tokens_per_slot: torch.Tensor
-    """[S] int64 on the host: rows of each slot; sums to R."""
-
-
-@dataclass(frozen=True, eq=False)
-class CombineHandle:
-    """What combine has to know of the dispatch it undoes."""
-
-    plan: DispatchPlan
-    map_TP: torch.Tensor
-    token_of_row: torch.Tensor
-    """[rows sent] source token of each row, in the order in which they were sent."""
+Chunks = Callable[[DispatchPlan], Chunking]
+"""How the tokens of a plan are to be split, and in which order chunks are worked on; the same on all ranks."""
 
 
 class Dispatcher(ABC):
     """Takes every token to its physical experts and brings the results back."""
 
     @abstractmethod
-    def dispatch(
-        self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
-    ) -> tuple[Dispatched, object]:
-        """Send each token to the physical experts that map_TP [T, P] bool names."""
+    def run(
+        self,
+        tokens_TH: torch.Tensor,
+        probs_TP: torch.Tensor,
+        map_TP: torch.Tensor,
+        plan: DispatchPlan,
+        experts: GroupedExperts,
+        begin: Begin,
+    ) -> torch.Tensor:
+        """Send each token to the physical experts that map_TP [T, P] bool names; the sum of their weighted outputs.
 
-    @abstractmethod
-    def combine(self, rows_RH: torch.Tensor, handle: object) -> torch.Tensor:
-        """Send the experts' (already weighted) rows back and sum them per token: [T, H]."""
+        Args:
+            experts: of this rank.
+            begin: is told when they compute, forward and backward.
+
+        Returns:
+            [T, H].
+        """
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Executes the plan over all-to-alls."""
+    """Executes the plan over all-to-alls, in one chunk or in several."""
 
-    def __init__(self, config: TransformerConfig, rank: int, exchange: TokenExchange) -> None:
+    def __init__(self, config: TransformerConfig, rank: int, exchange: TokenExchange, chunks: Chunks) -> None:
         self.fused = config.moe_permute_fusion
-        self.rank = rank
-        self.exchange = exchange
+        self.rank, self.exchange, self.chunks = rank, exchange, chunks
 
-    def dispatch(
-        self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
-    ) -> tuple[Dispatched, CombineHandle]:
-        # Copy each token once per chosen expert, grouped by destination rank and slot; 0.19 returns more (padding)
+    def run(
+        self,
+        tokens_TH: torch.Tensor,
+        probs_TP: torch.Tensor,
+        map_TP: torch.Tensor,
+        plan: DispatchPlan,
+        experts: GroupedExperts,
+        begin: Begin,
+    ) -> torch.Tensor:
+        chunking = self.chunks(plan)
+        tokens_CDP = chunking.split(plan)
+        probs, routing = in_chunks(probs_TP, map_TP, tokens_CDP[:, self.rank])
+        # Copy each token once per chosen expert, grouped by chunk, rank and slot; 0.19 returns more (padding)
         rows, probs, token_of_row, *_ = permute(
-            tokens_TH, map_TP, probs=probs_TP, num_out_tokens=int(plan.tokens_DP[self.rank].sum()), fused=self.fused
+            tokens_TH, routing, probs=probs, num_out_tokens=int(plan.tokens_DP[self.rank].sum()), fused=self.fused
         )
-        rows = self.exchange.dispatch(rows, plan.splits_DD)
-        probs = self.exchange.probs(probs, plan.splits_DD)
-        # Rows arrive grouped by source, then slot; experts want them grouped by slot
-        rows, probs = self._regroup(rows, plan.received_DS(self.rank), probs)
-        return Dispatched(rows, probs, plan.tokens_per_slot(self.rank)), CombineHandle(plan, map_TP, token_of_row)
-
-    def combine(self, rows_RH: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
-        plan = handle.plan
-        rows, _ = self._regroup(rows_RH, plan.received_DS(self.rank).T)
-        rows = self.exchange.combine(rows, plan.splits_DD.T)
-        return unpermute(
-            rows,
-            handle.token_of_row,
-            restore_shape=torch.Size((handle.map_TP.shape[0], rows_RH.shape[1])),
-            routing_map=handle.map_TP,
-            fused=self.fused,
-        )
-
-    def _regroup(
-        self, rows: torch.Tensor, sizes_AB: torch.Tensor, probs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chunks laid out as [A, B] (sizes in `sizes_AB`) -> laid out as [B, A]."""
-        if 1 in sizes_AB.shape:
-            return rows, probs
-        order = torch.arange(sizes_AB.numel()).view(sizes_AB.shape).T.reshape(-1)
-        return sort_chunks_by_idxs(rows, sizes_AB.reshape(-1), order, probs=probs, fused=self.fused)
+        plans = [DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP]
+        rows = mixture(rows, probs, Job(self.rank, self.exchange, experts, plans, chunking, begin, self.fused))
+        return unpermute(rows, token_of_row, restore_shape=tokens_TH.shape, routing_map=routing, fused=self.fused)
 
 
 MEGATRON_DISPATCHERS = {
@@ -114,7 +89,7 @@ MEGATRON_DISPATCHERS = {
 
 
 class MegatronDispatcher(Dispatcher):
-    """One of megatron-core's own dispatchers (flex is DeepEP) behind the two verbs.
+    """One of megatron-core's own dispatchers (flex is DeepEP).
 
     Those take every expert that they are told of for a logical one, so they are told of the physical experts: by a copy
     of the config, one for each number of slots that placements have in use.
@@ -135,14 +110,24 @@ class MegatronDispatcher(Dispatcher):
             )
         return self._stages[slots]
 
-    def dispatch(
-        self, tokens_TH: torch.Tensor, probs_TP: torch.Tensor, map_TP: torch.Tensor, plan: DispatchPlan
-    ) -> tuple[Dispatched, MoETokenDispatcher]:
+    def run(
+        self,
+        tokens_TH: torch.Tensor,
+        probs_TP: torch.Tensor,
+        map_TP: torch.Tensor,
+        plan: DispatchPlan,
+        experts: GroupedExperts,
+        begin: Begin,
+    ) -> torch.Tensor:
         stages = self._stages_for(plan.placement)
         rows, probs = stages.dispatch_preprocess(tokens_TH, map_TP, probs_TP)
         rows, probs = stages.token_dispatch(rows, probs)
         rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
-        return Dispatched(rows, probs, tokens_per_slot.cpu()), stages
-
-    def combine(self, rows_RH: torch.Tensor, handle: MoETokenDispatcher) -> torch.Tensor:
-        return handle.combine_postprocess(handle.token_combine(handle.combine_preprocess(rows_RH)))
+        begin("experts")
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: begin("dispatch_backward"))
+        rows = experts(rows, tokens_per_slot.cpu(), probs)
+        begin("combine")
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: begin("experts_backward"))
+        return stages.combine_postprocess(stages.token_combine(stages.combine_preprocess(rows)))

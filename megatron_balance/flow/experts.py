@@ -8,7 +8,7 @@ width (2F for gated units before the activation).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,10 @@ def _grouped_mm_accepts(weight_SOI: torch.Tensor) -> bool:
     return weight_SOI.dtype in GROUPED_MM_DTYPES and aligned
 
 
+StandIns = Mapping[torch.Tensor, torch.Tensor]
+"""For each of the tensors that experts compute with, the one to take instead: the same numbers, gradients apart."""
+
+
 @dataclass(frozen=True, eq=False)
 class Projection:
     """Weights of one linear layer for some slots: `weight` [S, O, I] and `bias` [S, O] or None."""
@@ -68,6 +72,10 @@ class Projection:
     def first(self, slots: int) -> "Projection":
         """The first slots alone."""
         return Projection(self.weight[:slots], None if self.bias is None else self.bias[:slots])
+
+    def replaced(self, stand_ins: StandIns) -> "Projection":
+        """With what stands for its tensors."""
+        return Projection(stand_ins[self.weight], None if self.bias is None else stand_ins[self.bias])
 
     def by_slot(self) -> list["Projection"]:
         """Each slot alone."""
@@ -97,7 +105,7 @@ class GroupedWeights(torch.nn.Module):
         guests = [self.guests.weight] if bias is None else [self.guests.weight, bias]
         return sum(guest.nbytes + guest.main_grad.nbytes for guest in guests)
 
-    def forward(self, guests: int = 0, by_slot: bool = False) -> list[Projection]:
+    def forward(self, guests: int = 0, by_slot: bool = False, stand_ins: StandIns | None = None) -> list[Projection]:
         """The weights to compute with: home slots and the first `guests` guest slots, or each slot alone.
 
         A call of the module, because DDP's `--overlap-param-gather` waits for a module's parameters before its call.
@@ -105,7 +113,11 @@ class GroupedWeights(torch.nn.Module):
         together = [Projection(self.weight, self.bias)]
         if guests:
             assert self.guests is not None, "guests need room: allocate_guests"
-            together.append(self.guests.first(guests))
+            together.append(self.guests)
+        if stand_ins is not None:
+            together = [projection.replaced(stand_ins) for projection in together]
+        if guests:
+            together[1] = together[1].first(guests)
         return [slot for part in together for slot in part.by_slot()] if by_slot else together
 
 
@@ -197,25 +209,37 @@ class GroupedExperts(MegatronModule):
                 # Without this mark, gradient norms would count only tensor-parallel rank 0's experts
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, step)
 
-    def forward(self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        rows_RH: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs_R: torch.Tensor,
+        stand_ins: StandIns | None = None,
+    ) -> torch.Tensor:
         """Every row through its slot's expert, weighted by its combine probability: [R, H].
 
         Args:
             rows_RH: rows grouped by slot.
             tokens_per_slot: [S] int64 on the host: home slots, then as many guest slots as are in use.
             probs_R: [R] combine weights.
+            stand_ins: for all of `tensors`.
         """
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
         # A CPU gains nothing from grouping; slot by slot, the tensors between the projections stay in its caches
-        return self._all_slots(rows_RH, tokens_per_slot, probs_R, by_slot=not rows_RH.is_cuda)
+        return self._all_slots(rows_RH, tokens_per_slot, probs_R, not rows_RH.is_cuda, stand_ins)
 
     def _all_slots(
-        self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor, by_slot: bool
+        self,
+        rows_RH: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs_R: torch.Tensor,
+        by_slot: bool,
+        stand_ins: StandIns | None = None,
     ) -> torch.Tensor:
         guests = len(tokens_per_slot) - len(self.home_experts)
-        first, second = self.linear_fc1(guests, by_slot), self.linear_fc2(guests, by_slot)
+        first, second = (linear(guests, by_slot, stand_ins) for linear in (self.linear_fc1, self.linear_fc2))
         if len(first) == 1:
             return self._compute(*first, *second, rows_RH, tokens_per_slot, probs_R)
         tokens = tokens_per_slot.split([len(projection.weight) for projection in first])
@@ -231,6 +255,14 @@ class GroupedExperts(MegatronModule):
         """Call the home slots' contents by these logical experts: what a checkpoint stores them as."""
         assert len(home_experts) == len(self.home_experts)
         self.home_experts = tuple(home_experts)
+
+    def tensors(self, slots: int) -> list[torch.Tensor]:
+        """The leaves that get gradients where so many slots are in use."""
+        found: list[torch.Tensor | None] = list(self.parameters())
+        if slots > len(self.home_experts):
+            for linear in (self.linear_fc1, self.linear_fc2):
+                found += [linear.guests.weight, linear.guests.bias]
+        return [tensor for tensor in found if tensor is not None]
 
     def ready(self) -> None:
         """Wait until this layer's weights are there, see GroupedWeights.forward; on the thread that runs the model."""

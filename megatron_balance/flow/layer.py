@@ -1,9 +1,9 @@
 """BalancedMoELayer: the verbs of a mixture of experts, in order.
 
-    route -> host -> plan -> reroute -> dispatch -> experts -> combine
+    route -> host -> plan -> reroute -> (dispatch -> experts -> combine)
 
-`host` is where time meets space: it says who computes which expert in this iteration. Their weights are there when
-the experts are called.
+What is in brackets is one step here, because tokens may go through it in chunks (flow/dispatcher.py). `host` is where
+time meets space: it says who computes which expert in this iteration. Their weights are there when the experts compute.
 
 Shape suffixes: T tokens of this rank, H hidden, E logical experts, P physical experts, D expert-parallel ranks.
 """
@@ -19,7 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config import BalanceConfig
+from megatron_balance.flow.chunk_choice import ChunkChoice
+from megatron_balance.flow.chunking import UNSPLIT
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher
+from megatron_balance.flow.pipeline import Begin
 from megatron_balance.flow.plan import Split, make_plan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.placement.placement import Placement
@@ -45,9 +48,10 @@ class BalancedMoELayer(MoELayer):
         groups: ProcessGroupCollection,
         balance: BalanceConfig,
         exchange: TokenExchange,
+        chunks: ChunkChoice | None = None,
         **_: object,
     ) -> None:
-        """`groups`, `balance` and `exchange` come from the spec.
+        """`groups`, `balance`, `exchange` and `chunks` come from the spec.
 
         0.19 also passes `pg_collection` and more, unused here.
         """
@@ -61,10 +65,12 @@ class BalancedMoELayer(MoELayer):
         self.host: Host = lambda counts_DE, training: owners
         self.placement = owners
         """Of the latest forward pass, for those who ask what a slot held."""
+        self.begin: Begin = lambda moment: None
+        """Told when its experts compute."""
         self.split: Split = "local_first"
 
         self.router = submodules.router(config=config, pg_collection=groups)
-        self.dispatcher = self._build_dispatcher(exchange, groups)
+        self.dispatcher = self._build_dispatcher(exchange, chunks, groups)
         home = owners.experts_of(self.ep_group.rank())
         self.experts = submodules.experts(home, config, pg_collection=groups)
         if self.use_shared_expert:
@@ -72,9 +78,13 @@ class BalancedMoELayer(MoELayer):
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
 
-    def _build_dispatcher(self, exchange: TokenExchange, groups: ProcessGroupCollection) -> Dispatcher:
+    def _build_dispatcher(
+        self, exchange: TokenExchange, chunks: ChunkChoice | None, groups: ProcessGroupCollection
+    ) -> Dispatcher:
         if self.config.moe_token_dispatcher_type == "alltoall":
-            return AllToAllDispatcher(self.config, self.ep_group.rank(), exchange)
+            # A layer is told its number only later
+            chosen = (lambda plan: UNSPLIT) if chunks is None else (lambda plan: chunks(self.layer_number, plan))
+            return AllToAllDispatcher(self.config, self.ep_group.rank(), exchange, chosen)
         return MegatronDispatcher(self.config, self.ep_group.rank(), groups)
 
     def forward(
@@ -103,9 +113,7 @@ class BalancedMoELayer(MoELayer):
         self.placement = self.host(counts_DE, self.training)
         plan = make_plan(counts_DE, self.placement, self.split)
         probs_TP, map_TP = reroute(probs_TE, map_TE, plan, self.ep_group.rank())
-        dispatched, handle = self.dispatcher.dispatch(tokens_TH, probs_TP, map_TP, plan)
-        rows_RH = self.experts(dispatched.rows_RH, dispatched.tokens_per_slot, dispatched.probs_R)
-        output_TH = self.dispatcher.combine(rows_RH, handle)
+        output_TH = self.dispatcher.run(tokens_TH, probs_TP, map_TP, plan, self.experts, self.begin)
 
         output = output_TH.view(hidden_states.shape)
         return output if shared is None else output + shared

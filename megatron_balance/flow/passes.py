@@ -1,7 +1,8 @@
-"""Forward and backward of one rank's experts on made-up tokens, for profile/measure.py to time."""
+"""One rank's experts, and its codec, on made-up tokens, there and back, for profile/measure.py to time."""
 
 import torch
 
+from megatron_balance.comm.codecs import Codec
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.profile.bench import Passes
 
@@ -34,3 +35,11 @@ def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passe
         outputs.pop().backward(gradient_RH)
 
     return Passes(forward, backward)
+
+
+def codec_passes(codec: Codec, hidden: int, dtype: torch.dtype, device: torch.device, tokens: int) -> Passes:
+    """Compression of `tokens` rows and decompression of what that left."""
+    generator = torch.Generator(device).manual_seed(0)
+    rows_RH = torch.randn(tokens, hidden, device=device, generator=generator).to(dtype)
+    payload = codec.encode(rows_RH)
+    return Passes(lambda: codec.encode(rows_RH), lambda: codec.decode(payload, hidden, dtype))

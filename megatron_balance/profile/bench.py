@@ -6,7 +6,7 @@ A rank's number inside its expert-parallel group is called a member here.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +19,7 @@ Run = Callable[[], object]
 
 
 class Passes(NamedTuple):
-    """One rank's experts on a given number of tokens, to be run any number of times."""
+    """One rank's experts (or codec) on a given number of tokens, there and back, to be run any number of times."""
 
     forward: Run
 
@@ -36,6 +36,10 @@ class Bench(Protocol):
 
     def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
         """Seconds of the experts' forward, and of their backward, for each number of tokens on a rank."""
+        ...
+
+    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Seconds of a codec's compression, and of its decompression, for each number of rows."""
         ...
 
 
@@ -58,6 +62,9 @@ class GroupBench:
 
     repeats: int
 
+    codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
+    """By name, compression and decompression of so many rows."""
+
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         if members not in self.groups:
             return self.medians([_idle] * len(sizes_bytes))
@@ -66,7 +73,15 @@ class GroupBench:
         return self.medians([prepare(group, torch.zeros(n, dtype=self.dtype, device=self.device)) for n in counts])
 
     def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        seconds = self.medians([run for count in tokens for run in self.passes(count)])
+        return self._there_and_back(self.passes, tokens)
+
+    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        return self._there_and_back(self.codecs[name], tokens)
+
+    def _there_and_back(
+        self, passes: Callable[[int], Passes], tokens: Sequence[int]
+    ) -> tuple[list[float], list[float]]:
+        seconds = self.medians([run for count in tokens for run in passes(count)])
         return seconds[::2], seconds[1::2]
 
     def medians(self, runs: Sequence[Run]) -> list[float]:

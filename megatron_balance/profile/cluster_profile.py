@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ def _error(alpha: float, beta: float, sizes: np.ndarray, times: np.ndarray) -> f
 
 
 class Throughput(NamedTuple):
-    """Expert computation on one rank: overhead + seconds_per_token * tokens."""
+    """Computation on one rank: overhead + seconds_per_token * tokens."""
 
     seconds_per_token: float
     overhead: float
@@ -85,6 +85,19 @@ class Throughput(NamedTuple):
 
     held_out: float
     """As of a Fit."""
+
+
+class CodecTimes(NamedTuple):
+    """A codec on one rank's rows of this model."""
+
+    encode: Throughput
+    decode: Throughput
+
+
+_QUICK = Throughput(1e-8, 10e-6, 0.0, 0.0)
+
+UNMEASURED = CodecTimes(_QUICK, _QUICK)
+"""A kernel that reads and writes rows of a few kilobytes at some hundred GB/s."""
 
 
 class Bandwidth(NamedTuple):
@@ -116,8 +129,15 @@ class ClusterProfile:
     all_reduce: tuple[Bandwidth, ...] = ()
     """Measured device groups, FlexMoE's BPS (Eq. 9)."""
 
+    codecs: Mapping[str, CodecTimes] = field(default_factory=dict)
+    """What `--moe-comm-codec` of the measured run took."""
+
     def link(self, collective: str, group: str = "ep") -> Fit:
         return self.links[collective][group]
+
+    def codec(self, name: str) -> CodecTimes:
+        """What `--moe-comm-codec name` takes; one that was not measured, as much as the fastest of them might."""
+        return self.codecs.get(name, UNMEASURED)
 
     def group_kind(self, ranks: Sequence[int]) -> str:
         """`intra` if the ranks share a node, else `inter`."""
@@ -160,6 +180,9 @@ class ClusterProfile:
         }
         content |= {"forward": self.forward._asdict(), "backward": self.backward._asdict()}
         content["all_reduce"] = [group._asdict() for group in self.all_reduce]
+        content["codecs"] = {
+            name: {way: line._asdict() for way, line in times._asdict().items()} for name, times in self.codecs.items()
+        }
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(new, path)
@@ -204,9 +227,14 @@ def _parse(content: dict[str, Any]) -> ClusterProfile:
         forward=Throughput(**content["forward"]),
         backward=Throughput(**content["backward"]),
         all_reduce=tuple(Bandwidth(**group) for group in content["all_reduce"]),
+        codecs={
+            name: CodecTimes(**{way: Throughput(**line) for way, line in times.items()})
+            for name, times in content["codecs"].items()
+        },
     )
     numbers = [value for groups in links.values() for line in groups.values() for value in line]
     numbers += [*profile.forward, *profile.backward]
+    numbers += [value for times in profile.codecs.values() for line in times for value in line]
     positive = [profile.num_ranks, profile.node_size, *(value for group in profile.all_reduce for value in group)]
     for value in [*numbers, *positive]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):

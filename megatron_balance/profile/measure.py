@@ -1,6 +1,6 @@
 """Measures a cluster: alpha and beta of every collective, all-reduce bandwidths, the experts' throughput."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from megatron_balance.profile.cluster_profile import (
     GROUPS,
     Bandwidth,
     ClusterProfile,
+    CodecTimes,
     Fit,
     Throughput,
     fit,
@@ -41,6 +42,7 @@ def measure(
     *,
     sizes_bytes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
+    codecs: Mapping[str, Callable[[int], Passes]] | None = None,
     say: Say | None = None,
 ) -> ClusterProfile:
     """Measure this job's cluster; every rank of the job calls it and gets the same profile.
@@ -57,6 +59,7 @@ def measure(
         device, dtype: where messages lie, and what they consist of.
         sizes_bytes: sizes of messages, at least four.
         repeats: measurements, of which the median counts.
+        codecs: compression and decompression of so many rows, by the codec's name.
         say: called with a line of progress per collective, on the ranks that give it.
 
     Raises:
@@ -70,11 +73,11 @@ def measure(
         )
     wanted = [*group_kinds(num_ranks, node_size).values(), *device_groups(num_ranks, node_size)]
     with sub_groups(ep_group, job, wanted) as groups:
-        bench = GroupBench(ep_group, groups, passes, device, dtype, repeats)
+        bench = GroupBench(ep_group, groups, passes, device, dtype, repeats, codecs or {})
         # The first rank's numbers count, but all ranks have to be there for them; its errors are those of all
         outcome: ClusterProfile | ValueError
         try:
-            outcome = profile_of(bench, num_ranks, node_size, sizes_bytes, tokens, say)
+            outcome = profile_of(bench, num_ranks, node_size, sizes_bytes, tokens, say, tuple(codecs or ()))
         except ValueError as error:
             outcome = error
         outcomes = [outcome]
@@ -114,6 +117,7 @@ def profile_of(
     sizes_bytes: Sequence[int],
     tokens: Sequence[int],
     say: Say | None = None,
+    codecs: Sequence[str] = (),
 ) -> ClusterProfile:
     """The profile of the cluster that `bench` times; lines are fitted by `fit`, those of experts over tokens.
 
@@ -144,7 +148,15 @@ def profile_of(
         f"experts: {forward.seconds_per_token * 1e6:.3g} us per token forward, "
         f"{backward.seconds_per_token * 1e6:.3g} us backward"
     )
-    return ClusterProfile(num_ranks, node_size, links, forward, backward, tuple(bandwidths))
+    coded = {}
+    for name in codecs:
+        encode, decode = (_throughput(tokens, seconds) for seconds in bench.code(name, tokens))
+        coded[name] = CodecTimes(encode, decode)
+        report(
+            f"{name}: {encode.seconds_per_token * 1e6:.3g} us per token to compress, "
+            f"{decode.seconds_per_token * 1e6:.3g} us back"
+        )
+    return ClusterProfile(num_ranks, node_size, links, forward, backward, tuple(bandwidths), coded)
 
 
 def _text(line: Fit) -> str:

@@ -3,12 +3,12 @@
 | computation begins                | when                                                                      |
 |-----------------------------------|---------------------------------------------------------------------------|
 | FNEC of the block before a chunk  | the chunk is called                                                       |
-| A2A.1, A2A.2: dispatch, combine   | the layer asks for its placement; its experts return                      |
-| FEC                               | the experts are called                                                    |
+| A2A.1, A2A.2: dispatch, combine   | the layer asks for its placement; its experts have computed all chunks    |
+| FEC                               | the experts are about to compute the first chunk                          |
 | FNEC                              | the layer returns                                                         |
 | BNEC of a chunk's last block      | the gradient of the chunk's output is there                               |
-| A2A.3, A2A.4: their gradients     | those of the layer's output and of the experts' input are there           |
-| BEC                               | the gradient of the experts' output is there                              |
+| A2A.3, A2A.4: their gradients     | that of the layer's output is there; the experts have gone back all chunks |
+| BEC                               | the experts are about to go back the first chunk                          |
 | BNEC of the block before          | the gradient of the layer's input is there, hence those of its experts    |
 | REDUCE, STEP                      | megatron-core finalizes gradients; has done so                            |
 """
@@ -26,6 +26,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.timeline.actions import Operation
 from megatron_balance.timeline.lower import Pass, one_forward_one_backward
 from megatron_balance.timeline.runtime import Balancer
+
+MOMENTS = {
+    "experts": (Operation.FEC,),
+    "combine": (Operation.A2A, 2, 4),
+    "experts_backward": (Operation.BEC,),
+    "dispatch_backward": (Operation.A2A, 4, 4),
+}
+"""The computations of whose beginning a layer tells."""
 
 
 def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> list[Pass]:
@@ -75,23 +83,14 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
     def called(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         _on_gradient(inputs[0], balancer, before, Operation.BNEC)
 
-    def experts_called(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        balancer.enter(number, Operation.FEC)
-        _on_gradient(inputs[0], balancer, number, Operation.A2A, 4, 4)
-
-    def experts_returned(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        balancer.enter(number, Operation.A2A, 2, 4)
-        _on_gradient(output, balancer, number, Operation.BEC)
-
     def returned(module: torch.nn.Module, inputs: Any, outputs: tuple[torch.Tensor, None]) -> None:
         balancer.enter(number, Operation.FNEC)
         _on_gradient(outputs[0], balancer, number, Operation.A2A, 3, 4)
 
     layer.host = functools.partial(balancer.host, number)
+    layer.begin = lambda moment: balancer.enter(number, *MOMENTS[moment])
     layer.register_forward_pre_hook(called)
     layer.register_forward_hook(returned)
-    layer.experts.register_forward_pre_hook(experts_called)
-    layer.experts.register_forward_hook(experts_returned)
 
 
 def _on_gradient(tensor: torch.Tensor, balancer: Balancer, *computation: Any) -> None:

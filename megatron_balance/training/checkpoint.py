@@ -7,7 +7,7 @@ pruning. Load: newest checkpoint first; one that its manifest does not confirm i
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,6 +129,7 @@ class Checkpoints:
                 ("optimizer", not self.settings.no_save_optim),
                 ("rng", not self.settings.no_save_rng),
                 ("balancer", self.run.balancer is not None),
+                ("chunks", self.run.chunks is not None),
             )
             if kept
         )
@@ -278,9 +279,14 @@ class Checkpoints:
             parts.discard("optimizer")
         if weights_only or self.settings.no_load_rng:
             parts.discard("rng")
-        if "rng" in parts and common["layout"] != run_state.layout(self.run.config):
+        layout = run_state.layout(self.run.config)
+        if "rng" in parts and common["layout"] != layout:
             parts.discard("rng")
             self.log.message("note: the checkpoint is of another layout: random number generators start afresh")
+        asked = asdict(self.run.config.comm)
+        if weights_only or self.run.chunks is None or (common["layout"], common["comm"]) != (layout, asked):
+            # Chosen anew in the first iteration
+            parts.discard("chunks")
         if weights_only or self.run.balancer is None:
             parts.discard("balancer")
         elif "balancer" in parts and common["balance"] != run_state.balance(self.run.config):

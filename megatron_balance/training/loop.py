@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, tr
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config import RunConfig
+from megatron_balance.flow.chunk_choice import ChunkChoice
 from megatron_balance.observe.balance import LayerReport, mean_over_ranks
 from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.data import Batch, Data
@@ -59,6 +60,8 @@ class Run:
     vocab_size: int
     guard: LossGuard
     balancer: Balancer | None = None
+    chunks: ChunkChoice | None = None
+    """What splits the layers' tokens."""
     progress: Progress = field(default_factory=Progress)
     position: Position = field(default_factory=Position)
 

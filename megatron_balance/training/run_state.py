@@ -41,7 +41,7 @@ CONTENT = {
 """How megatron-core is to name and shard things."""
 
 Parts = frozenset[str]
-"""Of `optimizer`, `rng` and `balancer`: what is saved, or loaded, beside the weights."""
+"""Of `optimizer`, `rng`, `balancer` and `chunks`: what is saved, or loaded, beside the weights."""
 
 
 def layout(config: RunConfig) -> dict[str, int]:
@@ -77,6 +77,7 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
         "opt_param_scheduler": run.scheduler.state_dict(),
         "layout": layout(run.config),
         "balance": balance(run.config),
+        "comm": dataclasses.asdict(run.config.comm),
         "parts": sorted(parts),
     }
     if "optimizer" in parts:
@@ -103,6 +104,9 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
         _name_main_parameters(optimizer, models, half, is_loading)
         # Hyperparameters come from the flags, and their structure depends on the layout
         state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
+    if "chunks" in parts:
+        assert run.chunks is not None
+        state["chunks"] = _of_this_rank("chunks", run.chunks.state())
     if "rng" in parts:
         state["rng_state"] = _of_this_rank("rng_state", random_states())
     return state
@@ -132,6 +136,9 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
                 scaler.load_state_dict(loaded["grad_scaler"])
     else:
         run.optimizer.reload_model_params()
+    if "chunks" in parts:
+        assert run.chunks is not None
+        run.chunks.restore(loaded["chunks"])
     if "rng" in parts:
         set_random_states(loaded["rng_state"])
     if not weights_only:

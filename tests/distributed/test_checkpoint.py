@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron_balance.training.loop import Run
 from tests.distributed.checkpoints import forget_placements, losses_of, straight_against_resumed, unequal_tensors
 
 ITERATIONS = 14
@@ -43,6 +44,23 @@ POLICIES = {
     "top3 linear every third, pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy "
     f"top3 --balance-predictor linear --balance-interval 3 {HOT}",
 }
+
+
+CHUNKS = (
+    "--expert-model-parallel-size 4 --moe-comm-chunks auto --moe-comm-order demi --moe-comm-refit-interval "
+    f"{ITERATIONS} {HOT}"
+)
+
+
+def forget_chunks(run: Run) -> None:
+    """Choose anew."""
+    assert run.chunks is not None and run.chunks.chosen
+    run.chunks.restore({})
+
+
+def test_a_resumed_run_keeps_its_chunks(ranks, tmp_path):
+    assert ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "kept"), ITERATIONS) == [[]] * 4
+    assert all(ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "forgotten"), ITERATIONS, forget_chunks))
 
 
 @pytest.mark.parametrize("flags", POLICIES.values(), ids=POLICIES)

@@ -47,7 +47,7 @@ def compare_with_the_real_layer() -> int:
     said: list[str] = []
     emulated.emulate([layer], emulated.EmulatedDevice(1e-3, backward_ratio=3, sleep=slept.append), said.append)
     assert passes(layer) == real
-    # Rows and weights to the experts, rows back; then the gradients the other way
+    # Weights and rows to the experts, rows back; then the gradients the other way
     assert len(real) == 6
     rows = real[2][0][0]
     assert slept == pytest.approx([rows * 1e-3, rows * 3e-3])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.profile.bench import Members
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin, load
 from megatron_balance.profile.measure import SIZES, device_groups, group_kinds, profile_of
 from tests.unit.tools_loader import load_tool
 
@@ -29,6 +29,21 @@ class FakeCluster:
 
     def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
         return [1e-4 + 2e-6 * count for count in tokens], [3e-4 + 5e-6 * count for count in tokens]
+
+    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        return [1e-5 + 3e-7 * count for count in tokens], [2e-5 + len(name) * 1e-7 * count for count in tokens]
+
+
+def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
+    lines: list[str] = []
+    profile = profile_of(FakeCluster(), 4, 2, SIZES, TOKENS, lines.append, ["int8"])
+    profile.save(tmp_path / "profile.json")
+    assert load(tmp_path / "profile.json", 4, 2) == profile
+    encode, decode = profile.codec("int8")
+    assert (encode.seconds_per_token, encode.overhead) == pytest.approx((3e-7, 1e-5))
+    assert (decode.seconds_per_token, decode.overhead) == pytest.approx((4e-7, 2e-5))
+    assert "int8: 0.3 us per token to compress, 0.4 us back" in lines
+    assert profile.codec("fp8") == builtin(4, 2, 64, 64).codec("fp8") != profile.codec("int8")
 
 
 @given(layouts)

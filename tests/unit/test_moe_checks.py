@@ -12,6 +12,7 @@ from tests.unit.test_checks import CPU, argv, parse
 EP4 = "--expert-model-parallel-size 4"
 TOP2 = f"{EP4} --balance-policy top2"
 TRANSFER = f"{TOP2} --balance-ownership transfer"
+CHUNKS = f"{EP4} --moe-comm-chunks 2"
 FORCED = "--moe-router-force-workload hot_rank"
 REMEDY = "or give package.module:Class"
 
@@ -71,6 +72,26 @@ BAD = [
     (
         f"{TRANSFER} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
         *("--tensor-model-parallel-size 2", "--balance-ownership transfer", "--disable-bias-linear"),
+    ),
+    (f"{EP4} --moe-comm-chunks 0", "--moe-comm-chunks 0", "at least 1, or auto"),
+    (f"{EP4} --moe-comm-chunks some", "--moe-comm-chunks some", "at least 1, or auto"),
+    (f"{EP4} --moe-comm-order interleaved", "--moe-comm-order", "no effect with --moe-comm-chunks 1", "leave it out"),
+    (f"{EP4} --moe-comm-refit-interval 9", "--moe-comm-refit-interval", "no effect with --moe-comm-chunks 1"),
+    (f"{CHUNKS} --moe-comm-refit-interval 0", "--moe-comm-refit-interval 0", "at least 1"),
+    (f"{CHUNKS} --moe-comm-order best", "--moe-comm-order best", "choose from sequential, interleaved, optsche, demi"),
+    (f"{CHUNKS} --moe-comm-order math:pi", "--moe-comm-order math:pi", "not a function"),
+    (f"{CHUNKS} --moe-comm-order demi", "--moe-comm-chunks 2", "--moe-comm-order demi", "use auto"),
+    (
+        f"{TOP2} --moe-comm-chunks auto --moe-comm-order demi",
+        *("--balance-policy top2", "one host each", "none, demi, demi_s1", "--moe-comm-order optsche"),
+    ),
+    (
+        f"{CHUNKS} --moe-token-dispatcher-type allgather",
+        *("--moe-token-dispatcher-type allgather", "not with --moe-comm-chunks 2", "use alltoall"),
+    ),
+    (
+        f"{CHUNKS} --moe-layer-impl megatron --disable-bias-linear",
+        "--moe-comm-chunks 2: needs --moe-layer-impl balanced",
     ),
     (f"{TOP2} --balance-interval 0", "--balance-interval 0", "at least 1"),
     (
@@ -152,6 +173,19 @@ def test_flags_of_one_policy(policy: str, name: str) -> None:
 def test_weights_travel_ahead_of_a_load_that_is_predicted_only() -> None:
     with pytest.raises(ValueError, match=r"^--balance-load exact: not with --balance-overlap blockwise, .* predicted$"):
         parse(f"{EP4} --balance-policy top2 --balance-overlap blockwise --balance-load exact")
+
+
+@pytest.mark.parametrize("flag", ["--balance-explain", "--balance-profile builtin"])
+def test_balance_flags_that_chunks_read(flag: str) -> None:
+    parsed = parse(f"{CHUNKS} {flag}")
+    assert parsed.config.comm.moe_comm_chunks == "2"
+    assert any("--moe-comm-chunks 2: --moe-token-dispatcher-type alltoall" in notice for notice in parsed.notices)
+
+
+@pytest.mark.parametrize("policy", ["none", "demi", "demi_s2"])
+def test_mini_tasks_order_experts_with_one_host(policy: str) -> None:
+    flags = f"{EP4} --moe-comm-chunks auto --moe-comm-order demi --balance-policy {policy}"
+    assert parse(flags).config.comm.moe_comm_order == "demi"
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "megatron_balance.placement.policies.top_k:Top3"])

@@ -99,12 +99,18 @@ def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, say: Calla
 
 
 def _emulated_experts(
-    experts: Any, device: EmulatedDevice, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor
+    experts: Any,
+    device: EmulatedDevice,
+    rows_RH: torch.Tensor,
+    tokens_per_slot: torch.Tensor,
+    probs_R: torch.Tensor,
+    stand_ins: Any = None,
 ) -> torch.Tensor:
     """Stands for GroupedExperts.forward."""
     guests = len(tokens_per_slot) - len(experts.home_experts)
     # Calls of the modules, see GroupedWeights.forward
-    projections = [*experts.linear_fc1(guests), *experts.linear_fc2(guests)]
+    linears = experts.linear_fc1, experts.linear_fc2
+    projections = [projection for linear in linears for projection in linear(guests, stand_ins=stand_ins)]
     parameters = [tensor for projection in projections for tensor in (projection.weight, projection.bias)]
     output_RH = (rows_RH * probs_R.unsqueeze(-1)).to(rows_RH.dtype)
     return device.pass_through(output_RH, len(rows_RH) * device.expert_seconds_per_token, parameters)

@@ -152,8 +152,12 @@ def build(
     if dist.get_rank() == 0:
         profile_of(device, cluster.nodes, cluster.ranks_per_node, cluster.link_mbit).save(profile)
     lines = {name: f"{common} {variant.flags}" for name, variant in variants.items()}
-    # Without a policy there is nobody to read it
-    told = {name: f"{line} --balance-profile {profile}" for name, line in lines.items() if "--balance-policy" in line}
+    # Others have nobody to read it
+    told = {
+        name: f"{line} --balance-profile {profile}"
+        for name, line in lines.items()
+        if "--balance-policy" in line or "--moe-comm-chunks" in line
+    }
     runs = ranks.build(lines | told, machine)
     for name, run in runs.items():
         emulate(run.model, device)

@@ -1,0 +1,178 @@
+"""Tokens in chunks: every gradient is what it was, in any order of tasks, and the order is executed as it stands."""
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.comm.alltoall import AllToAll, Exchange, P2PAllToAll
+from megatron_balance.device.layout import build_groups
+from megatron_balance.flow import pipeline
+from megatron_balance.flow.chunking import Chunking
+from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.pipeline import execute
+from megatron_balance.flow.task_order import COMPUTING, Order, Step, Task, check, text
+from tests.distributed import runs
+from tests.distributed.test_balancing import check_follows, profiles, with_policy  # noqa: F401
+from tests.distributed.test_layer import (
+    ACTIVATIONS,
+    HIDDEN,
+    Collect,
+    build_layer,
+    check_against_oracle,
+    moe_config,
+    own_gradients,
+)
+from tests.distributed.test_parity import deviation
+from tests.distributed.test_placement import all_on_all, host_on
+
+
+def random_order(chunks: int, seed: int) -> Order:
+    """Any order that can be executed."""
+    generator, done, steps = random.Random(seed), [0] * chunks, []
+    while left := [chunk for chunk in range(chunks) if done[chunk] < len(COMPUTING)]:
+        chunk = generator.choice(left)
+        steps.append(Step(COMPUTING[done[chunk]], chunk))
+        done[chunk] += 1
+    assert not check(steps, chunks)
+    return tuple(steps)
+
+
+def in_chunks(chunks: int, seed: int, host: Callable[[BalancedMoELayer], Collect], layer: BalancedMoELayer) -> Collect:
+    """Split the layer's tokens, in an order for either pass that has nothing to do with the other's."""
+    chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
+    layer.dispatcher.chunks = lambda plan: chunking
+    return host(layer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", ["uneven", "empty"])
+def test_chunks_equal_the_oracle(ranks, world_size: int, tokens: str) -> None:
+    if world_size == 1 and tokens == "empty":
+        pytest.skip("one rank without tokens has nothing to compare")
+    for chunks, activation in ((2, "gelu"), (5, "swiglu-no-bias")):
+        host = functools.partial(in_chunks, chunks, world_size, own_gradients)
+        ranks(world_size).run(check_against_oracle, ACTIVATIONS[activation], tokens, host)
+
+
+@pytest.mark.parametrize("split", ["local_first", "proportional"])
+def test_chunks_of_experts_with_many_hosts(ranks, split: str) -> None:
+    host = functools.partial(in_chunks, 3, 7, functools.partial(host_on, str(all_on_all(4)), split, ""))
+    ranks(4).run(check_against_oracle, ACTIVATIONS["gelu"], "uneven", host, P2PAllToAll)
+
+
+class Watched(AllToAll):
+    """Writes down what is started and waited for."""
+
+    def __init__(self, wire: AllToAll, tasks: tuple[Task, Task], chunks: dict[int, int], log: list[Step]) -> None:
+        super().__init__(wire.group)
+        self.wire, self.tasks, self.chunks, self.log = wire, tasks, chunks, log
+
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+        started, waited = (Step(task, self.chunks[splits_DD.data_ptr()]) for task in self.tasks)
+        self.log.append(started)
+        exchange = self.wire.start(rows, splits_DD)
+
+        def wait() -> torch.Tensor:
+            self.log.append(waited)
+            return exchange.wait()
+
+        return Exchange(wait)
+
+
+def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
+    """The orders of both passes, and what a layer did in them."""
+    config = moe_config(moe_router_topk=2)
+    layer = build_layer(config, build_groups(config, seed=7))
+    chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
+    layer.dispatcher.chunks = lambda plan: chunking
+    logs: list[list[Step]] = []
+
+    def watched(
+        order: Order,
+        rows: Sequence[torch.Tensor],
+        splits: Sequence[torch.Tensor],
+        there: AllToAll,
+        back: AllToAll,
+        compute: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        # A transposed matrix is a view of the matrix
+        numbers, log = {splits_DD.data_ptr(): chunk for chunk, splits_DD in enumerate(splits)}, []
+        logs.append(log)
+
+        def computing(chunk: int, rows: torch.Tensor) -> torch.Tensor:
+            log.append(Step(Task.E, chunk))
+            return compute(chunk, rows)
+
+        there, back = (
+            Watched(wire, tasks, numbers, log)
+            for wire, tasks in ((there, (Task.C1, Task.D1)), (back, (Task.C2, Task.D2)))
+        )
+        return execute(order, rows, splits, there, back, computing)
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    hidden = torch.randn(13 + 3 * dist.get_rank(), 1, HIDDEN, dtype=torch.float64, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "execute", watched)
+        layer(hidden.requires_grad_())[0].sum().backward()
+    return [text(chunking.forward), text(chunking.backward)], [text(tuple(log)) for log in logs]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_what_is_executed_is_the_schedule(ranks, chunks: int) -> None:
+    for seed in range(3):
+        for wanted, done in ranks(4).run(orders_and_logs, chunks, seed):
+            assert done == wanted
+
+
+EP4 = "--expert-model-parallel-size 4"
+
+RUNS = {
+    "plain": EP4,
+    "microbatches": f"{EP4} --global-batch-size 16 --overlap-grad-reduce",
+    "distributed-optimizer": "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --global-batch-size 16",
+    "pipeline": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 16",
+    "interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--global-batch-size 16 --expert-model-parallel-size 2",
+    "tensor-parallel": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+    "--expert-model-parallel-size 4",
+    "recompute-full": f"{EP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "recompute-parts": f"{EP4} --recompute-granularity selective --recompute-modules moe_act shared_experts "
+    "--moe-grouped-gemm --moe-shared-expert-intermediate-size 48 --disable-bias-linear",
+    "recompute-layer": f"{EP4} --recompute-granularity selective --recompute-modules moe --swiglu "
+    "--moe-shared-expert-intermediate-size 48 --disable-bias-linear",
+    "capacity": f"{EP4} --moe-expert-capacity-factor 1.0 --moe-apply-probs-on-input --moe-router-topk 1 "
+    "--moe-router-pre-softmax",
+    "codec": f"{EP4} --moe-comm-codec fp8 --moe-comm-codec-directions all",
+    **{wire: f"{EP4} --moe-comm-alltoall {wire} --moe-comm-node-size 2" for wire in ("flat", "1dh", "2dh", "pipe")},
+    "auto-wire": f"{EP4} --moe-comm-alltoall auto --moe-comm-node-size 2",
+}
+"""What chunks have to get on with."""
+
+QUICK = ("distributed-optimizer", "recompute-full", "recompute-parts", "codec", "pipe")
+
+WAYS = ("--moe-comm-chunks 2", "--moe-comm-chunks 3 --moe-comm-order interleaved", "--moe-comm-chunks 4")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RUNS]
+)
+def test_runs_in_chunks_follow_those_without(ranks, curve_of, name: str) -> None:
+    way = WAYS[list(RUNS).index(name) % len(WAYS)]
+    plain = curve_of(RUNS[name], 10)
+    curves = ranks(4).run(runs.train_curve, f"{RUNS[name]} {way}", 10)
+    assert all(curve == curves[0] for curve in curves)
+    assert curves[0] != plain, "no sum was made in another order"
+    # A codec makes steps of last bits
+    assert deviation(curves[0], plain) <= (1e-3 if name == "codec" else 1e-6)
+
+
+@pytest.mark.parametrize("mode", [pytest.param("predicted", marks=pytest.mark.slow), "blockwise"])
+def test_chunks_of_balanced_layers(ranks, curve_of, profiles, mode: str) -> None:  # noqa: F811
+    plain = f"{EP4} --global-batch-size 16 --moe-router-force-workload rotating_hotspot"
+    balanced = with_policy(plain, "fastermoe", mode, profiles)
+    check_follows(ranks, curve_of, plain, f"{balanced} --moe-comm-chunks 3", 10)

@@ -1,0 +1,162 @@
+"""Tokens in chunks: nothing is lost, order is kept, sizes are even; and who chooses how many."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.flow.chunk_choice import DEGREES, ByMiniTasks, ByPrediction, ChunkChoice, find_degrees
+from megatron_balance.flow.chunking import UNSPLIT, in_chunks, split_by, split_evenly
+from megatron_balance.flow.plan import make_plan
+from megatron_balance.flow.task_order import ChunkTimes, Order, TaskTimes, optsche, parse, sequential, theorem_1
+from megatron_balance.observe.workloads import load_matrix
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.profile.cluster_profile import builtin
+from tests.unit.placements import random_placement
+
+
+@given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 9), st.integers(0, 2**31))
+@settings(deadline=None)
+def test_chunks_are_even_and_lose_nothing(chunks: int, ranks: int, physicals: int, seed: int) -> None:
+    tokens_DP = torch.from_numpy(np.random.default_rng(seed).integers(0, 20, (ranks, physicals)))
+    tokens_CDP = split_evenly(tokens_DP, chunks)
+    assert tokens_CDP.shape == (chunks, ranks, physicals)
+    assert torch.equal(tokens_CDP.sum(0), tokens_DP)
+    assert int(tokens_CDP.min()) >= 0 and int((tokens_CDP.amax(0) - tokens_CDP.amin(0)).max()) <= 1
+
+
+def test_single_tokens_do_not_all_go_together() -> None:
+    tokens_CDP = split_evenly(torch.ones(4, 8, dtype=torch.int64), 4)
+    assert tokens_CDP.sum((1, 2)).tolist() == [8, 8, 8, 8]
+    assert tokens_CDP.sum(1).max() == 1
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 6), st.integers(0, 2**31))
+@settings(deadline=None)
+def test_each_chunk_takes_the_next_tokens_of_every_expert(chunks: int, tokens: int, physicals: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    map_TP = torch.rand(tokens, physicals, generator=generator) < 0.5
+    probs_TP = torch.rand(tokens, physicals, generator=generator) * map_TP
+    tokens_CP = split_evenly(map_TP.sum(0, keepdim=True), chunks)[:, 0]
+    probs, routing = in_chunks(probs_TP, map_TP, tokens_CP)
+    assert routing.shape == probs.shape == (tokens, chunks * physicals)
+    parts = routing.view(tokens, chunks, physicals)
+    assert torch.equal(parts.sum(0), tokens_CP)
+    assert torch.equal(parts.any(1), map_TP) and int(parts.sum(1).max() if tokens else 0) <= 1
+    assert torch.equal((probs.view(tokens, chunks, physicals) * parts).sum(1), probs_TP)
+    for physical in range(physicals):
+        # A token's chunk never comes before that of a token ahead of it
+        turns = parts[:, :, physical].nonzero()[:, 1].tolist()
+        assert turns == sorted(turns)
+
+
+class Model:
+    """So many seconds for everything together, and a bit for every chunk."""
+
+    def __init__(self, overhead: float) -> None:
+        self.overhead, self.asked = overhead, 0
+
+    def times(self, tokens_DP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
+        self.asked += 1
+        exchange, compute = tokens_DP.sum() / 100 + self.overhead, tokens_DP.sum() / 50 + self.overhead
+        return tuple(ChunkTimes(0.0, exchange, 0.0, times * compute, 0.0, exchange, 0.0) for times in (1, 2))
+
+
+def plan_of(tokens: int) -> object:
+    placement = Placement.identity(4, 2, 0)
+    return make_plan(torch.full((2, 4), tokens), placement)
+
+
+@pytest.mark.parametrize(("overhead", "chosen"), [(0.0, 16), (0.05, 4), (100.0, 1)])
+def test_more_chunks_until_their_overhead_costs_more(overhead: float, chosen: int) -> None:
+    said: list[str] = []
+    choice = ChunkChoice(ByPrediction(DEGREES, optsche, Model(overhead)), lambda: 0, 10, said.append)
+    chunking = choice(3, plan_of(10))
+    assert chunking.chunks == chosen
+    assert chunking.forward == chunking.backward == theorem_1((ChunkTimes(*[0.0] * 7),) * chosen)
+    assert len(said) == 1 and said[0].startswith(f"layer 3: {chosen} chunk") and "16: " in said[0]
+
+
+def test_a_choice_lasts_for_an_interval_and_through_a_checkpoint() -> None:
+    now, model = 0, Model(0.05)
+    choice = ChunkChoice(ByPrediction(DEGREES, optsche, model), lambda: now, 10)
+    first = choice(1, plan_of(10))
+    asked = model.asked
+    now = 9
+    assert choice(1, plan_of(1000)) is first and model.asked == asked
+    copy = ChunkChoice(ByPrediction(DEGREES, optsche, model), lambda: now, 10)
+    copy.restore(choice.state())
+    assert copy(1, plan_of(1000)) == first and model.asked == asked
+    now = 10
+    assert choice(1, plan_of(1000)).chunks > first.chunks
+    assert choice(2, plan_of(0)).chunks == 1
+
+
+def test_a_users_order_is_checked() -> None:
+    def impossible(times: TaskTimes) -> Order:
+        return sequential(times)[:-1]
+
+    choice = ByPrediction((2,), impossible, Model(0.0))
+    with pytest.raises(ValueError, match=r"--moe-comm-order: .* chunk 1 ends after 4 tasks"):
+        choice(plan_of(10))
+
+
+@given(st.integers(1, 5), st.integers(2, 4), st.integers(0, 2**31))
+@settings(deadline=None)
+def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    placement = random_placement(2 * ranks, ranks, 2, seed)
+    plan = make_plan(torch.from_numpy(generator.integers(0, 30, (ranks, 2 * ranks))), placement)
+    shares_CDE = generator.random((chunks, ranks, 2 * ranks))
+    shares_CDE /= shares_CDE.sum(0)
+    # Experts that had no tokens when shares were chosen
+    shares_CDE[:, :, 0] = 0.0
+    tokens_CDP = split_by(shares_CDE.tolist(), plan)
+    assert torch.equal(tokens_CDP.sum(0), plan.tokens_DP) and int(tokens_CDP.min()) >= 0
+    expected = torch.from_numpy(shares_CDE)[:, :, torch.tensor(plan.placement.expert_of_physical)] * plan.tokens_DP
+    covered = torch.tensor(plan.placement.expert_of_physical) > 0
+    assert float((tokens_CDP - expected)[:, :, covered].abs().max()) <= 1
+
+
+def test_mini_tasks_say_which_tokens_go_together() -> None:
+    cost = CostModel(builtin(4, 4, 1024, 2048), 2048, 8e6, 8e6)
+    load_DE = load_matrix("hot_rank", 4, 8, 2, 1024, 0, 0)
+    for placement in (Placement.identity(8, 4, 2), Demi().plan(load_DE, Placement.identity(8, 4, 2), cost)):
+        plan = make_plan(torch.from_numpy(load_DE), placement)
+        schedule = Demi().schedule(load_DE, placement, cost)
+        chunking, reason = ByMiniTasks(Demi(), cost)(plan)
+        assert str(schedule) in reason
+        tokens_CDP = chunking.split(plan)
+        computed = [
+            (mini_task.source, mini_task.expert, amounts)
+            for mini_task, amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True)
+            if mini_task.task == "COMPUTE"
+        ]
+        slots = sorted({slot for *_, amounts in computed for slot, amount in enumerate(amounts) if amount})
+        assert chunking.chunks == len(slots) >= 2
+        for source, expert, amounts in computed:
+            sizes = tokens_CDP[:, source, [placement.physical(*placement.hosts[expert], expert)]].flatten()
+            wanted = [amounts[slot] / cost.token_bytes if slot < len(amounts) else 0.0 for slot in slots]
+            assert sizes.tolist() == pytest.approx(wanted, abs=1)
+
+
+def test_mini_tasks_without_tokens() -> None:
+    assert ByMiniTasks(Demi(), CostModel(builtin(2, 2, 64, 64), 128, 0.0, 0.0))(plan_of(0))[0] == UNSPLIT
+
+
+@pytest.mark.parametrize(("chunks", "found"), [("auto", DEGREES), ("3", (3,))])
+def test_numbers_of_chunks(chunks: str, found: tuple[int, ...]) -> None:
+    assert find_degrees(chunks) == found
+
+
+@pytest.mark.parametrize("chunks", ["0", "-1", "2.5", "many", ""])
+def test_numbers_of_chunks_that_are_none(chunks: str) -> None:
+    with pytest.raises(ValueError, match="--moe-comm-chunks"):
+        find_degrees(chunks)
+
+
+def test_all_at_once() -> None:
+    assert UNSPLIT.chunks == 1 and UNSPLIT.forward == parse("C1.0 D1.0 E.0 C2.0 D2.0")
