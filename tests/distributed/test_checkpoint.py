@@ -46,9 +46,10 @@ POLICIES = {
 }
 
 
+FEW = 4
+
 CHUNKS = (
-    "--expert-model-parallel-size 4 --moe-comm-chunks auto --moe-comm-order demi --moe-comm-refit-interval "
-    f"{ITERATIONS} {HOT}"
+    f"--expert-model-parallel-size 4 --moe-comm-chunks auto --moe-comm-order demi --moe-comm-refit-interval {FEW} {HOT}"
 )
 
 
@@ -59,8 +60,8 @@ def forget_chunks(run: Run) -> None:
 
 
 def test_a_resumed_run_keeps_its_chunks(ranks, tmp_path):
-    assert ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "kept"), ITERATIONS) == [[]] * 4
-    assert all(ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "forgotten"), ITERATIONS, forget_chunks))
+    assert ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "kept"), FEW) == [[]] * 4
+    assert all(ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "forgotten"), FEW, forget_chunks))
 
 
 @pytest.mark.parametrize("flags", POLICIES.values(), ids=POLICIES)
