@@ -6,6 +6,7 @@ Shape suffixes: T tokens of this rank, H hidden, P physical experts, R rows (one
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,20 +30,27 @@ Chunks = Callable[[DispatchPlan], Chunking]
 """How the tokens of a plan are to be split, and in which order chunks are worked on; the same on all ranks."""
 
 
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """This rank's tokens of one forward pass, and where they go."""
+
+    tokens_TH: torch.Tensor
+    probs_TP: torch.Tensor
+    """[T, P] combine weights."""
+
+    map_TP: torch.Tensor
+    """[T, P] bool, the physical experts of each token."""
+
+    plan: DispatchPlan
+    """How many tokens go from each rank to each physical expert."""
+
+
 class Dispatcher(ABC):
     """Takes every token to its physical experts and brings the results back."""
 
     @abstractmethod
-    def run(
-        self,
-        tokens_TH: torch.Tensor,
-        probs_TP: torch.Tensor,
-        map_TP: torch.Tensor,
-        plan: DispatchPlan,
-        experts: GroupedExperts,
-        begin: Begin,
-    ) -> torch.Tensor:
-        """Send each token to the physical experts that map_TP [T, P] bool names; the sum of their weighted outputs.
+    def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
+        """Each token through its physical experts: the sum of their weighted outputs.
 
         Args:
             experts: of this rank.
@@ -60,25 +68,22 @@ class AllToAllDispatcher(Dispatcher):
         self.fused = config.moe_permute_fusion
         self.rank, self.exchange, self.chunks = rank, exchange, chunks
 
-    def run(
-        self,
-        tokens_TH: torch.Tensor,
-        probs_TP: torch.Tensor,
-        map_TP: torch.Tensor,
-        plan: DispatchPlan,
-        experts: GroupedExperts,
-        begin: Begin,
-    ) -> torch.Tensor:
-        chunking = self.chunks(plan)
+    def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
+        plan, chunking = routed.plan, self.chunks(routed.plan)
         tokens_CDP = chunking.split(plan)
-        probs, routing = in_chunks(probs_TP, map_TP, tokens_CDP[:, self.rank])
+        probs, routing = in_chunks(routed.probs_TP, routed.map_TP, tokens_CDP[:, self.rank])
         # Copy each token once per chosen expert, grouped by chunk, rank and slot; 0.19 returns more (padding)
         rows, probs, token_of_row, *_ = permute(
-            tokens_TH, routing, probs=probs, num_out_tokens=int(plan.tokens_DP[self.rank].sum()), fused=self.fused
+            routed.tokens_TH,
+            routing,
+            probs=probs,
+            num_out_tokens=int(plan.tokens_DP[self.rank].sum()),
+            fused=self.fused,
         )
         plans = [DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP]
         rows = mixture(rows, probs, Job(self.rank, self.exchange, experts, plans, chunking, begin, self.fused))
-        return unpermute(rows, token_of_row, restore_shape=tokens_TH.shape, routing_map=routing, fused=self.fused)
+        shape = routed.tokens_TH.shape
+        return unpermute(rows, token_of_row, restore_shape=shape, routing_map=routing, fused=self.fused)
 
 
 MEGATRON_DISPATCHERS = {
@@ -110,17 +115,9 @@ class MegatronDispatcher(Dispatcher):
             )
         return self._stages[slots]
 
-    def run(
-        self,
-        tokens_TH: torch.Tensor,
-        probs_TP: torch.Tensor,
-        map_TP: torch.Tensor,
-        plan: DispatchPlan,
-        experts: GroupedExperts,
-        begin: Begin,
-    ) -> torch.Tensor:
-        stages = self._stages_for(plan.placement)
-        rows, probs = stages.dispatch_preprocess(tokens_TH, map_TP, probs_TP)
+    def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
+        stages = self._stages_for(routed.plan.placement)
+        rows, probs = stages.dispatch_preprocess(routed.tokens_TH, routed.map_TP, routed.probs_TP)
         rows, probs = stages.token_dispatch(rows, probs)
         rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
         begin("experts")

@@ -21,7 +21,7 @@ from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config import BalanceConfig
 from megatron_balance.flow.chunk_choice import ChunkChoice
 from megatron_balance.flow.chunking import UNSPLIT
-from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher
+from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, Routed
 from megatron_balance.flow.pipeline import Begin
 from megatron_balance.flow.plan import Split, make_plan
 from megatron_balance.flow.reroute import reroute
@@ -113,7 +113,7 @@ class BalancedMoELayer(MoELayer):
         self.placement = self.host(counts_DE, self.training)
         plan = make_plan(counts_DE, self.placement, self.split)
         probs_TP, map_TP = reroute(probs_TE, map_TE, plan, self.ep_group.rank())
-        output_TH = self.dispatcher.run(tokens_TH, probs_TP, map_TP, plan, self.experts, self.begin)
+        output_TH = self.dispatcher.run(Routed(tokens_TH, probs_TP, map_TP, plan), self.experts, self.begin)
 
         output = output_TH.view(hidden_states.shape)
         return output if shared is None else output + shared

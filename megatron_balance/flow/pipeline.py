@@ -99,6 +99,9 @@ def execute(
         rows: [C] what this rank sends.
         splits: [C] of int64 [D, D] on the host: rows from each rank to each rank.
         compute: called with a chunk's number and the rows that came; returns those that go back.
+
+    Returns:
+        [C] what came back, each where the rows that were sent had been.
     """
     flights: dict[int, Exchange] = {}
     at_hand: dict[int, torch.Tensor] = dict(enumerate(rows))
