@@ -1,9 +1,12 @@
-"""What tests of training runs share: curves that several of them compare with, each trained once."""
+"""What tests of training runs share: a cluster's profile, and curves to compare with, each trained once."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from megatron_balance.profile import cluster_profile
+from megatron_balance.profile.cluster_profile import Fit, Throughput
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 
@@ -21,3 +24,19 @@ def curve_of(ranks) -> Callable[[str, int], Curve]:
         return known[flags][:iterations]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By expert-parallel size: a cluster where computing costs much more than moving, so that every policy acts."""
+    paths = {}
+    for ranks in (2, 4):
+        links = {
+            kind: dict.fromkeys(cluster_profile.GROUPS, Fit(1e-9, 1e-12, 0, 0)) for kind in cluster_profile.COLLECTIVES
+        }
+        profile = cluster_profile.ClusterProfile(
+            ranks, ranks, links, Throughput(1e-4, 0, 0, 0), Throughput(2e-4, 0, 0, 0)
+        )
+        paths[ranks] = tmp_path_factory.mktemp("profiles") / f"{ranks}.json"
+        profile.save(paths[ranks])
+    return paths

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.profile import cluster_profile
-from megatron_balance.profile.cluster_profile import Fit, Throughput
 from megatron_balance.training.loop import Run, train_step
 from tests.distributed import runs
 from tests.distributed.runs import Curve
@@ -53,22 +51,6 @@ MODES = {
     "exact": "--balance-load exact",
     "blockwise": "--balance-overlap blockwise",
 }
-
-
-@pytest.fixture(scope="module")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """By expert-parallel size: a cluster where computing costs much more than moving, so that every policy acts."""
-    paths = {}
-    for ranks in (2, 4):
-        links = {
-            kind: dict.fromkeys(cluster_profile.GROUPS, Fit(1e-9, 1e-12, 0, 0)) for kind in cluster_profile.COLLECTIVES
-        }
-        profile = cluster_profile.ClusterProfile(
-            ranks, ranks, links, Throughput(1e-4, 0, 0, 0), Throughput(2e-4, 0, 0, 0)
-        )
-        paths[ranks] = tmp_path_factory.mktemp("profiles") / f"{ranks}.json"
-        profile.save(paths[ranks])
-    return paths
 
 
 def with_policy(flags: str, policy: str, mode: str, profiles: dict[int, Path]) -> str:

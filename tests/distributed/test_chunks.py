@@ -16,7 +16,7 @@ from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.pipeline import execute
 from megatron_balance.flow.task_order import COMPUTING, Order, Step, Task, check, text
 from tests.distributed import runs
-from tests.distributed.test_balancing import check_follows, profiles, with_policy  # noqa: F401
+from tests.distributed.test_balancing import check_follows, with_policy
 from tests.distributed.test_layer import (
     ACTIVATIONS,
     HIDDEN,
@@ -172,7 +172,7 @@ def test_runs_in_chunks_follow_those_without(ranks, curve_of, name: str) -> None
 
 
 @pytest.mark.parametrize("mode", [pytest.param("predicted", marks=pytest.mark.slow), "blockwise"])
-def test_chunks_of_balanced_layers(ranks, curve_of, profiles, mode: str) -> None:  # noqa: F811
+def test_chunks_of_balanced_layers(ranks, curve_of, profiles, mode: str) -> None:
     plain = f"{EP4} --global-batch-size 16 --moe-router-force-workload rotating_hotspot"
     balanced = with_policy(plain, "fastermoe", mode, profiles)
     check_follows(ranks, curve_of, plain, f"{balanced} --moe-comm-chunks 3", 10)

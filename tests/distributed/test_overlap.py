@@ -15,10 +15,8 @@ from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.training.loop import Run, evaluate, train_step
 from tests.distributed import runs
 from tests.distributed.runs import Curve
-from tests.distributed.test_balancing import TOLERANCE, profiles, with_policy
+from tests.distributed.test_balancing import TOLERANCE, with_policy
 from tests.distributed.test_parity import deviation
-
-__all__ = ["profiles"]
 
 EP4 = "--expert-model-parallel-size 4"
 MANY, ITERATIONS = 100, 5

@@ -75,7 +75,7 @@ def test_fewer_tokens_take_less_but_for_what_each_chunk_costs() -> None:
 
 class Strange(AllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        raise NotImplementedError
+        return Exchange(lambda: rows)
 
 
 def test_an_exchange_that_nobody_knows_counts_as_all_messages_at_once() -> None:
