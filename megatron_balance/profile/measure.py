@@ -143,14 +143,14 @@ def profile_of(
     shapes = (f"{group.ranks} on {group.nodes}: {group.bytes_per_second / 1e9:.3g} GB/s" for group in bandwidths)
     report(f"all_reduce by ranks and nodes: {'; '.join(shapes)}")
 
-    forward, backward = (_throughput(tokens, seconds) for seconds in bench.compute(tokens))
+    forward, backward = (throughput(tokens, seconds) for seconds in bench.compute(tokens))
     report(
         f"experts: {forward.seconds_per_token * 1e6:.3g} us per token forward, "
         f"{backward.seconds_per_token * 1e6:.3g} us backward"
     )
     coded = {}
     for name in codecs:
-        encode, decode = (_throughput(tokens, seconds) for seconds in bench.code(name, tokens))
+        encode, decode = (throughput(tokens, seconds) for seconds in bench.code(name, tokens))
         coded[name] = CodecTimes(encode, decode)
         report(
             f"{name}: {encode.seconds_per_token * 1e6:.3g} us per token to compress, "
@@ -164,7 +164,8 @@ def _text(line: Fit) -> str:
     return f"{line.alpha * 1e6:.3g} us + {bandwidth} (held out {line.held_out:.0%})"
 
 
-def _throughput(tokens: Sequence[int], seconds: Sequence[float]) -> Throughput:
+def throughput(tokens: Sequence[int], seconds: Sequence[float]) -> Throughput:
+    """The line through seconds by numbers of tokens, of which there are at least four."""
     line = fit(tokens, seconds)
     return Throughput(line.beta, line.alpha, line.residual, line.held_out)
 

@@ -6,10 +6,11 @@
 A row is a speed of the emulated device (GFLOP/s), with what the network takes of a layer over what its experts take, by
 the model. All variants live in the same processes and take turns, one iteration each. First milliseconds without
 chunks, then ratios to that: medians over jobs of ratios of medians over iterations (in brackets, lowest and highest
-job); of `auto` also what it chose. An iteration lasts as long as on its slowest rank.
+job); of `auto` also what it chose, and its ratio to the best of the others. An iteration lasts as long as on its
+slowest rank.
 
-The ablation is ScheMoE's Table 10: nothing, a codec, Pipe-A2A, and chunks in the optimal order, each beside the ones
-before.
+The ablation is ScheMoE's Table 10: the backend's all-to-all, a codec, Pipe-A2A, and chunks in the optimal order, each
+beside the ones before.
 """
 
 import argparse
@@ -25,13 +26,13 @@ import ranks
 from namespaces import TestbedUnavailable
 from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs
 
-EXPERTS, TOPK, SEQUENCE = 16, 2, 512
+EXPERTS, TOPK, SEQUENCE = 16, 4, 512
 
 COMMON = (
     f"{MODEL} --num-layers 2 --seq-length {SEQUENCE} --num-experts {EXPERTS} --moe-router-topk {TOPK} "
     "--moe-ffn-hidden-size 256 --moe-router-force-workload balanced"
 )
-"""A rank's rows are 1 MiB. Later flags win."""
+"""A rank's rows are 2 MiB. Later flags win."""
 
 PLAIN = "1 chunk"
 
@@ -51,7 +52,7 @@ def variants_of(chunks: Sequence[int]) -> dict[str, Variant]:
 def ablation(codec: str) -> dict[str, Variant]:
     """Each with all that is before it."""
     steps = {
-        PLAIN: "",
+        "naive": "--moe-comm-alltoall flat",
         "+ codec": f"--moe-comm-codec {codec} --moe-comm-codec-directions all",
         "+ pipe": "--moe-comm-alltoall pipe",
         "+ scheduling": "--moe-comm-chunks auto",
@@ -75,7 +76,7 @@ def measure(
     profile: Path, variants: Mapping[str, Variant], common: str, cluster: Cluster, iterations: int, warmup: int
 ) -> Measured:
     """Task of every rank."""
-    runs, _ = build(variants, common, profile, cluster)
+    runs, _ = build(variants, common, profile, cluster, handling=True)
     reports = ranks.take_turns(runs, iterations, warmup)
     choice = list(runs.values())[-1].chunks
     assert choice is not None
@@ -98,20 +99,28 @@ def job_of(by_rank: Sequence[Measured]) -> Measured:
 
 def heads(names: Sequence[str]) -> list[str]:
     """The two lines above the rows."""
-    cells = ["GFLOP/s", "network / experts", f"{names[0]}, ms", *names[1:]]
+    cells = ["GFLOP/s", "network / experts", f"{names[0]}, ms", *names[1:], f"{names[-1]} / best of others"]
     return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
 
 
 def row(speed: float, measured: Sequence[Measured]) -> str:
     """One speed's cells."""
-    first, *others = measured[0].seconds
-    plain = statistics.median(statistics.median(one.seconds[first]) for one in measured)
+    first, *others, last = measured[0].seconds
+    medians = [{name: statistics.median(times) for name, times in one.seconds.items()} for one in measured]
+    plain = statistics.median(one[first] for one in medians)
+    ratios = {name: [one[name] / one[first] for one in medians] for name in medians[0]}
+    best = min([first, *others], key=lambda name: statistics.median(ratios[name]))
+    chosen = ", ".join(dict.fromkeys(one.chosen for one in measured))
     cells = [f"{speed:g}", f"{measured[0].network_share:.2f}", f"{1e3 * plain:.0f}"]
-    for name in others:
-        ratios = [statistics.median(one.seconds[name]) / statistics.median(one.seconds[first]) for one in measured]
-        chosen = f", {measured[0].chosen}" if name == others[-1] else ""
-        cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}){chosen}")
+    cells += [_spread(ratios[name]) for name in others]
+    cells.append(f"{_spread(ratios[last])}: {chosen}")
+    cells.append(_spread([one[last] / one[best] for one in medians]))
     return f"| {' | '.join(cells)} |"
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """The median job, and the lowest and the highest."""
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
 
 
 def main() -> int:
@@ -120,8 +129,8 @@ def main() -> int:
     parser.add_argument("--speeds", nargs="+", type=float, default=[3.0, 6.0, 12.0], help="GFLOP/s of the devices")
     parser.add_argument("--chunks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--ablation", metavar="CODEC", help="ScheMoE's Table 10 with this codec")
-    parser.add_argument("--iterations", type=int, default=9)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="jobs per speed")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
     args, extra = parser.parse_known_args()

@@ -5,12 +5,13 @@ that device and network as its profile. Models of all variants live in the same 
 """
 
 import argparse
+import functools
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +19,11 @@ import ranks
 from emulated import BACKWARD_RATIO, EmulatedDevice, emulate
 from testbed import Testbed
 
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, Fit, Throughput
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, CodecTimes, Fit, Throughput
 
 if TYPE_CHECKING:
     from megatron_balance.config import RunConfig
+    from megatron_balance.flow.experts import GroupedExperts
     from megatron_balance.training.loop import Run, StepReport
 
 MODEL = (
@@ -134,10 +136,52 @@ def profile_of(device: EmulatedDevice, nodes: int, node_size: int, link_mbit: fl
     return ClusterProfile(num_ranks, node_size, links, forward, backward)
 
 
+def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "GroupedExperts") -> ClusterProfile:
+    """`profile`, and what a message, a call of the emulated experts and the run's codec take of the host's CPU.
+
+    Ranks share a few cores, so small chunks cost more here than their bytes and operations say. Measured on all ranks
+    at once, as `tools/profile_cluster.py` does. What a byte takes stays: short messages that are measured one by one
+    find the links' token buckets full.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron_balance.comm.codecs import load_codec
+    from megatron_balance.flow.passes import codec_passes, expert_passes
+    from megatron_balance.profile.bench import GroupBench
+    from megatron_balance.profile.measure import REPEATS, throughput
+
+    transformer, world, host = config.transformer, dist.group.WORLD, torch.device("cpu")
+    codecs = {}
+    if (name := config.comm.moe_comm_codec) != "none":
+        codecs[name] = functools.partial(
+            codec_passes, load_codec(name), transformer.hidden_size, transformer.params_dtype, host
+        )
+    assert config.model.seq_length is not None and config.train.micro_batch_size is not None and world is not None
+    load = config.train.micro_batch_size * config.model.seq_length * transformer.moe_router_topk
+    tokens, everyone = [load // part for part in (16, 8, 4, 2, 1)], tuple(range(profile.num_ranks))
+    passes = functools.partial(expert_passes, experts)
+    bench = GroupBench(world, {everyone: world}, passes, host, transformer.params_dtype, REPEATS, codecs)
+    (message,) = bench.communicate("p2p", everyone, [4096])
+    links = {
+        collective: {kind: line._replace(alpha=message) for kind, line in lines.items()}
+        for collective, lines in profile.links.items()
+    }
+    forward, backward = (throughput(tokens, seconds) for seconds in bench.compute(tokens))
+    coded = {
+        name: CodecTimes(*(throughput(tokens, seconds) for seconds in bench.code(name, tokens))) for name in codecs
+    }
+    return replace(profile, links=links, forward=forward, backward=backward, codecs=coded)
+
+
 def build(
-    variants: Mapping[str, Variant], common: str, profile: Path, cluster: Cluster
+    variants: Mapping[str, Variant], common: str, profile: Path, cluster: Cluster, handling: bool = False
 ) -> "tuple[dict[str, Run], EmulatedDevice]":
-    """Every variant's run on this rank, `common` flags first. Rank 0 writes the profile that the planner reads."""
+    """Every variant's run on this rank, `common` flags first. Rank 0 writes the profile that is read.
+
+    Args:
+        handling: whether the profile knows what CPUs take, `with_handling` of the last variant.
+    """
     from megatron_balance.device import cpu, quiet
 
     quiet.silence_expected_warnings()
@@ -146,12 +190,20 @@ def build(
 
     from megatron_balance.arguments import parse_args
     from megatron_balance.checks import Machine
+    from megatron_balance.flow.experts import GroupedExperts
 
     machine = Machine.here(dist.get_world_size())
     device = device_of(parse_args(common.split(), machine)[0], cluster.gflops)
-    if dist.get_rank() == 0:
-        profile_of(device, cluster.nodes, cluster.ranks_per_node, cluster.link_mbit).save(profile)
+    known = profile_of(device, cluster.nodes, cluster.ranks_per_node, cluster.link_mbit)
     lines = {name: f"{common} {variant.flags}" for name, variant in variants.items()}
+    if handling:
+        (plain,) = ranks.build({"": common}, machine).values()
+        emulate(plain.model, device)
+        modules = (module for chunk in plain.model for module in chunk.modules())
+        experts = next(module for module in modules if isinstance(module, GroupedExperts))
+        known = with_handling(known, parse_args([*lines.values()][-1].split(), machine)[0], experts)
+    if dist.get_rank() == 0:
+        known.save(profile)
     # Others have nobody to read it
     told = {
         name: f"{line} --balance-profile {profile}"
