@@ -110,7 +110,7 @@ def others(victim: int) -> list[int]:
 
 
 # 0 holds the key-value store
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named(start, victim: int) -> None:
     job = start()
     job.await_iteration(5)

@@ -153,7 +153,13 @@ def fields_of(outcomes: list[Trained]) -> int:
     return len({key[1] for outcome in outcomes for key, *_ in outcome.pieces})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = ("EP4", "EP4-blockwise", "EP2xDP2-distributed-optimizer", "TP2xEP2", "PP2xEP2")
+"""Every way in which optimizer state lies on ranks."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[] if layout in QUICK else [pytest.mark.slow]) for layout in LAYOUTS]
+)
 def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     moving, fixed = both(ranks, LAYOUTS[layout], profiles)
     assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
