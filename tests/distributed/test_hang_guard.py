@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_named(start, victim: int) -> None:
     assert job.join([victim], 15) == [1]
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named(start, victim: int) -> None:
     job = start(flags=FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
     job.await_iteration(5)

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,13 +153,15 @@ def fields_of(outcomes: list[Trained]) -> int:
     return len({key[1] for outcome in outcomes for key, *_ in outcome.pieces})
 
 
-QUICK = ("EP4", "EP4-blockwise", "EP2xDP2-distributed-optimizer", "TP2xEP2", "PP2xEP2")
-"""Every way in which optimizer state lies on ranks."""
+QUICK = ("EP4-blockwise", "EP2xDP2-distributed-optimizer", "TP2xEP2", "EP2xDP2-bf16-distributed-optimizer")
+"""Optimizer state whole and in shards, main parameters and moments."""
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[] if layout in QUICK else [pytest.mark.slow]) for layout in LAYOUTS]
-)
+def quick_or_slow(layouts: Iterable[str]) -> list:
+    return [pytest.param(layout, marks=[] if layout in QUICK else [pytest.mark.slow]) for layout in layouts]
+
+
+@pytest.mark.parametrize("layout", quick_or_slow(LAYOUTS))
 def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     moving, fixed = both(ranks, LAYOUTS[layout], profiles)
     assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
@@ -167,7 +169,7 @@ def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     assert largest_difference(moving, fixed) <= TOLERANCE
 
 
-@pytest.mark.parametrize("layout", HALF)
+@pytest.mark.parametrize("layout", quick_or_slow(HALF))
 def test_main_parameters_move_with_half_precision(ranks, profiles, layout: str) -> None:
     moving, fixed = both(ranks, HALF[layout], profiles)
     assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
