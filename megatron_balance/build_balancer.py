@@ -82,7 +82,9 @@ def build_balancer(
         )
 
     explain, transfer = settings.balance_explain, ExpertTransfer(twin)
-    balancer = Balancer(groups.ep, transfer, states, schedule, microbatches, guest_bytes, ownership, explain)
+    balancer = Balancer(
+        groups.ep, transfer, states, schedule, microbatches, guest_bytes, ownership, explain, groups.tp_ep
+    )
     hooks.install(balancer, layers, model, transformer)
     return balancer
 

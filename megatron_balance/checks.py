@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from megatron_balance.flags import flag_of
 from megatron_balance.moe_checks import check_moe, token_dispatcher
 from megatron_balance.placement.policies import OPTION_FIELDS
-from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT, ONLY_VALUE
+from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -144,14 +144,11 @@ def _required(values: Mapping[str, Any]) -> None:
 
 
 def _available(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
-    """Refuse features that are not there yet, and balancing flags that nothing would read; note other idle flags."""
-    for name, allowed in ONLY_VALUE.items():
-        if values[name] not in allowed:
-            flag, choices = flag_of(name), " or ".join(allowed)
-            raise ValueError(f"{flag} {values[name]}: not available yet; use {flag} {choices}")
+    """Refuse balancing flags that nothing would read; note other idle flags."""
     for name in NO_EFFECT_WITHOUT_POLICY:
         chunks = values["moe_comm_chunks"] != "1"
-        read = {"balance_profile": chunks or values["moe_comm_alltoall"] == "auto", "balance_explain": chunks}.get(name)
+        decides = chunks or "auto" in (values["moe_comm_alltoall"], values["moe_parallel_schedule"])
+        read = {"balance_profile": decides, "balance_explain": chunks}.get(name)
         if name in given and values["balance_policy"] == "none" and not read:
             raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
     for name, condition in NO_EFFECT_WITHOUT.items():

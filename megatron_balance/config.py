@@ -141,7 +141,13 @@ class CommConfig:
     """Iterations between two choices of the number of chunks and their order."""
 
     moe_parallel_schedule: Literal["megatron", "baseline", "s1", "s2", "auto"] = "megatron"
-    """Step order of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section III)."""
+    """Step order of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section III). megatron:
+    all-to-all, then all-gather among an expert's shards. baseline: the other way round, as DeepSpeed-MoE. s1: each
+    tensor-parallel rank routes a part of the tokens. s2: each sends a part of the rows. auto: s1 or s2, by
+    --balance-profile."""
+
+    moe_parallel_saa: bool = flag_field(True, arg_names=["--no-moe-parallel-saa"])
+    """With s2, gather results among tensor-parallel ranks when all are there, not while more are on their way."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def pretrain(argv: list[str]) -> None:
         config, notices = parse_args(argv, Machine.here(launch.world_size))
         topology = groups.node_topology(launch, config.comm.moe_comm_node_size)
         if config.balance.balance_policy != "none":
-            groups.expert_node_size(topology, config.transformer.expert_model_parallel_size, 1)
+            shape = config.transformer
+            groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
     torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
     timeout_minutes = config.launch.distributed_timeout_minutes

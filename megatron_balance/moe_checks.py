@@ -56,17 +56,13 @@ def check_moe(
         raise ValueError(f"--num-experts {experts}: must be a multiple of --expert-model-parallel-size {parallel}")
     if not 1 <= values["moe_router_topk"] <= experts:
         raise ValueError(f"--moe-router-topk {values['moe_router_topk']}: choose 1 to --num-experts {experts}")
-    if values["tensor_model_parallel_size"] > 1 and not values["sequence_parallel"]:
-        raise ValueError(
-            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with --num-experts also give "
-            "--sequence-parallel"
-        )
     if values["moe_pad_expert_input_to_capacity"] and values["moe_expert_capacity_factor"] is None:
         raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
     if values["moe_token_dispatcher_type"] == "flex" and not cuda:
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
     if values["moe_layer_impl"] == "balanced":
-        _balanced_layer(values, given, expert_tp, notices)
+        _balanced_layer(values, given, notices)
+    _schedule(values, given, expert_tp, ffn_hidden_size, notices)
     if values["balance_policy"] != "none":
         _policy(values, given)
     if values["moe_router_force_workload"] != "none":
@@ -77,18 +73,62 @@ def check_moe(
     return values["moe_ffn_hidden_size"]
 
 
-def _balanced_layer(values: Mapping[str, Any], given: Collection[str], expert_tp: int, notices: list[str]) -> None:
+def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
     """What `--moe-layer-impl balanced` does not do."""
-    if expert_tp > 1:
-        raise ValueError(
-            f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): the balanced MoE layer "
-            "keeps experts whole; use --expert-tensor-parallel-size 1, or --moe-layer-impl megatron"
-        )
     for name in NOT_BALANCED:
         if values.get(name):
             raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
     if "moe_grouped_gemm" in given:
         notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")
+
+
+def _schedule(
+    values: Mapping[str, Any], given: Collection[str], expert_tp: int, ffn_hidden_size: int, notices: list[str]
+) -> None:
+    """What step orders need (flow/parallel_schedule.py). Arguments as of `check_moe`."""
+    schedule, tensor = values["moe_parallel_schedule"], values["tensor_model_parallel_size"]
+    flag, same_tokens = f"--moe-parallel-schedule {schedule}", tensor > 1 and not values["sequence_parallel"]
+    if values["moe_layer_impl"] != "balanced":
+        if schedule != "megatron":
+            raise ValueError(f"{flag}: needs --moe-layer-impl balanced")
+        if same_tokens:
+            raise ValueError(
+                f"--tensor-model-parallel-size {tensor}: with --moe-layer-impl megatron also give --sequence-parallel"
+            )
+        return
+    if expert_tp > 1:
+        sharded, inner = f"--expert-tensor-parallel-size {expert_tp}", values["moe_ffn_hidden_size"] or ffn_hidden_size
+        if values["add_bias_linear"]:
+            raise ValueError(
+                f"{sharded} (default: the tensor-parallel size): also give --disable-bias-linear, because each shard "
+                "would add the experts' second bias; or use --expert-tensor-parallel-size 1"
+            )
+        if inner % expert_tp:
+            raise ValueError(f"{sharded}: must divide the experts' inner width, --moe-ffn-hidden-size {inner}")
+    if schedule == "s2" and values["sequence_parallel"]:
+        raise ValueError(
+            f"--sequence-parallel: not with {flag}, which routes all tokens on every tensor-parallel rank; use "
+            "--moe-parallel-schedule s1, or leave out --sequence-parallel"
+        )
+    every = values["expert_model_parallel_size"] * expert_tp
+    if schedule == "s2" and every % tensor:
+        raise ValueError(
+            f"{flag}: --tensor-model-parallel-size {tensor} must divide --expert-model-parallel-size "
+            f"{values['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
+            "--moe-parallel-schedule s1"
+        )
+    if schedule in ("s1", "auto") and same_tokens and values["seq_length"] % tensor:
+        raise ValueError(
+            f"--seq-length {values['seq_length']}: with {flag} it must be a multiple of "
+            f"--tensor-model-parallel-size {tensor}"
+        )
+    if "moe_parallel_saa" in given and schedule not in ("s2", "auto"):
+        raise ValueError(f"--no-moe-parallel-saa: has no effect with {flag}; leave it out")
+    if schedule in ("megatron", "baseline") and same_tokens:
+        notices.append(
+            f"{flag} without --sequence-parallel: experts compute every token {tensor} times; use "
+            "--moe-parallel-schedule s1, or --sequence-parallel"
+        )
 
 
 def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
@@ -143,6 +183,12 @@ def _transfer(values: Mapping[str, Any]) -> None:
             f"--balance-load exact: not with {flag}, which moves experts before tokens are routed; use "
             "--balance-load predicted"
         )
+    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    if expert_tp > 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): not with {flag}, which "
+            "moves whole experts; use 1, or leave out one of them"
+        )
     if values["tensor_model_parallel_size"] > 1 and values["add_bias_linear"]:
         raise ValueError(
             f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with {flag} also give "
@@ -163,10 +209,18 @@ def token_dispatcher(
     Arguments and errors as of `check_moe`, which comes before; `backend` is the one of collectives.
     """
     wanted = values["moe_token_dispatcher_type"]
-    ways = "moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks"
+    ways = "moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule"
     chosen = [name for name in ways if values[name] != getattr(CommConfig, name)]
     if values["num_moe_experts"] is None:
         return wanted
+    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    uneven = values["moe_layer_impl"] == "megatron" and not values["moe_pad_expert_input_to_capacity"]
+    if expert_tp > 1 and uneven and backend == "gloo" and wanted == "alltoall":
+        raise ValueError(
+            f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): with --moe-layer-impl "
+            "megatron it gathers rows, of which gloo wants equally many from each rank; use --moe-layer-impl balanced, "
+            "or --moe-pad-expert-input-to-capacity"
+        )
     if "moe_comm_codec_directions" in given and "moe_comm_codec" not in chosen:
         raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
     _chunks(values, given)

@@ -160,7 +160,6 @@ REFUSED = {
     # Still to come
     "not available yet": """
         --dry-run --moe-router-force-biased --moe-per-layer-logging
-        --no-moe-parallel-saa
         --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
         --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
         --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
@@ -207,11 +206,6 @@ REFUSED_VALUES = {
     },
 }
 """Flag -> upstream's choices that are refused, with the reason."""
-
-ONLY_VALUE = {
-    "moe_parallel_schedule": ("megatron",),
-}
-"""Our flags, by field, whose other values are still to come, and the values that work."""
 
 NO_EFFECT_WITHOUT = {
     "num_query_groups": "group_query_attention",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_balance.device import cpu, quiet
 
 if TYPE_CHECKING:
-    from megatron_balance.profile.cluster_profile import ClusterProfile
+    from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
 
 STAND_INS = (
     (("lr",), "--lr 1e-3"),
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     import torch.distributed as dist
 
     from megatron_balance.arguments import parse_args
-    from megatron_balance.build import measure_cluster
+    from megatron_balance.build_comm import measure_cluster
     from megatron_balance.checks import Machine
     from megatron_balance.device import groups
     from megatron_balance.device.layout import build_groups
@@ -47,14 +47,10 @@ def main(argv: list[str]) -> None:
     try:
         config, _ = parse_args(with_stand_ins(flags), Machine.here(launch.world_size))
         shape = config.transformer
-        expert_parallel, expert_tensor = shape.expert_model_parallel_size, shape.expert_tensor_parallel_size or 1
+        expert_parallel, expert_tensor = shape.expert_model_parallel_size, shape.expert_tensor_parallel_size
         if expert_parallel == 1:
             raise ValueError(
                 "--expert-model-parallel-size 1: nothing to measure; give the training run's, with experts"
-            )
-        if expert_tensor > 1:
-            raise ValueError(
-                f"--expert-tensor-parallel-size {expert_tensor}: what is balanced are whole experts; give 1"
             )
         topology = groups.node_topology(launch, config.comm.moe_comm_node_size)
         node_size = groups.expert_node_size(topology, expert_parallel, expert_tensor)
@@ -101,9 +97,12 @@ def table(profile: "ClusterProfile") -> Iterator[str]:
             if kind != "ep" and kinds[kind] == kinds["ep"]:
                 yield f"{collective:12} {kind:5} {'as ep':>12}"
                 continue
-            rate = 1e-9 / line.beta if line.beta else float("inf")
-            errors = f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
-            yield f"{collective:12} {kind:5} {line.alpha * 1e6:12.1f} {rate:9.3g} {errors}"
+            yield _row(collective, kind, line)
+    if profile.parallel is not None:
+        mp, esp, *lines = profile.parallel
+        yield f"{mp} tensor-parallel ranks, {esp} shards"
+        for name, line in zip(profile.parallel._fields[2:], lines, strict=True):
+            yield _row(name, "", line)
     yield f"{'all-reduce':12} {'ranks':>5} {'nodes':>12} {'GB/s':>9}"
     for group in profile.all_reduce:
         yield f"{'':12} {group.ranks:5} {group.nodes:12} {group.bytes_per_second / 1e9:9.3g}"
@@ -111,6 +110,12 @@ def table(profile: "ClusterProfile") -> Iterator[str]:
     for name, line in (("forward", profile.forward), ("backward", profile.backward)):
         errors = f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
         yield f"{name:18} {line.overhead * 1e6:12.1f} {line.seconds_per_token * 1e6:9.3g} {errors}"
+
+
+def _row(name: str, kind: str, line: "Fit") -> str:
+    rate = 1e-9 / line.beta if line.beta else float("inf")
+    errors = f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
+    return f"{name:12} {kind:5} {line.alpha * 1e6:12.1f} {rate:9.3g} {errors}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,23 @@
-"""Pipe-A2A: messages inside nodes beside those between nodes, on two communicators (ScheMoE section 5)."""
+"""Exchanges that keep two communicators busy: Pipe-A2A (ScheMoE section 5), and SAA (Parm section III-D)."""
 
+import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, ending_with, post
+from megatron_balance.comm.alltoall import (
+    AllToAll,
+    Exchange,
+    NodeAllToAll,
+    connect,
+    ending_with,
+    in_use_here,
+    post,
+)
+from megatron_balance.comm.sharded import Dumped
+from megatron_balance.device.lane import Lane
 
 MESSAGES_AT_ONCE = 3
 """That a rank sends to other nodes on gloo: one is on the link, the next is there when the link is free, and the third
@@ -66,3 +77,84 @@ def peers_in_order(rank: int, num_ranks: int, node_size: int) -> tuple[list[int]
 
 def _rotated(ranks: range, start: int) -> list[int]:
     return [ranks[(start + step) % len(ranks)] for step in range(len(ranks))]
+
+
+class Simultaneous(Dumped):
+    """Results come back and are passed on to the ranks with the same tokens at the same time (SAA, Parm III-D).
+
+    An all-to-all in phases, each of which brings what one host's shards have made; while the next phase travels, the
+    sums of the last one go to the other members. So `collect` returns the rows of all members, one after the other.
+    """
+
+    tag = 4
+
+    def __init__(self, shards: int, members: dist.ProcessGroup, sources: Sequence[int]) -> None:
+        """
+        Args:
+            members: ranks with the same tokens, of which each sends a share of the rows; used by nobody else.
+            sources: number of each member among the sources.
+        """
+        super().__init__(shards)
+        self.members, self.sources = members, tuple(sources)
+        self.lane = Lane("AlltoAll and AllGather")
+        connect(members)
+
+    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_SH: torch.Tensor) -> Exchange:
+        rows, splits_MH = rows.detach().contiguous(), splits_SH[[*self.sources]]
+        gathered = rows.new_empty(int(splits_MH.sum()), *rows.shape[1:])
+        flight = self.lane.start(functools.partial(self._run, wire.group, rows, gathered, splits_SH, splits_MH))
+
+        def wait() -> torch.Tensor:
+            flight.wait()
+            in_use_here(rows, gathered)
+            return gathered
+
+        return Exchange(wait)
+
+    def _run(
+        self,
+        group: dist.ProcessGroup,
+        rows: torch.Tensor,
+        gathered: torch.Tensor,
+        splits_SH: torch.Tensor,
+        splits_MH: torch.Tensor,
+    ) -> None:
+        hosts, (own_host, _) = splits_SH.shape[1], divmod(group.rank(), self.shards)
+        parts = gathered.split(splits_MH.flatten().tolist())
+        results = rows.split(splits_SH[:, own_host].tolist())
+        phases: deque[tuple[int, torch.Tensor, list[dist.Work]]] = deque()
+        passing_on: list[dist.Work] = []
+        for step in range(hosts + 1):
+            if step < hosts:
+                phases.append(self._phase(group, step, results, splits_SH))
+            if step > 0:
+                host, partial, works = phases.popleft()
+                for work in works:
+                    work.wait()
+                passing_on += self._pass_on(step - 1, host, partial, parts, hosts)
+        for work in passing_on:
+            work.wait()
+
+    def _phase(
+        self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_SH: torch.Tensor
+    ) -> tuple[int, torch.Tensor, list[dist.Work]]:
+        """Start sending to the sources of one host and receiving from the shards of another: [shards, rows, ...]."""
+        rank, hosts = group.rank(), splits_SH.shape[1]
+        target, host = (rank // self.shards - step) % hosts, (rank // self.shards + step) % hosts
+        partial = results[0].new_empty(self.shards, int(splits_SH[rank, host]), *results[0].shape[1:])
+        receives = {host * self.shards + shard: partial[shard] for shard in range(self.shards)}
+        sends = {peer: results[peer] for peer in range(target * self.shards, (target + 1) * self.shards)}
+        if step == 0:
+            receives.pop(rank).copy_(sends.pop(rank))
+        return host, partial, post(group, receives, sends, self.tag)
+
+    def _pass_on(
+        self, step: int, host: int, partial: torch.Tensor, parts: Sequence[torch.Tensor], hosts: int
+    ) -> list[dist.Work]:
+        """Start the exchange of this phase's sums between the members; each has those of another host."""
+        rank = self.members.rank()
+        sums = parts[rank * hosts + host]
+        torch.sum(partial, 0, out=sums)
+        others = [(rank + turn) % len(self.sources) for turn in range(1, len(self.sources))]
+        receives = {peer: parts[peer * hosts + (self.sources[peer] // self.shards + step) % hosts] for peer in others}
+        return post(self.members, receives, dict.fromkeys(others, sums), self.tag)

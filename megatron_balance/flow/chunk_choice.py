@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.flow.chunking import UNSPLIT, Chunking
-from megatron_balance.flow.plan import DispatchPlan
+from megatron_balance.flow.plan import DispatchPlan, by_host
 from megatron_balance.flow.task_order import ChunkTimes, Scheduler, check, interleaved, makespan, parse, text
 from megatron_balance.flow.task_times import TaskModel
 from megatron_balance.placement.cost_model import CostModel
@@ -114,10 +114,12 @@ class ByMiniTasks:
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
         """See `Decide`; every expert has one host."""
         ranks, placement = plan.placement.num_ranks, plan.placement
+        # A host with several sources is one worker
+        tokens_DP = by_host(plan.tokens_DP, ranks).numpy()
         counts_DE = np.zeros((ranks, placement.num_experts))
         for physical, expert in enumerate(placement.expert_of_physical):
             if expert >= 0:
-                counts_DE[:, expert] += plan.tokens_DP[:, physical].numpy()
+                counts_DE[:, expert] += tokens_DP[:, physical]
         schedule = self.policy.schedule(counts_DE, placement, self.cost)
         computed_CDE = np.zeros((schedule.makespan, *counts_DE.shape))
         for (expert, task, source, _), amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):
@@ -127,6 +129,7 @@ class ByMiniTasks:
         if not len(computed_CDE):
             return UNSPLIT, "there are no tokens"
         shares_CDE = computed_CDE / np.maximum(computed_CDE.sum(0), np.finfo(np.float64).tiny)
+        shares_CDE = shares_CDE.repeat(len(plan.tokens_DP) // ranks, axis=1)
         order = interleaved((ChunkTimes(*[0.0] * 7),) * len(shares_CDE))
         shares = tuple(tuple(tuple(map(float, row)) for row in chunk) for chunk in shares_CDE)
         return Chunking(order, order, shares), f"as the mini-tasks are computed:\n{schedule}"

@@ -50,6 +50,7 @@ def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
     ranks, physicals = tokens_DP.shape
     turn_DP = torch.arange(ranks).unsqueeze(1) + torch.arange(physicals)
     cut_C11 = torch.arange(chunks + 1).view(-1, 1, 1)
+    turn_DP, cut_C11 = turn_DP.to(tokens_DP.device), cut_C11.to(tokens_DP.device)
     return ((tokens_DP * cut_C11 + turn_DP % chunks) // chunks).diff(dim=0)
 
 

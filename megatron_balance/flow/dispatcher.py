@@ -5,7 +5,7 @@ Shape suffixes: T tokens of this rank, H hidden, P physical experts, R rows (one
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunking import Chunking, in_chunks
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.pipeline import Begin, Job, mixture
+from megatron_balance.flow.parallel_schedule import TokenPath
+from megatron_balance.flow.pipeline import Begin, Job, RowShare, mixture
 from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 
@@ -35,14 +36,12 @@ class Routed:
     """This rank's tokens of one forward pass, and where they go."""
 
     tokens_TH: torch.Tensor
-    probs_TP: torch.Tensor
-    """[T, P] combine weights."""
-
-    map_TP: torch.Tensor
-    """[T, P] bool, the physical experts of each token."""
+    parts: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    """What each source sends of them: [T, P] combine weights, and [T, P] bool, the physical experts of each token. This
+    rank alone; or all ranks that have the same tokens, where each sends a share of their rows."""
 
     plan: DispatchPlan
-    """How many tokens go from each rank to each physical expert."""
+    """How many tokens go from each source to each physical expert."""
 
 
 class Dispatcher(ABC):
@@ -64,25 +63,34 @@ class Dispatcher(ABC):
 class AllToAllDispatcher(Dispatcher):
     """Executes the plan over all-to-alls, in one chunk or in several."""
 
-    def __init__(self, config: TransformerConfig, rank: int, exchange: TokenExchange, chunks: Chunks) -> None:
+    def __init__(self, config: TransformerConfig, path: TokenPath, exchange: TokenExchange, chunks: Chunks) -> None:
+        """`path` says how rows get to all shards of their experts, and who shares them."""
         self.fused = config.moe_permute_fusion
-        self.rank, self.exchange, self.chunks = rank, exchange, chunks
+        self.path, self.sharding, self.exchange, self.chunks = path, path.sharding(), exchange, chunks
 
     def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
         plan, chunking = routed.plan, self.chunks(routed.plan)
         tokens_CDP = chunking.split(plan)
-        probs, routing = in_chunks(routed.probs_TP, routed.map_TP, tokens_CDP[:, self.rank])
+        split = [in_chunks(*part, tokens_CDP[:, source]) for source, part in routed.parts.items()]
+        probs, routing = (torch.cat(tensors, dim=1) for tensors in zip(*split, strict=True))
+        sizes_CM = tokens_CDP[:, [*routed.parts]].sum(2)
         # Copy each token once per chosen expert, grouped by chunk, rank and slot; 0.19 returns more (padding)
         rows, probs, token_of_row, *_ = permute(
-            routed.tokens_TH,
-            routing,
-            probs=probs,
-            num_out_tokens=int(plan.tokens_DP[self.rank].sum()),
-            fused=self.fused,
+            routed.tokens_TH, routing, probs=probs, num_out_tokens=int(sizes_CM.sum()), fused=self.fused
         )
-        plans = [DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP]
-        rows = mixture(rows, probs, Job(self.rank, self.exchange, experts, plans, chunking, begin, self.fused))
-        shape = routed.tokens_TH.shape
+        job = Job(
+            self.path.source,
+            self.path.groups.ep.rank(),
+            self.exchange,
+            self.sharding,
+            experts,
+            [DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP],
+            chunking,
+            begin,
+            self.fused,
+            RowShare(self.path.groups.tp, sizes_CM, self.path.simultaneous) if len(routed.parts) > 1 else None,
+        )
+        rows, shape = mixture(rows, probs, job), routed.tokens_TH.shape
         return unpermute(rows, token_of_row, restore_shape=shape, routing_map=routing, fused=self.fused)
 
 
@@ -117,7 +125,8 @@ class MegatronDispatcher(Dispatcher):
 
     def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
         stages = self._stages_for(routed.plan.placement)
-        rows, probs = stages.dispatch_preprocess(routed.tokens_TH, routed.map_TP, routed.probs_TP)
+        ((probs, routing),) = routed.parts.values()
+        rows, probs = stages.dispatch_preprocess(routed.tokens_TH, routing, probs)
         rows, probs = stages.token_dispatch(rows, probs)
         rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
         begin("experts")

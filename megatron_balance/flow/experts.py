@@ -1,16 +1,17 @@
 """The experts of one rank: one grouped GEMM per projection, whatever the device.
 
-A slot holds one expert's weights. Home slots are the module's parameters; guest slots hold copies of other ranks'
-experts, which come and go, and collect the gradients that those get here.
+A slot holds one expert's weights, or this rank's shard of them (expert tensor parallelism): a part of the inner width,
+whose output is a term of the sum over shards. Home slots are the module's parameters; guest slots hold copies of other
+ranks' experts, which come and go, and collect the gradients that those get here.
 
-Shape suffixes: S slots (of this rank), G guest slots, R rows (tokens, grouped by slot), H hidden, F expert's inner
+Shape suffixes: S slots (of this rank), G guest slots, R rows (tokens, grouped by slot), H hidden, F the shard's inner
 width (2F for gated units before the activation).
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -182,13 +183,15 @@ class GroupedExperts(MegatronModule):
         self, home_experts: Sequence[int], config: TransformerConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config)
-        assert pg_collection.expt_tp.size() == 1
+        shards = pg_collection.expt_tp
+        assert shards.size() == 1 or not config.add_bias_linear, "each shard would add the second bias"
         self.home_experts = tuple(home_experts)
+        self.shard, self.shards = shards.rank(), shards.size()
         self.replica = pg_collection.expt_dp.rank()
         num_local_experts = len(self.home_experts)
         recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
         self.activation_recompute = "moe_act" in recompute
-        inner = config.moe_ffn_hidden_size
+        inner = config.moe_ffn_hidden_size // self.shards
         width = 2 * inner if config.gated_linear_unit else inner
         self.linear_fc1 = GroupedWeights(num_local_experts, config.hidden_size, width, config)
         self.linear_fc2 = GroupedWeights(num_local_experts, inner, config.hidden_size, config)
@@ -318,42 +321,78 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Every parameter as one shard per slot, placed by the slot's logical expert along an axis of all experts.
+        """Every parameter as pieces of each slot, placed by its logical expert along an axis of all experts.
 
-        A checkpoint holds `experts.linear_fc1.weight` [..., E, O, I]: it does not know which rank owned an expert.
+        A checkpoint holds `experts.linear_fc1.weight` [..., E, O, I]: it knows neither which rank owned an expert nor
+        in how many shards it was.
         """
+        parts = 2 if self.config.gated_linear_unit else 1
         return {
             f"{prefix}{name}": ShardedTensorFactory(
                 f"{prefix}experts.{name}",
                 parameter,
-                functools.partial(_shards_by_expert, self.home_experts, self.config.num_moe_experts, sharded_offsets),
-                torch.stack,
+                functools.partial(
+                    _pieces_by_expert,
+                    self.home_experts,
+                    self.config.num_moe_experts,
+                    # Gate and linear part lie one after the other, each cut into shards
+                    _Cut(0, self.shard, self.shards, parts) if "fc1" in name else _Cut(1, self.shard, self.shards, 1),
+                    sharded_offsets,
+                ),
+                functools.partial(_slots, len(self.home_experts)),
                 (0, 0, self.replica),
             )
             for name, parameter in self.named_parameters()
         }
 
 
-def _shards_by_expert(
+class _Cut(NamedTuple):
+    """How one expert's tensor is cut into shards."""
+
+    axis: int
+    shard: int
+    shards: int
+    parts: int
+    """Equal parts along the axis, of which each shard has its piece."""
+
+
+def _pieces_by_expert(
     experts: Sequence[int],
     num_experts: int,
+    cut: _Cut,
     sharded_offsets: tuple,
     key: str,
     tensor_S: torch.Tensor,
     replica_id: tuple[int, ...],
     flattened_range: None,
 ) -> list[ShardedTensor]:
-    """One shard per slot of a parameter, or of its optimizer state, [S, ...]."""
+    """The pieces of each slot of a parameter, or of its optimizer state, [S, ...]."""
     assert flattened_range is None, "optimizer state is saved in the parameters' shapes"
     axis = len(sharded_offsets)
+    if cut.shards == 1:
+        pieces = [(tensor, ()) for tensor in tensor_S.unbind()]
+    else:
+        place = [(cut.shard + part * cut.shards, cut.shards * cut.parts) for part in range(cut.parts)]
+        pieces = [
+            (piece, ((axis + 1 + cut.axis, *at),))
+            for tensor in tensor_S.unbind()
+            for piece, at in zip(tensor.chunk(cut.parts, cut.axis), place, strict=True)
+        ]
     return [
         ShardedTensor.from_rank_offsets(
             key,
-            tensor,
+            piece,
             *sharded_offsets,
-            (axis, expert, num_experts),
+            (axis, experts[number * len(experts) // len(pieces)], num_experts),
+            *offsets,
             replica_id=replica_id,
             prepend_axis_num=axis + 1,
         )
-        for tensor, expert in zip(tensor_S.unbind(), experts, strict=True)
+        for number, (piece, offsets) in enumerate(pieces)
     ]
+
+
+def _slots(slots: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[S, ...] of what `_pieces_by_expert` made; those of a slot follow each other along its first axis."""
+    each = len(pieces) // slots
+    return torch.stack([torch.cat([*pieces[first : first + each]]) for first in range(0, len(pieces), each)])

@@ -5,7 +5,7 @@
 What is in brackets is one step here, because tokens may go through it in chunks (flow/dispatcher.py). `host` is where
 time meets space: it says who computes which expert in this iteration. Their weights are there when the experts compute.
 
-Shape suffixes: T tokens of this rank, H hidden, E logical experts, P physical experts, D expert-parallel ranks.
+Shape suffixes: T tokens of this rank, H hidden, E logical experts, P physical experts, D sources of tokens.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -22,8 +21,9 @@ from megatron_balance.config import BalanceConfig
 from megatron_balance.flow.chunk_choice import ChunkChoice
 from megatron_balance.flow.chunking import UNSPLIT
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, Routed
+from megatron_balance.flow.parallel_schedule import TokenPath
 from megatron_balance.flow.pipeline import Begin
-from megatron_balance.flow.plan import Split, make_plan
+from megatron_balance.flow.plan import Split, by_host, make_plan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.placement.placement import Placement
 
@@ -45,17 +45,19 @@ class BalancedMoELayer(MoELayer):
         submodules: MoESubmodules,
         layer_number: int | None = None,
         *,
-        groups: ProcessGroupCollection,
+        path: TokenPath,
         balance: BalanceConfig,
         exchange: TokenExchange,
         chunks: ChunkChoice | None = None,
         **_: object,
     ) -> None:
-        """`groups`, `balance`, `exchange` and `chunks` come from the spec.
+        """`path`, `balance`, `exchange` and `chunks` come from the spec.
 
         0.19 also passes `pg_collection` and more, unused here.
         """
+        groups = path.groups
         BaseMoELayer.__init__(self, config, layer_number, groups)
+        self.path = path
         self.submodules = submodules
         self.balance = balance
         recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
@@ -69,8 +71,8 @@ class BalancedMoELayer(MoELayer):
         """Told when its experts compute."""
         self.split: Split = "local_first"
 
-        self.router = submodules.router(config=config, pg_collection=groups)
-        self.dispatcher = self._build_dispatcher(exchange, chunks, groups)
+        self.router = submodules.router(config=config, pg_collection=path.router_groups())
+        self.dispatcher = self._build_dispatcher(exchange, chunks)
         home = owners.experts_of(self.ep_group.rank())
         self.experts = submodules.experts(home, config, pg_collection=groups)
         if self.use_shared_expert:
@@ -78,14 +80,12 @@ class BalancedMoELayer(MoELayer):
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
 
-    def _build_dispatcher(
-        self, exchange: TokenExchange, chunks: ChunkChoice | None, groups: ProcessGroupCollection
-    ) -> Dispatcher:
+    def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher:
         if self.config.moe_token_dispatcher_type == "alltoall":
             # A layer is told its number only later
             chosen = (lambda plan: UNSPLIT) if chunks is None else (lambda plan: chunks(self.layer_number, plan))
-            return AllToAllDispatcher(self.config, self.ep_group.rank(), exchange, chosen)
-        return MegatronDispatcher(self.config, self.ep_group.rank(), groups)
+            return AllToAllDispatcher(self.config, self.path, exchange, chosen)
+        return MegatronDispatcher(self.config, self.ep_group.rank(), self.path.groups)
 
     def forward(
         self,
@@ -106,23 +106,27 @@ class BalancedMoELayer(MoELayer):
 
     def _mixture(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
         shared = self.shared_experts_compute(hidden_states)
-        tokens_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        path, entered = self.path, self.path.enter(hidden_states)
+        own_TH = entered.reshape(-1, hidden_states.shape[-1])
 
-        probs_TE, map_TE = self.router(hidden_states, padding_mask)
-        counts_DE = self._gather_counts(map_TE)
-        self.placement = self.host(counts_DE, self.training)
+        probs_TE, map_TE = self.router(entered, None if padding_mask is None else path.enter(padding_mask))
+        tokens_TH, probs_TE = (path.gather(path.alone(tensor)) for tensor in (own_TH, probs_TE))
+        map_TE = path.gather(map_TE)
+        shares = path.shares(probs_TE, map_TE)
+        counts_DE = self._gather_counts(shares[path.source][1])
+        self.placement = self.host(by_host(counts_DE, self.ep_group.size()), self.training)
         plan = make_plan(counts_DE, self.placement, self.split)
-        probs_TP, map_TP = reroute(probs_TE, map_TE, plan, self.ep_group.rank())
-        output_TH = self.dispatcher.run(Routed(tokens_TH, probs_TP, map_TP, plan), self.experts, self.begin)
+        parts = {source: reroute(*share, plan, source) for source, share in shares.items()}
+        output_TH = self.dispatcher.run(Routed(tokens_TH, parts, plan), self.experts, self.begin)
 
-        output = output_TH.view(hidden_states.shape)
+        output = path.leave(path.together(path.keep(output_TH)).view(entered.shape))
         return output if shared is None else output + shared
 
     @torch.no_grad()
     def _gather_counts(self, map_TE: torch.Tensor) -> torch.Tensor:
-        """The load matrix [D, E] on the host: tokens that each rank routed to each expert."""
+        """The load matrix [D, E] on the host: tokens that each source routed to each expert."""
         counts_E = map_TE.sum(dim=0)
-        counts_DE = counts_E.new_empty(self.ep_group.size() * counts_E.numel())
-        dist.all_gather_into_tensor(counts_DE, counts_E, group=self.ep_group)
+        counts_DE = counts_E.new_empty(self.path.sources.size() * counts_E.numel())
+        dist.all_gather_into_tensor(counts_DE, counts_E, group=self.path.sources)
         # The one wait for the device in this layer: the exchange needs its split sizes on the host
         return counts_DE.view(-1, counts_E.numel()).cpu()

@@ -1,10 +1,13 @@
-"""One rank's experts, and its codec, on made-up tokens, there and back, for profile/measure.py to time."""
+"""One rank's experts, its codec and its exchanges, on made-up tokens, for profile/measure.py to time."""
 
 import torch
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
+from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.comm.codecs import Codec
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.profile.bench import Passes
+from megatron_balance.flow.parallel_schedule import TokenPath
+from megatron_balance.profile.bench import OPERATIONS, Passes, Run
 
 
 def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
@@ -43,3 +46,36 @@ def codec_passes(codec: Codec, hidden: int, dtype: torch.dtype, device: torch.de
     rows_RH = torch.randn(tokens, hidden, device=device, generator=generator).to(dtype)
     payload = codec.encode(rows_RH)
     return Passes(lambda: codec.encode(rows_RH), lambda: codec.decode(payload, hidden, dtype))
+
+
+def schedule_run(
+    path: TokenPath, wire: AllToAll, hidden: int, dtype: torch.dtype, device: torch.device, line: str, num_bytes: int
+) -> Run:
+    """What a line of a ParallelLines says the time of, with about so many bytes.
+
+    Args:
+        path: of s2, with ranks for simultaneous exchanges.
+        wire: among all shards of all hosts.
+    """
+    groups = path.groups
+    if line == "all_gather":
+        buffer = torch.zeros(-(-num_bytes // dtype.itemsize), dtype=dtype, device=device)
+        return OPERATIONS["all_gather"](groups.tp, buffer)
+    sources, hosts, row_bytes = wire.group.size(), groups.ep.size(), hidden * dtype.itemsize
+    if line == "sorting":
+        rows = torch.zeros(-(-num_bytes // row_bytes), hidden, dtype=dtype, device=device, requires_grad=True)
+        routing = torch.arange(len(rows), device=device)[:, None] % hosts == torch.arange(hosts, device=device)
+
+        def there_and_back() -> None:
+            rows.grad = None
+            sorted_rows, _, token_of_row, *_ = permute(rows, routing, num_out_tokens=len(rows))
+            output = unpermute(sorted_rows, token_of_row, restore_shape=rows.shape, routing_map=routing)
+            output.backward(output.detach())
+
+        return there_and_back
+    each = -(-num_bytes // (row_bytes * sources))
+    splits_SH = torch.full((sources, hosts), each)
+    sharding = path.simultaneous if line == "simultaneous" else path.sharding()
+    assert sharding is not None
+    results = torch.zeros(int(splits_SH[:, groups.ep.rank()].sum()), hidden, dtype=dtype, device=device)
+    return lambda: sharding.collect(wire, results, splits_SH).wait()

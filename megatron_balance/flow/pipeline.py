@@ -2,7 +2,7 @@
 
 Exchanges run beside the computation: each starts when its rows are ready and is waited for where the order wants what
 it brings. A backward pass is the same seven tasks with gradients, so that one function executes both.
-Shape suffixes: R rows of this rank, H hidden, C chunks, D expert-parallel ranks, S slots per rank.
+Shape suffixes: R rows of this rank, H hidden, C chunks, D sources, S slots per host.
 """
 
 import functools
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange
 from megatron_balance.comm.compressed import TokenExchange
+from megatron_balance.comm.pipelined import Simultaneous
+from megatron_balance.comm.sharded import Sharding, all_gather_rows, transposed
 from megatron_balance.flow.chunking import Chunking
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.plan import DispatchPlan
@@ -26,13 +28,46 @@ Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
 
 Begin = Callable[[Moment], None]
 
+Collect = Callable[[AllToAll, torch.Tensor, torch.Tensor], Exchange]
+
+Start = Callable[[torch.Tensor, torch.Tensor], Exchange]
+"""Rows and the matrix [sources, hosts] of how many there are, to an exchange of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowShare:
+    """Rows that all ranks of a group have, of which each sends its own share through the experts (MP-Split)."""
+
+    group: dist.ProcessGroup
+    sizes_CM: torch.Tensor
+    """[C, members] int64 in host memory: rows of each chunk that each member sends."""
+    simultaneous: Simultaneous | None = None
+    """What passes results on to all members while it collects them."""
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each member, one after the other."""
+        return self.sizes_CM.sum(0).tolist()
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of this rank, of all."""
+        return rows.split(self.sizes)[self.group.rank()]
+
+    def all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of all members (MP-AllGather), of this rank's."""
+        return all_gather_rows(self.group, rows, self.sizes)
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """One pass of this rank's rows through a layer."""
 
-    rank: int
+    source: int
+    """This rank's row in the plans."""
+    host: int
+    """The host that its experts are on."""
     exchange: TokenExchange
+    sharding: Sharding
     experts: GroupedExperts
     plans: Sequence[DispatchPlan]
     """[C] of each chunk."""
@@ -40,56 +75,68 @@ class Job:
     begin: Begin
     fused: bool
     """Whether rows are sorted by Transformer Engine's kernel."""
+    share: RowShare | None
+    """Of the rows of all tokens; None: they are this rank's alone."""
 
     @functools.cached_property
     def splits(self) -> list[torch.Tensor]:
-        """[C] of [D, D]: rows of each chunk from each rank to each rank."""
-        return [plan.splits_DD for plan in self.plans]
+        """[C] of [D, hosts]: rows of each chunk from each source to each host."""
+        return [plan.splits_DH for plan in self.plans]
 
     @functools.cached_property
-    def all_splits_DD(self) -> torch.Tensor:
-        """[D, D] of all chunks together."""
+    def all_splits_DH(self) -> torch.Tensor:
+        """[D, hosts] of all chunks together."""
         return torch.stack(self.splits).sum(0)
 
     @functools.cached_property
     def sent(self) -> list[int]:
         """[C]: rows that this rank sends."""
-        return [int(splits_DD[self.rank].sum()) for splits_DD in self.splits]
+        return [int(splits_DH[self.source].sum()) for splits_DH in self.splits]
+
+    @property
+    def collect(self) -> Collect:
+        """What brings rows back: this rank's, or those of all who share them."""
+        saa = None if self.share is None else self.share.simultaneous
+        return (saa or self.sharding).collect
+
+    def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows of all chunks, as `collect` brought them, in the order of all rows."""
+        rows = chunks[0] if len(chunks) == 1 else torch.cat([*chunks])
+        if self.share is None:
+            return rows
+        if self.share.simultaneous is None:
+            return self.share.all(rows)
+        return transposed(rows, self.share.sizes_CM, (1, 0))
 
 
 def mixture(rows_RH: torch.Tensor, probs_R: torch.Tensor, job: Job) -> torch.Tensor:
     """Every row through its expert, weighted: [R, H], where the row was; differentiable.
 
     Args:
-        rows_RH: by chunk, then by physical expert.
+        rows_RH: by member of the job's share, then by chunk, then by physical expert.
         probs_R: combine weight of each row.
     """
-    ranks = job.plans[0].placement.num_ranks
-    sent_CDS = torch.stack([plan.tokens_DP[job.rank].view(ranks, -1) for plan in job.plans])
-    probs_R = transposed(probs_R, sent_CDS, (1, 0, 2))
-    weights = job.experts.tensors(sent_CDS.shape[-1])
+    weights = job.experts.tensors(job.plans[0].placement.slots_per_rank)
     return _Mixture.apply(rows_RH, probs_R, job, torch.is_grad_enabled(), *weights)
 
 
-def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int], fused: bool = False) -> torch.Tensor:
-    """Rows in blocks that are laid out as `sizes` -> laid out as `sizes.permute(dimensions)`."""
-    order = torch.arange(sizes.numel()).view(sizes.shape).permute(*dimensions).reshape(-1)
-    if bool((order.diff() > 0).all()):
-        return rows
-    return sort_chunks_by_idxs(rows, sizes.reshape(-1), order, fused=fused)[0]
+def _sent_CHS(job: Job) -> torch.Tensor:
+    """[C, hosts, S]: rows of each chunk that this rank sends to each slot of each host."""
+    hosts = job.plans[0].placement.num_ranks
+    return torch.stack([plan.tokens_DP[job.source].view(hosts, -1) for plan in job.plans])
 
 
 def _tokens_CDS(job: Job) -> torch.Tensor:
-    """[C, D, S]: rows of each chunk that this rank gets from each rank for each of its slots."""
-    return torch.stack([plan.received_DS(job.rank) for plan in job.plans])
+    """[C, D, S]: rows of each chunk that this rank gets from each source for each of its slots."""
+    return torch.stack([plan.received_DS(job.host) for plan in job.plans])
 
 
 def execute(
     order: Order,
     rows: Sequence[torch.Tensor],
     splits: Sequence[torch.Tensor],
-    there: AllToAll,
-    back: AllToAll,
+    there: Start,
+    back: Start,
     compute: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
     """Rows of every chunk there, through `compute`, and back, in the order given.
@@ -97,7 +144,8 @@ def execute(
     Args:
         order: the computing tasks; the same on every rank.
         rows: [C] what this rank sends.
-        splits: [C] of int64 [D, D] on the host: rows from each rank to each rank.
+        splits: [C] of int64 [D, hosts] in host memory: rows from each source to each host.
+        there, back: what takes them to their experts, and what brings results to where they were sent from.
         compute: called with a chunk's number and the rows that came; returns those that go back.
 
     Returns:
@@ -107,11 +155,11 @@ def execute(
     at_hand: dict[int, torch.Tensor] = dict(enumerate(rows))
     for task, chunk in order:
         if task is Task.C1:
-            flights[chunk] = there.start(at_hand.pop(chunk), splits[chunk])
+            flights[chunk] = there(at_hand.pop(chunk), splits[chunk])
         elif task is Task.E:
             at_hand[chunk] = compute(chunk, at_hand.pop(chunk))
         elif task is Task.C2:
-            flights[chunk] = back.start(at_hand.pop(chunk), splits[chunk].T)
+            flights[chunk] = back(at_hand.pop(chunk), splits[chunk])
         else:
             at_hand[chunk] = flights.pop(chunk).wait()
     return [at_hand[chunk] for chunk in range(len(rows))]
@@ -140,7 +188,11 @@ class _Mixture(torch.autograd.Function):
         ctx.leaves = [weight.detach().requires_grad_(with_graph) for weight in weights]
         stand_ins = dict(zip(weights, ctx.leaves, strict=True))
         tokens_CDS = _tokens_CDS(job)
-        coming = job.exchange.probs.start(probs_R, job.all_splits_DD)
+        exchange, spread = job.exchange, job.sharding.spread
+        if job.share is not None:
+            rows_RH, probs_R = job.share.own(rows_RH), job.share.own(probs_R)
+        # Weights of all chunks go at once, so that each host gets one message
+        coming = spread(exchange.probs, transposed(probs_R, _sent_CHS(job), (1, 0, 2)), job.all_splits_DH)
         probs_by_chunk: list[torch.Tensor] = []
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
@@ -161,12 +213,13 @@ class _Mixture(torch.autograd.Function):
             return transposed(output.detach(), tokens_CDS[chunk].T, (1, 0), job.fused)
 
         computed: list[int] = []
-        exchange, parts = job.exchange, rows_RH.split(job.sent)
-        return torch.cat(execute(job.chunking.forward, parts, job.splits, exchange.dispatch, exchange.combine, compute))
+        there, back = functools.partial(spread, exchange.dispatch), functools.partial(job.collect, exchange.combine)
+        return job.joined(execute(job.chunking.forward, rows_RH.split(job.sent), job.splits, there, back, compute))
 
     @staticmethod
     def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple:
         job = ctx.job
+        exchange, spread = job.exchange, job.sharding.spread
         tokens_CDS = _tokens_CDS(job)
         of_probs: dict[int, torch.Tensor] = {}
         going: list[Exchange] = []
@@ -183,9 +236,16 @@ class _Mixture(torch.autograd.Function):
                 probs = torch.cat([of_probs[one] for one in range(len(job.plans))])
                 probs = transposed(probs, tokens_CDS.permute(0, 2, 1), (2, 0, 1))
                 job.begin("dispatch_backward")
-                going.append(job.exchange.probs.reverse.start(probs, job.all_splits_DD.T))
+                going.append(job.sharding.collect(exchange.probs.reverse, probs, job.all_splits_DH))
             return transposed(graph.rows.grad, tokens_CDS[chunk].T, (1, 0), job.fused)
 
-        there, back = job.exchange.combine.reverse, job.exchange.dispatch.reverse
-        of_rows = execute(job.chunking.backward, gradient_RH.split(job.sent), job.splits, there, back, compute)
-        return torch.cat(of_rows), going.pop().wait(), None, None, *(leaf.grad for leaf in ctx.leaves)
+        if job.share is not None:
+            gradient_RH = job.share.own(gradient_RH)
+        there = functools.partial(spread, exchange.combine.reverse)
+        back = functools.partial(job.collect, exchange.dispatch.reverse)
+        parts = gradient_RH.split(job.sent)
+        of_rows = job.joined(execute(job.chunking.backward, parts, job.splits, there, back, compute))
+        to_probs = transposed(going.pop().wait(), _sent_CHS(job).transpose(0, 1), (1, 0, 2))
+        if job.share is not None:
+            to_probs = job.share.all(to_probs)
+        return of_rows, to_probs, None, None, *(leaf.grad for leaf in ctx.leaves)

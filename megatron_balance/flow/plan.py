@@ -1,7 +1,8 @@
 """What a layer sends where, decided before anything moves.
 
-Shape suffixes: D expert-parallel ranks, E logical experts, P physical experts (rank, slot), S slots per rank, M experts
-with several hosts, K hosts of the expert that has the most.
+Shape suffixes: D sources (ranks that have tokens of their own: one per host, or one per shard of it), H hosts
+(expert-parallel ranks), E logical experts, P physical experts (host, slot), S slots per host, M experts with several
+hosts, K hosts of the expert that has the most.
 """
 
 import functools
@@ -24,16 +25,15 @@ class DispatchPlan:
     placement: Placement
 
     tokens_DP: torch.Tensor
-    """[D, P] int64 on the host: copies of tokens that source rank d sends to physical expert p."""
+    """[D, P] int64 in host memory: copies of tokens that source d sends to physical expert p."""
 
     @functools.cached_property
-    def splits_DD(self) -> torch.Tensor:
-        """[D, D]: tokens that each rank (row) sends to each rank (column)."""
-        num_ranks = self.placement.num_ranks
-        return self.tokens_DP.view(num_ranks, num_ranks, -1).sum(2)
+    def splits_DH(self) -> torch.Tensor:
+        """[D, H]: tokens that each source (row) sends to each host (column)."""
+        return self.tokens_DP.view(len(self.tokens_DP), self.placement.num_ranks, -1).sum(2)
 
     def received_DS(self, rank: int) -> torch.Tensor:
-        """[D, S]: tokens that `rank` receives from each source for each of its slots."""
+        """[D, S]: tokens that the host `rank` receives from each source for each of its slots."""
         slots = self.placement.slots_per_rank
         return self.tokens_DP[:, rank * slots : (rank + 1) * slots]
 
@@ -45,15 +45,22 @@ class DispatchPlan:
 def make_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
     """Share each source rank's tokens among the hosts of the experts that they chose.
 
+    Sources on the same host are one to the rules below; what that host sends is divided among them in their order.
+
     Args:
-        counts_DE: [D, E] int64 on the host, the load matrix: tokens that source rank d routed to expert e.
+        counts_DE: [D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. The sources of
+            host 0 come first, then those of host 1, ..., equally many each.
         placement: hosts of every expert; the same on all ranks, so that all ranks make the same plan.
         split: `local_first` (Pro-Prophet, section IV-A): a rank that hosts an expert computes its own tokens for it,
             all others send to the primary host. `proportional` (FlexMoE, Algorithm 3): every vExpert of an expert
             computes equally many tokens, a rank's own ones first.
     """
-    assert counts_DE.shape == (placement.num_ranks, placement.num_experts)
+    assert counts_DE.ndim == 2 and counts_DE.shape[1] == placement.num_experts
+    assert len(counts_DE) % placement.num_ranks == 0
     assert split in ("local_first", "proportional"), split
+    if len(counts_DE) > placement.num_ranks:
+        plan = make_plan(by_host(counts_DE, placement.num_ranks), placement, split)
+        return DispatchPlan(placement, _among_sources(plan, counts_DE))
     # One column per expert has no collision: a physical expert computes one logical expert
     target_DE = _nearest_host(placement)
     tokens_DP = counts_DE.new_zeros(placement.num_ranks, placement.num_physical).scatter_(1, target_DE, counts_DE)
@@ -61,6 +68,29 @@ def make_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "loc
     if split == "proportional" and shared:
         _share_proportionally(counts_DE, placement, shared, tokens_DP)
     return DispatchPlan(placement, tokens_DP)
+
+
+def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
+    """[H, E]: the load matrix with the sources of a host added up."""
+    return counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
+
+
+def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
+    """[D, P]: what a plan has each host send, divided among its sources.
+
+    A host's tokens for an expert lie in a row, source after source, and are cut where its plan says: the first part
+    goes to the first physical expert, and so on. So much of it is each source's as the two cuts have in common.
+    """
+    placement, hosts = plan.placement, plan.placement.num_ranks
+    experts_P = torch.tensor(placement.expert_of_physical)
+    used_P = experts_P >= 0
+    same_PP = (experts_P[:, None] == experts_P) & used_P
+    ends_HP = plan.tokens_DP @ same_PP.triu().to(torch.int64)
+    own_HNP = counts_DE.view(hosts, -1, counts_DE.shape[1])[:, :, experts_P.clamp(min=0)] * used_P
+    until_HNP = own_HNP.cumsum(1)
+    first_HNP = torch.maximum((ends_HP - plan.tokens_DP).unsqueeze(1), until_HNP - own_HNP)
+    last_HNP = torch.minimum(ends_HP.unsqueeze(1), until_HNP)
+    return (last_HNP - first_HNP).clamp(min=0).flatten(0, 1)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int | None = None) -> torch.Tensor:

@@ -16,7 +16,6 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.observe.workloads import workload_choices
 
@@ -44,12 +43,12 @@ class BatchPart:
 
     sequence_rank: int = 0
     sequence_ranks: int = 1
-    """With sequence parallelism each tensor-parallel rank has an equal, contiguous part of every sequence."""
+    """Where they route other tokens, each tensor-parallel rank has an equal, contiguous part of every sequence."""
 
     @classmethod
-    def of(cls, config: TransformerConfig, groups: ProcessGroupCollection, seq_length: int) -> "BatchPart":
-        """This rank's part."""
-        split = (groups.tp.rank(), groups.tp.size()) if config.sequence_parallel else (0, 1)
+    def of(cls, groups: ProcessGroupCollection, seq_length: int, divided: bool) -> "BatchPart":
+        """This rank's part; `divided`: tensor-parallel ranks route a part of each sequence each."""
+        split = (groups.tp.rank(), groups.tp.size()) if divided else (0, 1)
         return cls(seq_length, groups.dp.rank(), groups.dp.size(), *split)
 
     def samples(self, tokens: int) -> int:

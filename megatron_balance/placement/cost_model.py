@@ -261,7 +261,7 @@ class CostModel:
     def round_seconds(self, piece_bytes: Any) -> Any:
         """One round of a TransferPlan whose pieces have so many bytes."""
         line = self.profile.link("p2p")
-        return line.alpha + line.beta * piece_bytes
+        return line.seconds(piece_bytes)
 
     def trans_seconds(self, rounds: Any, chunks: Any) -> Any:
         """Eq. 4, for so many rounds of experts in `chunks` pieces; each round pays the latency of a piece.
@@ -324,7 +324,7 @@ class CostModel:
         Here only parameters move, because optimizer states stay with the owner. Ranks, or arrays of them.
         """
         node_size, lines = self.profile.node_size, self.profile.links["p2p"]
-        near, far = (lines[kind].alpha + lines[kind].beta * self.param_bytes for kind in ("intra", "inter"))
+        near, far = (lines[kind].seconds(self.param_bytes) for kind in ("intra", "inter"))
         seconds = np.where(np.equal(source // node_size, target // node_size), near, far)
         return np.where(np.equal(source, target), 0.0, seconds)
 
@@ -333,8 +333,8 @@ class CostModel:
         sent, received = np.zeros((2, self.profile.num_ranks))
         for source, target in pairs:
             line = self.profile.link("p2p", self.profile.group_kind((source, target)))
-            sent[source] += line.alpha + line.beta * self.state_bytes
-            received[target] += line.alpha + line.beta * self.state_bytes
+            sent[source] += line.seconds(self.state_bytes)
+            received[target] += line.seconds(self.state_bytes)
         return float(max(sent.max(), received.max()))
 
 

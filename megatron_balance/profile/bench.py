@@ -44,45 +44,14 @@ class Bench(Protocol):
 
 
 @dataclass(frozen=True)
-class GroupBench:
-    """The bench of a real expert-parallel group; all its ranks make the same calls."""
+class Stopwatch:
+    """Times what all ranks of a group do together; all of them make the same calls."""
 
-    ep_group: dist.ProcessGroup
-
-    groups: Mapping[Members, dist.ProcessGroup]
-    """The groups that this rank is a member of, `sub_groups`; it idles while others measure."""
-
-    passes: Callable[[int], Passes]
-    """The experts of this rank, given the number of tokens."""
+    group: dist.ProcessGroup
 
     device: torch.device
 
-    dtype: torch.dtype
-    """What is sent and reduced."""
-
     repeats: int
-
-    codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
-    """By name, compression and decompression of so many rows."""
-
-    def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
-        if members not in self.groups:
-            return self.medians([_idle] * len(sizes_bytes))
-        prepare, group = OPERATIONS[collective], self.groups[members]
-        counts = [-(-size // self.dtype.itemsize) for size in sizes_bytes]
-        return self.medians([prepare(group, torch.zeros(n, dtype=self.dtype, device=self.device)) for n in counts])
-
-    def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        return self._there_and_back(self.passes, tokens)
-
-    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        return self._there_and_back(self.codecs[name], tokens)
-
-    def _there_and_back(
-        self, passes: Callable[[int], Passes], tokens: Sequence[int]
-    ) -> tuple[list[float], list[float]]:
-        seconds = self.medians([run for count in tokens for run in passes(count)])
-        return seconds[::2], seconds[1::2]
 
     def medians(self, runs: Sequence[Run]) -> list[float]:
         """Each run's median over the repeats of the seconds that its slowest rank took; the same on every rank.
@@ -97,12 +66,12 @@ class GroupBench:
             for index, run in enumerate(runs):
                 self._meet()
                 seconds[repeat, index] = self._seconds(run)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.ep_group)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
         return seconds.quantile(0.5, dim=0).tolist()
 
     def _meet(self) -> None:
         """Let all ranks start together. (`dist.barrier` warns of its choice of device.)"""
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.ep_group)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -118,6 +87,45 @@ class GroupBench:
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1000
+
+
+@dataclass(frozen=True)
+class GroupBench:
+    """The bench of a real expert-parallel group; all its ranks make the same calls."""
+
+    stopwatch: Stopwatch
+    """Of the expert-parallel group."""
+
+    groups: Mapping[Members, dist.ProcessGroup]
+    """The groups that this rank is a member of, `sub_groups`; it idles while others measure."""
+
+    passes: Callable[[int], Passes]
+    """The experts of this rank, given the number of tokens."""
+
+    dtype: torch.dtype
+    """What is sent and reduced."""
+
+    codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
+    """By name, compression and decompression of so many rows."""
+
+    def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
+        if members not in self.groups:
+            return self.stopwatch.medians([_idle] * len(sizes_bytes))
+        prepare, group, device = OPERATIONS[collective], self.groups[members], self.stopwatch.device
+        counts = [-(-size // self.dtype.itemsize) for size in sizes_bytes]
+        return self.stopwatch.medians([prepare(group, torch.zeros(n, dtype=self.dtype, device=device)) for n in counts])
+
+    def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        return self._there_and_back(self.passes, tokens)
+
+    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        return self._there_and_back(self.codecs[name], tokens)
+
+    def _there_and_back(
+        self, passes: Callable[[int], Passes], tokens: Sequence[int]
+    ) -> tuple[list[float], list[float]]:
+        seconds = self.stopwatch.medians([run for count in tokens for run in passes(count)])
+        return seconds[::2], seconds[1::2]
 
 
 def _idle() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 COLLECTIVES = ("p2p", "all_to_all", "broadcast", "reduce", "all_gather", "all_reduce")
 GROUPS = ("intra", "inter", "ep")
 """Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
@@ -33,6 +33,9 @@ class Fit(NamedTuple):
 
     held_out: float
     """The same error where a line through every other size predicts the sizes in between."""
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.alpha + self.beta * num_bytes
 
 
 def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
@@ -109,6 +112,29 @@ class Bandwidth(NamedTuple):
     """Size of the reduced buffer over the time that the collective takes."""
 
 
+class ParallelLines(NamedTuple):
+    """Exchanges of tensor-parallel ranks and sharded experts, for Parm's Algorithm 1."""
+
+    mp: int
+    """Tensor-parallel ranks that they are for."""
+
+    esp: int
+    """Shards of an expert that they are for."""
+
+    all_gather: Fit
+    """MP-AllGather, over bytes of the gathered buffer."""
+
+    all_to_all: Fit
+    """EP&ESP-AlltoAll, over bytes of what a rank sends, with what it keeps."""
+
+    simultaneous: Fit
+    """That with an MP-AllGather of its results beside it (SAA), over the same bytes."""
+
+    sorting: Fit
+    """No exchange, but s2 has more of it: rows are copied by expert, and what comes back is added up, with gradients of
+    both; over bytes of the rows."""
+
+
 @dataclass(frozen=True)
 class ClusterProfile:
     """Constants of one cluster and one shape of expert; a value that is saved as JSON."""
@@ -131,6 +157,9 @@ class ClusterProfile:
 
     codecs: Mapping[str, CodecTimes] = field(default_factory=dict)
     """What `--moe-comm-codec` of the measured run took."""
+
+    parallel: ParallelLines | None = None
+    """Measured where the run has tensor-parallel ranks with the same tokens."""
 
     def link(self, collective: str, group: str = "ep") -> Fit:
         return self.links[collective][group]
@@ -163,8 +192,7 @@ class ClusterProfile:
             return num_bytes / exact[0].bytes_per_second
         kin = sorted(group for group in self.all_reduce if (group.nodes > 1) == (nodes > 1))
         if not kin:
-            line = self.link("all_reduce", "inter" if nodes > 1 else "intra")
-            return line.alpha + line.beta * num_bytes
+            return self.link("all_reduce", "inter" if nodes > 1 else "intra").seconds(num_bytes)
         slowness = [1 / group.bytes_per_second for group in kin]
         return num_bytes * float(np.interp(ranks, [group.ranks for group in kin], slowness))
 
@@ -183,6 +211,9 @@ class ClusterProfile:
         content["codecs"] = {
             name: {way: line._asdict() for way, line in times._asdict().items()} for name, times in self.codecs.items()
         }
+        if self.parallel is not None:
+            lines = {name: line._asdict() for name, line in self.parallel._asdict().items() if isinstance(line, Fit)}
+            content["parallel"] = self.parallel._asdict() | lines
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(new, path)
@@ -231,17 +262,29 @@ def _parse(content: dict[str, Any]) -> ClusterProfile:
             name: CodecTimes(**{way: Throughput(**line) for way, line in times.items()})
             for name, times in content["codecs"].items()
         },
+        parallel=_parse_parallel(content["parallel"]),
     )
     numbers = [value for groups in links.values() for line in groups.values() for value in line]
     numbers += [*profile.forward, *profile.backward]
     numbers += [value for times in profile.codecs.values() for line in times for value in line]
     positive = [profile.num_ranks, profile.node_size, *(value for group in profile.all_reduce for value in group)]
+    if profile.parallel is not None:
+        mp, esp, *lines = profile.parallel
+        positive, numbers = [mp, esp, *positive], [*numbers, *(value for line in lines for value in line)]
     for value in [*numbers, *positive]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ValueError(f"{value!r} is not a number of at least 0")
-    if not all(value > 0 for value in positive) or not all(type(value) is int for value in positive[:2]):
+    whole = positive[: 2 if profile.parallel is None else 4]
+    if not all(value > 0 for value in positive) or not all(type(value) is int for value in whole):
         raise ValueError("ranks, nodes and bandwidths must be above 0")
     return profile
+
+
+def _parse_parallel(content: dict[str, Any] | None) -> ParallelLines | None:
+    if content is None:
+        return None
+    lines: dict[str, Any] = {name: Fit(**line) if isinstance(line, dict) else line for name, line in content.items()}
+    return ParallelLines(**lines)
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_balance.device.groups import on_first_rank
-from megatron_balance.profile.bench import Bench, GroupBench, Members, Passes, sub_groups
+from megatron_balance.profile.bench import Bench, GroupBench, Members, Passes, Run, Stopwatch, sub_groups
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
@@ -15,6 +16,7 @@ from megatron_balance.profile.cluster_profile import (
     ClusterProfile,
     CodecTimes,
     Fit,
+    ParallelLines,
     Throughput,
     fit,
     load,
@@ -25,6 +27,9 @@ SIZES = tuple(4**power << 14 for power in range(6))
 
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
 """For links that move 16 MiB in hardly more time than nothing."""
+
+PARALLEL_SIZES = 5
+"""Of each line of `measure_parallel`."""
 
 REPEATS = 9
 
@@ -73,7 +78,7 @@ def measure(
         )
     wanted = [*group_kinds(num_ranks, node_size).values(), *device_groups(num_ranks, node_size)]
     with sub_groups(ep_group, job, wanted) as groups:
-        bench = GroupBench(ep_group, groups, passes, device, dtype, repeats, codecs or {})
+        bench = GroupBench(Stopwatch(ep_group, device, repeats), groups, passes, dtype, codecs or {})
         # The first rank's numbers count, but all ranks have to be there for them; its errors are those of all
         outcome: ClusterProfile | ValueError
         try:
@@ -157,6 +162,36 @@ def profile_of(
             f"{decode.seconds_per_token * 1e6:.3g} us back"
         )
     return ClusterProfile(num_ranks, node_size, links, forward, backward, tuple(bandwidths), coded)
+
+
+def measure_parallel(
+    stopwatch: Stopwatch,
+    job: dist.ProcessGroup,
+    mp: int,
+    esp: int,
+    runs: Callable[[str, int], Run],
+    ranges: Mapping[str, tuple[float, float]],
+    say: Say | None = None,
+) -> ParallelLines:
+    """Measure what Parm's Algorithm 1 is given; every rank of the job calls it and gets what its first rank has.
+
+    Args:
+        stopwatch: of all shards of all hosts.
+        job: as of `measure`; and `say`.
+        mp, esp: tensor-parallel ranks, and shards of an expert.
+        runs: a line's name in ParallelLines and its bytes, to the exchange.
+        ranges: by line, the fewest and the most bytes that it is asked about. Sizes around them are measured, because a
+            line through sizes of all magnitudes is too coarse to compare what hardly differs.
+    """
+    lines = {}
+    for name, (low, high) in ranges.items():
+        sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
+        lines[name] = fit(sizes, stopwatch.medians([runs(name, size) for size in sizes]))
+        if say is not None:
+            say(f"tensor-parallel {name}: {_text(lines[name])}")
+    outcomes = [ParallelLines(mp, esp, **lines)]
+    dist.broadcast_object_list(outcomes, group=job, group_src=0)
+    return outcomes[0]
 
 
 def _text(line: Fit) -> str:

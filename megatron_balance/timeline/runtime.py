@@ -50,6 +50,7 @@ class Balancer:
         guest_bytes: int,
         ownership: OwnershipTransfer | None = None,
         explain: bool = False,
+        shards: dist.ProcessGroup | None = None,
     ) -> None:
         """
         Args:
@@ -62,11 +63,12 @@ class Balancer:
             ownership: what lets experts change their owners. Then all replicas of the expert-parallel group have one
                 placement, planned for their mean load.
             explain: say what each plan is expected to change.
+            shards: the groups like this one of all shards of these experts, which have one placement; None: this one.
         """
         self.group, self.transfer, self.layers = group, transfer, dict(layers)
         self.schedule, self.microbatches, self.guest_bytes = schedule, microbatches, guest_bytes
         self.ownership, self.explain = ownership, explain
-        self.deciders = group if ownership is None else ownership.group
+        self.deciders = (shards or group) if ownership is None else ownership.group
         """The ranks that have one placement."""
         self.timeline: Timeline | None = None
         """Keeps what happened when."""

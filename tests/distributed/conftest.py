@@ -12,16 +12,16 @@ from tests.distributed.runs import Curve
 
 
 @pytest.fixture(scope="session")
-def curve_of(ranks) -> Callable[[str, int], Curve]:
-    """`curve_of(flags, iterations)`: what all of four ranks saw; a part of a known curve where it is long enough."""
-    known: dict[str, Curve] = {}
+def curve_of(ranks) -> Callable[..., Curve]:
+    """`curve_of(flags, iterations, world_size)`: what all ranks saw; a part of a known curve if long enough."""
+    known: dict[tuple[int, str], Curve] = {}
 
-    def of(flags: str, iterations: int = 20) -> Curve:
-        if len(known.get(flags, ())) < iterations:
-            curves = ranks(4).run(runs.train_curve, flags, iterations)
+    def of(flags: str, iterations: int = 20, world_size: int = 4) -> Curve:
+        if len(known.get((world_size, flags), ())) < iterations:
+            curves = ranks(world_size).run(runs.train_curve, flags, iterations)
             assert all(curve == curves[0] for curve in curves)
-            known[flags] = curves[0]
-        return known[flags][:iterations]
+            known[world_size, flags] = curves[0]
+        return known[world_size, flags][:iterations]
 
     return of
 

@@ -1,14 +1,15 @@
 """A run that stops and resumes is the run that never stopped, bit for bit; on another layout, the same weights."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from megatron_balance.training.loop import Run
+from tests import features
 from tests.distributed.checkpoints import forget_placements, losses_of, straight_against_resumed, unequal_tensors
 
 ITERATIONS = 14
@@ -86,6 +87,14 @@ def test_a_resumed_run_is_the_straight_run(ranks, tmp_path, world_size, flags):
     assert differing == [[]] * world_size
 
 
+@pytest.mark.parametrize("feature", [pytest.param(name, marks=pytest.mark.slow) for name in features.FEATURES])
+def test_a_resumed_run_with_every_feature_is_the_straight_run(ranks, tmp_path, feature: str):
+    shards = "" if feature == "ownership" else features.FEATURES["expert shards"].flags
+    flags = f"{features.flags_of(feature)} {shards} {DROPOUT}"
+    world_size = 8 if "pipeline" in feature else 4
+    assert ranks(world_size).run(straight_against_resumed, flags, str(tmp_path), FEW) == [[]] * world_size
+
+
 OTHER_LAYOUTS = {
     "ep2": (4, "--expert-model-parallel-size 2"),
     "ep2 distributed": (4, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
@@ -106,11 +115,11 @@ class Home:
 
 @pytest.fixture(scope="module")
 def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
-    """With given flags for the precision; each trained once."""
+    """With some more flags; each trained once."""
 
     @functools.cache
-    def of(precision: str) -> Home:
-        flags = f"--expert-model-parallel-size 4 --global-batch-size 8 --train-iters 40 {precision}"
+    def of(more: str) -> Home:
+        flags = f"--expert-model-parallel-size 4 --global-batch-size 8 --train-iters 40 {more}"
         start, stayed = (str(tmp_path_factory.mktemp(name)) for name in ("start", "stayed"))
         ranks(4).run(losses_of, flags, None, start, 10)
         return Home(flags, start, ranks(4).run(losses_of, flags, start, stayed, 10)[0])
@@ -120,28 +129,56 @@ def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16"}
 
-QUICK_IN_BF16 = ("pp2 ep2",)
-"""Main parameters are whole; in float32 every layout is tried."""
+QUICK = (("ep2 distributed", "fp32"), ("one process", "fp32"), ("pp2 ep2", "fp32"), ("pp2 ep2", "bf16"))
 
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        pytest.param(*case, marks=[] if case[1] == "fp32" or case[0] in QUICK_IN_BF16 else [pytest.mark.slow])
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
         for case in itertools.product(OTHER_LAYOUTS, PRECISIONS)
     ],
 )
 def test_a_run_goes_on_in_another_layout_and_back(ranks, home, tmp_path, layout: str, precision: str):
     (world_size, other), precision = OTHER_LAYOUTS[layout], PRECISIONS[precision]
-    flags, start, stayed = dataclasses.astuple(home(precision))
-    other = f"{other} --global-batch-size 8 --train-iters 40 {precision}"
-    there, back = str(tmp_path / "there"), str(tmp_path / "back")
-    moved = ranks(world_size).run(losses_of, other, start, there, 10, f"{there} unchanged")[0]
-    ranks(4).run(losses_of, flags, there, back, 1, f"{back} unchanged")
+    # 18 weights and two moments of each; with bfloat16 the main parameters too
+    tensors, tolerance = (72, 2e-2) if precision else (54, 1e-5)
+    check_there_and_back(ranks, home(precision), tmp_path, world_size, f"{other} {precision}", tensors, tolerance)
 
-    for left, right in ((start, f"{there} unchanged"), (there, f"{back} unchanged")):
+
+UNBIASED = "--disable-bias-linear --swiglu --make-vocab-size-divisible-by 64"
+"""The vocabulary is padded alike for one tensor-parallel rank and for two."""
+
+SHARDED = {
+    "etp2 s1": "--moe-parallel-schedule s1",
+    "etp2 s2 distributed": "--moe-parallel-schedule s2 --use-distributed-optimizer",
+}
+"""Experts in two shards; those that they were before and become again are whole."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=name, marks=[] if "distributed" in name else [pytest.mark.slow])
+        for name, flags in SHARDED.items()
+    ],
+)
+def test_a_run_goes_on_with_sharded_experts_and_back(ranks, home, tmp_path, flags: str):
+    layout = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
+    # 13 weights and two moments of each
+    check_there_and_back(ranks, home(UNBIASED), tmp_path, 4, f"{layout} {flags} {UNBIASED}", 39, 1e-5)
+
+
+def check_there_and_back(
+    ranks, home: Home, directory: Path, world_size: int, other: str, tensors: int, tolerance: float
+) -> None:
+    other = f"{other} --global-batch-size 8 --train-iters 40"
+    there, back = str(directory / "there"), str(directory / "back")
+    moved = ranks(world_size).run(losses_of, other, home.start, there, 10, f"{there} unchanged")[0]
+    ranks(4).run(losses_of, home.flags, there, back, 1, f"{back} unchanged")
+
+    for left, right in ((home.start, f"{there} unchanged"), (there, f"{back} unchanged")):
         count, unequal = ranks(1).run(unequal_tensors, left, right)[0]
         assert unequal == []
-        # 18 weights and two moments of each; with bfloat16 the main parameters too
-        assert count == (72 if precision else 54)
-    assert moved == pytest.approx(stayed, rel=1e-5 if not precision else 2e-2)
+        assert count == tensors
+    assert moved == pytest.approx(home.stayed, rel=tolerance)

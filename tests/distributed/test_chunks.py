@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import AllToAll, Exchange, P2PAllToAll
+from megatron_balance.comm.alltoall import Exchange, P2PAllToAll
 from megatron_balance.device.layout import build_groups
 from megatron_balance.flow import pipeline
 from megatron_balance.flow.chunking import Chunking
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.pipeline import execute
+from megatron_balance.flow.pipeline import Start, execute
 from megatron_balance.flow.task_order import COMPUTING, Order, Step, Task, check, text
 from tests.distributed import runs
 from tests.distributed.test_balancing import check_follows, with_policy
@@ -64,23 +64,21 @@ def test_chunks_of_experts_with_many_hosts(ranks, split: str) -> None:
     ranks(4).run(check_against_oracle, ACTIVATIONS["gelu"], "uneven", host, P2PAllToAll)
 
 
-class Watched(AllToAll):
+def watched_start(start: Start, tasks: tuple[Task, Task], chunks: dict[int, int], log: list[Step]) -> Start:
     """Writes down what is started and waited for."""
 
-    def __init__(self, wire: AllToAll, tasks: tuple[Task, Task], chunks: dict[int, int], log: list[Step]) -> None:
-        super().__init__(wire.group)
-        self.wire, self.tasks, self.chunks, self.log = wire, tasks, chunks, log
-
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        started, waited = (Step(task, self.chunks[splits_DD.data_ptr()]) for task in self.tasks)
-        self.log.append(started)
-        exchange = self.wire.start(rows, splits_DD)
+    def starting(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+        started, waited = (Step(task, chunks[splits_DH.data_ptr()]) for task in tasks)
+        log.append(started)
+        exchange = start(rows, splits_DH)
 
         def wait() -> torch.Tensor:
-            self.log.append(waited)
+            log.append(waited)
             return exchange.wait()
 
         return Exchange(wait)
+
+    return starting
 
 
 def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
@@ -95,12 +93,11 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
         order: Order,
         rows: Sequence[torch.Tensor],
         splits: Sequence[torch.Tensor],
-        there: AllToAll,
-        back: AllToAll,
+        there: Start,
+        back: Start,
         compute: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
-        # A transposed matrix is a view of the matrix
-        numbers, log = {splits_DD.data_ptr(): chunk for chunk, splits_DD in enumerate(splits)}, []
+        numbers, log = {splits_DH.data_ptr(): chunk for chunk, splits_DH in enumerate(splits)}, []
         logs.append(log)
 
         def computing(chunk: int, rows: torch.Tensor) -> torch.Tensor:
@@ -108,8 +105,8 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
             return compute(chunk, rows)
 
         there, back = (
-            Watched(wire, tasks, numbers, log)
-            for wire, tasks in ((there, (Task.C1, Task.D1)), (back, (Task.C2, Task.D2)))
+            watched_start(start, tasks, numbers, log)
+            for start, tasks in ((there, (Task.C1, Task.D1)), (back, (Task.C2, Task.D2)))
         )
         return execute(order, rows, splits, there, back, computing)
 

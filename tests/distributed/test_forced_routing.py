@@ -45,7 +45,7 @@ def build_router(**changes: object) -> tuple[TopKRouter, ProcessGroupCollection]
 def force_one_router(workload: str, changes: dict) -> None:
     """Two microbatches of one router follow the workload to the token; probabilities and gradients are finite."""
     router, groups = build_router(**changes)
-    part = BatchPart.of(router.config, groups, SEQUENCE)
+    part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
     force_routing([router], Workload(workload, 5), part, lambda: 9, lambda: 2)
     # Logits whose exponentials vanish beside each other, as a diverged router's do
     scale = torch.linspace(0.1, 400, SEQUENCE * SAMPLES).view(SEQUENCE, SAMPLES, 1)
@@ -99,7 +99,7 @@ def force(run: Run) -> None:
     force_routing(
         run.model,
         Workload("hot_experts", 5),
-        BatchPart.of(run.config.transformer, run.groups, run.config.model.seq_length),
+        BatchPart.of(run.groups, run.config.model.seq_length, run.config.transformer.sequence_parallel),
         lambda: run.progress.iteration,
         run.batches.get,
     )
@@ -205,7 +205,7 @@ def start_an_iteration_early() -> None:
     """An iteration begins with microbatch 0, whatever came before it."""
     router, groups = build_router()
     iterations, maps = [3, 3, 4], []
-    part = BatchPart.of(router.config, groups, SEQUENCE)
+    part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
     force_routing([router], Workload("burst", 5), part, lambda: iterations[len(maps)], lambda: 4)
     for _ in iterations:
         maps.append(router(torch.zeros(SEQUENCE, 1, 12))[1])

@@ -20,6 +20,7 @@ from megatron_balance.config import BalanceConfig
 from megatron_balance.device.layout import build_groups
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.parallel_schedule import SCHEDULES, TokenPath
 from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
 
 HIDDEN, INNER, EXPERTS = 12, 20, 8
@@ -30,7 +31,7 @@ def moe_config(**changes: object) -> TransformerConfig:
     settings = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
-        "num_attention_heads": 1,
+        "num_attention_heads": 4,
         "num_moe_experts": EXPERTS,
         "moe_router_topk": 3,
         "moe_ffn_hidden_size": INNER,
@@ -44,13 +45,17 @@ def moe_config(**changes: object) -> TransformerConfig:
 
 
 def build_layer(
-    config: TransformerConfig, groups: ProcessGroupCollection, all_to_all: AllToAll | None = None
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    all_to_all: AllToAll | None = None,
+    path: TokenPath | None = None,
 ) -> BalancedMoELayer:
     """The layer alone, with initial weights large enough to matter."""
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts))
     wire = all_to_all or FlatAllToAll(groups.ep)
     exchange = TokenExchange(wire, wire, wire)
-    layer = BalancedMoELayer(config, submodules, 1, groups=groups, balance=BalanceConfig(), exchange=exchange)
+    path = path or TokenPath(SCHEDULES["megatron"], groups, sequence_parallel=True)
+    layer = BalancedMoELayer(config, submodules, 1, path=path, balance=BalanceConfig(), exchange=exchange)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in layer.experts.parameters():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.arguments import parse_args
-from megatron_balance.build import measure_cluster
+from megatron_balance.build_comm import measure_cluster
 from megatron_balance.checks import Machine
 from megatron_balance.device.layout import build_groups
 from megatron_balance.profile import bench
@@ -229,9 +229,26 @@ def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     config, _ = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4))
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()
-    with mock.patch("megatron_balance.build.SIZES", SIZES):
+    with mock.patch("megatron_balance.build_comm.SIZES", SIZES):
         profile = measure_cluster(config, groups, 2)
     return profile, torch.equal(before, torch.get_rng_state())
+
+
+def measure_in_shards() -> ClusterProfile:
+    flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear"
+    config, _ = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4))
+    groups = build_groups(config.transformer, seed=7)
+    with mock.patch("megatron_balance.build_comm.SIZES", SIZES):
+        return measure_cluster(config, groups, 2)
+
+
+def test_shards_and_tensor_parallel_ranks_are_measured(ranks, tmp_path: Path) -> None:
+    profile, *others = ranks(4).run(measure_in_shards)
+    assert others == [profile] * 3 and profile.parallel is not None
+    mp, esp, *lines = profile.parallel
+    assert (mp, esp) == (2, 2) and all(line.alpha + line.beta > 0 for line in lines)
+    profile.save(tmp_path / "profile.json")
+    assert load(tmp_path / "profile.json", 2, 2) == profile
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ LEVELS = (
         "upstream_flags",
         "build",
         "build_balancer",
+        "build_comm",
         "launch",
     },
 )

@@ -10,7 +10,6 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from megatron_balance.arguments import Parsed, build_parser, parse_args
 from megatron_balance.checks import Layout, Machine, check
-from megatron_balance.upstream_flags import ONLY_VALUE
 
 CPU = Machine(world_size=8, cuda=False, transformer_engine=False, apex=False)
 GPU = Machine(world_size=8, cuda=True, transformer_engine=True, apex=True)
@@ -159,15 +158,6 @@ def test_missing_flags(without: str, flags: str, said: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as error:
         parse_args(argv(flags, without), CPU)
     assert all(part in str(error.value) for part in said), str(error.value)
-
-
-@pytest.mark.parametrize("name", ONLY_VALUE)
-def test_values_still_to_come(name: str) -> None:
-    action = next(action for action in PARSER._actions if action.dest == name)
-    other = next(value for value in action.choices or ["auto"] if value not in ONLY_VALUE[name])
-    flag = action.option_strings[0]
-    with pytest.raises(ValueError, match=rf"^{flag} {other}: not available yet; use {flag} {ONLY_VALUE[name][0]}"):
-        parse(f"{flag} {other}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

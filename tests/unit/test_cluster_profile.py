@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, Bandwidth, Throughput, builtin, fit, load
+from megatron_balance.profile.cluster_profile import (
+    COLLECTIVES,
+    GROUPS,
+    VERSION,
+    Bandwidth,
+    Fit,
+    ParallelLines,
+    Throughput,
+    builtin,
+    fit,
+    load,
+)
 
 SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
 THROUGHPUT = {"seconds_per_token": 1, "overhead": 0, "residual": 0, "held_out": 0}
@@ -74,6 +85,16 @@ def test_builtin_has_every_link_and_knows_where_nodes_end() -> None:
     assert (far.group_kind((0, 3)), far.group_kind((3, 4))) == ("intra", "inter")
 
 
+def test_lines_of_tensor_parallel_ranks_are_kept(tmp_path: Path) -> None:
+    lines = ParallelLines(2, 4, *(Fit(float(number), 0.5, 0.0, 0.0) for number in range(4)))
+    profile, path = dataclasses.replace(builtin(8, 4, 64, 128), parallel=lines), tmp_path / "profile.json"
+    profile.save(path)
+    assert load(path, 8, 4) == profile
+    path.write_text(path.read_text().replace('"mp": 2', '"mp": 0'))
+    with pytest.raises(ValueError, match="must be above 0"):
+        load(path, 8, 4)
+
+
 def _damage(content: dict, key: str, value: object) -> str:
     return json.dumps(content | {key: value})
 
@@ -81,7 +102,7 @@ def _damage(content: dict, key: str, value: object) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("version", 2, "version 2"),
+        ("version", VERSION + 1, f"version {VERSION + 1}"),
         ("num_ranks", 16, "for 16 expert-parallel ranks"),
         ("node_size", 2, "nodes of 2"),
         ("links", {}, "damaged profile .*p2p"),

@@ -12,6 +12,7 @@ from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import load_policy
 from megatron_balance.profile.cluster_profile import builtin
+from tests import features
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,3 +30,8 @@ def test_the_policy_in_the_docs_plans(tmp_path: Path, monkeypatch: pytest.Monkey
     planned = policy.plan(load_matrix("hot_experts", 4, 16, 2, 4096, seed=0, step=0), current, cost)
     assert planned.added_hosts == 4
     assert policy.plan(np.zeros((4, 16), dtype=np.int64), current, cost).is_identity
+
+
+def test_the_table_of_features_is_that_of_the_tests() -> None:
+    page = (DOCS / "features.md").read_text(encoding="utf-8")
+    assert page.endswith("\n".join(["", *features.table(), ""])), "run python -m tests.features"

@@ -13,6 +13,7 @@ EP4 = "--expert-model-parallel-size 4"
 TOP2 = f"{EP4} --balance-policy top2"
 TRANSFER = f"{TOP2} --balance-ownership transfer"
 CHUNKS = f"{EP4} --moe-comm-chunks 2"
+SHARDED = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear"
 FORCED = "--moe-router-force-workload hot_rank"
 REMEDY = "or give package.module:Class"
 
@@ -22,12 +23,53 @@ BAD = [
     ("--num-experts 0", "--num-experts 0", "multiple of"),
     ("--moe-router-topk 9", "--moe-router-topk 9", "1 to --num-experts 8"),
     ("--moe-router-topk 0", "--moe-router-topk 0", "1 to --num-experts 8"),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2", "also give --sequence-parallel"),
+    (
+        "--tensor-model-parallel-size 2 --moe-layer-impl megatron",
+        *("--tensor-model-parallel-size 2", "also give --sequence-parallel"),
+    ),
     ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
     ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex", "needs CUDA", "use alltoall"),
     (
         "--tensor-model-parallel-size 2 --sequence-parallel",
-        *("--expert-tensor-parallel-size 2", "use --expert-tensor-parallel-size 1", "--moe-layer-impl megatron"),
+        *("--expert-tensor-parallel-size 2", "--disable-bias-linear", "use --expert-tensor-parallel-size 1"),
+    ),
+    (
+        f"{SHARDED} --moe-ffn-hidden-size 63",
+        *("--expert-tensor-parallel-size 2", "must divide", "--moe-ffn-hidden-size 63"),
+    ),
+    (
+        f"{SHARDED} --expert-model-parallel-size 8",
+        *("--expert-model-parallel-size 8", "processes (8)", "lower one", "--expert-tensor-parallel-size 1"),
+    ),
+    (f"{SHARDED} --num-attention-heads 3", "--num-attention-heads 3", "--tensor-model-parallel-size 2"),
+    (
+        f"{SHARDED} --sequence-parallel --moe-parallel-schedule s2",
+        *("--sequence-parallel: not with", "use --moe-parallel-schedule s1", "leave out --sequence-parallel"),
+    ),
+    (
+        "--tensor-model-parallel-size 4 --expert-tensor-parallel-size 2 --disable-bias-linear "
+        "--moe-parallel-schedule s2",
+        *("--moe-parallel-schedule s2", "--tensor-model-parallel-size 4 must divide", "use --moe-parallel-schedule s1"),
+    ),
+    (
+        f"{SHARDED} --seq-length 31 --moe-parallel-schedule auto",
+        *("--seq-length 31", "multiple of --tensor-model-parallel-size 2"),
+    ),
+    (
+        f"{SHARDED} --moe-parallel-schedule s1 --no-moe-parallel-saa",
+        *("--no-moe-parallel-saa", "no effect with --moe-parallel-schedule s1", "leave it out"),
+    ),
+    (
+        f"{SHARDED} --moe-parallel-schedule s1 --moe-layer-impl megatron",
+        "--moe-parallel-schedule s1: needs --moe-layer-impl balanced",
+    ),
+    (
+        f"{SHARDED} --sequence-parallel --moe-layer-impl megatron --moe-token-dispatcher-type alltoall",
+        *("--expert-tensor-parallel-size 2", "gloo wants equally many", "use --moe-layer-impl balanced"),
+    ),
+    (
+        f"{SHARDED} --balance-policy top2 --balance-ownership transfer --expert-model-parallel-size 4",
+        *("--expert-tensor-parallel-size 2", "--balance-ownership transfer", "use 1"),
     ),
     (
         "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",

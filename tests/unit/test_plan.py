@@ -147,14 +147,14 @@ def test_largest_remainder(weights: list[int], data: st.DataObject) -> None:
 @given(plans)
 def test_what_is_received_is_what_was_sent(plan: DispatchPlan) -> None:
     for rank in range(plan.placement.num_ranks):
-        assert torch.equal(plan.splits_DD[:, rank], plan.received_DS(rank).sum(1))
+        assert torch.equal(plan.splits_DH[:, rank], plan.received_DS(rank).sum(1))
 
 
 @settings(deadline=None)
 @given(plans)
 def test_every_token_is_sent_once(plan: DispatchPlan) -> None:
     for rank in range(plan.placement.num_ranks):
-        assert plan.splits_DD[rank].sum() == plan.tokens_DP[rank].sum()
+        assert plan.splits_DH[rank].sum() == plan.tokens_DP[rank].sum()
 
 
 @settings(deadline=None)
@@ -163,7 +163,7 @@ def test_slots_compute_what_is_received(plan: DispatchPlan) -> None:
     for rank in range(plan.placement.num_ranks):
         slots = plan.tokens_per_slot(rank)
         assert slots.shape == (plan.placement.slots_per_rank,)
-        assert slots.sum() == plan.splits_DD[:, rank].sum()
+        assert slots.sum() == plan.splits_DH[:, rank].sum()
         assert plan.received_DS(rank).shape == (plan.placement.num_ranks, plan.placement.slots_per_rank)
 
 
@@ -176,7 +176,7 @@ def test_slots_of_all_ranks_in_a_row_are_the_physical_experts(plan: DispatchPlan
 
 def test_identity_by_hand() -> None:
     plan = make_plan(torch.tensor([[1, 0, 2, 3], [0, 0, 4, 0]]), Placement.identity(4, 2))
-    assert plan.splits_DD.tolist() == [[1, 5], [0, 4]]
+    assert plan.splits_DH.tolist() == [[1, 5], [0, 4]]
     assert [plan.tokens_per_slot(rank).tolist() for rank in (0, 1)] == [[1, 0], [6, 3]]
     assert plan.received_DS(1).tolist() == [[2, 3], [4, 0]]
 

@@ -1,5 +1,6 @@
 """Seconds of a layer's tasks by hand, on a made-up profile."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll
 from megatron_balance.comm.auto import exchange_seconds, predict
 from megatron_balance.comm.codecs import Float8
 from megatron_balance.comm.compressed import Directions, TokenExchange, token_exchange
+from megatron_balance.comm.sharded import Dumped, Gathered, Reduced, Whole
 from megatron_balance.flow.task_order import ChunkTimes
 from megatron_balance.flow.task_times import TaskModel
 from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, CodecTimes, Fit, Throughput
@@ -32,7 +34,7 @@ TOKENS_DP = np.array([[6.0, 0.0, 3.0, 1.0], [0.0, 2.0, 20.0, 0.0]])
 
 
 def model(exchange: TokenExchange) -> TaskModel:
-    return TaskModel(PROFILE, exchange, "fp8", HIDDEN, torch.float32)
+    return TaskModel(PROFILE, exchange, Whole(), 2, "fp8", HIDDEN, torch.float32)
 
 
 def test_times_by_hand() -> None:
@@ -83,3 +85,25 @@ def test_an_exchange_that_nobody_knows_counts_as_all_messages_at_once() -> None:
     assert exchange_seconds(Strange(GROUP), bytes_DD, PROFILE) == predict(["p2p"], bytes_DD, PROFILE)["p2p"]
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     assert exchange_seconds(Strange(alone), np.array([[5]]), PROFILE) == 0.0
+
+
+def test_shards_exchange_more() -> None:
+    """Two hosts of two shards; every shard has three rows for each host."""
+    everyone, hosts = (SimpleNamespace(size=lambda size=size: size, rank=lambda: 0) for size in (4, 2))
+    tokens_SP, profile = np.full((4, 2), 3.0), replace(PROFILE, num_ranks=4, node_size=4)
+    row = HIDDEN * 4
+    wide, narrow = (TokenExchange(*[FlatAllToAll(group)] * 3) for group in (everyone, hosts))
+    times = {
+        name: TaskModel(profile, exchange, sharding, 2, "fp8", HIDDEN, torch.float32).times(tokens_SP)[0]
+        for name, exchange, sharding in (
+            ("dumped", wide, Dumped(2)),
+            ("gathered", narrow, Gathered(hosts)),
+        )
+    }
+    # Copies of rows go to three other ranks; or rows to the other host, and twelve are gathered
+    assert times["dumped"].a1 == pytest.approx(3 * 100 + 3 * 3 * row)
+    assert (times["gathered"].a1, times["gathered"].d1) == pytest.approx((100 + 3 * row, 100 + 12 * row))
+    assert {one.e for one in times.values()} == {5 + 3 * 12}
+    # What sources of a whole host have is half as much
+    reduced = TaskModel(profile, narrow, Reduced(hosts), 2, "fp8", HIDDEN, torch.float32).times(tokens_SP[:2] * 2)[0]
+    assert (reduced.a1, reduced.d1, reduced.c2) == pytest.approx((100 + 6 * row, 0, 100 + 12 * row))

@@ -15,18 +15,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.arguments import parse_args
-from megatron_balance.build import measure_cluster
+from megatron_balance.build_comm import measure_cluster
 from megatron_balance.checks import Machine
 from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.device.layout import build_groups
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.passes import expert_passes, slot_passes
+from megatron_balance.flow.passes import slot_passes
 from megatron_balance.observe.workloads import load_matrix
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
-from megatron_balance.profile.bench import GroupBench
+from megatron_balance.profile.bench import Stopwatch
 
 WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
 
@@ -68,12 +68,12 @@ def measure(task: dict, machine: Machine) -> dict:
     experts = _experts(transformer, groups)
     device, dtype = experts.linear_fc1.weight.device, transformer.params_dtype
     cases = [*exchanges(transformer, groups, device), *transfers(transformer, groups), *computations(experts, groups)]
-    bench = GroupBench(groups.ep, {}, functools.partial(expert_passes, experts), device, dtype, task["repeats"])
+    stopwatch = Stopwatch(groups.ep, device, task["repeats"])
     seconds = []
     for _ in range(task["rounds"]):
         profile = measure_cluster(config, groups, task["node_size"])
         cost = CostModel(profile, transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
-        measured = bench.medians([case.run for case in cases])
+        measured = stopwatch.medians([case.run for case in cases])
         seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
     return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}
 

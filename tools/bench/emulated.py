@@ -78,7 +78,7 @@ def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, say: Calla
     Experts return their rows times the combine weights; every gradient keeps its shape, its way and its turn.
 
     Raises:
-        ValueError: no layer of ours is there, or attention would take messages of its own away with it.
+        ValueError: no layer of ours is there.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -92,7 +92,6 @@ def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, say: Calla
         module.forward = functools.partial(_emulated_experts, module, device)
     for layer in modules if device.attention_seconds is not None else ():
         if isinstance(layer, TransformerLayer):
-            _check_alone(layer.config)
             attention: Any = layer.self_attention
             attention.forward = functools.partial(_emulated_attention, attention, device)
     say(str(device))
@@ -112,23 +111,33 @@ def _emulated_experts(
     linears = experts.linear_fc1, experts.linear_fc2
     projections = [projection for linear in linears for projection in linear(guests, stand_ins=stand_ins)]
     parameters = [tensor for projection in projections for tensor in (projection.weight, projection.bias)]
-    output_RH = (rows_RH * probs_R.unsqueeze(-1)).to(rows_RH.dtype)
+    # A shard gives a term of a sum
+    output_RH = (rows_RH * (probs_R / experts.shards).unsqueeze(-1)).to(rows_RH.dtype)
     return device.pass_through(output_RH, len(rows_RH) * device.expert_seconds_per_token, parameters)
 
 
 def _emulated_attention(
-    attention: torch.nn.Module, device: EmulatedDevice, hidden_states: torch.Tensor, *_: object, **__: object
+    attention: Any, device: EmulatedDevice, hidden_states: torch.Tensor, *_: object, **__: object
 ) -> tuple[torch.Tensor, None]:
-    """Stands for megatron-core's SelfAttention.forward: (output, bias)."""
+    """Stands for megatron-core's SelfAttention.forward, (output, bias), with its messages to other ranks."""
+    from megatron.core.tensor_parallel import mappings
+
     assert device.attention_seconds is not None
-    return device.pass_through(hidden_states, device.attention_seconds, attention.parameters()), None
-
-
-def _check_alone(config: Any) -> None:
-    for name in ("tensor_model_parallel_size", "context_parallel_size"):
-        if (size := getattr(config, name)) > 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {size}: emulated attention sends no messages; use 1, or drop --attention-ms")
+    group, apart = attention.pg_collection.tp, attention.config.sequence_parallel
+    if group.size() > 1:
+        enter = (
+            mappings.gather_from_sequence_parallel_region if apart else mappings.copy_to_tensor_model_parallel_region
+        )
+        hidden_states = enter(hidden_states, group=group)
+    output = device.pass_through(hidden_states, device.attention_seconds / group.size(), attention.parameters())
+    if group.size() > 1:
+        # All ranks have the same here, so that each gives a part of it
+        reduce, scatter = (
+            mappings.reduce_from_tensor_model_parallel_region,
+            mappings.reduce_scatter_to_sequence_parallel_region,
+        )
+        output = (scatter if apart else reduce)(output / group.size(), group=group)
+    return output, None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -80,16 +80,27 @@ def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
     return runs
 
 
-def take_turns(runs: "Mapping[str, Run]", iterations: int, warmup: int = WARMUP) -> "dict[str, list[StepReport]]":
-    """Let runs train one iteration each in turn, so that whatever else the machine does hits all of them."""
+def take_turns(
+    runs: "Mapping[str, Run]",
+    iterations: int,
+    warmup: int = WARMUP,
+    order: Callable[[int], Sequence[str]] | None = None,
+) -> "dict[str, list[StepReport]]":
+    """Let runs train in turn, so that whatever else the machine does hits all of them.
+
+    Args:
+        order: names of the runs that train one iteration each in a turn, by its number; by default all of them, there
+            and back.
+    """
     import torch.distributed as dist
 
     from megatron_balance.training.loop import train_step
 
     reports: dict[str, list[StepReport]] = {name: [] for name in runs}
-    order = list(runs)
+    names = list(runs)
+    order = order or (lambda turn: names if turn % 2 else names[::-1])
     for iteration in range(warmup + iterations):
-        for name in order if iteration % 2 else order[::-1]:
+        for name in order(iteration):
             dist.barrier()
             report = train_step(runs[name])
             if iteration >= warmup:

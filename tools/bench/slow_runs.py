@@ -48,11 +48,13 @@ class Cluster:
     """Mbit/s of each node, either way."""
     gflops: float
     """1e9 operations per second of each device."""
+    bus_mbit: float | None = None
+    """Mbit/s inside each node; None: bytes there are free."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Cluster":
         """As given by the options of `add_options`."""
-        return cls(args.nodes, args.ranks_per_node, args.link_mbit, args.gflops)
+        return cls(args.nodes, args.ranks_per_node, args.link_mbit, args.gflops, args.bus_mbit)
 
     @property
     def flags(self) -> str:
@@ -61,7 +63,8 @@ class Cluster:
         return f"{experts} --moe-comm-node-size {self.ranks_per_node}"
 
     def __str__(self) -> str:
-        links = f"links of {self.link_mbit:g} Mbit/s"
+        bus = "" if self.bus_mbit is None else f", {self.bus_mbit:g} inside nodes"
+        links = f"links of {self.link_mbit:g} Mbit/s{bus}"
         return f"{self.nodes}x{self.ranks_per_node}, {links}, {self.gflops:g} GFLOP/s, EMULATED"
 
 
@@ -70,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser, gflops: float) -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--link-mbit", type=float, default=200.0)
+    parser.add_argument("--bus-mbit", type=float, help="Mbit/s inside each node; default: as much as the loopback")
     parser.add_argument("--gflops", type=float, default=gflops, help="1e9 operations per second of the emulated device")
 
 
@@ -117,7 +121,8 @@ def device_of(config: "RunConfig", gflops: float) -> EmulatedDevice:
         gated=transformer.gated_linear_unit,
     )
     flops_per_second = gflops * 1e9
-    return EmulatedDevice(flops.expert / flops_per_second, samples * length * flops.attention / flops_per_second)
+    expert = flops.expert / transformer.expert_tensor_parallel_size
+    return EmulatedDevice(expert / flops_per_second, samples * length * flops.attention / flops_per_second)
 
 
 def profile_of(device: EmulatedDevice, nodes: int, node_size: int, link_mbit: float) -> ClusterProfile:
@@ -148,7 +153,7 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
 
     from megatron_balance.comm.codecs import load_codec
     from megatron_balance.flow.passes import codec_passes, expert_passes
-    from megatron_balance.profile.bench import GroupBench
+    from megatron_balance.profile.bench import GroupBench, Stopwatch
     from megatron_balance.profile.measure import REPEATS, throughput
 
     transformer, world, host = config.transformer, dist.group.WORLD, torch.device("cpu")
@@ -161,7 +166,8 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     load = config.train.micro_batch_size * config.model.seq_length * transformer.moe_router_topk
     tokens, everyone = [load // part for part in (16, 8, 4, 2, 1)], tuple(range(profile.num_ranks))
     passes = functools.partial(expert_passes, experts)
-    bench = GroupBench(world, {everyone: world}, passes, host, transformer.params_dtype, REPEATS, codecs)
+    stopwatch, dtype = Stopwatch(world, host, REPEATS), transformer.params_dtype
+    bench = GroupBench(stopwatch, {everyone: world}, passes, dtype, codecs)
     (message,) = bench.communicate("p2p", everyone, [4096])
     links = {
         collective: {kind: line._replace(alpha=message) for kind, line in lines.items()}
@@ -229,7 +235,7 @@ def jobs(cluster: Cluster) -> Iterator[Callable[..., list[Any]]]:
     multiprocessing.set_forkserver_preload(["torch.distributed"])
     with (
         tempfile.TemporaryDirectory() as directory,
-        Testbed(cluster.nodes, cluster.ranks_per_node, cluster.link_mbit) as testbed,
+        Testbed(cluster.nodes, cluster.ranks_per_node, cluster.link_mbit, cluster.bus_mbit) as testbed,
         ranks.noise() as elsewhere,
     ):
         profile = Path(directory) / "profile.json"

@@ -1,0 +1,28 @@
+"""Every pair of features that is not refused learns what a run without them learns."""
+
+import pytest
+
+from tests import features
+from tests.distributed import runs
+from tests.distributed.test_parity import deviation
+
+ITERATIONS = 4
+
+TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) and features.refusal(*pair) is None]
+
+QUICK = (("expert shards", "policy"), ("baseline", "capacity"), ("s1", "ownership"))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, id="-".join(pair), marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in TOGETHER],
+)
+def test_pairs_follow_the_plain_run(ranks, curve_of, profiles, pair: tuple[str, str]) -> None:
+    flags, world_size = features.flags_of(*pair), features.world_size(*pair)
+    balanced = "--balance-policy" in flags
+    if balanced:
+        flags += f" --balance-profile {profiles[2]}"
+    curve, hosts = ranks(world_size).run(runs.train_hosts, flags, ITERATIONS)[0]
+    assert (sum(hosts) > 0) == balanced
+    wanted = curve_of(features.reference(*pair), ITERATIONS, world_size)
+    assert deviation(curve, wanted) <= (2e-2 if "codec" in pair else 1e-5)

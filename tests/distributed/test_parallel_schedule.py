@@ -1,0 +1,287 @@
+"""Every step order of tensor-parallel attention with sharded experts: gradients, training, overlap."""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.comm import alltoall, pipelined, sharded
+from megatron_balance.comm.alltoall import FlatAllToAll, P2PAllToAll, post
+from megatron_balance.device.groups import new_twin
+from megatron_balance.device.layout import build_groups
+from megatron_balance.flow.chunking import Chunking
+from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.parallel_schedule import SCHEDULES, TokenPath
+from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
+from tests.distributed import runs
+from tests.distributed.runs import Curve
+from tests.distributed.test_chunks import random_order
+from tests.distributed.test_layer import ACTIVATIONS, HIDDEN, build_layer, moe_config, relative
+from tests.distributed.test_parity import deviation
+
+ITERATIONS = 5
+
+Layout = tuple[int, int, int]
+
+LAYOUTS = [(1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 1, 2), (4, 2, 2), (2, 4, 2), (1, 4, 2)]
+"""(N_MP, N_EP, N_ESP)."""
+
+
+def size_of(layout: Layout) -> int:
+    return max(layout[0], layout[1] * layout[2])
+
+
+def whole_experts(layer: BalancedMoELayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """All experts' weights [E, O, I] as leaves, from the shards of all ranks."""
+    experts, parts = layer.experts, 2 if layer.config.gated_linear_unit else 1
+    found = []
+    for weight, axis, cuts in ((experts.linear_fc1.weight, 1, parts), (experts.linear_fc2.weight, 2, 1)):
+        every = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, weight.detach().contiguous())
+        hosts = [every[first : first + experts.shards] for first in range(0, len(every), experts.shards)]
+        # Gate and linear part are cut into shards each
+        pieces = [[shard.chunk(cuts, axis)[part] for part in range(cuts) for shard in host] for host in hosts]
+        found.append(torch.cat([torch.cat(host, axis) for host in pieces]).requires_grad_())
+    return found[0], found[1]
+
+
+def own_shard(layer: BalancedMoELayer, whole: torch.Tensor, axis: int, cuts: int) -> torch.Tensor:
+    experts = layer.experts
+    mine = whole[list(experts.home_experts)]
+    return torch.cat([part.chunk(experts.shards, axis)[experts.shard] for part in mine.chunk(cuts, axis)], axis)
+
+
+def check_schedule(
+    layout: Layout,
+    schedule: str,
+    activation: str,
+    sequence_parallel: bool,
+    chunks: int,
+    saa: bool = False,
+    capacity_factor: float | None = None,
+) -> None:
+    """Output and every gradient of a layer equal those of whole experts that compute each token once.
+
+    A router drops tokens beyond an expert's capacity among those that it is given: with s1 among each tensor-parallel
+    rank's part of them, with all other schedules among all of the rank's input.
+    """
+    tensor, expert, shards = layout
+    config = moe_config(
+        moe_expert_capacity_factor=capacity_factor,
+        moe_router_load_balancing_type="none" if capacity_factor else "aux_loss",
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=shards,
+        sequence_parallel=sequence_parallel,
+        **ACTIVATIONS[activation] | {"add_bias_linear": False},
+    )
+    groups = build_groups(config, seed=7)
+    beside = new_twin(groups.tp, dist.group.WORLD) if saa else None
+    path = TokenPath(SCHEDULES[schedule], groups, sequence_parallel, beside)
+    wire = FlatAllToAll if chunks == 1 else P2PAllToAll
+    layer = build_layer(config, groups, wire(path.wire), path)
+    if chunks > 1:
+        chunking = Chunking(random_order(chunks, 1), random_order(chunks, 2))
+        layer.dispatcher.chunks = lambda plan: chunking
+    # Ranks have the same tokens unless those differ by the sequence, or by the sample
+    replica = dist.get_rank() if sequence_parallel else dist.get_rank() // tensor
+    copies = 1 if sequence_parallel else tensor
+    generator = torch.Generator().manual_seed(1000 + replica)
+    hidden = torch.randn(12, 1, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(12, 1, HIDDEN, dtype=torch.float64, generator=generator)
+
+    rows: list[torch.Tensor] = []
+    layer.experts.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[1].sum()))
+    output, _ = layer(hidden)
+    (output * weight).sum().backward()
+    router_grad, hidden_grad = layer.router.weight.grad.clone(), hidden.grad.clone()
+    if path.splits_tokens:
+        dist.all_reduce(router_grad, group=groups.tp)
+
+    layer.router.weight.grad, hidden.grad = None, None
+    first, second = whole_experts(layer)
+    routed = [layer.router(part) for part in (hidden.chunk(tensor) if path.splits_tokens else [hidden])]
+    probs, routing_map = (torch.cat(parts) for parts in zip(*routed, strict=True))
+    assert (routing_map.sum() < 12 * config.moe_router_topk) == bool(capacity_factor)
+    expected = mixture_of_experts(
+        hidden.view(-1, HIDDEN),
+        probs,
+        routing_map,
+        ExpertWeights(first, second, None, None),
+        config.activation_func,
+        config.gated_linear_unit,
+    )
+    (expected * weight.view(-1, HIDDEN)).sum().backward()
+    assert relative(output.view(-1, HIDDEN), expected) < 1e-12
+    assert relative(hidden_grad, hidden.grad) < 1e-12
+    assert relative(router_grad, layer.router.weight.grad) < 1e-12
+    computed, chosen = torch.stack(rows).sum(), routing_map.sum()
+    dist.all_reduce(computed)
+    dist.all_reduce(chosen)
+    repeats = copies if schedule in ("megatron", "baseline") else 1
+    assert computed * copies == chosen * shards * repeats
+    linear = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
+    gated = 2 if config.gated_linear_unit else 1
+    for own, whole, axis, cuts in zip(linear, (first, second), (1, 2), (gated, 1), strict=True):
+        total = whole.grad if whole.grad is not None else torch.zeros_like(whole)
+        dist.all_reduce(total)
+        assert relative(own.grad, own_shard(layer, total / copies, axis, cuts)) < 1e-12
+
+
+FORMS = {"gelu": 1, "swiglu-no-bias": 3}
+"""By activation, numbers of chunks."""
+
+QUICK_FORMS = [pytest.param("gelu", marks=pytest.mark.slow), "swiglu-no-bias"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("activation", QUICK_FORMS)
+def test_schedules_equal_the_oracle(ranks, layout: Layout, schedule: str, activation: str) -> None:
+    ranks(size_of(layout)).run(check_schedule, layout, schedule, activation, False, FORMS[activation])
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[0] > 1])
+@pytest.mark.parametrize("activation", QUICK_FORMS)
+def test_simultaneous_exchanges_equal_the_oracle(ranks, layout: Layout, activation: str) -> None:
+    ranks(size_of(layout)).run(check_schedule, layout, "s2", activation, False, FORMS[activation], True)
+
+
+@pytest.mark.parametrize("schedule", ["megatron", "baseline", "s1"])
+def test_sequence_parallel_layers_equal_the_oracle(ranks, schedule: str) -> None:
+    ranks(4).run(check_schedule, (2, 2, 2), schedule, "gelu", True, 2)
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 2), (4, 2, 2)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_with_capacity_equal_the_oracle(ranks, layout: Layout, schedule: str) -> None:
+    ranks(4).run(check_schedule, layout, schedule, "gelu", False, 2, schedule == "s2", 0.5)
+
+
+def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[float, float]]:
+    """When results of s2 came, and when they were passed on: (start, end) of each."""
+    config = moe_config(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=2,
+        add_bias_linear=False,
+    )
+    groups = build_groups(config, seed=7)
+    beside = new_twin(groups.tp, dist.group.WORLD) if schedule_saa else None
+    path = TokenPath(SCHEDULES["s2"], groups, False, beside)
+    layer = build_layer(config, groups, P2PAllToAll(path.wire), path)
+    times: dict[dist.ProcessGroup, list[float]] = {}
+
+    def posting(group: dist.ProcessGroup, *args: object, **kwargs: object) -> list[object]:
+        def wait(work: dist.Work) -> None:
+            work.wait()
+            times[group].append(time.monotonic())
+
+        times.setdefault(group, []).append(time.monotonic())
+        return [SimpleNamespace(wait=functools.partial(wait, work)) for work in post(group, *args, **kwargs)]
+
+    hidden = torch.randn(64, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for module in (alltoall, pipelined, sharded):
+            patch.setattr(module, "post", posting)
+        # Only what follows the experts
+        layer.experts.register_forward_hook(lambda *_: times.clear())
+        layer(hidden)
+    passed_on = times[beside or groups.tp]
+    return (min(times[path.wire]), max(times[path.wire])), (min(passed_on), max(passed_on))
+
+
+@pytest.mark.parametrize("saa", [True, False])
+def test_simultaneous_exchanges_overlap_and_others_do_not(ranks, saa: bool) -> None:
+    for (started, ended), (passed_first, passed_last) in ranks(4).run(spans_of_results, saa):
+        assert started < passed_first and ended < passed_last
+        assert (passed_first < ended) == saa
+
+
+def flags_of(layout: Layout) -> str:
+    tensor, expert, shards = layout
+    return (
+        f"--tensor-model-parallel-size {tensor} --expert-model-parallel-size {expert} "
+        f"--expert-tensor-parallel-size {shards} --disable-bias-linear --swiglu --global-batch-size 16"
+    )
+
+
+FOLLOWING = [(layout, schedule, "") for layout in LAYOUTS for schedule in SCHEDULES] + [
+    ((2, 2, 2), "s2", "--no-moe-parallel-saa"),
+    ((2, 2, 2), "auto", ""),
+    *(((2, 2, 2), schedule, "--optimizer sgd --lr 1e-1") for schedule in SCHEDULES),
+]
+
+
+QUICK = [((2, 2, 2), schedule, "") for schedule in (*SCHEDULES, "auto")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "flags"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in FOLLOWING],
+)
+def test_training_follows_megatrons_schedule(curve_of, layout: Layout, schedule: str, flags: str) -> None:
+    optimizer = flags if "optimizer" in flags else ""
+    wanted = sequence_parallel_curve(curve_of, layout, optimizer)
+    found = curve_of(f"{flags_of(layout)} {flags} --moe-parallel-schedule {schedule}", ITERATIONS, size_of(layout))
+    assert deviation(found, wanted) <= 1e-5
+
+
+def sequence_parallel_curve(curve_of: Callable[..., Curve], layout: Layout, flags: str) -> Curve:
+    """Of megatron's schedule, where tensor-parallel ranks compute nothing twice."""
+    apart = "--sequence-parallel" if layout[0] > 1 else ""
+    return curve_of(f"{flags_of(layout)} {apart} {flags}", ITERATIONS, size_of(layout))
+
+
+HOT = "--moe-router-force-workload hot_experts"
+
+FEATURES = {
+    "placement": (f"{HOT} --balance-policy top2", HOT),
+    "placement-blockwise": (f"{HOT} --balance-policy flexmoe --balance-overlap blockwise", HOT),
+    "placement-chunks": (f"{HOT} --balance-policy demi --moe-comm-chunks auto --moe-comm-order demi", HOT),
+    "chunks-pipe": ("--moe-comm-chunks 3 --moe-comm-order interleaved --moe-comm-alltoall pipe", ""),
+    "chunks-auto": ("--moe-comm-chunks auto", ""),
+    **{name: (f"--moe-comm-alltoall {name} --moe-comm-node-size 2", "") for name in ("flat", "1dh", "2dh", "auto")},
+    "recompute-moe-shared-experts": (
+        "--recompute-granularity selective --recompute-modules moe --moe-shared-expert-intermediate-size 48",
+        "--moe-shared-expert-intermediate-size 48",
+    ),
+    "seq-aux-loss": ("--moe-router-load-balancing-type seq_aux_loss",) * 2,
+    "global-aux-loss": ("--moe-router-load-balancing-type global_aux_loss",) * 2,
+    "expert-bias": ("--moe-router-enable-expert-bias --moe-router-score-function sigmoid",) * 2,
+    "accumulation": ("--global-batch-size 32 --overlap-grad-reduce", "--global-batch-size 32"),
+}
+"""With shards, beside the pairs of test_pairs.py: its flags, and those of the run without it."""
+
+QUICK_FEATURES = {("placement-blockwise", "s2"), ("chunks-pipe", "s1")}
+
+
+@pytest.mark.parametrize(
+    ("feature", "schedule"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_FEATURES else [pytest.mark.slow])
+        for case in itertools.product(FEATURES, SCHEDULES)
+    ],
+)
+def test_schedules_with_every_feature(ranks, curve_of, profiles, feature: str, schedule: str) -> None:
+    layout = (2, 2, 2)
+    flags, plain = FEATURES[feature]
+    profile = f"--balance-profile {profiles[2]}" if feature.startswith("placement") else ""
+    command = f"{flags_of(layout)} {flags} {profile} --moe-parallel-schedule {schedule}"
+    curve, hosts = ranks(4).run(runs.train_hosts, command, ITERATIONS)[0]
+    wanted = sequence_parallel_curve(curve_of, layout, plain)
+    assert deviation(curve, wanted) <= 1e-5
+    assert (sum(hosts) > 0) == feature.startswith("placement")
+
+
+def test_megatrons_schedule_follows_megatron(curve_of) -> None:
+    # gloo's all-gather, which megatron-core's own layer uses, wants equal sizes
+    flags = (
+        f"{flags_of((2, 2, 2))} --sequence-parallel --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+    )
+    assert deviation(curve_of(flags, ITERATIONS), curve_of(f"{flags} --moe-layer-impl megatron", ITERATIONS)) <= 1e-6

@@ -1,0 +1,124 @@
+"""What travels in every step order: which collectives, in which order, and how much."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+
+from megatron_balance.comm import sharded
+from megatron_balance.comm.alltoall import Exchange, FlatAllToAll
+from megatron_balance.device.layout import build_groups
+from megatron_balance.flow import pipeline
+from megatron_balance.flow.parallel_schedule import SCHEDULES, Shape, TokenPath, volumes
+from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
+from tests.distributed.test_parallel_schedule import LAYOUTS, Layout, size_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "collectives"
+
+
+class Log:
+    """What a rank sends together with others: which collective, and how many elements it takes or gives."""
+
+    def __init__(self, path: TokenPath) -> None:
+        groups = path.groups
+        self.names = {groups.expt_tp: "ESP", groups.tp: "MP", groups.ep: "EP", groups.tp_ep: "EP&ESP"}
+        self.lines: list[tuple[str, int]] = []
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Write down collectives of rows; not those of weights and counts."""
+        start, gather_rows, gather = FlatAllToAll.start, sharded.all_gather_rows, mappings._gather_along_first_dim
+        all_reduce, reduce_scatter = dist.all_reduce, dist.reduce_scatter
+
+        def starting(wire: FlatAllToAll, rows: torch.Tensor, splits: torch.Tensor) -> Exchange:
+            self.add(rows, "AlltoAll", wire.group)
+            return start(wire, rows, splits)
+
+        def gathering_rows(group: dist.ProcessGroup, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+            gathered = gather_rows(group, rows, sizes)
+            self.add(gathered, "AllGather", group)
+            return gathered
+
+        def gathering(tensor: torch.Tensor, group: dist.ProcessGroup, *args: object) -> torch.Tensor:
+            gathered = gather(tensor, group, *args)
+            self.add(gathered, "AllGather", group)
+            return gathered
+
+        def reducing(tensor: torch.Tensor, *args: object, group: dist.ProcessGroup, **kwargs: object) -> object:
+            self.add(tensor, "AllReduce", group)
+            return all_reduce(tensor, *args, group=group, **kwargs)
+
+        def scattering(own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> object:
+            self.add(torch.cat(parts), "ReduceScatter", group)
+            return reduce_scatter(own, parts, group=group)
+
+        patch.setattr(FlatAllToAll, "start", starting)
+        for module in (sharded, pipeline):
+            patch.setattr(module, "all_gather_rows", gathering_rows)
+        patch.setattr(mappings, "_gather_along_first_dim", gathering)
+        patch.setattr(dist, "all_reduce", reducing)
+        patch.setattr(dist, "reduce_scatter", scattering)
+
+    def add(self, tensor: torch.Tensor, collective: str, group: dist.ProcessGroup) -> None:
+        # An all-to-all is an order's whatever its group; others are left out for a rank alone
+        if tensor.ndim > 1 and tensor.shape[-1] == HIDDEN and (collective == "AlltoAll" or group.size() > 1):
+            self.lines.append((f"{self.names[group]}-{collective}", tensor.numel()))
+
+
+Passes = dict[str, list[tuple[str, int]]]
+"""By `forward` and `backward`, the collectives of a pass."""
+
+
+def collectives(layout: Layout, schedule: str, shapes: Sequence[tuple[int, int, float]]) -> list[Passes]:
+    """Of layers that pad to their capacity, by (tokens, top-k, capacity factor)."""
+    tensor, expert, shards = layout
+    config = moe_config(
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=shards,
+        add_bias_linear=False,
+        moe_router_pre_softmax=True,
+        moe_expert_capacity_factor=1.0,
+        moe_pad_expert_input_to_capacity=True,
+        moe_router_load_balancing_type="none",
+    )
+    groups = build_groups(config, seed=7)
+    path, found = TokenPath(SCHEDULES[schedule], groups, sequence_parallel=False), []
+    for tokens, config.moe_router_topk, config.moe_expert_capacity_factor in shapes:
+        layer, log = build_layer(config, groups, FlatAllToAll(path.wire), path), Log(path)
+        hidden = torch.randn(tokens, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        passes = {}
+        with pytest.MonkeyPatch.context() as patch:
+            log.watch(patch)
+            output, _ = layer(hidden.requires_grad_())
+            passes["forward"], log.lines = log.lines, []
+            output.sum().backward()
+            passes["backward"] = log.lines
+        found.append(passes)
+    return found
+
+
+def test_volumes_are_the_papers(ranks) -> None:
+    """Of 35 shapes."""
+    generator = random.Random(0)
+    for layout in LAYOUTS:
+        # Every part of an expert's capacity is whole
+        shapes = [
+            (32 * generator.randint(1, 4), generator.choice((1, 2, 4)), generator.choice((1.0, 2.0))) for _ in range(5)
+        ]
+        for schedule in SCHEDULES:
+            for found in ranks(size_of(layout)).run(collectives, layout, schedule, shapes):
+                for passes, (tokens, topk, factor) in zip(found, shapes, strict=True):
+                    shape = Shape(tokens, HIDDEN, round(tokens * topk * factor), layout[0], layout[2])
+                    assert passes["forward"] == [(str(step), size) for step, size in volumes(schedule, shape)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_log_of_collectives_is_the_golden_one(ranks, schedule: str) -> None:
+    every = ranks(4).run(collectives, (2, 2, 2), schedule, [(16, 2, 1.0)])
+    assert all(found == every[0] for found in every)
+    lines = [f"{name} {step} {size}" for name, steps in every[0][0].items() for step, size in steps]
+    assert "\n".join(lines) + "\n" == (GOLDEN / f"{schedule}.txt").read_text()

@@ -1,0 +1,80 @@
+"""Parm's volumes (Eq. 1, 2, 7 and 11) and Algorithm 1 by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_balance.flow.parallel_schedule import Shape, Step, volumes
+from megatron_balance.flow.schedule_choice import ScheduleModel, ranges
+from megatron_balance.profile.cluster_profile import Fit, ParallelLines, builtin
+
+SHAPE = Shape(tokens=64, hidden=8, rows=96, mp=2, esp=4)
+BLM, ETM = 64 * 8, 96 * 8
+
+ALL_GATHER, ALL_TO_ALL, SIMULTANEOUS = Fit(3.0, 0.5, 0, 0), Fit(5.0, 0.25, 0, 0), Fit(7.0, 0.375, 0, 0)
+SORTING = Fit(11.0, 0.125, 0, 0)
+PROFILE = builtin(8, 4, hidden=8, ffn=16)
+MEASURED = replace(PROFILE, parallel=ParallelLines(2, 4, ALL_GATHER, ALL_TO_ALL, SIMULTANEOUS, SORTING))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (
+            "baseline",
+            [
+                (Step.ESP_ALL_GATHER, BLM * 4),
+                (Step.EP_ALL_TO_ALL, ETM * 4),
+                (Step.ESP_ALL_REDUCE, ETM * 4),
+                (Step.EP_ALL_TO_ALL, ETM * 4),
+            ],
+        ),
+        ("s1", [*[(Step.EP_ESP_ALL_TO_ALL, ETM * 4 // 2)] * 2, (Step.MP_ALL_GATHER, BLM)]),
+        ("s2", [*[(Step.EP_ESP_ALL_TO_ALL, ETM * 4 // 2)] * 2, (Step.MP_ALL_GATHER, ETM)]),
+    ],
+)
+def test_volumes(schedule: str, expected: list[tuple[Step, int]]) -> None:
+    assert volumes(schedule, SHAPE) == expected
+
+
+@pytest.mark.parametrize("schedule", ["s1", "s2"])
+def test_volumes_without_tensor_parallelism(schedule: str) -> None:
+    assert volumes(schedule, SHAPE._replace(mp=1)) == [(Step.EP_ESP_ALL_TO_ALL, ETM * 4)] * 2
+
+
+def test_algorithm_1_by_hand() -> None:
+    model, y = ScheduleModel(MEASURED, 2, 4), 2 * ETM * 4 / 2
+    all_to_all, sorting = 5 + 0.25 * y, (11 + 0.125 * 2 * ETM) / 2
+    assert model.seconds("s1", SHAPE, 2, True) == 2 * all_to_all + 3 + 0.5 * 2 * BLM + (11 + 0.125 * 2 * ETM / 2) / 2
+    assert model.seconds("s2", SHAPE, 2, True) == all_to_all + 7 + 0.375 * y + sorting
+    assert model.seconds("s2", SHAPE, 2, False) == 2 * all_to_all + 3 + 0.5 * 2 * ETM + sorting
+
+
+def test_what_is_measured_is_what_is_asked() -> None:
+    y = 2 * ETM * 4 / 2
+    assert ranges(SHAPE, 2) == {
+        "all_gather": (2 * BLM, 2 * ETM),
+        "all_to_all": (y, y),
+        "simultaneous": (y, y),
+        "sorting": (ETM, 2 * ETM),
+    }
+
+
+def test_lines_of_another_layout_are_not_taken() -> None:
+    for schedule in ("s1", "s2"):
+        shape = SHAPE._replace(esp=2)
+        other, plain = (
+            ScheduleModel(profile, 2, 2).seconds(schedule, shape, 2, True) for profile in (MEASURED, PROFILE)
+        )
+        assert other == plain
+
+
+@pytest.mark.parametrize("mp", [2, 8])
+def test_few_rows_favour_s2_and_many_s1(mp: int) -> None:
+    """Parm, section IV-B; tensor-parallel ranks inside a node, and on both."""
+    model = ScheduleModel(PROFILE, mp, 1)
+    for rows, expected in ((1 << 10, "s2"), (1 << 24, "s1")):
+        shape = Shape(tokens=1 << 20, hidden=4096, rows=rows, mp=mp, esp=1)
+        seconds = {name: model.seconds(name, shape, 2, False) for name in ("s1", "s2")}
+        assert min(seconds, key=seconds.__getitem__) == expected
+        assert model.seconds("s2", shape, 2, True) <= seconds["s2"]
