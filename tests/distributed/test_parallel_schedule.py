@@ -120,14 +120,25 @@ def check_schedule(
     assert relative(output.view(-1, HIDDEN), expected) < 1e-12
     assert relative(hidden_grad, hidden.grad) < 1e-12
     assert relative(router_grad, layer.router.weight.grad) < 1e-12
-    computed, chosen = torch.stack(rows).sum(), routing_map.sum()
-    dist.all_reduce(computed)
-    dist.all_reduce(chosen)
     repeats = copies if schedule in ("megatron", "baseline") else 1
-    assert computed * copies == chosen * shards * repeats
+    check_rows(torch.stack(rows).sum() * copies, routing_map.sum() * shards * repeats)
+    check_expert_gradients(layer, (first, second), copies)
+
+
+def check_rows(computed: torch.Tensor, expected: torch.Tensor) -> None:
+    """Of all ranks together."""
+    dist.all_reduce(computed)
+    dist.all_reduce(expected)
+    assert computed == expected
+
+
+def check_expert_gradients(
+    layer: BalancedMoELayer, whole_weights: tuple[torch.Tensor, torch.Tensor], copies: int
+) -> None:
+    """Each shard's equal its part of those that all ranks' whole experts got, of `copies` of each token."""
     linear = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
-    gated = 2 if config.gated_linear_unit else 1
-    for own, whole, axis, cuts in zip(linear, (first, second), (1, 2), (gated, 1), strict=True):
+    gated = 2 if layer.config.gated_linear_unit else 1
+    for own, whole, axis, cuts in zip(linear, whole_weights, (1, 2), (gated, 1), strict=True):
         total = whole.grad if whole.grad is not None else torch.zeros_like(whole)
         dist.all_reduce(total)
         assert relative(own.grad, own_shard(layer, total / copies, axis, cuts)) < 1e-12

@@ -217,9 +217,9 @@ def layers(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> 
     print(rows[0])
     for layout in args.layouts:
         mp, esp = map(int, layout.split("x"))
-        plain = f"{COMMON} {SHAPES[0].flags(mp, esp, world_size)} --moe-comm-node-size {cluster.ranks_per_node} {extra}"
         for shape in SHAPES[:: args.every]:
-            common = f"{plain} {shape.flags(mp, esp, world_size)} {extra}"
+            flags = f"{shape.flags(mp, esp, world_size)} --moe-comm-node-size {cluster.ranks_per_node}"
+            common = f"{COMMON} {flags} {extra}"
             turns = (args.iterations + args.warmup) * len(turn(0))
             for _ in range(args.repeats):
                 task = (measure, common, cluster, False, args.iterations, args.warmup)
