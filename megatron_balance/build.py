@@ -211,8 +211,8 @@ def connect_hooks(
     hooks = config.transformer
     hooks.grad_scale_func = optimizer.scale_loss
     hooks.finalize_model_grads_func = finalize_model_grads
-    if path.splits_tokens:
-        hooks.finalize_model_grads_func = functools.partial(_finalize_with_routers, path.groups.tp)
+    if path.splits_tokens or path.repeats > 1:
+        hooks.finalize_model_grads_func = functools.partial(_finalize_copies, path)
     if config.ddp.overlap_grad_reduce:
         hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
         if len(model) > 1 and config.launch.align_grad_reduce:
@@ -221,21 +221,32 @@ def connect_hooks(
         hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
 
 
-def _finalize_with_routers(
-    tp_group: dist.ProcessGroup, model: list[torch.nn.Module], *args: Any, **kwargs: Any
-) -> None:
-    """megatron-core's `finalize_model_grads`; then tensor-parallel ranks that route other tokens add up what they have.
+def _finalize_copies(path: TokenPath, model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+    """megatron-core's `finalize_model_grads`; then copies of a parameter on tensor-parallel ranks get one gradient.
 
-    megatron-core does that only where all ranks' tokens differ, under sequence parallelism.
+    megatron-core does that only where all ranks' tokens differ, under sequence parallelism. Here routers add up what
+    each rank has from its part of the tokens. Ranks that all compute the same tokens have the same gradients but for
+    rounding, as a collective adds up in another order for each: the mean keeps their copies from drifting apart.
     """
     finalize_model_grads(model, *args, **kwargs)
-    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
-    gradients = [parameter.main_grad for layer in layers for parameter in layer.router.parameters()]
-    if gradients:
-        together = torch._utils._flatten_dense_tensors(gradients)
-        dist.all_reduce(together, group=tp_group)
-        for gradient, total in zip(gradients, torch._utils._unflatten_dense_tensors(together, gradients), strict=True):
-            gradient.copy_(total)
+    modules = [module for chunk in model for module in chunk.modules()]
+    if path.splits_tokens:
+        copied = [weight for one in modules if isinstance(one, BalancedMoELayer) for weight in one.router.parameters()]
+    else:
+        copied = [weight for chunk in model for weight in chunk.parameters() if _is_copied(weight)]
+    if not copied:
+        return
+    gradients = [weight.main_grad for weight in copied]
+    together = torch._utils._flatten_dense_tensors(gradients)
+    dist.all_reduce(together, group=path.groups.tp)
+    together /= path.repeats
+    for gradient, reduced in zip(gradients, torch._utils._unflatten_dense_tensors(together, gradients), strict=True):
+        gradient.copy_(reduced)
+
+
+def _is_copied(weight: torch.nn.Parameter) -> bool:
+    """Whether all tensor-parallel ranks have it; experts are not theirs."""
+    return weight.requires_grad and not weight.tensor_model_parallel and getattr(weight, "allreduce", True)
 
 
 def _one_or_all(functions: list) -> object:

@@ -95,6 +95,12 @@ def _schedule(
             raise ValueError(
                 f"--tensor-model-parallel-size {tensor}: with --moe-layer-impl megatron also give --sequence-parallel"
             )
+        if values["expert_model_parallel_size"] == 1 and expert_tp != tensor:
+            raise ValueError(
+                f"--expert-tensor-parallel-size {expert_tp}: without expert parallelism, megatron-core's layer trains "
+                "each tensor-parallel rank's experts on that rank's tokens alone; use --moe-layer-impl balanced, or "
+                f"--expert-tensor-parallel-size {tensor}"
+            )
         return
     if expert_tp > 1:
         sharded, inner = f"--expert-tensor-parallel-size {expert_tp}", values["moe_ffn_hidden_size"] or ffn_hidden_size

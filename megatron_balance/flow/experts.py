@@ -93,9 +93,10 @@ class GroupedWeights(torch.nn.Module):
         new = functools.partial(torch.zeros, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(new(slots, outputs, inputs))
         self.register_parameter("bias", torch.nn.Parameter(new(slots, outputs)) if config.add_bias_linear else None)
+        as_all_else = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         for parameter in self.parameters():
-            # DDP and the optimizer keep expert parameters apart by this mark
-            parameter.allreduce = config.expert_model_parallel_size == 1
+            # DDP and the optimizer keep parameters apart by this mark that not the same ranks have as all others
+            parameter.allreduce = config.expert_model_parallel_size == 1 and as_all_else
         self.guests: Projection | None = None
         """Guest slots [G, ...]. Plain tensors: no optimizer, checkpoint or cast of the module knows of them."""
 

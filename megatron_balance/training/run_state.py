@@ -90,6 +90,10 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
 def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     """Weights, optimizer state and random number generators, as shards. Collective with the distributed optimizer."""
     metadata = CONTENT | {"dp_cp_group": run.groups.dp_cp}
+    if run.config.ddp.overlap_param_gather and not is_loading:
+        # Until the next forward pass, each rank knows the last step's parameters of its own shard alone
+        for chunk in run.model:
+            chunk.start_param_sync(force_sync=True)
     modules = unwrap_model(run.model)
     # One name for all virtual pipeline chunks would collide in the dict, not in the checkpoint
     models = {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(modules)}

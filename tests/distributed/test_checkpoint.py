@@ -16,10 +16,11 @@ ITERATIONS = 14
 """Half of them before saving, which is amid an interval of three. The hot spot rotates after ten."""
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+GATHERED_LATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUTS = {
     "ep4": (4, f"--expert-model-parallel-size 4 {DROPOUT}"),
     "pp2 ep2": (4, f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 {DROPOUT}"),
-    "ep2 dp2 distributed": (4, f"--expert-model-parallel-size 2 --use-distributed-optimizer {DROPOUT}"),
+    "ep2 dp2 distributed": (4, f"--expert-model-parallel-size 2 {GATHERED_LATE} {DROPOUT}"),
     "ep4 bf16": (4, f"--expert-model-parallel-size 4 --bf16 {DROPOUT}"),
     "ep2 dp2 distributed bf16 async": (
         4,
@@ -150,9 +151,11 @@ def test_a_run_goes_on_in_another_layout_and_back(ranks, home, tmp_path, layout:
 UNBIASED = "--disable-bias-linear --swiglu --make-vocab-size-divisible-by 64"
 """The vocabulary is padded alike for one tensor-parallel rank and for two."""
 
+TP_EP_ETP = "--tensor-model-parallel-size {} --expert-model-parallel-size {} --expert-tensor-parallel-size {}"
 SHARDED = {
-    "etp2 s1": "--moe-parallel-schedule s1",
-    "etp2 s2 distributed": "--moe-parallel-schedule s2 --use-distributed-optimizer",
+    "etp2 s1": f"{TP_EP_ETP.format(2, 2, 2)} --moe-parallel-schedule s1",
+    "etp2 s2 distributed": f"{TP_EP_ETP.format(2, 2, 2)} --moe-parallel-schedule s2 --use-distributed-optimizer",
+    "etp2 alone": TP_EP_ETP.format(1, 1, 2),
 }
 """Experts in two shards; those that they were before and become again are whole."""
 
@@ -165,9 +168,8 @@ SHARDED = {
     ],
 )
 def test_a_run_goes_on_with_sharded_experts_and_back(ranks, home, tmp_path, flags: str):
-    layout = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
     # 13 weights and two moments of each
-    check_there_and_back(ranks, home(UNBIASED), tmp_path, 4, f"{layout} {flags} {UNBIASED}", 39, 1e-5)
+    check_there_and_back(ranks, home(UNBIASED), tmp_path, 4, f"{flags} {UNBIASED}", 39, 1e-5)
 
 
 def check_there_and_back(

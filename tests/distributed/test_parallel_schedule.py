@@ -223,13 +223,14 @@ def flags_of(layout: Layout) -> str:
 
 
 FOLLOWING = [(layout, schedule, "") for layout in LAYOUTS for schedule in SCHEDULES] + [
+    *(((2, 1, 1), schedule, "") for schedule in ("megatron", "baseline", "s1")),
     ((2, 2, 2), "s2", "--no-moe-parallel-saa"),
     ((2, 2, 2), "auto", ""),
     *(((2, 2, 2), schedule, "--optimizer sgd --lr 1e-1") for schedule in SCHEDULES),
 ]
 
 
-QUICK = [((2, 2, 2), schedule, "") for schedule in (*SCHEDULES, "auto")]
+QUICK = [*(((2, 2, 2), schedule, "") for schedule in (*SCHEDULES, "auto")), ((2, 1, 1), "megatron", "")]
 
 
 @pytest.mark.parametrize(

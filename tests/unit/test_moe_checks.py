@@ -27,6 +27,10 @@ BAD = [
         "--tensor-model-parallel-size 2 --moe-layer-impl megatron",
         *("--tensor-model-parallel-size 2", "also give --sequence-parallel"),
     ),
+    (
+        "--tensor-model-parallel-size 2 --sequence-parallel --moe-layer-impl megatron --expert-tensor-parallel-size 1",
+        *("--expert-tensor-parallel-size 1", "use --moe-layer-impl balanced", "--expert-tensor-parallel-size 2"),
+    ),
     ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
     ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex", "needs CUDA", "use alltoall"),
     (

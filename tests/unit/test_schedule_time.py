@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 from megatron_balance.arguments import parse_args
 from megatron_balance.checks import Machine
 from tests.unit.tools_loader import load_bench
@@ -42,8 +44,10 @@ def test_an_iteration_lasts_as_long_as_on_its_slowest_rank() -> None:
 
 def test_rows_and_means() -> None:
     shape, one = SHAPES[0], measured()
-    cells = ["4", "2", *(f"{number:g}" for number in shape), "4000", "1.33x", "2.00x", "4.00x", "3.64x (s2)", "1.100"]
-    assert schedule_time.row(4, 2, shape, one) == f"| {' | '.join(cells)} |"
+    cells = ["4", "2", *(f"{number:g}" for number in shape), "4000", "1.33x", "2.00x", "4.00x", "3.64x (s2)"]
+    assert schedule_time.row(4, 2, shape, one) == f"| {' | '.join([*cells, '1.100', '1.000'])} |"
+    worse = one._replace(chosen="s1", seconds=one.seconds | {"auto": [2.2] * 3})
+    assert schedule_time.over_better(worse) == pytest.approx((2.2, 2.1))
     half = one._replace(seconds=one.seconds | {"s2": [2.0] * 3})
     table = schedule_time.table_iv({(2, 2): [one, half]})
     assert "| s2 | 2 | 2 | 3.00x (2.00-4.00) |" in table and table[-1].startswith("| Parm (auto) | 2 | 2 | 3.64x")
