@@ -10,7 +10,7 @@ the paper leaves them out. With --model it is Table V's GPT-2 with N_MP = N_ESP 
 All variants live in the same processes and take turns. A row is a shape: milliseconds of
 `baseline`, then how many times faster the others are, by medians over iterations, each as long as on its slowest rank;
 what `auto` chose, and its time over that of the faster one of s1 and s2, by its own iterations and by all iterations
-with that schedule. The second table is the paper's Table IV: means over shapes, in brackets the slowest and the fastest.
+with that schedule. The second table is the paper's Table IV: means over shapes, in brackets slowest and fastest.
 """
 
 import argparse
