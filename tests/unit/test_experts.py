@@ -95,9 +95,23 @@ def test_empty_slots_have_zero_gradients(dtype: torch.dtype) -> None:
     assert gradient[1].abs().max() > 0
 
 
-def new_linear(slots: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True, ranks: int = 1):
-    """A GroupedWeights with random parameters."""
-    config = SimpleNamespace(params_dtype=dtype, add_bias_linear=bias, expert_model_parallel_size=ranks)
+def new_linear(
+    slots: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    bias: bool = True,
+    layout: tuple[int, int, int] = (1, 1, 1),
+):
+    """A GroupedWeights with random parameters, in a layout of (tensor, expert, expert tensor) parallelism."""
+    tensor, expert, shards = layout
+    config = SimpleNamespace(
+        params_dtype=dtype,
+        add_bias_linear=bias,
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=shards,
+    )
     linear = GroupedWeights(slots, inputs, outputs, config)
     for parameter in linear.parameters():
         torch.nn.init.normal_(parameter)
@@ -155,9 +169,12 @@ def test_without_bias() -> None:
     assert_close(linear()[0](rows, torch.tensor([2, 3])), expected, torch.float32)
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(1, True), (2, False)])
-def test_experts_of_several_ranks_are_marked(ranks: int, expected: bool) -> None:
-    linear = new_linear(2, 4, 4, torch.float32, ranks=ranks)
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [((1, 1, 1), True), ((2, 1, 2), True), ((1, 2, 1), False), ((2, 1, 1), False), ((1, 1, 2), False)],
+)
+def test_experts_that_other_ranks_share_are_marked(layout: tuple[int, int, int], expected: bool) -> None:
+    linear = new_linear(2, 4, 4, torch.float32, layout=layout)
     assert [parameter.allreduce for parameter in linear.parameters()] == [expected, expected]
 
 
