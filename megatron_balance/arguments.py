@@ -5,11 +5,10 @@ checking need no process group: every rank does both before it joins the job, so
 """
 
 import argparse
-import ast
 import dataclasses
 import functools
 import math
-import operator
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -20,17 +19,15 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance import config as ours
 from megatron_balance.checks import Layout, Machine, check
 from megatron_balance.flags import PRECISIONS, add_flags, build, flag_names
+from megatron_balance.layer_frequency import parse_layer_frequency
 from megatron_balance.training import saved_flags
 from megatron_balance.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.yaml_file import read_flags
-
-FREQUENCY_LIMIT = 100_000
-"""Longest list that a --moe-layer-freq expression may build."""
 
 INTERNAL_FIELDS = {
     *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
@@ -81,6 +78,10 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
         "default": False,
     },
     "min_lr": {"default": 0.0},
+    "q_lora_rank": {"default": None},
+    "kv_lora_rank": {"default": 32},
+    "rotary_scaling_factor": {"default": 1.0},
+    "rope_type": {"choices": ["rope", "yarn"], "default": None},
     "optimizer": {"choices": ["adam", "sgd"]},
     **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
     "grad_reduce_in_fp32": {"arg_names": ["--accumulate-allreduce-grads-in-fp32"]},
@@ -104,7 +105,7 @@ SHORTHANDS = {
 }
 """Switches of upstream's that give another flag a value."""
 
-MEGATRON_CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 GROUPS = (
     ("model", ours.ModelConfig),
@@ -118,6 +119,7 @@ GROUPS = (
     ("expert balancing (megatron_balance)", ours.BalanceConfig),
     ("expert communication (megatron_balance)", ours.CommConfig),
     ("transformer (megatron-core)", TransformerConfig),
+    ("multi-latent attention (megatron-core)", MLATransformerConfig),
     ("optimizer (megatron-core)", OptimizerConfig),
     ("data parallelism (megatron-core)", DistributedDataParallelConfig),
 )
@@ -136,6 +138,17 @@ class Parser(argparse.ArgumentParser):
 
     source = ""
 
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The words of a line of a file that was given as `@FILE`; `#` begins a comment."""
+        try:
+            words = shlex.split(arg_line, comments=True)
+        except ValueError as error:
+            self.error(f"{arg_line[:80]!r} in a file given as @FILE: {error}")
+        for word in words:
+            if word.startswith("@"):
+                self.error(f"{word[:80]!r} in a file given as @FILE: such files do not name others; give both")
+        return words
+
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
         """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""
         values, unknown = self.parse_known_args(None if args is None else list(args), namespace)
@@ -153,9 +166,10 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """All flags, grouped as `--help` shows them."""
     parser = Parser(
-        usage="pretrain_gpt_moe.py [flags]  (--help shows them)",
-        description="Train a GPT with mixture-of-experts layers on megatron-core.",
+        usage="pretrain_gpt_moe.py [@FILE] [flags]  (--help shows them)",
+        description="Train a GPT with mixture-of-experts layers on megatron-core. @FILE stands for the flags in FILE.",
         allow_abbrev=False,
+        fromfile_prefix_chars="@",
     )
     parser.add_argument("--yaml-cfg", metavar="FILE", help="Flags from a YAML file; those given here win.")
     skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
@@ -306,9 +320,11 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
 def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.dtype) -> TransformerConfig:
     activations = {"swiglu": F.silu, "quick_geglu": quick_gelu, "squared_relu": squared_relu}
     activation = next((activations[name] for name in activations if values[name]), F.gelu)
+    latent = values["multi_latent_attention"]
     return build(
-        TransformerConfig,
+        MLATransformerConfig if latent else TransformerConfig,
         values,
+        **({"rope_type": values["rope_type"] or "yarn"} if latent else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gated_linear_unit=values["swiglu"] or values["quick_geglu"],
@@ -342,54 +358,3 @@ def _window(text: str) -> tuple[int, int]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r}: give two integers such as 128,0") from error
     return left, right
-
-
-_OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
-
-
-def parse_layer_frequency(text: str) -> int | list[int]:
-    """`--moe-layer-freq`: an integer N, or a list expression such as `([0]*1+[1]*23)` of zeros and ones.
-
-    Only integers, lists, `+` and `*` are understood; nothing is evaluated as Python.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
-    try:
-        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r}: give an integer or a list like ([0]*1+[1]*23)") from error
-    if isinstance(value, int) and value >= 1:
-        return value
-    if isinstance(value, list) and value and all(entry in (0, 1) for entry in value):
-        return value
-    raise argparse.ArgumentTypeError(f"{text[:80]!r}: give a positive integer or a list of zeros and ones")
-
-
-def _evaluate(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        return [_entry(element) for element in node.elts]
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        size = max(_length(left) + _length(right), _length(left) * _scale(right), _length(right) * _scale(left))
-        if size > FREQUENCY_LIMIT or _scale(left) * _scale(right) > FREQUENCY_LIMIT:
-            raise ValueError("too long")
-        return _OPERATORS[type(node.op)](left, right)
-    raise ValueError("not allowed")
-
-
-def _entry(node: ast.expr) -> int:
-    value = _evaluate(node)
-    if isinstance(value, list):
-        raise ValueError("a list in a list")
-    return value
-
-
-def _length(value: int | list) -> int:
-    return len(value) if isinstance(value, list) else 0
-
-
-def _scale(value: int | list) -> int:
-    return abs(value) if isinstance(value, int) else 1

@@ -104,8 +104,8 @@ def _text(key: yaml.ScalarNode, value: yaml.Node, in_list: bool = False) -> str:
     """A scalar as it was written."""
     if not isinstance(value, yaml.ScalarNode) or value.tag in (BOOL, NULL):
         raise _error(key, "takes a number or text here; put text such as yes, no, on, off in quotes")
-    if in_list and value.value.startswith("-"):
-        raise _error(key, f"{value.value[:80]!r} in the list would be taken for a flag")
+    if in_list and value.value.startswith(("-", "@")):
+        raise _error(key, f"{value.value[:80]!r} in the list would be taken for a flag, or for a file of flags")
     return value.value
 
 

@@ -179,7 +179,7 @@ SETTINGS = {
     **dict.fromkeys(("swiglu", "no-rope-fusion", "use_distributed_optimizer"), st.booleans()),
     "moe-aux-loss-coeff": st.lists(st.floats(0, 1), min_size=1),
     "rampup-batch-size": st.lists(st.integers(0, 99), min_size=3, max_size=3),
-    "data_path": st.lists(names.filter(lambda name: not name.startswith("-")), min_size=1),
+    "data_path": st.lists(names.filter(lambda name: not name.startswith(("-", "@"))), min_size=1),
 }
 
 

@@ -119,7 +119,7 @@ def yaml_kind(folder: Path, canary: Path) -> Kind:
 
 def layer_frequency_kind(_: Path, canary: Path) -> Kind:
     """`--moe-layer-freq` expressions."""
-    from megatron_balance.arguments import parse_layer_frequency
+    from megatron_balance.layer_frequency import parse_layer_frequency
 
     def read(data: bytes) -> None:
         try:
