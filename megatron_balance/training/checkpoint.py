@@ -249,6 +249,8 @@ class Checkpoints:
         self._compare_flags(path)
         # common.pt again below, with the shards: this is a few kilobytes
         common = dist_checkpointing.load_common_state_dict(str(path))
+        # A converted model has nothing else
+        weights_only = weights_only or (not common["parts"] and "opt_param_scheduler" not in common)
         parts = self._parts_to_load(common, weights_only)
         self.log.message(f" loading checkpoint from {path} at iteration {common['iteration']}")
         if "balancer" in parts:

@@ -15,17 +15,24 @@ MODEL_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type"),
     *("rotary_base", "rotary_percent", "rotary_interleaved", "normalization", "layernorm_epsilon", "qk_layernorm"),
+    "qk_layernorm_across_heads",
     *("layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "swiglu", "squared_relu", "quick_geglu"),
     *("qk_l2_norm", "attention_output_gate", "softmax_type", "window_size", "window_attn_skip_freq"),
     *("use_rope_scaling", "rope_scaling_factor", "no_rope_freq"),
     *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "num_moe_experts", "moe_layer_freq"),
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
     *("moe_router_enable_expert_bias", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
 )
 """What the model is, by field name: `--use-checkpoint-args` takes them, resuming compares them."""
 
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "seq_length")
 """What `--use-checkpoint-args` takes beside the model."""
+
+CHECKPOINT_FIELDS = (*MODEL_FIELDS, *TOKENIZER_FIELDS)
+"""What is read from a checkpoint."""
 
 SPELLED = {
     "num_moe_experts": "--num-experts",
@@ -71,7 +78,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
         fields = {name: value for section in sections.values() for name, value in section.items()}
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: cannot read the checkpoint's flags: {error}") from error
-    return {name: fields[name] for name in (*MODEL_FIELDS, *TOKENIZER_FIELDS) if name in fields}
+    return {name: fields[name] for name in CHECKPOINT_FIELDS if name in fields}
 
 
 def of_newest(root: Path, step: int | None) -> dict[str, Any]:

@@ -26,9 +26,9 @@ Hosts = list[float]
 """Hosts added in all layers, in every iteration."""
 
 
-def build(flags: str) -> Run:
-    """Build the run of `BASE` and `flags` on this rank."""
-    config, _ = parse_args(f"{BASE} {flags}".split(), Machine.here(dist.get_world_size()))
+def build(flags: str, base: str = BASE) -> Run:
+    """Build the run of `base` and `flags` on this rank."""
+    config, _ = parse_args(f"{base} {flags}".split(), Machine.here(dist.get_world_size()))
     return build_run(config)
 
 

@@ -1,0 +1,326 @@
+"""Mixture-of-experts models of Hugging Face's as models of ours: their flags, and their tensors in ours.
+
+An `Architecture` is data: which flags its config.json means, and what its tensors are called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_balance.convert.pieces import Join, Piece, QueryKeyValue, Rows, Same, Size
+
+Config = Mapping[str, Any]
+"""A model's config.json."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What models of one `model_type` have in common."""
+
+    expert: tuple[str, str, str]
+    """Names of an expert's gate, of what it lets through, and of the way back."""
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    num_experts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    """Keys of config.json, of which it has one."""
+    expert_width: str = "moe_intermediate_size"
+    """Key of config.json."""
+    shared_expert: str | None = None
+    shared_width: Callable[[Config], int | None] = lambda config: None
+    shared_gate: bool = False
+    expert_bias: str | None = None
+    latent: bool = False
+    """Multi-latent attention."""
+    qk_norm: Literal["", "qk-layernorm", "qk-layernorm-across-heads"] = ""
+    """The flag of what normalizes queries and keys."""
+    qkv_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias"))
+    normalized: Callable[[Config], bool] = lambda config: bool(config["norm_topk_prob"])
+    """Whether the weights of a token's experts add up to one."""
+    dense_layers: Callable[[Config], set[int]] = lambda config: set()
+    routing: Callable[[Config], Mapping[str, Any]] = lambda config: {}
+    """Flags of the router beyond those that all have."""
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that must have this value, or be absent."""
+
+
+def _sparse_steps(config: Config) -> set[int]:
+    """Qwen's dense layers."""
+    step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    return dense | {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % step}
+
+
+def _first_layers(config: Config) -> set[int]:
+    """DeepSeek's dense layers."""
+    return set(range(config["first_k_dense_replace"]))
+
+
+def _sigmoid_routing(config: Config) -> dict[str, Any]:
+    """DeepSeek-V3's router (its section 2.1.2)."""
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    flags = {
+        "moe-router-score-function": "sigmoid",
+        "moe-router-topk-scaling-factor": config["routed_scaling_factor"],
+    }
+    if groups == 1:
+        return flags
+    if config["num_experts_per_tok"] != 2 * chosen:
+        raise ValueError(
+            f"topk_group {chosen}: with num_experts_per_tok {config['num_experts_per_tok']}, megatron-core would not "
+            "rate a group by its two best experts; only half of num_experts_per_tok is supported"
+        )
+    return flags | {"moe-router-num-groups": groups, "moe-router-group-topk": chosen}
+
+
+def _deepseek(**more: Any) -> Architecture:
+    return Architecture(
+        expert=GATED,
+        num_experts=("n_routed_experts", "num_local_experts"),
+        shared_expert="mlp.shared_experts",
+        shared_width=lambda config: (config["n_shared_experts"] or 0) * config["moe_intermediate_size"] or None,
+        qk_norm="qk-layernorm",
+        latent=True,
+        dense_layers=_first_layers,
+        **more,
+    )
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+ARCHITECTURES = {
+    "deepseek_v2": _deepseek(
+        normalized=lambda config: False,
+        routing=lambda config: {"moe-router-topk-scaling-factor": config["routed_scaling_factor"]},
+        required={"topk_method": "greedy", "norm_topk_prob": False},
+    ),
+    "deepseek_v3": _deepseek(
+        expert_bias="mlp.gate.e_score_correction_bias",
+        normalized=lambda config: True,
+        routing=_sigmoid_routing,
+        required={"norm_topk_prob": True},
+    ),
+    "mixtral": Architecture(
+        expert=("w1", "w3", "w2"),
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        expert_width="intermediate_size",
+        normalized=lambda config: True,
+        required={"sliding_window": None},
+    ),
+    "olmoe": Architecture(
+        expert=GATED,
+        expert_width="intermediate_size",
+        qk_norm="qk-layernorm-across-heads",
+        required={"clip_qkv": None},
+    ),
+    "qwen2_moe": Architecture(
+        expert=GATED,
+        shared_expert="mlp.shared_expert",
+        shared_width=lambda config: config["shared_expert_intermediate_size"],
+        shared_gate=True,
+        qkv_bias=lambda config: config.get("qkv_bias", True),
+        dense_layers=_sparse_steps,
+        required={"use_sliding_window": False},
+    ),
+    "qwen3_moe": Architecture(
+        expert=GATED, qk_norm="qk-layernorm", dense_layers=_sparse_steps, required={"use_sliding_window": False}
+    ),
+}
+"""By `model_type`."""
+
+REQUIRED = {"hidden_act": "silu", "attention_bias": False}
+
+
+class Model:
+    """One model: its flags and its pieces."""
+
+    def __init__(self, config: Config) -> None:
+        """
+        Args:
+            config: its config.json.
+
+        Raises:
+            ValueError: no model of this kind is known, or it needs something that is not supported; names it.
+        """
+        kind = config.get("model_type")
+        if kind not in ARCHITECTURES:
+            raise ValueError(f"model_type {kind!r}: not known; choose from {', '.join(sorted(ARCHITECTURES))}")
+        self.config, self.kind = config, ARCHITECTURES[kind]
+        for name, value in {**REQUIRED, **self.kind.required}.items():
+            if config.get(name, value) != value:
+                raise ValueError(f"{name} {config[name]!r}: only {value!r} is supported for {kind}")
+        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        self.rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if self.rope_type not in ("default", "yarn" if self.kind.latent else "default"):
+            raise ValueError(f"rope scaling {rope!r}: only unscaled rotary embeddings are supported for {kind}")
+        self.rope = rope
+        try:
+            self._read(rope)
+        except KeyError as error:
+            raise ValueError(f"config.json has no {error}") from error
+
+    def _read(self, rope: Mapping[str, Any]) -> None:
+        config, kind = self.config, self.kind
+        self.layers, self.hidden, self.vocabulary = (
+            config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+        )
+        self.heads = config["num_attention_heads"]
+        self.groups = config.get("num_key_value_heads") or self.heads
+        self.channels = config["v_head_dim"] if kind.latent else config.get("head_dim") or self.hidden // self.heads
+        self.experts = config[next((name for name in kind.num_experts if name in config), kind.num_experts[0])]
+        self.width = config[kind.expert_width]
+        self.dense = kind.dense_layers(config)
+        self.dense_width = config["intermediate_size"]
+        self.shared_width = kind.shared_width(config)
+        self.tied = bool(config.get("tie_word_embeddings", False))
+        self.rotary_base = rope.get("rope_theta") or config["rope_theta"]
+        self.normalized = kind.normalized(config)
+
+    def flags(self) -> list[str]:
+        """The command line of such a model."""
+        config, kind = self.config, self.kind
+        values: dict[str, Any] = {
+            "num-layers": self.layers,
+            "hidden-size": self.hidden,
+            "ffn-hidden-size": self.dense_width,
+            "num-attention-heads": self.heads,
+            "kv-channels": self.channels,
+            "num-query-groups": None if kind.latent else self.groups,
+            "max-position-embeddings": config["max_position_embeddings"],
+            "seq-length": min(4096, config["max_position_embeddings"]),
+            "position-embedding-type": "rope",
+            "rotary-base": int(self.rotary_base),
+            "normalization": "RMSNorm",
+            "norm-epsilon": config["rms_norm_eps"],
+            "attention-dropout": 0,
+            "hidden-dropout": 0,
+            "vocab-size": self.vocabulary,
+            "num-experts": self.experts,
+            "moe-router-topk": config["num_experts_per_tok"],
+            "moe-ffn-hidden-size": self.width,
+            "moe-aux-loss-coeff": config.get("router_aux_loss_coef", 0.0),
+            "moe-layer-freq": str([int(layer not in self.dense) for layer in range(self.layers)]).replace(" ", ""),
+            "moe-shared-expert-intermediate-size": self.shared_width,
+            **kind.routing(config),
+            **(self._latent_flags() if kind.latent else {}),
+        }
+        if not self.dense:
+            del values["moe-layer-freq"]
+        switches = {
+            "swiglu": True,
+            "disable-bias-linear": True,
+            "multi-latent-attention": kind.latent,
+            "group-query-attention": not kind.latent,
+            "untie-embeddings-and-output-weights": not self.tied,
+            "add-qkv-bias": kind.qkv_bias(config),
+            kind.qk_norm: bool(kind.qk_norm),
+            "moe-shared-expert-gate": kind.shared_gate and self.shared_width is not None,
+            "moe-router-pre-softmax": not self.normalized,
+            "moe-router-enable-expert-bias": kind.expert_bias is not None,
+        }
+        given = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        return given + [f"--{name}" for name, on in switches.items() if on]
+
+    def _latent_flags(self) -> dict[str, Any]:
+        config, rope = self.config, self.rope
+        flags = {
+            "q-lora-rank": config.get("q_lora_rank"),
+            "kv-lora-rank": config["kv_lora_rank"],
+            "qk-head-dim": config["qk_nope_head_dim"],
+            "qk-pos-emb-head-dim": config["qk_rope_head_dim"],
+            "v-head-dim": config["v_head_dim"],
+            "rope-type": "rope",
+        }
+        if self.rope_type == "default":
+            return flags
+        return flags | {
+            "rope-type": "yarn",
+            "rotary-scaling-factor": rope["factor"],
+            "original-max-position-embeddings": rope["original_max_position_embeddings"],
+            "beta-fast": rope.get("beta_fast", 32),
+            "beta-slow": rope.get("beta_slow", 1),
+            "mscale": rope.get("mscale", 1.0),
+            "mscale-all-dim": rope.get("mscale_all_dim", 0.0),
+        }
+
+    def pieces(self) -> list[list[Piece]]:
+        """All weights: those before the first layer, those of each layer, and those after the last one."""
+        table = (self.vocabulary, self.hidden)
+        before = Piece("embedding.word_embeddings.weight", table, (), ("model.embed_tokens.weight",))
+        after = [Piece("decoder.final_layernorm.weight", (self.hidden,), (), ("model.norm.weight",))]
+        if not self.tied:
+            after.append(Piece("output_layer.weight", table, (), ("lm_head.weight",)))
+        return [[before], *(list(self._layer(layer)) for layer in range(self.layers)), after]
+
+    def _layer(self, layer: int) -> Iterator[Piece]:
+        kind, hidden = self.kind, self.hidden
+
+        def piece(name: str, size: Size, join: Join, *sources: str) -> Piece:
+            names = tuple(f"model.layers.{layer}.{source}" for source in sources)
+            if self.dense:
+                # Layers that differ are tensors of their own
+                return Piece(f"decoder.layers.{layer}.{name}", size, (), names, join)
+            return Piece(f"decoder.layers.{name}", (self.layers, *size), (layer,), names, join)
+
+        yield from self._latent_attention(piece) if kind.latent else self._attention(piece)
+        norm = "mlp.linear_fc1.layer_norm_weight" if layer in self.dense else "pre_mlp_layernorm.weight"
+        yield piece(norm, (hidden,), Same(), "post_attention_layernorm.weight")
+        if layer in self.dense:
+            yield from self._gated(piece, "mlp", "mlp", self.dense_width, GATED)
+            return
+        yield piece("mlp.router.weight", (self.experts, hidden), Same(), f"{kind.router}.weight")
+        if kind.expert_bias is not None:
+            yield piece("mlp.router.expert_bias", (self.experts,), Same(), kind.expert_bias)
+        if kind.shared_expert is not None and self.shared_width is not None:
+            yield from self._gated(piece, "mlp.shared_experts", kind.shared_expert, self.shared_width, GATED)
+        if kind.shared_gate:
+            yield piece("mlp.shared_experts.gate_weight", (1, hidden), Same(), f"{kind.shared_expert}_gate.weight")
+        for expert in range(self.experts):
+            for one in self._gated(piece, "mlp.experts.experts", f"{kind.experts}.{expert}", self.width, kind.expert):
+                at, size = (*one.at, expert), one.size
+                yield Piece(one.key, (*one.shape[: len(one.at)], self.experts, *size), at, one.sources, one.join)
+
+    def _attention(self, piece: Callable[..., Piece]) -> Iterator[Piece]:
+        kind, hidden = self.kind, self.hidden
+        attention, qkv = "self_attention", [f"self_attn.{name}_proj" for name in "qkv"]
+        rows = (self.heads + 2 * self.groups) * self.channels
+        joined = QueryKeyValue(self.heads, self.groups, self.channels)
+        yield piece(f"{attention}.linear_qkv.layer_norm_weight", (hidden,), Same(), "input_layernorm.weight")
+        yield piece(f"{attention}.linear_qkv.weight", (rows, hidden), joined, *(f"{name}.weight" for name in qkv))
+        if kind.qkv_bias(self.config):
+            yield piece(f"{attention}.linear_qkv.bias", (rows,), joined, *(f"{name}.bias" for name in qkv))
+        if kind.qk_norm:
+            together = kind.qk_norm == "qk-layernorm-across-heads"
+            for name, heads in (("q", self.heads), ("k", self.groups)):
+                width = heads * self.channels if together else self.channels
+                yield piece(f"{attention}.{name}_layernorm.weight", (width,), Same(), f"self_attn.{name}_norm.weight")
+        inner = self.heads * self.channels
+        yield piece(f"{attention}.linear_proj.weight", (hidden, inner), Same(), "self_attn.o_proj.weight")
+
+    def _latent_attention(self, piece: Callable[..., Piece]) -> Iterator[Piece]:
+        config, hidden = self.config, self.hidden
+        position, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+        query = self.heads * (config["qk_nope_head_dim"] + position)
+        key_value = self.heads * (config["qk_nope_head_dim"] + config["v_head_dim"])
+        rank = config.get("q_lora_rank")
+
+        def one(name: str, size: Size, source: str) -> Piece:
+            return piece(f"self_attention.{name}", size, Same(), f"self_attn.{source}.weight")
+
+        yield piece("input_layernorm.weight", (hidden,), Same(), "input_layernorm.weight")
+        if rank:
+            yield one("linear_q_down_proj.weight", (rank, hidden), "q_a_proj")
+            yield one("linear_q_up_proj.layer_norm_weight", (rank,), "q_a_layernorm")
+            yield one("linear_q_up_proj.weight", (query, rank), "q_b_proj")
+        else:
+            yield one("linear_q_proj.weight", (query, hidden), "q_proj")
+        yield one("linear_kv_down_proj.weight", (latent + position, hidden), "kv_a_proj_with_mqa")
+        yield one("linear_kv_up_proj.layer_norm_weight", (latent,), "kv_a_layernorm")
+        yield one("linear_kv_up_proj.weight", (key_value, latent), "kv_b_proj")
+        yield one("linear_proj.weight", (hidden, self.heads * config["v_head_dim"]), "o_proj")
+
+    def _gated(
+        self, piece: Callable[..., Piece], key: str, source: str, width: int, names: tuple[str, str, str]
+    ) -> Iterator[Piece]:
+        gate, up, down = (f"{source}.{name}.weight" for name in names)
+        yield piece(f"{key}.linear_fc1.weight", (2 * width, self.hidden), Rows(2), gate, up)
+        yield piece(f"{key}.linear_fc2.weight", (self.hidden, width), Same(), down)

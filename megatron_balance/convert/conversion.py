@@ -1,0 +1,190 @@
+"""Hugging Face models and upstream's checkpoints -> checkpoints that training starts from -> Hugging Face models."""
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.checks import Machine
+from megatron_balance.config import RunConfig
+from megatron_balance.convert import safetensors_files, torch_dist
+from megatron_balance.convert.architectures import Model
+from megatron_balance.convert.megatron import Checkpoint
+from megatron_balance.convert.pieces import Piece, Size
+from megatron_balance.convert.safetensors_files import Weights, read_json
+from megatron_balance.training import manifest, saved_flags
+from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+
+BESIDE = "huggingface"
+"""Directory beside the checkpoints of an imported model: its config.json, its tokenizer."""
+
+LISTED = 20
+"""Tensors that an error names, at most."""
+
+Say = Callable[[str], object]
+
+
+def import_model(source: Path, target: Path, say: Say) -> None:
+    """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, of its weights alone.
+
+    Raises:
+        ValueError: the model is not known, or its files are not what its config.json says; names them.
+        OSError: `target` cannot be written. Nothing is left of what was written.
+    """
+    model, weights = Model(read_json(source / "config.json")), Weights(source)
+    files = model.pieces()
+    _compare(weights.shapes, _sources(files), str(source))
+    config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
+
+    def make(piece: Piece) -> torch.Tensor:
+        return piece.join.join([weights.read(name) for name in piece.sources])
+
+    directory = _fresh(target)
+    with _new_directory(target):
+        safetensors_files.carry(source, target / BESIDE)
+        flags = saved_flags.to_json(config)
+        _begin(directory, _told(files, say), lambda piece: weights.dtypes[piece.sources[0]], make, flags)
+
+
+def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> None:
+    """Convert the weights of a checkpoint of upstream's Megatron-LM into one of iteration 0 in `target`.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or holds something else; names what.
+        OSError: `target` cannot be written. Nothing is left of what was written.
+    """
+    checkpoint, directory = Checkpoint(source, step), _fresh(target)
+    with _new_directory(target):
+        _begin(directory, _told(checkpoint.files, say), checkpoint.dtype, checkpoint.make, checkpoint.flags())
+
+
+def _fresh(target: Path) -> CheckpointDirectory:
+    directory = CheckpointDirectory(target)
+    if directory.iterations():
+        raise ValueError(f"--save-dir {target}: holds checkpoints already; choose another")
+    return directory
+
+
+def _begin(
+    directory: CheckpointDirectory,
+    files: Iterable[Sequence[Piece]],
+    dtype: Callable[[Piece], torch.dtype],
+    make: Callable[[Piece], torch.Tensor],
+    flags: str,
+) -> None:
+    """Write the checkpoint of iteration 0."""
+    staged = directory.stage(0)
+    torch_dist.write(staged, files, dtype, make)
+    torch.save({"checkpoint_version": 3.0, "iteration": 0, "parts": []}, staged / "common.pt")
+    (staged / saved_flags.FILE).write_text(flags, encoding="utf-8")
+    manifest.write(staged, 0, {path.name: manifest.digest(path) for path in staged.iterdir()})
+    directory.commit(staged, 0)
+
+
+def export_model(source: Path, target: Path, files_of: Path | None, step: int | None, say: Say) -> None:
+    """Convert the weights of a checkpoint in `source` into a Hugging Face model.
+
+    Args:
+        files_of: where the model's config.json and tokenizer are; default: where `import_model` put them.
+        step: iteration of the checkpoint; default: the latest.
+
+    Raises:
+        ValueError: the checkpoint is not one of such a model, or damaged; names what.
+        OSError: `target` cannot be written. Nothing is left of what was written.
+    """
+    beside = files_of or source / BESIDE
+    if not (beside / "config.json").is_file():
+        raise ValueError(f"{beside}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--save-dir {target}: is not empty; choose another")
+    model, path = Model(read_json(beside / "config.json")), newest(source, step)
+    reader, files = torch_dist.Reader(path), model.pieces()
+    weights = {name: tuple(entry.size) for name, entry in reader.tensors.items() if not name.startswith("optimizer.")}
+    tables = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    wanted = {
+        # More rows than words: padding
+        piece.key: weights.get(piece.key, piece.shape) if piece.key in tables else piece.shape
+        for piece in itertools.chain(*files)
+    }
+    _compare(weights, wanted, str(path))
+
+    def tensors(pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
+        for piece in pieces:
+            yield from zip(piece.sources, piece.join.split(reader.read(piece)), strict=True)
+
+    with _new_directory(target):
+        target.mkdir(parents=True, exist_ok=True)
+        safetensors_files.write(target, [tensors(pieces) for pieces in _told(files, say)])
+        safetensors_files.carry(beside, target)
+
+
+def newest(source: Path, step: int | None) -> Path:
+    """A checkpoint in `source`, every byte of which is what was saved.
+
+    Raises:
+        ValueError: there is none, or it is damaged; names the file.
+    """
+    directory = CheckpointDirectory(source)
+    iteration = directory.tracked() if step is None else step
+    if iteration is None or not directory.path(iteration).is_dir():
+        raise ValueError(f"--load-dir {source}: holds no checkpoint of iteration {iteration}")
+    path = directory.path(iteration)
+    manifest.verify(path, manifest.read(path).files)
+    return path
+
+
+def run_config(model: Model, tokenizer: Path | None) -> RunConfig:
+    """The configuration of a run of this model; what the model does not say is left to who trains it."""
+    flags = [*model.flags(), "--micro-batch-size=1", "--train-iters=1", "--lr=1e-5", "--mock-data"]
+    if tokenizer is None:
+        flags += ["--tokenizer-type=NullTokenizer"]
+    else:
+        flags += ["--tokenizer-type=HuggingFaceTokenizer", f"--tokenizer-model={tokenizer}"]
+    return parse_args(flags, Machine(1, cuda=False, transformer_engine=False, apex=False)).config
+
+
+def _sources(files: Iterable[Iterable[Piece]]) -> dict[str, Size]:
+    return {name: size for piece in itertools.chain(*files) for name, size in piece.source_sizes.items()}
+
+
+def _compare(found: Mapping[str, Size], wanted: Mapping[str, Size], where: str) -> None:
+    """ValueError unless both have the same tensors of the same sizes."""
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    other = [
+        f"{name} {found[name]} instead of {wanted[name]}"
+        for name in sorted(found.keys() & wanted.keys())
+        if tuple(found[name]) != tuple(wanted[name])
+    ]
+    problems = {"missing": missing, "not part of such a model": extra, "of another shape": other}
+    texts = [
+        f"{len(names)} tensors {text}: {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}"
+        for text, names in problems.items()
+        if names
+    ]
+    if texts:
+        raise ValueError(f"{where}: {'; '.join(texts)}")
+
+
+def _told(files: Sequence[Sequence[Piece]], say: Say) -> Iterator[Sequence[Piece]]:
+    for number, pieces in enumerate(files):
+        yield pieces
+        say(f"{number + 1} of {len(files)} files")
+
+
+@contextlib.contextmanager
+def _new_directory(target: Path) -> Iterator[None]:
+    """Removes what was written into `target` inside, if that fails."""
+    before = {path.name for path in target.iterdir()} if target.is_dir() else None
+    try:
+        yield
+    except BaseException:
+        for path in target.iterdir() if target.is_dir() else ():
+            if path.name not in (before or ()):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if before is None and target.is_dir():
+            target.rmdir()
+        raise

@@ -1,0 +1,142 @@
+"""torch_dist checkpoints piece by piece: read without what is not asked for, written without holding more than a piece.
+
+The format is torch.distributed.checkpoint's; its own reader and writer do the work here too.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_balance.convert.pieces import Piece
+from megatron_balance.training.safe_pickle import check_pickles
+
+
+class Reader:
+    """A checkpoint's tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Raises:
+            Damaged: a file is not what it should be, or would run code; names it.
+        """
+        metadata = check_pickles(directory)
+        self._storage = FileSystemReader(directory)
+        self._storage.set_up_storage_reader(metadata, is_coordinator=True)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """A piece of one tensor; its first rows, if the checkpoint has more of them (a padded vocabulary).
+
+        Raises:
+            ValueError: the tensor is not there, or is smaller.
+        """
+        found = self.tensors.get(piece.key)
+        if found is None:
+            raise ValueError(f"{piece.key}: not in the checkpoint")
+        rows, *inner = found.size
+        padded = not piece.at and rows > piece.shape[0] and tuple(inner) == piece.shape[1:]
+        if tuple(found.size) != piece.shape and not padded:
+            raise ValueError(f"{piece.key}: is {tuple(found.size)} in the checkpoint instead of {piece.shape}")
+        chunk = chunk_of(piece)
+        target = torch.empty(chunk.sizes, dtype=found.properties.dtype)
+        plan = LoadPlan(create_read_items_for_chunk_list(piece.key, found, [chunk]))
+        self._storage.read_data(plan, cast(LoadPlanner, _Into(target))).wait()
+        return target.reshape(piece.size)
+
+
+class _Into:
+    """Stands for a LoadPlanner: everything that is read belongs to one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self.target = target
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        where = zip(item.dest_offsets, item.lengths, strict=True)
+        return self.target[tuple(slice(start, start + length) for start, length in where)]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class _From:
+    """Stands for a SavePlanner: makes a piece when its turn has come."""
+
+    def __init__(self, pieces: Sequence[Piece], make: Callable[[Piece], torch.Tensor]) -> None:
+        self.pieces, self.make = {_index(piece): piece for piece in pieces}, make
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor:
+        piece = self.pieces[item.index]
+        return self.make(piece).reshape(chunk_of(piece).sizes).contiguous()
+
+
+def chunk_of(piece: Piece) -> ChunkStorageMetadata:
+    """Where a piece lies in its tensor."""
+    inner = len(piece.shape) - len(piece.at)
+    return ChunkStorageMetadata(
+        offsets=torch.Size([*piece.at, *[0] * inner]), sizes=torch.Size([*[1] * len(piece.at), *piece.size])
+    )
+
+
+def _index(piece: Piece) -> MetadataIndex:
+    return MetadataIndex(piece.key, chunk_of(piece).offsets)
+
+
+def write(
+    directory: Path,
+    files: Iterable[Sequence[Piece]],
+    dtype: Callable[[Piece], torch.dtype],
+    make: Callable[[Piece], torch.Tensor],
+) -> None:
+    """Write tensors, made piece by piece, into an empty directory, as one rank's part of a torch_dist checkpoint.
+
+    Args:
+        files: what goes into one file each.
+        dtype: of a piece, before it is made.
+        make: a piece's content.
+    """
+    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer.set_up_storage_writer(is_coordinator=True)
+    results: list[Any] = []
+    described: dict[str, TensorStorageMetadata] = {}
+    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+    for number, pieces in enumerate(files):
+        items = []
+        for piece in pieces:
+            chunk, properties = chunk_of(piece), TensorProperties(dtype=dtype(piece))
+            size = torch.Size(piece.shape)
+            described[piece.key] = TensorStorageMetadata(properties, size, chunks[piece.key])
+            chunks[piece.key].append(chunk)
+            items.append(
+                WriteItem(_index(piece), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
+            )
+        plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
+        results.append(writer.write_data(plan, cast(SavePlanner, _From(pieces, make))).wait())
+    writer.finish(Metadata(state_dict_metadata=cast(Any, described)), results)
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))

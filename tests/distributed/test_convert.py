@@ -1,0 +1,145 @@
+"""Imported models compute what Hugging Face's library computes, on every layout, and go on training."""
+
+import argparse
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
+
+from megatron_balance.convert.conversion import export_model, import_megatron, import_model
+from megatron_balance.convert.safetensors_files import Weights
+from megatron_balance.training.checkpoint import Checkpoints
+from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.saved_flags import MODEL_FIELDS
+from tests import hf_models
+from tests.distributed.checkpoints import Said, tensors_of
+from tests.distributed.runs import build
+
+LAYOUTS = {
+    "ep1": (1, ""),
+    "ep2": (2, "--expert-model-parallel-size 2"),
+    "ep4": (4, "--expert-model-parallel-size 4"),
+    "ep2 etp2": (4, "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"),
+}
+TRAINING = (
+    "--micro-batch-size 2 --seq-length 16 --lr 1e-3 --train-iters 4 --mock-data --tokenizer-type NullTokenizer "
+    "--moe-token-dispatcher-type alltoall"
+)
+
+
+def imported(directory: str, flags: str):
+    """A run of the imported model alone: flags of the model come from the checkpoint."""
+    run = build(f"--load {directory} --use-checkpoint-args {TRAINING} {flags}", base="")
+    Checkpoints(run, Said(), patience=30.0).load()
+    return run
+
+
+def logits_and_copy(directory: str, flags: str, tokens: torch.Tensor, copy: str) -> torch.Tensor:
+    run = imported(directory, f"--save {copy} --no-save-optim {flags}")
+    (chunk,) = run.model
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        logits = chunk.eval()(tokens, positions, None)
+    Checkpoints(run, Said(), patience=30.0).save()
+    return logits
+
+
+CASES = [
+    # One kind on every layout, and every kind on the layout with the most cuts
+    pytest.param(name, layout, marks=[] if name == "mixtral" or layout == "ep2 etp2" else pytest.mark.slow)
+    for name in hf_models.CONFIGS
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_logits_are_those_of_the_source(ranks, tmp_path, name: str, layout: str) -> None:
+    hf, there, copy = tmp_path / "hf", tmp_path / "there", tmp_path / "copy"
+    model = hf_models.save(name, hf)
+    import_model(hf, there, lambda text: None)
+    world_size, flags = LAYOUTS[layout]
+    tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(5))
+    expected = hf_models.logits(model, tokens)
+    for found in ranks(world_size).run(logits_and_copy, str(there), flags, tokens, str(copy)):
+        assert (found[..., :96] - expected).abs().max() <= 1e-5
+    wanted, kept = (ranks(1).run(tensors_of, str(directory))[0] for directory in (there, copy))
+    for key, tensor in wanted.items():
+        assert torch.equal(kept[key][: len(tensor)], tensor)
+
+
+def train_on(directory: str, flags: str, save: str) -> list[float]:
+    run = imported(directory, f"--save {save} {flags}")
+    reports = [train_step(run) for _ in range(2)]
+    Checkpoints(run, Said(), patience=30.0).save()
+    assert sum(layer.hosts_added for report in reports for layer in report.balance.values()) > 0
+    losses = [[report.losses.get("lm loss") for report in reports]]
+    dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)
+    return losses[0]
+
+
+def test_training_goes_on_with_balancing_and_an_export_differs(ranks, tmp_path) -> None:
+    hf, there, back = tmp_path / "hf", tmp_path / "there", tmp_path / "back"
+    hf_models.save("qwen3_moe", hf)
+    import_model(hf, there, lambda text: None)
+    flags = "--expert-model-parallel-size 4 --balance-policy top2"
+    losses = ranks(4).run(train_on, str(there), flags, str(there))[0]
+    assert all(loss < 6 for loss in losses)
+    export_model(there, back, None, None, lambda text: None)
+    before, after = Weights(hf), Weights(back)
+    assert before.shapes == after.shapes
+    assert all(not torch.equal(before.read(name), after.read(name)) for name in before.shapes if "proj" in name)
+
+
+SPLIT = {"singleton_local_shards": True}
+"""How megatron-core keeps experts in tensors of their own."""
+
+
+def save_as_upstream(flags: str, directory: str, metadata: dict) -> torch.Tensor:
+    """Save a model of megatron-core's own layers as Megatron-LM does, and return what it computes."""
+    run = build(f"--moe-layer-impl megatron --expert-model-parallel-size 2 {flags}")
+    path = Path(directory, "iter_0000007")
+    path.mkdir(parents=True, exist_ok=True)
+    shape, model = run.config.transformer, run.config.model
+    args = {
+        **dataclasses.asdict(model),
+        **{name: getattr(shape, name) for name in MODEL_FIELDS if hasattr(shape, name)},
+    }
+    args |= {"num_experts": shape.num_moe_experts, "norm_epsilon": shape.layernorm_epsilon, "vocab_size": 127}
+    (chunk,) = unwrap_model(run.model)
+    state = {
+        "args": argparse.Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "model": chunk.sharded_state_dict(metadata={**metadata, "dp_cp_group": run.groups.dp_cp}),
+    }
+    dist_checkpointing.save(state, str(path))
+    if dist.get_rank() == 0:
+        Path(directory, "latest_checkpointed_iteration.txt").write_text("7")
+    return logits(run)
+
+
+def logits(run: Run) -> torch.Tensor:
+    (chunk,) = run.model
+    tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        return chunk.eval()(tokens, torch.arange(16).expand_as(tokens), None)
+
+
+def logits_of(directory: str) -> torch.Tensor:
+    return logits(imported(directory, ""))
+
+
+@pytest.mark.parametrize("metadata", [{}, SPLIT], ids=["together", "one by one"])
+@pytest.mark.parametrize("flags", ["--swiglu --disable-bias-linear", "--moe-layer-freq [1,0]"])
+def test_checkpoints_of_megatron_lm(ranks, tmp_path, flags: str, metadata: dict) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    expected = ranks(2).run(save_as_upstream, flags, str(theirs), metadata)[0]
+    import_megatron(theirs, ours, None, lambda text: None)
+    shutil.rmtree(theirs)
+    (found,) = ranks(1).run(logits_of, str(ours))
+    assert (found - expected).abs().max() <= 1e-6

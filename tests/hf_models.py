@@ -1,0 +1,72 @@
+"""Tiny random models of every architecture that can be converted, as Hugging Face's own library makes them."""
+
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-6,
+}
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 48,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v3 yarn": {**LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 48, "rope_theta": 1e6},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
+    "qwen2_moe tied": {**EXPERTS, "shared_expert_intermediate_size": 24, "tie_word_embeddings": True},
+    "qwen2_moe dense": {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "olmoe": {"num_experts": 8, "intermediate_size": 16},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "num_key_value_heads": 4},
+}
+"""config.json beside `COMMON`; the first word of a name is the model type."""
+
+
+def save(name: str, directory: Path, shard_bytes: int | None = None) -> Any:
+    """Write a random model, and return it, with its safetensors files, in shards of at most so many bytes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(name.split()[0], **{**COMMON, **CONFIGS[name]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms too, which would all be one
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
+    return model
+
+
+def logits(model: Any, tokens: Any) -> Any:
+    """Of a model, in float32."""
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(tokens).logits

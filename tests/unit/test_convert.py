@@ -1,0 +1,237 @@
+"""Hugging Face models to checkpoints and back, bit for bit, and what is said of files that are not such a model."""
+
+import json
+import math
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from megatron_balance.convert.architectures import Model
+from megatron_balance.convert.conversion import export_model, import_model
+from megatron_balance.convert.pieces import QueryKeyValue, Rows
+from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, read_json, write
+from tests import hf_models
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Callable[[str], Path]:
+    """Directories of models; each made once, to be read only."""
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("hf")
+            hf_models.save(name, made[name])
+        return made[name]
+
+    return of
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    weights = Weights(directory)
+    return {name: weights.read(name) for name in weights.shapes}
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_there_and_back(models, tmp_path, name: str) -> None:
+    source, there, back = tmp_path / "source", tmp_path / "there", tmp_path / "back"
+    shutil.copytree(models(name), source)
+    (source / "tokenizer.json").write_text("{}")
+    expected, config = tensors(source), read_json(source / "config.json")
+    import_model(source, there, quiet)
+    shutil.rmtree(source)
+    export_model(there, back, None, None, quiet)
+    found = tensors(back)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) and found[key].dtype == expected[key].dtype for key in expected)
+    assert read_json(back / "config.json") == config and (back / "tokenizer.json").read_text() == "{}"
+
+
+def test_half_precision_and_shards(tmp_path) -> None:
+    hf_models.save("mixtral", tmp_path / "source", shard_bytes=50_000)
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 2
+    for path in (tmp_path / "source").glob("*.safetensors"):
+        save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    import_model(tmp_path / "source", tmp_path / "there", quiet)
+    export_model(tmp_path / "there", tmp_path / "back", None, 0, quiet)
+    expected, found = tensors(tmp_path / "source"), tensors(tmp_path / "back")
+    assert all(torch.equal(found[name], expected[name]) and found[name].dtype is torch.bfloat16 for name in expected)
+
+
+@given(groups=st.integers(1, 4), each=st.integers(1, 4), channels=st.integers(1, 4), tail=st.sampled_from([(), (3,)]))
+def test_joins_are_undone(groups: int, each: int, channels: int, tail: tuple[int, ...]) -> None:
+    join = QueryKeyValue(groups * each, groups, channels)
+    rows = groups * (each + 2) * channels
+    for one in (join, Rows(2)):
+        size = (rows * 2, *tail) if one is not join else (rows, *tail)
+        parts = [torch.randn(part) for part in one.sizes(size)]
+        whole = one.join(parts)
+        assert tuple(whole.shape) == size
+        assert all(torch.equal(left, right) for left, right in zip(parts, one.split(whole), strict=True))
+
+
+def test_groups_of_queries_stay_with_their_keys_and_values() -> None:
+    queries, keys, values = torch.arange(4.0), torch.arange(10.0, 12), torch.arange(20.0, 22)
+    assert QueryKeyValue(4, 2, 1).join([queries, keys, values]).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    content = load_file(directory / SINGLE)
+    change(content)
+    save_file(content, directory / SINGLE)
+
+
+NORM = "model.norm.weight"
+GATE = "model.layers.1.block_sparse_moe.gate.weight"
+
+
+def truncate(directory: Path) -> None:
+    path = directory / SINGLE
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def list_another(directory: Path) -> None:
+    names = [*load_file(directory / SINGLE), "model.other"]
+    (directory / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE)}))
+
+
+def list_elsewhere(directory: Path) -> None:
+    (directory / INDEX).write_text(json.dumps({"weight_map": {NORM: "../secret.safetensors"}}))
+
+
+def reconfigure(**values: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(read_json(path) | values))
+
+    return change
+
+
+SPOILED = {
+    "no weights": (lambda directory: (directory / SINGLE).unlink(), [SINGLE, "missing"]),
+    "missing tensor": (lambda directory: changed(directory, lambda all: all.pop(NORM)), ["1 tensors missing", NORM]),
+    "extra tensor": (
+        lambda directory: changed(directory, lambda all: all.update(other=torch.ones(1))),
+        ["1 tensors not part of such a model: other"],
+    ),
+    "wrong shape": (
+        lambda directory: changed(directory, lambda all: all.update({NORM: torch.ones(31)})),
+        [NORM, "(31,) instead of (32,)"],
+    ),
+    "integers": (
+        lambda directory: changed(directory, lambda all: all.update({NORM: torch.ones(32, dtype=torch.int32)})),
+        [NORM, "I32", "BF16"],
+    ),
+    "not a number": (
+        lambda directory: changed(directory, lambda all: all[GATE].view(-1)[5:6].fill_(float("nan"))),
+        [GATE, "not finite"],
+    ),
+    "truncated": (truncate, [SINGLE, "damaged"]),
+    "missing shard": (list_another, ["model.other is not in", SINGLE]),
+    "elsewhere": (list_elsewhere, [INDEX, "files beside it"]),
+    "no config": (lambda directory: (directory / "config.json").write_text("{"), ["config.json", "cannot be read"]),
+    "unknown": (reconfigure(model_type="llama"), ["'llama'", "choose from deepseek_v2"]),
+    "activation": (reconfigure(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
+    "window": (reconfigure(sliding_window=128), ["sliding_window 128"]),
+    "scaled": (reconfigure(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), ["rope scaling", "yarn"]),
+    "other size": (reconfigure(hidden_size=64), ["of another shape", "(96, 32) instead of (96, 64)"]),
+    "no heads": (reconfigure(num_attention_heads=5), ["of another shape", "q_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_spoiled_models_leave_nothing(models, tmp_path, name: str) -> None:
+    spoil, said = SPOILED[name]
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(models("mixtral"), source)
+    spoil(source)
+    with pytest.raises(ValueError) as refused:
+        import_model(source, target, quiet)
+    assert all(text in str(refused.value) for text in said), refused.value
+    assert not target.exists()
+
+
+class Hostile:
+    def __reduce__(self) -> tuple:
+        return (pytest.fail, ("the pickle was opened",))
+
+
+def test_pickles_beside_are_never_opened(models, tmp_path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(models("mixtral"), source)
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile()))
+    import_model(source, tmp_path / "there", quiet)
+    export_model(tmp_path / "there", tmp_path / "back", None, None, quiet)
+    assert not (tmp_path / "back" / "pytorch_model.bin").exists()
+
+
+def test_damaged_checkpoints_are_not_exported(models, tmp_path) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    import_model(models("mixtral"), there, quiet)
+    for name, spoiled in ((".metadata", pickle.dumps(Hostile())), ("__1_0.distcp", b"")):
+        path = there / "iter_0000000" / name
+        content = path.read_bytes()
+        path.write_bytes(spoiled)
+        with pytest.raises(ValueError, match=name):
+            export_model(there, back, None, None, quiet)
+        assert not back.exists()
+        path.write_bytes(content)
+    (there / "huggingface" / "config.json").unlink()
+    with pytest.raises(ValueError, match="--hf-dir"):
+        export_model(there, back, None, None, quiet)
+
+
+def test_every_tensor_has_one_place(models) -> None:
+    for name in hf_models.CONFIGS:
+        pieces = [piece for file in Model(read_json(models(name) / "config.json")).pieces() for piece in file]
+        assert len({(piece.key, piece.at) for piece in pieces}) == len(pieces)
+        assert sorted(source for piece in pieces for source in piece.sources) == sorted(Weights(models(name)).shapes)
+
+
+def peak_bytes(*words: str) -> int:
+    """Most memory that a run of the tool held."""
+    measure = "import resource as r, subprocess as s, sys; s.run(sys.argv[1:], check=True, stderr=s.DEVNULL); "
+    measure += "print(r.getrusage(r.RUSAGE_CHILDREN).ru_maxrss)"
+    words = (sys.executable, "-c", measure, sys.executable, "-W", "ignore", str(TOOL), *words)
+    return 1024 * int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_one_layer(models, tmp_path) -> None:
+    """Conversion of ten times as many layers takes as much memory, and that is little more than a layer's."""
+    wide = {"hidden_size": 512, "intermediate_size": 4096, "vocab_size": 512}
+    config = read_json(models("mixtral") / "config.json") | wide | {"dtype": "bfloat16"}
+    peaks = []
+    for layers in (2, 20):
+        source, there, back = (tmp_path / f"{name}{layers}" for name in ("source", "there", "back"))
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        files = Model(read_json(source / "config.json")).pieces()
+        sizes = [{name: size for piece in pieces for name, size in piece.source_sizes.items()} for pieces in files]
+        write(
+            source, [[(name, torch.zeros(size, dtype=torch.bfloat16)) for name, size in file.items()] for file in sizes]
+        )
+        layer = sum(2 * math.prod(size) for size in sizes[1].values())
+        importing = peak_bytes("import", "--load-dir", str(source), "--save-dir", str(there))
+        shutil.rmtree(source)
+        peaks.append((importing, peak_bytes("export", "--load-dir", str(there), "--save-dir", str(back))))
+        shutil.rmtree(there)
+        shutil.rmtree(back)
+    print(f"a layer {layer}; peaks of 2 and 20 layers {peaks}")
+    for few, many in zip(*peaks, strict=True):
+        assert many < few + layer
