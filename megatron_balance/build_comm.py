@@ -27,6 +27,7 @@ from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.policies import policy_options
 from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.profile.bench import Stopwatch
+from megatron_balance.profile.cluster import Ranks, load_profile
 from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin, load
 from megatron_balance.profile.measure import LARGE_SIZES, REPEATS, SIZES, measure, measure_parallel, measured_once
 
@@ -65,7 +66,7 @@ def _better_schedule(config: RunConfig, groups: ProcessGroupCollection, profile:
             "divide the experts' ranks"
         )
         return "s1"
-    shape, simultaneous = _layer_shape(config, groups), _simultaneous(config)
+    shape, simultaneous = layer_shape(config, groups), _simultaneous(config)
     model = ScheduleModel(_profile_of(config, groups.tp_ep, profile()), shape.mp, shape.esp)
     itemsize = config.transformer.params_dtype.itemsize
     seconds = {name: model.seconds(name, shape, itemsize, simultaneous) for name in ("s1", "s2")}
@@ -75,7 +76,7 @@ def _better_schedule(config: RunConfig, groups: ProcessGroupCollection, profile:
     return chosen
 
 
-def _layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
+def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
     """Of a microbatch in a layer, if routing is even."""
     transformer = config.transformer
     tokens = config.train.micro_batch_size * config.model.seq_length // transformer.context_parallel_size
@@ -149,17 +150,21 @@ def cluster_profile(config: RunConfig, groups: ProcessGroupCollection) -> Cluste
     What `auto` measures is kept in `--save`, and looked for there and in `--load`, so that a resumed run plans alike.
     """
     wanted, transformer, num_ranks = config.balance.balance_profile, config.transformer, groups.ep.size()
-    node_size = _node_size(config, groups.ep)
+    node_size, shards = _node_size(config, groups.ep), groups.expt_tp.size()
+    matrices = 3 if transformer.gated_linear_unit else 2
+    inner = transformer.moe_ffn_hidden_size * matrices // (2 * shards)
+    experts = transformer.hidden_size, inner, transformer.params_dtype.itemsize
     if wanted == "builtin":
-        matrices = 3 if transformer.gated_linear_unit else 2
-        inner = transformer.moe_ffn_hidden_size * matrices // (2 * groups.expt_tp.size())
-        return builtin(num_ranks, node_size, transformer.hidden_size, inner, transformer.params_dtype.itemsize)
+        return builtin(num_ranks, node_size, *experts)
+    if wanted.endswith((".yaml", ".yml")):
+        ranks = Ranks(num_ranks, node_size, config.comm.moe_comm_node_size or dist.get_world_size(), shards)
+        return device_groups.on_first_rank(lambda: load_profile(Path(wanted), ranks, *experts))
     if wanted != "auto":
         return device_groups.on_first_rank(lambda: load(Path(wanted), num_ranks, node_size))
     say = functools.partial(print, flush=True) if dist.get_rank() == 0 else None
     measure_now = functools.partial(measure_cluster, config, groups, node_size, say)
-    shards = f"_tp_{groups.tp.size()}_etp_{groups.expt_tp.size()}" if has_choice(config, groups) else ""
-    name = f"cluster_profile_{num_ranks}_in_nodes_of_{node_size}{shards}.json"
+    split = f"_tp_{groups.tp.size()}_etp_{shards}" if has_choice(config, groups) else ""
+    name = f"cluster_profile_{num_ranks}_in_nodes_of_{node_size}{split}.json"
     paths = [Path(directory) / name for directory in (config.checkpoint.save, config.checkpoint.load) if directory]
     return measured_once(paths, num_ranks, node_size, measure_now)
 
@@ -212,7 +217,7 @@ def measure_schedules(
     config: RunConfig, groups: ProcessGroupCollection, say: Callable[[str], None] | None = None
 ) -> ParallelLines:
     """Measure what tells s1 from s2 (Parm, section V-A) where there `has_choice`; every rank of the job calls it."""
-    beside, transformer, shape = _beside(config, groups), config.transformer, _layer_shape(config, groups)
+    beside, transformer, shape = _beside(config, groups), config.transformer, layer_shape(config, groups)
     path = TokenPath(SCHEDULES["s2"], groups, transformer.sequence_parallel, beside)
     device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     runs = functools.partial(

@@ -1,6 +1,6 @@
 """What a layer computes besides its experts: how long that takes is known before training (Pro-Prophet section V-B)."""
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
@@ -27,11 +27,31 @@ def non_expert_seconds(
 
 def attention_flops(config: TransformerConfig, seq_length: int) -> float:
     """Floating-point operations of one token's causal self-attention, forward."""
-    assert config.kv_channels is not None and config.num_query_groups is not None
-    query, key = (config.kv_channels * heads for heads in (config.num_attention_heads, config.num_query_groups))
-    projections = 2 * config.hidden_size * (query + 2 * key) + 2 * query * config.hidden_size
     # A token attends to half of the sequence in the mean: scores, and the values that they weigh
-    return projections + 2 * seq_length * query
+    return 2 * attention_weights(config) + seq_length * attended_width(config)
+
+
+def attention_weights(config: TransformerConfig) -> int:
+    """Entries of the matrices of one layer's attention."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if isinstance(config, MLATransformerConfig):
+        query, rank = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.q_lora_rank
+        queries = (hidden + query) * rank if rank else hidden * query
+        keys_values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+        latent = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        return queries + latent + keys_values + heads * config.v_head_dim * hidden
+    assert config.kv_channels is not None and config.num_query_groups is not None
+    return 2 * hidden * config.kv_channels * (heads + config.num_query_groups)
+
+
+def attended_width(config: TransformerConfig) -> int:
+    """Channels of all heads that are multiplied for a token and each token that it attends to: keys', and values'."""
+    if isinstance(config, MLATransformerConfig):
+        channels = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+    else:
+        assert config.kv_channels is not None
+        channels = 2 * config.kv_channels
+    return config.num_attention_heads * channels
 
 
 def mlp_flops(config: TransformerConfig, inner: int) -> float:

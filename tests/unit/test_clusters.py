@@ -1,0 +1,164 @@
+"""configs/clusters: every file is a cluster, and profiles follow from them as they do by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.profile.cluster import Cluster, Ranks, load_profile, profile_of, read
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin
+
+FILES = {path.stem: path for path in (Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml")}
+PCIE3 = 16 * 8e9 * 128 / 130 / 8
+"""Bytes per second: 16 lanes of 8 GT/s, 128 bits in 130."""
+
+SMALL = """
+name: small
+gpus_per_node: {value: 2, source: here}
+gpus:
+  - {name: any, nodes: {value: 2, source: here}, half_tflops: {value: 100, source: here}}
+node: {name: bus, gb_per_second: {value: 10, source: here}}
+network: {name: wire, gb_per_second: {value: 5, source: here}}
+"""
+
+
+def cluster(tmp_path: Path, text: str = SMALL) -> Cluster:
+    path = tmp_path / "small.yaml"
+    path.write_text(text)
+    return read(path)
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_file_makes_profiles(name: str) -> None:
+    found = read(FILES[name])
+    gpus = int(found.gpus_per_node.value)
+    for ranks in [Ranks(gpus, gpus, gpus), *([Ranks(2 * gpus, gpus, gpus)] if found.network else [])]:
+        for dtype_bytes in (2, 4):
+            profile = profile_of(found, ranks, 1024, 4096, dtype_bytes)
+            lines = [profile.links[kind][group] for kind in COLLECTIVES for group in GROUPS]
+            assert all(line.alpha > 0 and 0 < line.beta < 1e-8 for line in lines)
+            assert 0 < profile.forward.seconds_per_token < 1e-5
+
+
+GPUS = {
+    "pro_prophet_hpwnv": 32,
+    "pro_prophet_hpnv": 16,
+    "pro_prophet_lpwnv": 8,
+    "flexmoe": 64,
+    "demi": 16,
+    "parm_a": 8,
+    "parm_b": 32,
+    "schemoe": 32,
+    "h100": None,
+    "h200": None,
+}
+"""As many GPUs as the papers trained on."""
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_clusters_have_as_many_gpus_as_papers_say(name: str) -> None:
+    found = read(FILES[name])
+    assert (found.num_nodes and found.num_nodes * found.gpus_per_node.value) == GPUS[name]
+
+
+def test_every_file_is_of_a_paper_or_a_known_node() -> None:
+    assert set(FILES) == set(GPUS)
+
+
+def test_bytes_per_second_are_those_of_the_links() -> None:
+    profile = profile_of(read(FILES["schemoe"]), Ranks(32, 4, 4), 1024, 1024)
+    assert 1 / profile.link("p2p", "intra").beta == pytest.approx(PCIE3, rel=1e-4)
+    assert 1 / profile.link("p2p", "inter").beta == pytest.approx(100e9 / 8)
+    assert profile.link("all_reduce", "inter").beta == pytest.approx(2 * 8 / 100e9)
+    node = profile_of(read(FILES["h100"]), Ranks(8, 8, 8), 4096, 14336)
+    assert 1 / node.link("all_to_all").beta == pytest.approx(450e9)
+    # Two matrices, a multiplication and an addition for each of their elements
+    assert node.forward.seconds_per_token == pytest.approx(4 * 4096 * 14336 / 989.5e12)
+    assert node.backward.seconds_per_token == 2 * node.forward.seconds_per_token
+
+
+def test_an_all_to_all_takes_what_it_does_by_hand() -> None:
+    """32 ranks, 64 MB each to all others: 28 of 31 parts through a quarter of 12.5 GB/s, 3 over PCIe."""
+    profile, num_bytes = profile_of(read(FILES["schemoe"]), Ranks(32, 4, 4), 1024, 1024), 64e6
+    expected = num_bytes * (28 / 31 / (12.5e9 / 4) + 3 / 31 / PCIE3)
+    assert profile.link("all_to_all").beta * num_bytes == pytest.approx(expected, rel=1e-4)
+    cost = CostModel(profile, token_bytes=1, param_bytes=1, grad_bytes=1)
+    # Every rank sends 31 of 32 equal parts
+    counts = np.full((32, 32), 2_000_000)
+    seconds = cost.layer_time(counts, Placement.identity(32, 32, guest_slots=0)).all_to_all
+    assert seconds == pytest.approx(4 * (profile.link("all_to_all").alpha + expected * 62 / 64), rel=1e-4)
+
+
+def test_adapters_are_shared_by_as_many_as_there_are() -> None:
+    found = read(FILES["flexmoe"])
+    whole = profile_of(found, Ranks(16, 8, 8), 1024, 1024)
+    assert 1 / whole.link("p2p", "inter").beta == pytest.approx(25e9)
+    assert 1 / whole.link("all_to_all").beta == pytest.approx(1 / (7 / 15 / 300e9 + 8 / 15 / 25e9))
+    # Four expert-parallel groups of two ranks, each on two nodes, with one adapter of 6.25 GB/s for all
+    spread = profile_of(read(FILES["demi"]), Ranks(2, 1, 4), 1024, 1024)
+    assert 1 / spread.link("p2p", "inter").beta == pytest.approx(6.25e9 / 4)
+    assert 1 / spread.link("all_to_all").beta == pytest.approx(6.25e9 / 4)
+
+
+def test_pairs_have_their_own_link() -> None:
+    found = read(FILES["pro_prophet_hpnv"])
+    rates = [1 / profile_of(found, Ranks(2, 2, 4, shards), 8, 8).link("p2p").beta for shards in (1, 2)]
+    assert rates == pytest.approx([56.25e9, PCIE3], rel=1e-4)
+
+
+def test_the_slowest_kind_of_gpu_counts_and_what_is_not_said_is_builtin() -> None:
+    profile, base = profile_of(read(FILES["demi"]), Ranks(16, 4, 4), 500, 1000, 4), builtin(16, 4, 500, 1000, 4)
+    assert profile.forward.seconds_per_token == pytest.approx(4 * 500 * 1000 / 14e12)
+    assert profile.link("p2p", "inter").alpha == base.link("p2p", "inter").alpha
+    assert profile_of(read(FILES["parm_b"]), Ranks(8, 4, 4), 8, 8).link("p2p", "intra").alpha == pytest.approx(109e-6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("name: small", "name: [a]", "name: write a text"),
+        ("name: small", "", "name: is missing"),
+        ("name: bus, ", "name: bus, speed: 3, ", "node.speed: is unknown; choose from name, gb_per_second"),
+        ("value: 10,", "value: fast,", "node.gb_per_second.value: 'fast' is not a number above 0"),
+        ("value: 10,", "value: 0,", "node.gb_per_second.value: 0 is not a number above 0"),
+        ("value: 10,", "value: .inf,", "inf is not a number"),
+        ("value: 10,", "value: true,", "True is not a number"),
+        ("{value: 10, source: here}", "10", "node.gb_per_second: write a mapping of value, source"),
+        ("{value: 10, source: here}", "{value: 10}", "node.gb_per_second.source: is missing"),
+        ("gpus_per_node: {value: 2,", "gpus_per_node: {value: 2.5,", "gpus_per_node.value: 2.5 is not a whole number"),
+        ("nodes: {value: 2,", "nodes: {value: 2.0,", r"gpus\[0\].nodes.value: 2.0 is not a whole number"),
+        ("gpus:\n  - ", "gpus: ", "gpus: write a list"),
+        ("name: small", "name: {", "small.yaml: "),
+        ("name: small", "name: !!python/object:os.system x", "small.yaml: could not determine a constructor"),
+        (SMALL, "3", "the file: write a mapping"),
+        (SMALL, "[" * 4000, "lists within lists"),
+        (SMALL, "#" * 70000, "larger than 64 KiB"),
+    ],
+)
+def test_a_bad_file_names_itself_and_the_field(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in SMALL
+    with pytest.raises(ValueError, match=f"small.yaml: .*{said}" if "small" not in said else said):
+        cluster(tmp_path, SMALL.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype_bytes", "said"),
+    [
+        (Ranks(4, 4, 4), 2, "gpus_per_node: 2, but this job has 4 ranks on a node"),
+        (Ranks(6, 2, 2), 2, r"gpus\[\].nodes: 2 nodes, but expert-parallel ranks are on 3"),
+        (Ranks(4, 2, 2), 4, r"gpus\[0\].fp32_tflops: is missing, but experts compute with 32 bits"),
+    ],
+)
+def test_a_job_that_does_not_fit_is_told(tmp_path: Path, ranks: Ranks, dtype_bytes: int, said: str) -> None:
+    cluster(tmp_path)
+    with pytest.raises(ValueError, match=rf"--balance-profile .*small.yaml: {said}"):
+        load_profile(tmp_path / "small.yaml", ranks, 8, 8, dtype_bytes)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--balance-profile .*none.yaml: cannot be read"):
+        load_profile(tmp_path / "none.yaml", Ranks(2, 2, 2), 8, 8)
+    with pytest.raises(ValueError, match="network: is missing"):
+        profile_of(read(FILES["parm_a"]), Ranks(16, 8, 8), 8, 8)
