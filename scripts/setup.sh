@@ -18,7 +18,7 @@ if ! cat "${ROOT}/requirements-ci.txt" "${ROOT}/pyproject.toml" 2>/dev/null | cm
     # torch first and pinned: anything else that wants torch would otherwise fetch its newest build
     "${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "${ROOT}/requirements-ci.txt")"
     "${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -r "${ROOT}/requirements-ci.txt" -e "${ROOT}[hf,zfp,dev]"
+        -r "${ROOT}/requirements-ci.txt" -e "${ROOT}[hf,zfp,report,dev]"
     cat "${ROOT}/requirements-ci.txt" "${ROOT}/pyproject.toml" >"${STAMP}"
 fi
 

@@ -214,4 +214,5 @@ def _in_torch_distributed(frame: FrameType) -> bool:
 
 
 def _source(frame: FrameType, line: int | None) -> str:
-    return linecache.getline(frame.f_code.co_filename, line or frame.f_lineno)
+    # A running frame may be between lines
+    return linecache.getline(frame.f_code.co_filename, line or frame.f_lineno or 0)

@@ -1,12 +1,16 @@
 """training/data.py: who reads which sample, blends, vocabulary padding."""
 
 import itertools
+import multiprocessing
+import os
+import signal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
-from megatron_balance.training.data import MicrobatchSampler, padded_vocab_size, parse_blend
+from megatron_balance.training.data import MicrobatchSampler, _end_with_the_rank, padded_vocab_size, parse_blend
 
 micro_batch_sizes = st.integers(1, 4)
 rank_counts = st.integers(1, 5)
@@ -130,3 +134,21 @@ def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: 
     padded, multiple = padded_vocab_size(size, divisible_by, tensor_parallel), divisible_by * tensor_parallel
     assert padded % multiple == 0
     assert size <= padded < size + multiple
+
+
+def test_a_signal_to_all_processes_leaves_loaders_to_the_rank() -> None:
+    """As SLURM sends it; the worker's own parent still ends it."""
+    loader = DataLoader(range(64), num_workers=1, worker_init_fn=_end_with_the_rank)
+    others = {*multiprocessing.active_children()}
+    samples = iter(loader)
+    next(samples)
+    (worker,) = {*multiprocessing.active_children()} - others
+    stranger = os.spawnlp(os.P_WAIT, "sh", "sh", "-c", f"kill -TERM {worker.pid}")
+    assert stranger == 0 and len(list(samples)) == 63
+    others = {*multiprocessing.active_children()}
+    samples = iter(loader)
+    next(samples)
+    (worker,) = {*multiprocessing.active_children()} - others
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(timeout=20)
+    assert worker.exitcode == 0

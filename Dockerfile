@@ -1,0 +1,59 @@
+# syntax=docker/dockerfile:1
+#
+#   docker build --target cpu -t megatron-balance:cpu .      tests and small runs, anywhere
+#   docker build --target cuda -t megatron-balance:cuda .    Transformer Engine and NVIDIA's apex, for CUDA 13 drivers
+#
+# Versions of Python packages are those of requirements-ci.txt. Distributions keep only the newest version of a package:
+# hadolint global ignore=DL3008
+
+FROM python:3.11-slim-bookworm AS cpu
+# `+cpu` sorts behind the build with CUDA, so that pip takes it from here
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /opt/megatron_balance
+COPY pyproject.toml requirements-ci.txt README.md LICENSE ./
+COPY scripts/setup.sh scripts/
+COPY megatron_balance megatron_balance
+RUN scripts/setup.sh
+COPY . .
+RUN useradd --create-home --uid 1000 user && chown user: .
+USER 1000
+ENV PATH=/opt/megatron_balance/.venv/bin:$PATH
+CMD ["python", "pretrain_gpt_moe.py", "--help"]
+
+
+FROM nvidia/cuda:13.0.3-cudnn-devel-ubuntu24.04 AS cuda-base
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y git ninja-build python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /opt/megatron_balance
+COPY requirements-ci.txt ./
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+RUN grep '^torch==' requirements-ci.txt | pip install -r /dev/stdin
+
+
+FROM cuda-base AS cuda-wheels
+# megatron-core 0.16.1 asks for Transformer Engine 2.9 to 2.11. apex of PyPI is something else: NVIDIA's is source only
+ARG TRANSFORMER_ENGINE=2.11.0
+ARG APEX=10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4
+ARG TORCH_CUDA_ARCH_LIST="8.0;8.9;9.0;10.0"
+ARG MAX_JOBS=8
+RUN pip install setuptools==80.9.0 wheel==0.45.1 packaging==25.0 pybind11==3.0.1 \
+    && NVTE_FRAMEWORK=pytorch pip wheel --no-build-isolation --no-deps --wheel-dir /wheels \
+        "transformer-engine==${TRANSFORMER_ENGINE}" "transformer-engine-cu13==${TRANSFORMER_ENGINE}" \
+        "transformer-engine-torch==${TRANSFORMER_ENGINE}"
+RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip wheel --no-build-isolation --no-deps --wheel-dir /wheels \
+        "apex @ git+https://github.com/NVIDIA/apex.git@${APEX}"
+
+
+FROM cuda-base AS cuda
+COPY pyproject.toml README.md LICENSE ./
+COPY megatron_balance megatron_balance
+RUN --mount=type=bind,from=cuda-wheels,source=/wheels,target=/wheels \
+    pip install -r requirements-ci.txt -e '.[hf]' /wheels/*.whl
+COPY . .
+# The user `ubuntu` of the image; checkpoints belong on a volume that it may write to
+USER 1000
+CMD ["python", "pretrain_gpt_moe.py", "--help"]

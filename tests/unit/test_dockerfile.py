@@ -1,0 +1,66 @@
+"""Dockerfile: what it copies is there, what it installs is what is tested, and every version is one."""
+
+import re
+import shutil
+import subprocess
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.unit.tools_loader import load_tool
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+tool = load_tool("dockerfile_steps")
+STAGES = tool.stages(TEXT)
+
+
+def test_stages() -> None:
+    assert list(STAGES) == ["cpu", "cuda-base", "cuda-wheels", "cuda"]
+    for stage in ("cpu", "cuda"):
+        assert [step.rest for step in STAGES[stage] if step.instruction == "USER"] == ["1000"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_copied_is_there(stage: str) -> None:
+    for step in STAGES[stage]:
+        if step.instruction == "COPY":
+            assert all((ROOT / source).exists() for source in tool.copied(step)[0]), step
+
+
+def test_packages_are_those_that_are_tested() -> None:
+    """Nothing pins torch or megatron-core a second time."""
+    assert "scripts/setup.sh" in [step.rest for step in STAGES["cpu"]]
+    assert any("^torch==" in step.rest and "requirements-ci.txt" in step.rest for step in STAGES["cuda-base"])
+    assert any("-r requirements-ci.txt" in step.rest for step in STAGES["cuda"])
+    assert not re.search(r"\b(torch|megatron-core|numpy)==\d", TEXT)
+
+
+def test_every_version_is_one() -> None:
+    images = [step.rest.split()[0] for steps in STAGES.values() for step in steps if step.instruction == "FROM"]
+    assert all(image in STAGES or re.search(r":\d+\.\d+", image) for image in images)
+    assert re.search(r"^ARG APEX=[0-9a-f]{40}$", TEXT, re.MULTILINE)
+    (version,) = re.findall(r"^ARG TRANSFORMER_ENGINE=(\S+)$", TEXT, re.MULTILINE)
+    ranges = [Requirement(line) for line in requires("megatron-core") or ()]
+    wanted = [requirement for requirement in ranges if requirement.name == "transformer-engine"]
+    assert wanted and all(requirement.specifier.contains(version) for requirement in wanted)
+
+
+def test_context_has_no_history_and_no_environment() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", ".cache", "data"} <= set(ignored)
+    assert not re.search(r"(?i)(token|secret|password|api_key)", TEXT)
+
+
+def test_steps_are_read_with_their_continuations() -> None:
+    found = tool.stages("FROM a:1 AS b\n# none\nRUN one \\\n    && two\nCOPY x y z/\n")
+    assert found == {"b": [("FROM", "a:1 AS b"), ("RUN", "one && two"), ("COPY", "x y z/")]}
+    assert tool.copied(found["b"][2]) == (["x", "y"], "z/")
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_hadolint_has_nothing_to_say() -> None:
+    checked = subprocess.run(["hadolint", ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout

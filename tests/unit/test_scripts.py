@@ -1,0 +1,135 @@
+"""scripts/: every launch script gives flags that parse on as many GPUs as it is for; SLURM's numbers agree."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.checks import Machine
+from megatron_balance.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+SHELL = [*sorted(SCRIPTS.glob("*.sh")), *sorted(SCRIPTS.glob("slurm/*")), ROOT / ".ci" / "run"]
+
+NODES = {
+    **{f"moe_gpt_{size}": (4, 4) for size in ("s", "m", "l", "ds", "dm")},
+    **{f"ct_moe_{layers}": (8, 4) for layers in (12, 16, 20, 24)},
+    "gpt2_tiny_moe": (8, 4),
+    "gpt_moe_s": (4, 8),
+    "gpt_moe_l": (8, 8),
+    "gpt2_moe": (8, 4),
+    "transformer_xl_moe": (1, 4),
+    "mixtral_8x7b": (4, 8),
+    "qwen3_30b_a3b": (2, 8),
+    "tiny": (1, 4),
+}
+"""Nodes, and GPUs on each, that a script is for."""
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Path:
+    """In place of torchrun: prints its arguments, each followed by a zero byte."""
+    path = tmp_path / "torchrun"
+    path.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    path.chmod(0o755)
+    return path
+
+
+def words(torchrun: Path, script: Path, *arguments: str, **environment: str) -> list[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
+    ran = subprocess.run(
+        [script, *arguments], env={**clean, "TORCHRUN": str(torchrun), **environment}, capture_output=True, check=True
+    )
+    return ran.stdout.decode().split("\0")[:-1]
+
+
+def parsed(flags: list[str], world_size: int, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.chdir(ROOT)
+    machine = Machine(world_size, cuda=True, transformer_engine=False, apex=False)
+    return parse_args(flags, machine).config
+
+
+def test_every_model_has_a_script() -> None:
+    models = {path.stem for path in (ROOT / "configs" / "models").glob("*.args")}
+    assert models == set(NODES) == {path.stem.removeprefix("pretrain_") for path in SCRIPTS.glob("pretrain_*.sh")}
+
+
+@pytest.mark.parametrize("model", NODES)
+def test_flags_parse_where_the_script_belongs(model: str, torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, gpus = NODES[model]
+    script = SCRIPTS / f"pretrain_{model}.sh"
+    launch, flags = split(words(torchrun, script, "out put", "none", "mock", "--train-iters", "7", NNODES=str(nodes)))
+    assert launch["--nproc-per-node"] == str(gpus) and launch["--nnodes"] == str(nodes)
+    config = parsed(flags, nodes * gpus, monkeypatch)
+    assert (config.checkpoint.save, config.checkpoint.load) == ("out put", "out put")
+    assert config.train.train_iters == 7 and config.train.exit_signal_handler
+    # A real run reads its checkpoints on any layout, and has room for an expert on every rank
+    assert config.transformer.num_moe_experts % config.transformer.expert_model_parallel_size == 0
+
+
+def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's flags, and those of the training script."""
+    at = arguments.index("pretrain_gpt_moe.py")
+    return dict(zip(arguments[:at:2], arguments[1:at:2], strict=True)), arguments[at + 1 :]
+
+
+def test_tokenizers_and_slurm(torchrun: Path, tmp_path: Path) -> None:
+    script = SCRIPTS / "pretrain_tiny.sh"
+    there = words(torchrun, script, "out", str(tmp_path), "data", SLURM_NNODES="3", SLURM_NODEID="2", MASTER_ADDR="a")
+    launch, flags = split(there)
+    assert (launch["--nnodes"], launch["--node-rank"], launch["--master-addr"]) == ("3", "2", "a")
+    assert flags[flags.index("--tokenizer-type") + 1] == "HuggingFaceTokenizer"
+    _, flags = split(words(torchrun, script, "out", "tokenizer.model", "data"))
+    assert flags[flags.index("--tokenizer-type") + 1] == "SentencePieceTokenizer"
+    told = subprocess.run([script, "out"], capture_output=True, text=True, check=False)
+    assert told.returncode == 2 and "CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH" in told.stderr
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, torchrun: Path) -> Path:
+    """A directory of commands in place of SLURM's; srun fails as STATUS says, scontrol writes down what it is told."""
+    commands = {
+        "srun": 'shift && "$@" && exit "${STATUS}"',
+        "scontrol": f'[ "$1" = show ] && printf "first\\nsecond\\n" || echo "$@" >>{tmp_path}/told',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("status", "left", "queued"), [(1, 100, True), (1, 4000, False), (0, 100, False)])
+def test_a_job_out_of_time_is_queued_again(slurm: Path, status: int, left: int, queued: bool) -> None:
+    now = int(subprocess.run(["date", "+%s"], capture_output=True, text=True, check=True).stdout)
+    job = {"SLURM_JOB_ID": "25000", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_END_TIME": str(now + left)}
+    ran = subprocess.run(
+        ["bash", "scripts/slurm/pretrain.sbatch", "scripts/pretrain_tiny.sh", "out", "none", "mock"],
+        cwd=ROOT,
+        env={**os.environ, **job, "STATUS": str(status), "TORCHRUN": str(slurm / "torchrun")}
+        | {"PATH": f"{slurm}:{os.environ['PATH']}", "SLURM_NNODES": "2"},
+        capture_output=True,
+        check=False,
+    )
+    launch, _ = split(ran.stdout.decode().split("\0")[:-1])
+    assert (launch["--nnodes"], launch["--master-addr"], launch["--master-port"]) == ("2", "first", "25000")
+    assert ran.returncode == status
+    assert (slurm / "told").exists() == queued and (not queued or (slurm / "told").read_text() == "requeue 25000\n")
+
+
+def test_ranks_have_less_time_to_save_than_slurm_gives_them() -> None:
+    text = (SCRIPTS / "slurm" / "pretrain.sbatch").read_text()
+    (given,) = re.findall(r"#SBATCH --signal=SIGTERM@(\d+)\n", text)
+    (noted,) = re.findall(r"^NOTICE=(\d+)", text, re.MULTILINE)
+    (taken,) = re.findall(r"SHUTDOWN_TIMEOUT:-(\d+)", (SCRIPTS / "pretrain.sh").read_text())
+    assert int(taken) < int(given) == int(noted)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_has_nothing_to_say() -> None:
+    checked = subprocess.run(["shellcheck", *SHELL], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout

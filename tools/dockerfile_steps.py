@@ -1,0 +1,85 @@
+"""Run the steps of a Dockerfile's stage without Docker: COPY and RUN in a directory that stands for the image's.
+
+    python tools/dockerfile_steps.py --stage cpu --directory /tmp/image
+
+For a machine without a Docker engine. Nothing is isolated: RUN sees this machine's programs, and a step that would
+change the machine itself (apt-get, useradd) is shown and left out.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+OF_THE_MACHINE = re.compile(r"\b(apt-get|useradd)\b")
+
+
+class Step(NamedTuple):
+    instruction: str
+    rest: str
+
+
+def stages(text: str) -> dict[str, list[Step]]:
+    """The instructions of every stage by its name, FROM first."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    found: dict[str, list[Step]] = {}
+    steps: list[Step] = []
+    for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            steps = found.setdefault(rest.split(" AS ")[-1], [])
+        steps.append(Step(instruction, rest.strip()))
+    return found
+
+
+def copied(step: Step) -> tuple[list[str], str]:
+    """Sources and target of a COPY."""
+    *sources, target = shlex.split(step.rest)
+    return sources, target
+
+
+def copy(sources: list[str], target: Path) -> None:
+    patterns = (ROOT / ".dockerignore").read_text().split()
+    anywhere = shutil.ignore_patterns(*(pattern[3:] for pattern in patterns if pattern.startswith("**/")))
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        here = {name for name in names if Path(folder) == ROOT and name in patterns}
+        return here | anywhere(folder, names)
+
+    for source in sources:
+        path = ROOT / source
+        if path.is_dir():
+            shutil.copytree(path, target, dirs_exist_ok=True, ignore=ignored)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target / path.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--stage", default="cpu")
+    parser.add_argument("--directory", type=Path, required=True, help="stands for WORKDIR; must not exist")
+    arguments = parser.parse_args()
+    directory = arguments.directory.resolve()
+    directory.mkdir(parents=True)
+    for step in stages((ROOT / "Dockerfile").read_text())[arguments.stage]:
+        left_out = step.instruction not in ("COPY", "RUN") or OF_THE_MACHINE.search(step.rest)
+        print(f"{'left out: ' if left_out else ''}{step.instruction} {step.rest}", flush=True)
+        if left_out:
+            continue
+        if step.instruction == "COPY":
+            sources, target = copied(step)
+            copy(sources, directory / target)
+        else:
+            subprocess.run(["bash", "-c", step.rest], cwd=directory, env=os.environ, check=True)
+
+
+if __name__ == "__main__":
+    main()

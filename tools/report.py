@@ -1,0 +1,242 @@
+"""One offline HTML file about a run, or about a run before and after balancing, from what the runs wrote.
+
+python tools/report.py --tensorboard-dir DIR [--balance-log-dir DIR] [--balance-timeline DIR] \\
+    [--before-tensorboard-dir DIR] --output report.html
+
+Directories are those of the run's flags of these names. What was not given is said to be missing in the report. The
+summary is printed as well.
+"""
+
+import argparse
+import base64
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import matplotlib
+import numpy as np
+import report_charts as charts
+import rich
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+from report_runs import Run, aligned, read_run
+from rich.table import Table
+from textfiles import positive_int, staged
+from timeline_picture import picture
+
+from megatron_balance.flow.plan import Split
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+AGREEMENT = 1e-5
+"""Relative difference of losses that counts as none: rounding of float32 sums in another order."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture, or why there is none."""
+
+    address: str = ""
+    """With the picture in it."""
+    alt: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the summary; texts are empty where a run has no such number."""
+
+    name: str
+    before: str
+    after: str
+
+
+def main(argv: Sequence[str]) -> None:
+    args = _parser().parse_args(argv)
+    try:
+        after = read_run(args.tensorboard_dir, args.balance_log_dir, args.balance_timeline, args.balance_token_split)
+        before = read_run(args.before_tensorboard_dir, None, None, "local_first")
+        if not (after.scalars or after.loads or after.timeline):
+            raise ValueError(
+                "give --tensorboard-dir, --balance-log-dir or --balance-timeline: there is nothing to show"
+            )
+        rows, notes = summary(before, after, args.token_bytes), notices(before, after)
+        with matplotlib.rc_context(charts.STYLE):
+            html = page(args.title, before, after, rows, notes, args.token_bytes)
+            overview = _overview(after) if args.picture else None
+    except ValueError as error:
+        raise SystemExit(f"report.py: error: {error}") from error
+    try:
+        _write(args.output, html.encode())
+        if overview is not None:
+            _write(args.picture, overview)
+    except OSError as error:
+        raise SystemExit(f"report.py: error: {error.filename or args.output}: {error.strerror}") from error
+    _print(rows, notes, bool(before.scalars))
+    print(f"report: {args.output.resolve()}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensorboard-dir", type=Path, help="events: balance, bytes, times and losses")
+    parser.add_argument("--balance-log-dir", type=Path, help="load matrices and placements")
+    parser.add_argument("--balance-timeline", type=Path, help="what ranks did when; the latest iteration is drawn")
+    parser.add_argument("--before-tensorboard-dir", type=Path, help="events of a run without balancing")
+    parser.add_argument("--balance-token-split", choices=get_args(Split), default="local_first", help="as in the run")
+    parser.add_argument("--token-bytes", type=positive_int, help="hidden size times bytes per number; gives megabytes")
+    parser.add_argument("--title", default="Balance report")
+    parser.add_argument("--output", type=Path, required=True, help="the HTML file to write")
+    parser.add_argument("--picture", type=Path, help="a PNG of balance before and after; needs --balance-log-dir")
+    return parser
+
+
+def summary(before: Run, after: Run, token_bytes: int | None) -> list[Row]:
+    """What changed, in a few numbers: means over iterations, and over layers or their sums."""
+    own = before.over_layers("ratio_after", mean=True) or after.over_layers("ratio_before", mean=True)
+    rows = [
+        _row("max/mean load of ranks, mean of layers", own, after.over_layers("ratio_after", mean=True), ".2f"),
+        _row("hosts added per iteration", *_both(before, after, "hosts_added"), ",.1f"),
+        _row("experts moved per iteration", *_both(before, after, "experts_moved"), ".2f"),
+        _row("Trans and Agg per iteration, MB", *_both(before, after, "trans_bytes", "agg_bytes", factor=1e-6), ",.1f"),
+    ]
+    if after.loads:
+        factor, unit = (1.0, "tokens") if token_bytes is None else (charts.exchanged(token_bytes), "MB")
+        crossing = [
+            sum(float(getattr(loads, name).mean()) for loads in after.loads.values()) * factor
+            for name in ("crossing_before_N", "crossing_N")
+        ]
+        rows.append(Row(f"all-to-alls per iteration, {unit}", *(f"{amount:,.1f}" for amount in crossing)))
+    times = [run.scalars.get("iteration-time") for run in (before, after)]
+    medians = [f"{np.median(series.values_N) * 1e3:,.0f}" if series else "" for series in times]
+    rows.append(Row("iteration time, median, ms", *medians))
+    for name, tag in (("lm loss, last iteration", "lm loss"), ("lm loss, last validation", "lm loss validation")):
+        losses = [run.scalars.get(tag) for run in (before, after)]
+        rows.append(Row(name, *(f"{series.values_N[-1]:.4f}" if series else "" for series in losses)))
+    return [row for row in rows if row.before or row.after]
+
+
+def notices(before: Run, after: Run) -> list[str]:
+    """What a reader of the summary has to know."""
+    found = []
+    if before.scalars and not before.layers("ratio_after") and after.layers("ratio_before"):
+        found.append(
+            "Without balancing nothing logs loads: 'before' is the load of the run with balancing, had each expert "
+            "been computed by its owner."
+        )
+    losses = [run.scalars.get("lm loss") for run in (before, after)]
+    if losses[0] is not None and losses[1] is not None:
+        iterations_N, (first, second) = aligned(losses)
+        apart = np.flatnonzero(np.abs(first - second) > AGREEMENT * np.abs(first))
+        if not len(apart):
+            found.append(f"Losses of all {len(iterations_N)} iterations agree to {AGREEMENT:g}.")
+        elif apart[0]:
+            found.append(
+                f"Losses agree to {AGREEMENT:g} until iteration {iterations_N[apart[0] - 1]}. From then on rounding "
+                "shows: sums are taken in another order, and training amplifies it."
+            )
+        else:
+            found.append("Losses differ from the first iteration on: these runs did not train the same model.")
+    return found
+
+
+def page(title: str, before: Run, after: Run, rows: list[Row], notes: list[str], token_bytes: int | None) -> str:
+    """The whole file; it refers to nothing outside."""
+    events, loads = "--tensorboard-dir DIR", "--balance-log-dir DIR"
+    both = {name: run for name, run in (("before", before), ("after", after)) if run.scalars}
+    shown = {
+        "training": drawn(charts.training(both) if both else None, "loss and iteration time", events),
+        "balance": drawn(charts.balance(after), "heaviest rank over the mean", events),
+        "ranks": drawn(charts.ranks(after.loads, worst(after)) if after.loads else None, "load of ranks", loads),
+        "experts": drawn(charts.experts(after.loads) if after.loads else None, "load of experts", loads),
+        "decisions": drawn(charts.decisions(after), "hosts added and experts moved", events),
+        "traffic": drawn(charts.traffic(after, token_bytes), "bytes sent", events),
+        "prediction": drawn(charts.prediction(after), "predicted against measured", events),
+        "timeline": _timeline(after),
+    }
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    iterations = _iterations(after)
+    return environment.get_template(TEMPLATE.name).render(
+        title=title,
+        rows=rows,
+        notes=notes,
+        compared=bool(before.scalars),
+        charts=shown,
+        iterations=iterations,
+        layers=len(after.loads) or len(after.layers("ratio_after")),
+    )
+
+
+def drawn(figure: Figure | None, alt: str, flags: str) -> Chart:
+    """A figure as a picture inside the page."""
+    if figure is None:
+        return Chart(missing=f"Not recorded: train with {flags} and a --balance-policy, and give it here.")
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return Chart(_inside("image/svg+xml", file.getvalue()), alt)
+
+
+def worst(run: Run) -> int:
+    """The layer whose ranks were least even, had owners computed all."""
+    return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].computed_by_owners_NR).max(1).mean())
+
+
+def _timeline(run: Run) -> Chart:
+    if not run.timeline:
+        return Chart(
+            missing="Not recorded: train with --balance-timeline DIR and a --balance-policy, and give it here."
+        )
+    iteration, file = run.timeline[0].iteration, io.BytesIO()
+    picture(run.timeline, iteration).save(file, format="PNG", optimize=True)
+    return Chart(_inside("image/png", file.getvalue()), f"timeline of iteration {iteration}")
+
+
+def _overview(run: Run) -> bytes:
+    if not run.loads:
+        raise ValueError("--picture: needs --balance-log-dir")
+    file = io.BytesIO()
+    charts.overview(run, worst(run)).savefig(file, format="png", dpi=110)
+    return file.getvalue()
+
+
+def _inside(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _iterations(run: Run) -> str:
+    """The first and the last one that anything is known of."""
+    known = [series.iterations_N for series in run.scalars.values()]
+    known += [loads.iterations_N for loads in run.loads.values()]
+    known += [np.array([record.iteration for record in run.timeline])] if run.timeline else []
+    return f"{min(each.min() for each in known)} to {max(each.max() for each in known)}"
+
+
+def _both(before: Run, after: Run, *names: str, factor: float = 1.0):
+    return [run.over_layers(*names, factor=factor) for run in (before, after)]
+
+
+def _row(name: str, before: charts.Series | None, after: charts.Series | None, form: str) -> Row:
+    return Row(name, *("" if series is None else f"{series.values_N.mean():{form}}" for series in (before, after)))
+
+
+def _write(path: Path, content: bytes) -> None:
+    with staged(path.parent) as folder:
+        (folder / path.name).write_bytes(content)
+
+
+def _print(rows: Sequence[Row], notes: Sequence[str], compared: bool) -> None:
+    table = Table("", *(("before", "after") if compared else ("owners only", "as computed")))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(row.name, row.before or "-", row.after or "-")
+    rich.print(table)
+    for note in notes:
+        rich.print(note)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

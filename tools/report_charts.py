@@ -1,0 +1,302 @@
+"""The charts of tools/report.py: what a run did -> matplotlib figures.
+
+Shape suffixes: N iterations, B bins of iterations, L layers, E experts, R ranks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from report_runs import LayerLoads, Run, Series, aligned
+
+BEFORE, AFTER, INK, GRID = "#c2703d", "#2f6db3", "#1f2328", "#d1d9e0"
+LAYERS = "viridis"
+WIDTH = 10.0
+"""Inches, as are all sizes of figures here."""
+BINS = 300
+"""Longer runs are drawn as means over so many parts of them."""
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": "#59636e",
+    "ytick.color": "#59636e",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+}
+
+
+def figure(rows: int, columns: int, height: float, **kwargs: object) -> tuple[Figure, np.ndarray]:
+    """A figure of the report's width with axes [rows, columns], each row so high."""
+    drawn = Figure(figsize=(WIDTH, rows * height + 0.3), layout="constrained")
+    return drawn, drawn.subplots(rows, columns, squeeze=False, **kwargs)
+
+
+def training(runs: Mapping[str, Run]) -> Figure | None:
+    """Loss and iteration time of all runs."""
+    drawn, ((loss, seconds),) = figure(1, 2, 3.0)
+    for name, run in runs.items():
+        # Where both are the same, one is to be seen between the other's dashes
+        style = (BEFORE, "--", 3) if name == "before" else (AFTER, "-", 2)
+        for axes, tag in ((loss, "lm loss"), (seconds, "iteration-time")):
+            line(axes, run.scalars.get(tag), name if len(runs) > 1 else None, *style)
+    if not loss.lines and not seconds.lines:
+        return None
+    titled(loss, "lm loss")
+    titled(seconds, "iteration time, s")
+    seconds.set_ylim(bottom=0)
+    return drawn
+
+
+def balance(run: Run) -> Figure | None:
+    """Heaviest rank over the mean, over iterations: mean of layers, then each layer."""
+    before, after = run.layers("ratio_before"), run.layers("ratio_after")
+    if not after:
+        return None
+    rows = 1 + math.ceil(len(after) / 4)
+    drawn = Figure(figsize=(WIDTH, 3.0 + 1.7 * (rows - 1)), layout="constrained")
+    grid = drawn.add_gridspec(rows, 4, height_ratios=[1.7] + [1.0] * (rows - 1))
+    top = drawn.add_subplot(grid[0, :])
+    for name, label, colour in (("ratio_before", "owners only", BEFORE), ("ratio_after", "as computed", AFTER)):
+        line(top, run.over_layers(name, mean=True), label, colour)
+    titled(top, "heaviest rank over the mean, mean of all layers (1 is even)")
+    least = None
+    for number, layer in enumerate(after):
+        axes = drawn.add_subplot(grid[1 + number // 4, number % 4], sharey=least)
+        least = least or axes
+        line(axes, before[layer], None, BEFORE, width=1.0)
+        line(axes, after[layer], None, AFTER, width=1.0)
+        axes.set_title(f"layer {layer}", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+    for axes in (top, least):
+        axes.set_ylim(bottom=1)
+    return drawn
+
+
+def ranks(loads: Mapping[int, LayerLoads], layer: int) -> Figure:
+    """Tokens of every rank over iterations in one layer, had owners computed all, and as computed."""
+    own = loads[layer]
+    drawn, ((left, right),) = figure(1, 2, 3.0, sharey=True)
+    tables = [relative(table_NR) for table_NR in (own.computed_by_owners_NR, own.computed_NR)]
+    highest = max(1.5, float(max(table.max() for table in tables)))
+    for axes, table, title in ((left, tables[0], "owners only"), (right, tables[1], "as computed")):
+        image = heat(axes, own.iterations_N, table, highest)
+        heaviest = table.max(1).mean()
+        axes.set_title(f"layer {layer}, {title}: heaviest rank {heaviest:.2f} x the mean")
+        axes.set_xlabel("iteration")
+    left.set_ylabel("rank")
+    drawn.colorbar(image, ax=[left, right], label="tokens over the mean", pad=0.01)
+    return drawn
+
+
+def experts(loads: Mapping[int, LayerLoads]) -> Figure:
+    """For every layer: load of its experts, and on how many ranks they were computed."""
+    drawn, table = figure(len(loads), 2, 2.1, sharex=True)
+    shares = {layer: relative(own.tokens_NE) for layer, own in loads.items()}
+    highest = float(max(share.max() for share in shares.values()))
+    most = max(2, max(int(own.hosts_NE.max()) for own in loads.values()))
+    for (left, right), (layer, own) in zip(table, loads.items(), strict=True):
+        load = heat(left, own.iterations_N, shares[layer], highest)
+        hosts = heat(right, own.iterations_N, own.hosts_NE, most, lowest=1, colours="PuBu")
+        left.set_title(f"layer {layer}: load of experts")
+        right.set_title(f"layer {layer}: ranks that compute them")
+        left.set_ylabel("expert")
+    for axes in table[-1]:
+        axes.set_xlabel("iteration")
+    above = {"location": "top", "pad": 0.01, "aspect": 40, "shrink": 0.7}
+    drawn.colorbar(load, ax=table[:, 0], label="tokens over the mean", **above)
+    drawn.colorbar(hosts, ax=table[:, 1], label="ranks", ticks=MaxNLocator(6, integer=True), **above)
+    return drawn
+
+
+def decisions(run: Run) -> Figure | None:
+    """Hosts added by layer and iteration; experts that changed owners, and time of planning."""
+    hosts = run.layers("hosts_added")
+    if not hosts:
+        return None
+    drawn, ((top,), (bottom,)) = figure(2, 1, 2.2)
+    iterations_N, values = aligned(list(hosts.values()))
+    table_NL = np.stack(values, axis=1)
+    image = heat(top, iterations_N, table_NL, max(1.0, table_NL.max()), colours="PuBu", labels=list(hosts))
+    drawn.colorbar(image, ax=top, pad=0.01, label="copies", ticks=MaxNLocator(5, integer=True))
+    titled(top, "hosts added: copies of experts in force, by layer", legend=False)
+    top.set_ylabel("layer")
+    line(bottom, run.over_layers("plan_seconds", factor=1e3), "planning of all layers, ms", AFTER)
+    line(bottom, run.over_layers("experts_moved"), "experts that changed their owner", BEFORE)
+    titled(bottom, "what deciding took, and moves for good")
+    bottom.set_ylim(bottom=0)
+    return drawn
+
+
+def traffic(run: Run, token_bytes: int | None) -> Figure | None:
+    """Bytes of Trans, Agg and Transfer, and what the all-to-alls send between ranks, per iteration."""
+    drawn, ((weights, tokens),) = figure(1, 2, 3.0)
+    for name, label, colour, style in (
+        ("trans_bytes", "Trans: weights", AFTER, "-"),
+        ("agg_bytes", "Agg: gradients", BEFORE, "--"),
+        ("transfer_bytes", "Transfer: owners", "#8a5bb8", "-"),
+    ):
+        line(weights, run.over_layers(name, factor=1e-6), label, colour, style)
+    if run.loads:
+        factor = 1.0 if token_bytes is None else exchanged(token_bytes)
+        for name, label, colour in (("crossing_before_N", "owners only", BEFORE), ("crossing_N", "as computed", AFTER)):
+            sent = [Series(own.iterations_N, getattr(own, name) * factor) for own in run.loads.values()]
+            iterations_N, rows = aligned(sent)
+            line(tokens, Series(iterations_N, np.sum(rows, axis=0)), label, colour)
+    if not weights.lines and not tokens.lines:
+        return None
+    titled(weights, "experts on their way, MB", missing="not recorded: give --tensorboard-dir")
+    unit = "tokens" if token_bytes is None else "MB"
+    titled(tokens, f"all-to-alls, to other ranks, {unit}", missing="not recorded: give --balance-log-dir")
+    for axes in (weights, tokens):
+        axes.set_ylim(bottom=0)
+    return drawn
+
+
+def exchanged(token_bytes: int) -> float:
+    """Megabytes of a token that goes to another rank: there, back, and both again with gradients."""
+    return 4 * token_bytes / 1e6
+
+
+def prediction(run: Run) -> Figure | None:
+    """Each layer and iteration: time by the cost model against measured time; error of the predicted load."""
+    predicted, measured = run.layers("predicted_seconds"), run.layers("measured_seconds")
+    if not predicted:
+        return None
+    drawn, ((left, right),) = figure(1, 2, 3.4)
+    pairs = [aligned([predicted[layer], measured[layer]])[1] for layer in predicted]
+    for layer, (x_N, y_N), colour in zip(predicted, pairs, layer_colours(len(pairs)), strict=True):
+        left.scatter(x_N * 1e3, y_N * 1e3, s=9, color=colour, alpha=0.6, linewidths=0, label=f"layer {layer}")
+    title, (x_M, y_M) = "time of a layer", np.concatenate(pairs, axis=1)
+    if (x_M > 0).all() and (y_M > 0).all():
+        ratio = float(np.median(y_M / x_M))
+        line_X = np.linspace(x_M.min(), x_M.max()) * 1e3
+        left.plot(line_X, line_X * ratio, "--", color=INK, linewidth=0.8)
+        title += f"; dashed: {ratio:,.{2 if ratio < 100 else 0}f} x as predicted"
+        for set_scale, times_M in ((left.set_xscale, x_M), (left.set_yscale, y_M)):
+            if times_M.max() > 10 * times_M.min():
+                set_scale("log")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter("{x:,.10g}")
+    left.set_xlabel("predicted, ms")
+    left.set_ylabel("measured, ms")
+    titled(left, title, iterations=False, legend=len(predicted) <= 8)
+    line(right, run.over_layers("prediction_error", mean=True, factor=100), None, AFTER)
+    titled(right, "tokens predicted on the wrong expert or source, %")
+    right.set_ylim(bottom=0)
+    return drawn
+
+
+def overview(run: Run, layer: int) -> Figure:
+    """Ranks of one layer before and after, and the ratio of all layers: for one look."""
+    own = run.loads[layer]
+    drawn = Figure(figsize=(WIDTH, 5.2), layout="constrained")
+    grid = drawn.add_gridspec(2, 2)
+    tables = [relative(table_NR) for table_NR in (own.computed_by_owners_NR, own.computed_NR)]
+    highest = max(1.5, float(max(table.max() for table in tables)))
+    shown = []
+    for column, (table, title) in enumerate(zip(tables, ("before balancing", "after"), strict=True)):
+        shown.append(drawn.add_subplot(grid[0, column]))
+        image = heat(shown[-1], own.iterations_N, table, highest)
+        shown[-1].set_title(f"load of each rank in layer {layer}, {title}")
+        shown[-1].set_ylabel("rank")
+    drawn.colorbar(image, ax=shown, pad=0.01, label="tokens over the mean")
+    below = drawn.add_subplot(grid[1, :])
+    for name, label, colour in (
+        ("computed_by_owners_NR", "before balancing", BEFORE),
+        ("computed_NR", "after", AFTER),
+    ):
+        ratios = [Series(loads.iterations_N, relative(getattr(loads, name)).max(1)) for loads in run.loads.values()]
+        iterations_N, ratios_LN = aligned(ratios)
+        line(below, Series(iterations_N, np.mean(ratios_LN, axis=0)), label, colour)
+    titled(below, "heaviest rank over the mean, mean of all layers (1 is even)")
+    below.set_ylim(bottom=1)
+    return drawn
+
+
+def layer_colours(count: int) -> np.ndarray:
+    return matplotlib.colormaps[LAYERS](np.linspace(0, 0.92, count))
+
+
+def line(
+    axes: Axes,
+    series: Series | None,
+    label: str | None,
+    colour: str,
+    style: str = "-",
+    zorder: float = 2,
+    width: float = 1.5,
+) -> None:
+    """A line of means over bins, if there is anything to draw."""
+    if series is None:
+        return
+    middles_B, values_B = binned(series.iterations_N, series.values_N)
+    axes.plot(middles_B, values_B, style, color=colour, label=label, linewidth=width, zorder=zorder)
+
+
+def heat(
+    axes: Axes,
+    iterations_N: np.ndarray,
+    table_NK: np.ndarray,
+    highest: float,
+    *,
+    lowest: float = 0.0,
+    colours: str = "YlOrRd",
+    labels: Sequence[int] | None = None,
+):
+    """A row per expert, rank or layer; iterations to the right. Returns what a colour bar needs."""
+    middles_B, table_BK = binned(iterations_N, table_NK)
+    half = (middles_B[-1] - middles_B[0]) / max(1, 2 * (len(middles_B) - 1)) or 0.5
+    extent = (middles_B[0] - half, middles_B[-1] + half, table_NK.shape[1] - 0.5, -0.5)
+    image = axes.imshow(
+        table_BK.T, aspect="auto", interpolation="none", extent=extent, vmin=lowest, vmax=highest, cmap=colours
+    )
+    axes.grid(False)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    if labels is not None and len(labels) <= 16:
+        axes.set_yticks(range(len(labels)), [str(label) for label in labels])
+    return image
+
+
+def titled(axes: Axes, title: str, *, legend: bool = True, iterations: bool = True, missing: str = "") -> None:
+    """Heads the axes; says what is `missing` if they are empty."""
+    axes.set_title(title)
+    if axes.get_yscale() == "linear" and not axes.images:
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+    if iterations:
+        axes.set_xlabel("iteration")
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    if not axes.has_data():
+        axes.text(0.5, 0.5, missing, ha="center", va="center", transform=axes.transAxes)
+        axes.set_axis_off()
+    elif legend and axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="best", fontsize=9)
+
+
+def binned(iterations_N: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means over at most BINS parts of the iterations: [B] and [B, ...]."""
+    if len(iterations_N) <= BINS:
+        return iterations_N, values_N
+    parts = np.array_split(np.arange(len(iterations_N)), BINS)
+    return tuple(np.stack([table[part].mean(0) for part in parts]) for table in (iterations_N, values_N))
+
+
+def relative(table_NK: np.ndarray) -> np.ndarray:
+    """Each iteration's tokens over their mean; where there are none, 1."""
+    mean_N1 = table_NK.mean(1, keepdims=True)
+    return np.divide(table_NK, mean_N1, out=np.ones(table_NK.shape), where=mean_N1 > 0)
