@@ -15,6 +15,7 @@ installed once, by the entry point, when `torch.cuda.is_available()` is false, a
 | CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
 | `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
 | `te_general_gemm` without Transformer Engine    | `None`                     | 0.16.1's router raises NameError |
+| `isinstance(..., TELinear)` without it           | `HAVE_TE` false            | `TELinear` is no type then       |
 | `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |
 """
 
@@ -25,8 +26,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
+"""Of tensors that have shapes and types, and no memory."""
 
 FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
@@ -88,7 +92,7 @@ def _tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     result = _TENSOR_TYPE(tensor, *args, **kwargs)
-    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+    return f"torch.cuda.{result.split('.')[-1]}" if isinstance(result, str) else result
 
 
 def _is_cuda(device: Any) -> bool:
@@ -157,14 +161,24 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-def install() -> None:
+def installed() -> bool:
+    """Whether the CPU answers in this process."""
+    return torch.cuda.Stream is _Stream
+
+
+def install(always: bool = False) -> None:
     """Answer megatron-core's CUDA calls on this CPU-only machine; does nothing where CUDA is available.
 
     Call it before `megatron.core` is imported, whose modules apply `torch.compile` as they load. Calling it again
     changes nothing; it lasts for the life of the process.
+
+    Args:
+        always: leave CUDA alone where it is available, too.
     """
-    if torch.cuda.is_available() or torch.cuda.Stream is _Stream:
+    if installed() or (torch.cuda.is_available() and not always):
         return
+    # `with torch.device(...)` knows the factories by identity: as they are before they are replaced
+    _device_constructors()
     for name, answer in TORCH_CUDA.items():
         setattr(torch.cuda, name, answer)
     torch.cuda.random.get_rng_state = _rng_state
@@ -180,15 +194,30 @@ def install() -> None:
     _patch_megatron_core()
 
 
+@contextlib.contextmanager
+def allocating_nothing() -> Iterator[None]:
+    """What is built meanwhile has shapes and types, and no memory."""
+    assert installed()
+    torch.cuda.current_device = lambda: META
+    try:
+        with META:
+            yield
+    finally:
+        torch.cuda.current_device = TORCH_CUDA["current_device"]
+
+
 def _patch_megatron_core() -> None:
-    """The three places where megatron-core bound a name that cannot be answered through `torch.cuda`."""
+    """The places where megatron-core bound a name that cannot be answered through `torch.cuda`."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._get_cuda_rng_state = _rng_state
     random._set_cuda_rng_state = _set_rng_state
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

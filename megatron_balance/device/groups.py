@@ -1,9 +1,10 @@
 """Process groups as values, and which ranks share a node."""
 
+import contextlib
 import datetime
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,6 +115,35 @@ def start(launch: Launch, backend: str, timeout_minutes: float) -> dist.Store:
     return store
 
 
+@contextlib.contextmanager
+def imagined_job(rank: int, world_size: int) -> Iterator[None]:
+    """One rank of a job whose other ranks do not exist.
+
+    Groups are made as in a real job. Collectives return at once, and what they bring from other ranks means nothing;
+    the functions below answer for those ranks.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_imagined() -> bool:
+    """Whether the other ranks of the job do not exist."""
+    return dist.get_backend() == "fake"
+
+
+def _from_all(value: object, job: dist.ProcessGroup) -> list[Any]:
+    """What every rank of the job gives; those who do not exist give what this one does."""
+    values: list[Any] = [value] * job.size()
+    if not is_imagined():
+        dist.all_gather_object(values, value, group=job)
+    return values
+
+
 def backend_minutes(timeout_minutes: float) -> float:
     """After how long the backend ends a collective."""
     return timeout_minutes + BACKSTOP_SECONDS / 60
@@ -132,8 +162,7 @@ def new_twin(
 
 def new_group_of_like(value: object, job: dist.ProcessGroup, timeout_minutes: float | None = None) -> dist.ProcessGroup:
     """The ranks of the job that call this with an equal value; every rank of the job calls it."""
-    values: list[Any] = [None] * job.size()
-    dist.all_gather_object(values, value, group=job)
+    values = _from_all(value, job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     own: dist.ProcessGroup | None = None
     for kind in dict.fromkeys(values):
@@ -167,8 +196,7 @@ def new_sub_groups(
 def _new_groups(
     ep_group: dist.ProcessGroup, job: dist.ProcessGroup, shapes: Iterable[Members], timeout_minutes: float | None
 ) -> dict[Members, dist.ProcessGroup]:
-    every: list[list[int]] = [[]] * job.size()
-    dist.all_gather_object(every, dist.get_process_group_ranks(ep_group), group=job)
+    every = _from_all(dist.get_process_group_ranks(ep_group), job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     created: dict[Members, dist.ProcessGroup] = {}
     for ranks in sorted(set(map(tuple, every))):
@@ -223,6 +251,8 @@ def new_node_groups(
 
 def on_first_rank(action: Callable[[], Result]) -> Result:
     """Call `action` on the job's rank 0 only; every rank gets its result, or raises its error."""
+    if is_imagined():
+        return action()
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
