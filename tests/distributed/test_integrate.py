@@ -1,0 +1,173 @@
+"""Our MoE layer and its balancing inside other programs: a training loop of one's own, and Megatron-LM's."""
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.device.layout import build_groups
+from megatron_balance.integrate import Balancing, add_balance_args, attach, balanced_layer_spec
+from tests.distributed import upstream
+from tests.distributed.runs import Curve, Hosts
+from tests.distributed.test_parity import deviation
+
+TOLERANCE = 1e-6
+"""Relative, in float32, for every loss and gradient norm."""
+
+ITERATIONS, MICROBATCHES = 4, 2
+
+POLICY = "--balance-policy top2"
+
+needs_megatron_lm = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training"
+)
+
+
+def own_loop(flags: str, detach: bool = False) -> tuple[Curve, Hosts]:
+    """A program that somebody wrote on megatron-core, with our three calls and our flags."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seq-length", type=int, default=16)
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    args = add_balance_args(parser).parse_args(flags.split())
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=64,
+        moe_token_dispatcher_type="alltoall",
+        moe_aux_loss_coeff=1e-2,
+        expert_model_parallel_size=dist.get_world_size(),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        transformer_impl="local",
+    )
+    balancing = Balancing(args, config)
+    build_groups(config, seed=1)
+    spec = balanced_layer_spec(get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False), balancing)
+    gpt = GPTModel(config, spec, vocab_size=128, max_sequence_length=args.seq_length)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3), [model], use_gloo_process_groups=False
+    )
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    attach([model], balancing, microbatches=lambda: MICROBATCHES)
+    if detach:
+        config.finalize_model_grads_func = finalize_model_grads
+    return train(args, model, optimizer, balancing)
+
+
+def train(
+    args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, balancing: Balancing
+) -> tuple[Curve, Hosts]:
+    curve, hosts = [], []
+    tokens = upstream.Tokens(args.seq_length)
+
+    def batches(iteration: int) -> Iterator[dict[str, torch.Tensor]]:
+        for microbatch in range(MICROBATCHES):
+            first = (iteration * MICROBATCHES + microbatch) * dist.get_world_size() + dist.get_rank()
+            samples = [tokens[first * args.micro_batch_size + sample] for sample in range(args.micro_batch_size)]
+            yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    forward_backward: Callable = partial(
+        get_forward_backward_func(),
+        forward_step_func=upstream.forward_step,
+        model=model,
+        num_microbatches=MICROBATCHES,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+    )
+    for iteration in range(ITERATIONS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = forward_backward(data_iterator=batches(iteration), forward_only=False)
+        _, norm, _ = optimizer.step()
+        loss = sum(report["lm loss"][0] for report in reports)
+        dist.all_reduce(loss)
+        curve.append((loss.item(), float(norm)))
+        layers = balancing.balancer.report().values() if balancing.balancer is not None else ()
+        hosts.append(sum(layer.hosts_added for layer in layers))
+        model.eval()
+        forward_backward(data_iterator=batches(iteration), forward_only=True)
+        model.train()
+    return curve, hosts
+
+
+def check(plain: tuple[Curve, Hosts], balanced: tuple[Curve, Hosts]) -> None:
+    """The same is learned, and balancing acted in all iterations but the first, before which nothing is known."""
+    assert deviation(balanced[0], plain[0]) <= TOLERANCE
+    assert not any(plain[1])
+    assert all(added > 0 for added in balanced[1][1:]), f"balancing hardly acted: {balanced[1]}"
+
+
+def test_a_loop_of_ones_own_learns_the_same(ranks) -> None:
+    plain, balanced = (ranks(2).run(own_loop, flags)[0] for flags in ("--moe-layer-impl megatron", POLICY))
+    check(plain, balanced)
+
+
+def test_a_hook_that_was_replaced_is_noticed(ranks) -> None:
+    with pytest.raises(AssertionError, match=r"finalize_model_grads_func .* was replaced"):
+        ranks(2).run(own_loop, POLICY, True)
+
+
+LAYOUTS = {
+    "EP2": (2, "--expert-model-parallel-size 2"),
+    "EP2xDP2-overlap": (4, "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"),
+    "PP2xEP2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "PP2xEP2-interleaved": (
+        *(4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "),
+        "--num-layers-per-virtual-pipeline-stage 1",
+    ),
+}
+
+
+@needs_megatron_lm
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name == "EP2" else [pytest.mark.slow]) for name in LAYOUTS]
+)
+def test_megatron_lm_learns_the_same(ranks, layout: str) -> None:
+    world_size, *flags = LAYOUTS[layout]
+    flags = f"{' '.join(flags)} --global-batch-size {4 * world_size}"
+    plain, balanced = (
+        # The last rank has the loss of the last pipeline stage
+        ranks(world_size).run(upstream.pretrain, f"{flags} {more}", ITERATIONS)[-1]
+        for more in ("--moe-layer-impl megatron", f"{POLICY} --balance-overlap blockwise")
+    )
+    check(plain, balanced)
+
+
+@needs_megatron_lm
+@pytest.mark.slow
+def test_megatron_lm_with_tensor_parallel_attention_learns_the_same(ranks) -> None:
+    """Without sequence parallelism, which a CPU's norms lack and megatron-core's layer needs: both layers are ours."""
+    flags = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    plain, balanced = (
+        ranks(4).run(upstream.pretrain, f"{flags} --global-batch-size 8 {more}", ITERATIONS)[0]
+        for more in ("", f"{POLICY} --moe-parallel-schedule s1")
+    )
+    check(plain, balanced)
+
+
+@needs_megatron_lm
+@pytest.mark.slow
+def test_megatron_lm_resumes(ranks, tmp_path: Path) -> None:
+    """Guests are in no checkpoint: a resumed run goes on as the one that was not interrupted."""
+    flags = f"--expert-model-parallel-size 2 --global-batch-size 8 {POLICY}"
+    whole, _ = ranks(2).run(upstream.pretrain, f"{flags} --save {tmp_path} --save-interval 2", ITERATIONS)[0]
+    rest, hosts = ranks(2).run(upstream.pretrain, f"{flags} --load {tmp_path} --ckpt-step 2", ITERATIONS)[0]
+    assert len(rest) == 2
+    assert deviation(rest, whole[2:]) <= TOLERANCE
+    assert hosts[1] > 0
