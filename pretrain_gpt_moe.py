@@ -8,7 +8,7 @@ from megatron_balance.device import cpu, quiet
 def main(argv: list[str]) -> None:
     # Both before megatron.core is imported
     quiet.silence_expected_warnings()
-    cpu.install()
+    cpu.install(always="--dry-run" in argv)
     from megatron_balance import launch
 
     launch.pretrain(argv)

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,14 +27,15 @@ from megatron_balance.build_balancer import build_balancer
 from megatron_balance.build_comm import build_chunk_choice, build_exchange, build_path, cluster_profile
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config import BalanceConfig, RunConfig
+from megatron_balance.device.attention import LATENT_KEYS, LatentDotProductAttention
 from megatron_balance.device.layout import build_groups
-from megatron_balance.device.norm import TorchNorm
+from megatron_balance.device.norm import AcrossHeadsNorm, TorchNorm
 from megatron_balance.flow.chunk_choice import ChunkChoice
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import TokenPath
 from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
-from megatron_balance.training.data import build_data, padded_vocab_size
+from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loop import Progress, Run
 from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
@@ -43,14 +45,16 @@ MINIMAL_LOAD = 64
 """Tokens per rank below which experts are not worth timing."""
 
 
-def build_run(config: RunConfig) -> Run:
-    """Build one training run in an initialised job; every rank calls it."""
+def build_run(config: RunConfig, with_data: bool = True) -> Run:
+    """Build one training run in an initialised job; every rank calls it. Without data, it cannot train."""
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
     groups = build_groups(config.transformer, config.train.seed, config.launch.distributed_timeout_minutes)
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(
-        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
+        max(tokenizer.vocab_size, config.tokenizer.vocab_size or 0),
+        config.model.make_vocab_size_divisible_by,
+        config.transformer.tensor_model_parallel_size,
     )
     profile = functools.cache(lambda: cluster_profile(config, groups))
     progress = Progress()
@@ -62,10 +66,7 @@ def build_run(config: RunConfig) -> Run:
     connect_hooks(config, path, model, optimizer)
     length = run_length(config.train, groups.dp.size())
     batches = build_batch_schedule(config.train, groups.dp.size())
-    if config.balance.moe_router_force_workload != "none":
-        part = BatchPart.of(groups, config.model.seq_length, path.splits_tokens or config.transformer.sequence_parallel)
-        workload = Workload(config.balance.moe_router_force_workload, config.train.seed)
-        force_routing(model, workload, part, lambda: progress.iteration, batches.get)
+    force_workload(config, path, model, lambda: progress.iteration, batches.get)
     consumed = (lambda: progress.consumed_samples, lambda: progress.consumed_valid_samples)
     return Run(
         config=config,
@@ -75,13 +76,29 @@ def build_run(config: RunConfig) -> Run:
         scheduler=build_param_scheduler(config, optimizer, length),
         batches=batches,
         length=length,
-        data=build_data(config, tokenizer, groups, length, consumed),
+        data=build_data(config, tokenizer, groups, length, consumed) if with_data else Data([], None, None),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
         balancer=build_balancer(config, groups, model, optimizer, batches.get, profile),
         chunks=chunks,
         progress=progress,
     )
+
+
+def force_workload(
+    config: RunConfig,
+    path: TokenPath,
+    model: list[torch.nn.Module],
+    step: Callable[[], int],
+    microbatches: Callable[[], int],
+) -> None:
+    """Let `--moe-router-force-workload` choose the experts, unless it is `none`; `step` and `microbatches` as there."""
+    if config.balance.moe_router_force_workload == "none":
+        return
+    divided = path.splits_tokens or config.transformer.sequence_parallel
+    part = BatchPart.of(path.groups, config.model.seq_length, divided)
+    workload = Workload(config.balance.moe_router_force_workload, config.train.seed)
+    force_routing(model, workload, part, step, microbatches)
 
 
 def build_model(
@@ -158,7 +175,7 @@ def build_block_spec(
         vp_stage=stage,
         pp_rank=path.groups.pp.rank(),
     )
-    layers = [_with_torch_norm(spec) for spec in block.layer_specs]
+    layers = [_completed(spec, config, path.groups.tp) for spec in block.layer_specs]
     if config.balance.moe_layer_impl == "balanced":
         layers = [balanced_layer_spec(spec, path, config.balance, exchange, chunks) for spec in layers]
     norm = TorchNorm if block.layer_norm is WrappedTorchNorm else block.layer_norm
@@ -176,8 +193,8 @@ def balanced_layer_spec(
     module, submodules = parts(spec.submodules.mlp)
     if module is not MoELayer:
         return spec
-    spec = copy.deepcopy(spec)
-    submodules = copy.copy(submodules)
+    spec, submodules = copy.copy(spec), copy.copy(submodules)
+    spec.submodules = copy.copy(spec.submodules)
     submodules.experts = ModuleSpec(module=GroupedExperts)
     spec.submodules.mlp = ModuleSpec(
         module=BalancedMoELayer,
@@ -194,13 +211,23 @@ def parts(spec: ModuleSpec | functools.partial) -> tuple[Callable, object]:
     return spec.module, spec.submodules
 
 
-def _with_torch_norm(spec: ModuleSpec) -> ModuleSpec:
-    """The spec with norms that know sequence parallelism, where megatron-core fell back to plain torch."""
-    spec = copy.deepcopy(spec)
-    for submodules in (spec.submodules, spec.submodules.self_attention.submodules):
+def _completed(spec: ModuleSpec, config: RunConfig, tp_group: dist.ProcessGroup) -> ModuleSpec:
+    """The spec with the norms and the attention that megatron-core does not have: those of `device`."""
+    spec, shape = copy.deepcopy(spec), config.transformer
+    attention, keys = spec.submodules.self_attention.submodules, spec.submodules.sharded_state_dict_keys_map
+    for submodules in (spec.submodules, attention):
         for name, value in vars(submodules).items():
             if value is WrappedTorchNorm:
                 setattr(submodules, name, TorchNorm)
+    if config.model.qk_layernorm_across_heads:
+        for name, heads in (("q_layernorm", shape.num_attention_heads), ("k_layernorm", shape.num_query_groups)):
+            setattr(attention, name, ModuleSpec(AcrossHeadsNorm, params={"heads": heads, "tp_group": tp_group}))
+    if shape.multi_latent_attention and attention.core_attention is DotProductAttention:
+        attention.core_attention = LatentDotProductAttention
+        keys.update(LATENT_KEYS)
+    if parts(spec.submodules.mlp)[0] is MoELayer:
+        # Checkpoints call the norm before a mixture what it is called with Transformer Engine
+        keys.pop("pre_mlp_layernorm.", None)
     return spec
 
 
@@ -210,9 +237,7 @@ def connect_hooks(
     """Give megatron-core's schedules the hooks that they read from the transformer config."""
     hooks = config.transformer
     hooks.grad_scale_func = optimizer.scale_loss
-    hooks.finalize_model_grads_func = finalize_model_grads
-    if path.splits_tokens or path.repeats > 1:
-        hooks.finalize_model_grads_func = functools.partial(_finalize_copies, path)
+    hooks.finalize_model_grads_func = finalizer(path, finalize_model_grads)
     if config.ddp.overlap_grad_reduce:
         hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
         if len(model) > 1 and config.launch.align_grad_reduce:
@@ -221,14 +246,23 @@ def connect_hooks(
         hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
 
 
-def _finalize_copies(path: TokenPath, model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+def finalizer(path: TokenPath, finalize: Callable) -> Callable:
+    """What finalizes gradients: megatron-core's `finalize`, and more where tokens travel as they never do there."""
+    if path.splits_tokens or path.repeats > 1:
+        return functools.partial(_finalize_copies, path, finalize)
+    return finalize
+
+
+def _finalize_copies(
+    path: TokenPath, finalize: Callable, model: list[torch.nn.Module], *args: Any, **kwargs: Any
+) -> None:
     """megatron-core's `finalize_model_grads`; then copies of a parameter on tensor-parallel ranks get one gradient.
 
     megatron-core does that only where all ranks' tokens differ, under sequence parallelism. Here routers add up what
     each rank has from its part of the tokens. Ranks that all compute the same tokens have the same gradients but for
     rounding, as a collective adds up in another order for each: the mean keeps their copies from drifting apart.
     """
-    finalize_model_grads(model, *args, **kwargs)
+    finalize(model, *args, **kwargs)
     modules = [module for chunk in model for module in chunk.modules()]
     if path.splits_tokens:
         copied = [weight for one in modules if isinstance(one, BalancedMoELayer) for weight in one.router.parameters()]

@@ -35,13 +35,14 @@ def build_balancer(
     config: RunConfig,
     groups: ProcessGroupCollection,
     model: list[torch.nn.Module],
-    optimizer: MegatronOptimizer,
+    optimizer: MegatronOptimizer | None,
     microbatches: Callable[[], int],
     profile: Callable[[], ClusterProfile],
 ) -> Balancer | None:
     """The balancer of this rank's layers; None without a policy. Every rank of the job calls it.
 
     Allocates the guest slots. `connect_hooks` comes before: gradients are aggregated before they are finalized.
+    `optimizer` is that of experts which change their owners; None: they do not.
     """
     settings, transformer = config.balance, config.transformer
     if settings.balance_policy == "none":
@@ -56,9 +57,10 @@ def build_balancer(
     sharers = groups.expt_dp.size() if config.ddp.use_distributed_optimizer else 1
     states = {}
     for number, layer in layers.items():
-        parameters = list(layer.experts.parameters())
-        fields = functools.partial(expert_fields, optimizer, parameters, config.ddp.overlap_param_gather)
-        moved = state_bytes(optimizer, parameters, sharers) / owners.home_slots
+        parameters, moved, fields = list(layer.experts.parameters()), 0.0, tuple
+        if optimizer is not None:
+            fields = functools.partial(expert_fields, optimizer, parameters, config.ddp.overlap_param_gather)
+            moved = state_bytes(optimizer, parameters, sharers) / owners.home_slots
         beside = _beside(config, profile(), model, number)
         manager = _manager(config, policy, layer, owners, profile(), beside, moved)
         states[number] = LayerState(manager, layer.experts, beside, fields)

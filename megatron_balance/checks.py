@@ -51,6 +51,10 @@ class Machine:
         found = [importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex")]
         return cls(world_size, torch.cuda.is_available(), found[0], found[1])
 
+    def imagined(self, backend: str) -> "Machine":
+        """The one that a dry run stands for: with CUDA and NVIDIA's packages, unless the backend is one for CPUs."""
+        return self if self.cuda or backend == "gloo" else Machine(self.world_size, True, True, True)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -92,6 +96,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         The derived layout and notices for the log, one sentence each.
     """
     notices: list[str] = []
+    if values["dry_run"]:
+        machine = machine.imagined(values["distributed_backend"])
     _required(values)
     _available(values, given, notices)
     backend, impl = _backends(values, given, machine, notices)
@@ -102,6 +108,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     ffn = _ffn_hidden_size(values)
     moe_ffn = check_moe(values, given, expert_tp, ffn, machine.cuda, notices)
     fused = machine.cuda
+    # A dry run computes nothing, and megatron-core looks for the kernels as it builds
+    kernels = fused and (machine.apex or impl == "transformer_engine") and not values["dry_run"]
     gated_fusion = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"]
     gelu = not any(values[name] for name in ACTIVATIONS)
     plain_fusion = gelu and values["bias_gelu_fusion"] and values["add_bias_linear"] and not values["num_moe_experts"]
@@ -119,11 +127,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         bias_activation_fusion=fused and (gated_fusion or plain_fusion),
         masked_softmax_fusion=fused and values["masked_softmax_fusion"],
         bias_dropout_fusion=fused and values["bias_dropout_fusion"],
-        apply_rope_fusion=fused and impl == "transformer_engine" and values["apply_rope_fusion"],
-        persist_layer_norm=fused and (machine.apex or impl == "transformer_engine") and values["persist_layer_norm"],
-        gradient_accumulation_fusion=fused
-        and (machine.apex or impl == "transformer_engine")
-        and values["gradient_accumulation_fusion"],
+        apply_rope_fusion=kernels
+        and impl == "transformer_engine"
+        and values["apply_rope_fusion"]
+        and not values["multi_latent_attention"],
+        persist_layer_norm=kernels and values["persist_layer_norm"],
+        gradient_accumulation_fusion=kernels and values["gradient_accumulation_fusion"],
         overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
     ), notices
 
@@ -136,27 +145,37 @@ def _required(values: Mapping[str, Any]) -> None:
         raise ValueError("give --train-iters N or --train-samples N, and only one of them")
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
-    for name in AT_LEAST_ONE:
-        if values[name] is not None and values[name] < 1:
-            raise ValueError(f"{flag_of(name)} {values[name]}: give at least 1")
+    at_least_one(values, AT_LEAST_ONE)
     if values["distributed_timeout_minutes"] <= 0:
         raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
 
 
+def at_least_one(values: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse a number below 1."""
+    for name in names:
+        if values[name] is not None and values[name] < 1:
+            raise ValueError(f"{flag_of(name)} {values[name]}: give at least 1")
+
+
 def _available(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
     """Refuse balancing flags that nothing would read; note other idle flags."""
-    for name in NO_EFFECT_WITHOUT_POLICY:
-        chunks = values["moe_comm_chunks"] != "1"
-        decides = chunks or "auto" in (values["moe_comm_alltoall"], values["moe_parallel_schedule"])
-        read = {"balance_profile": decides, "balance_explain": chunks}.get(name)
-        if name in given and values["balance_policy"] == "none" and not read:
-            raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
+    refuse_idle(values, given)
     for name, condition in NO_EFFECT_WITHOUT.items():
         needed, _, value = condition.partition(" ")
         if name in given and (values[needed] != value if value else not values[needed]):
             notices.append(f"{flag_of(name)} has no effect without {flag_of(needed)} {value}".rstrip())
     if values["context_parallel_size"] > 1:
         raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
+
+
+def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
+    """Refuse balancing flags that nothing would read."""
+    for name in NO_EFFECT_WITHOUT_POLICY:
+        chunks = values["moe_comm_chunks"] != "1"
+        decides = chunks or "auto" in (values["moe_comm_alltoall"], values["moe_parallel_schedule"])
+        read = {"balance_profile": decides, "balance_explain": chunks}.get(name)
+        if name in given and values["balance_policy"] == "none" and not read:
+            raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
 
 
 def _backends(
@@ -225,6 +244,12 @@ def _model_shape(values: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{flag_of(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
             )
+    if values["qk_layernorm_across_heads"]:
+        _across_heads(values)
+    if values["multi_latent_attention"]:
+        _latent_attention(values)
+    elif values["rope_type"] == "yarn":
+        raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
     activations = [name for name in ACTIVATIONS if values[name]]
     if len(activations) > 1:
         raise ValueError(f"{' and '.join(map(flag_of, activations))}: choose one activation")
@@ -240,6 +265,38 @@ def _model_shape(values: Mapping[str, Any]) -> None:
         raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
     if values["overlap_param_gather"] and not (values["use_distributed_optimizer"] and values["overlap_grad_reduce"]):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
+
+
+def _across_heads(values: Mapping[str, Any]) -> None:
+    for name in ("qk_layernorm", "qk_l2_norm"):
+        if values[name]:
+            raise ValueError(f"--qk-layernorm-across-heads and {flag_of(name)}: choose one norm")
+    if values["normalization"] != "RMSNorm":
+        raise ValueError(
+            f"--normalization {values['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm"
+        )
+    groups, tensor = values["num_query_groups"], values["tensor_model_parallel_size"]
+    if values["group_query_attention"] and groups and groups % tensor:
+        raise ValueError(
+            f"--num-query-groups {groups}: with --qk-layernorm-across-heads it must be a multiple of "
+            f"--tensor-model-parallel-size {tensor}"
+        )
+
+
+def _latent_attention(values: Mapping[str, Any]) -> None:
+    if values["position_embedding_type"] != "rope":
+        raise ValueError(
+            f"--position-embedding-type {values['position_embedding_type']}: --multi-latent-attention has rotary "
+            "embeddings of its own; use --position-embedding-type rope"
+        )
+    if values["tensor_model_parallel_size"] > 1:
+        raise ValueError(
+            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention is not cut "
+            "among ranks; use 1 (experts may be cut: --expert-tensor-parallel-size)"
+        )
+    for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
+        if values[name]:
+            raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
 
 
 def _positions(values: Mapping[str, Any]) -> int:

@@ -84,7 +84,8 @@ class BalanceConfig:
 
     balance_profile: str = "builtin"
     """Cluster profile of the cost model. builtin: constants, so that runs repeat. auto: measured once and kept in
-    --save, or --load. Or the path of a profile that tools/profile_cluster.py wrote."""
+    --save, or --load. Or a path: a profile that tools/profile_cluster.py wrote, or the data sheet of a cluster (.yaml,
+    see configs/clusters)."""
 
     balance_explain: bool = False
     """Print each change of a placement with the layer's predicted times before and after."""
@@ -187,6 +188,9 @@ class ModelConfig:
     group_query_attention: bool = False
     """Group-query attention with --num-query-groups groups."""
 
+    qk_layernorm_across_heads: bool = False
+    """Normalize queries and keys, each over all heads of a token together, where --qk-layernorm takes a head alone."""
+
     swiglu: bool = False
     """SwiGLU (gated SiLU) in place of GELU."""
 
@@ -224,6 +228,10 @@ class LaunchConfig:
 
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in bfloat16 with --bf16, instead of float32."""
+
+    dry_run: bool = False
+    """Check a layout of WORLD_SIZE processes in this one, without their devices: print groups, schedule and the memory
+    of a rank of each pipeline stage, and exit. Nothing is allocated."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from megatron_balance.build import build_run
 from megatron_balance.checks import Machine
 from megatron_balance.config import RunConfig
 from megatron_balance.device import groups
+from megatron_balance.dry_run import dry_run
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
@@ -35,6 +36,9 @@ def pretrain(argv: list[str]) -> None:
             shape = config.transformer
             groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
+    if config.launch.dry_run:
+        with _leaving_together(ValueError):
+            return dry_run(config, notices, topology)
     torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
     timeout_minutes = config.launch.distributed_timeout_minutes
     store = groups.start(launch, config.launch.distributed_backend, timeout_minutes)

@@ -60,7 +60,8 @@ class TokenizerConfig:
     """BPE merges file (GPT2BPETokenizer)."""
 
     vocab_size: int | None = None
-    """Vocabulary size before padding (NullTokenizer, TikTokenizer)."""
+    """Vocabulary size before padding (NullTokenizer, TikTokenizer); with other tokenizers, at least so many words have
+    embeddings (models whose tables are larger than their tokenizer)."""
 
 
 @dataclass(frozen=True)

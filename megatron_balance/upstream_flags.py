@@ -37,7 +37,6 @@ ACCEPTED = {
     "--empty-unused-memory-level 0": "is always so: the allocator keeps its memory",
     **dict.fromkeys(("--timing-log-level 0", "--no-barrier-with-level-1-timing"), "is always so: no timers are kept"),
     "--rerun-mode disabled": "is always so: no iteration is run twice",
-    "--rope-type rope": "is always so; YaRN belongs to multi-latent attention",
     "--disable-msc": "is always so: files are plain files",
     "--no-one-logger": "is always so: nothing is sent to one-logger",
 }  # fmt: skip
@@ -65,9 +64,6 @@ REFUSED = {
         --mask-factor --mask-type --no-data-sharding --num-channels --num-classes --patch-dim --swin-* --vision-*
         --sample-rate""",
     # Parts of megatron-core and of Megatron-LM that are not wired up
-    "multi-latent attention is not supported": """
-        --multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mscale
-        --mscale-all-dim --rotary-scaling-factor""",
     "multi-token prediction is not supported": "--mtp-*",
     "latent experts are not supported": "--moe-latent-size",
     "8- and 4-bit training is not supported; use --bf16": """
@@ -159,7 +155,7 @@ REFUSED = {
     "use --make-vocab-size-divisible-by": "--padded-vocab-size",
     # Still to come
     "not available yet": """
-        --dry-run --moe-router-force-biased --moe-per-layer-logging
+        --moe-router-force-biased --moe-per-layer-logging
         --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
         --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
         --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
@@ -223,6 +219,11 @@ NO_EFFECT_WITHOUT = {
     **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "fp16"),
     **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "lr_decay_style WSD"),
     **dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"), "recompute_granularity"),
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor",
+         "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        "multi_latent_attention",
+    ),
     "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
     "moe_token_drop_policy": "moe_expert_capacity_factor",
     **dict.fromkeys(("moe_shared_expert_gate", "moe_shared_expert_overlap"), "moe_shared_expert_intermediate_size"),

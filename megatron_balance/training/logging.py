@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_balance.config import RunConfig
 from megatron_balance.observe.balance import log_fields, tensorboard_scalars
+from megatron_balance.profile.flops import attended_width, attention_weights
 
 if TYPE_CHECKING:
     from megatron_balance.training.loop import Progress, StepReport
@@ -119,10 +120,9 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
     is usual in reported throughputs.
     """
     transformer, sequence = config.transformer, config.model.seq_length
-    hidden, heads, width = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_channels
+    hidden = transformer.hidden_size
     projections = 3 if transformer.gated_linear_unit else 2
-    attention = 2 * hidden * heads * width + 2 * hidden * transformer.num_query_groups * width
-    scores = 2 * sequence * heads * width
+    attention = attention_weights(transformer) + sequence * attended_width(transformer)
     layers, moe_layers = transformer.num_layers, sum(moe_layer_pattern(transformer))
     dense = projections * hidden * transformer.ffn_hidden_size
     sparse = 0
@@ -130,7 +130,7 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
         inner = transformer.moe_router_topk * transformer.moe_ffn_hidden_size
         sparse = projections * hidden * (inner + (transformer.moe_shared_expert_intermediate_size or 0))
         sparse += hidden * transformer.num_moe_experts
-    weights = layers * (attention + scores) + (layers - moe_layers) * dense + moe_layers * sparse
+    weights = layers * attention + (layers - moe_layers) * dense + moe_layers * sparse
     return 6.0 * sequence * (weights + hidden * vocab_size)
 
 

@@ -17,7 +17,7 @@ from megatron_balance.build import parts
 from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config import BalanceConfig
-from megatron_balance.device.layout import build_groups
+from megatron_balance.device.layout import build_groups, destroy_groups
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, TokenPath
@@ -172,9 +172,9 @@ def initial_weights(gated: bool) -> list[torch.Tensor]:
     )
     local = EXPERTS // dist.get_world_size()
     ours = GroupedExperts(range(local), config, build_groups(config, seed=7))
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
+    # Groups must not end while another rank still connects
+    dist.barrier()
+    destroy_groups()
     groups = build_groups(config, seed=7)
     _, submodules = parts(get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False))
     theirs: SequentialMLP = submodules.experts(local, config, pg_collection=groups)

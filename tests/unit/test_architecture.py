@@ -25,8 +25,13 @@ LEVELS = (
         "build",
         "build_balancer",
         "build_comm",
+        "memory",
+        "dry_run",
         "launch",
+        "layer_frequency",
+        "integrate",
     },
+    {"convert"},
 )
 """Parts of the package, lowest first: a part imports from its own level and from below."""
 

@@ -339,7 +339,7 @@ def test_idle_flags_are_noticed(flags: str, without: str, expected: list[str]) -
     assert all(part in notice for part, notice in zip(expected, idle, strict=True))
 
 
-@pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3", "--dry-run"])
+@pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3"])
 def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         parse_args(flags.split(), CPU)

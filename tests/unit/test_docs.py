@@ -35,3 +35,9 @@ def test_the_policy_in_the_docs_plans(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_table_of_features_is_that_of_the_tests() -> None:
     page = (DOCS / "features.md").read_text(encoding="utf-8")
     assert page.endswith("\n".join(["", *features.table(), ""])), "run python -m tests.features"
+
+
+def test_the_page_shows_the_patch() -> None:
+    patch = (DOCS / "pretrain_gpt.patch").read_text(encoding="utf-8")
+    shown = re.findall(r"```diff\n(.*?)```", (DOCS / "inside_megatron_lm.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert shown == [patch[patch.index("--- a") :]]
