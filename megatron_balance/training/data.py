@@ -1,5 +1,6 @@
 """Samples: datasets and the order in which ranks read them. All formats are megatron.core.datasets'."""
 
+import functools
 import os
 import signal
 import threading
@@ -141,12 +142,12 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
     )
 
 
-def _end_with_the_rank(worker: int) -> None:
+def _end_with_the_rank(rank_pid: int, worker: int) -> None:
     """Let only the rank end its loader's workers: SLURM signals all processes of a job, the rank has yet to save."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid:
             pass
         os._exit(0)
 
@@ -171,7 +172,7 @@ def _iterate(
             pin_memory=torch.cuda.is_available(),
             # Workers' seeds drawn from the default generator would shift dropout by when iterators are made
             generator=torch.Generator().manual_seed(config.train.seed),
-            worker_init_fn=_end_with_the_rank,
+            worker_init_fn=functools.partial(_end_with_the_rank, os.getpid()),
         )
         for sample in loader:
             yield {name: value.to(device, non_blocking=True) for name, value in sample.items()}

@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 TRAINING = (
     "--micro-batch-size 2 --seq-length 16 --lr 1e-3 --train-iters 4 --mock-data --tokenizer-type NullTokenizer "
-    "--moe-token-dispatcher-type alltoall"
+    "--num-workers 0 --moe-token-dispatcher-type alltoall"
 )
 
 

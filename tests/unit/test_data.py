@@ -1,5 +1,6 @@
 """training/data.py: who reads which sample, blends, vocabulary padding."""
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -138,7 +139,7 @@ def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: 
 
 def test_a_signal_to_all_processes_leaves_loaders_to_the_rank() -> None:
     """As SLURM sends it; the worker's own parent still ends it."""
-    loader = DataLoader(range(64), num_workers=1, worker_init_fn=_end_with_the_rank)
+    loader = DataLoader(range(64), num_workers=1, worker_init_fn=functools.partial(_end_with_the_rank, os.getpid()))
     others = {*multiprocessing.active_children()}
     samples = iter(loader)
     next(samples)
