@@ -27,9 +27,14 @@ from megatron_balance.build_balancer import build_balancer
 from megatron_balance.build_comm import build_chunk_choice, build_exchange, build_path, cluster_profile
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config import BalanceConfig, RunConfig
-from megatron_balance.device.attention import LATENT_KEYS, LatentDotProductAttention
+from megatron_balance.device.attention import (
+    LATENT_KEYS,
+    AcrossHeadsSelfAttention,
+    LatentDotProductAttention,
+    PlainQuerySelfAttention,
+)
 from megatron_balance.device.layout import build_groups
-from megatron_balance.device.norm import AcrossHeadsNorm, TorchNorm
+from megatron_balance.device.norm import TorchNorm
 from megatron_balance.flow.chunk_choice import ChunkChoice
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
@@ -175,7 +180,7 @@ def build_block_spec(
         vp_stage=stage,
         pp_rank=path.groups.pp.rank(),
     )
-    layers = [_completed(spec, config, path.groups.tp) for spec in block.layer_specs]
+    layers = [_completed(spec, config) for spec in block.layer_specs]
     if config.balance.moe_layer_impl == "balanced":
         layers = [balanced_layer_spec(spec, path, config.balance, exchange, chunks) for spec in layers]
     norm = TorchNorm if block.layer_norm is WrappedTorchNorm else block.layer_norm
@@ -211,7 +216,7 @@ def parts(spec: ModuleSpec | functools.partial) -> tuple[Callable, object]:
     return spec.module, spec.submodules
 
 
-def _completed(spec: ModuleSpec, config: RunConfig, tp_group: dist.ProcessGroup) -> ModuleSpec:
+def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
     """The spec with the norms and the attention that megatron-core does not have: those of `device`."""
     spec, shape = copy.deepcopy(spec), config.transformer
     attention, keys = spec.submodules.self_attention.submodules, spec.submodules.sharded_state_dict_keys_map
@@ -220,8 +225,9 @@ def _completed(spec: ModuleSpec, config: RunConfig, tp_group: dist.ProcessGroup)
             if value is WrappedTorchNorm:
                 setattr(submodules, name, TorchNorm)
     if config.model.qk_layernorm_across_heads:
-        for name, heads in (("q_layernorm", shape.num_attention_heads), ("k_layernorm", shape.num_query_groups)):
-            setattr(attention, name, ModuleSpec(AcrossHeadsNorm, params={"heads": heads, "tp_group": tp_group}))
+        spec.submodules.self_attention.module = AcrossHeadsSelfAttention
+    if shape.multi_latent_attention and shape.q_lora_rank is None:
+        spec.submodules.self_attention.module = PlainQuerySelfAttention
     if shape.multi_latent_attention and attention.core_attention is DotProductAttention:
         attention.core_attention = LatentDotProductAttention
         keys.update(LATENT_KEYS)

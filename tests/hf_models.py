@@ -48,13 +48,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """config.json beside `COMMON`; the first word of a name is the model type."""
 
 
-def save(name: str, directory: Path, shard_bytes: int | None = None) -> Any:
-    """Write a random model, and return it, with its safetensors files, in shards of at most so many bytes."""
+def save(name: str, directory: Path, shard_bytes: int | None = None, **changes: Any) -> Any:
+    """Write a random model, and return it, with its safetensors files, in shards of at most so many bytes.
+
+    Args:
+        changes: of the entries of its config.json.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    config = AutoConfig.for_model(name.split()[0], **{**COMMON, **CONFIGS[name]})
+    config = AutoConfig.for_model(name.split()[0], **{**COMMON, **CONFIGS[name], **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,8 +1,39 @@
-"""What megatron-core's attention lacks without Transformer Engine."""
+"""What megatron-core's attention lacks: norms across heads, and without Transformer Engine, the latent one's core."""
 
+import dataclasses
 from typing import Any
 
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.device.norm import AcrossHeadsNorm
+
+
+class AcrossHeadsSelfAttention(SelfAttention):
+    """Self-attention that normalizes a token's queries, and its keys, over all heads together (OLMoE, section 2)."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
+    ) -> None:
+        # The norms of a spec are told the channels of a head, and since 0.19 need --qk-layernorm, whose gradients
+        # are summed over tensor-parallel ranks: of these norms each rank has a part of its own
+        bare = dataclasses.replace(submodules, q_layernorm=IdentityOp, k_layernorm=IdentityOp)
+        super().__init__(config, bare, *args, **kwargs)
+        channels, group = self.hidden_size_per_attention_head, self.pg_collection.tp
+        self.q_layernorm = AcrossHeadsNorm(config, channels, config.num_attention_heads, group)
+        self.k_layernorm = AcrossHeadsNorm(config, channels, config.num_query_groups, group)
+
+
+class PlainQuerySelfAttention(MLASelfAttention):
+    """Latent attention whose queries are not compressed, and so not normalized either (DeepSeek-V2-Lite)."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        # Since 0.19, with --qk-layernorm, megatron-core would take the norm of these queries' input a second time
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 class LatentDotProductAttention(DotProductAttention):

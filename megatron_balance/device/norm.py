@@ -31,21 +31,14 @@ class AcrossHeadsNorm(torch.nn.Module):
     Tensor-parallel ranks have a part of the heads: they add up their squares.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        heads: int,
-        tp_group: dist.ProcessGroup,
-        eps: float = 1e-5,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, tp_group: dist.ProcessGroup) -> None:
         """
         Args:
             hidden_size: channels of a head.
             heads: on all tensor-parallel ranks together.
         """
         super().__init__()
-        self.channels, self.eps, self.tp_group = heads * hidden_size, eps, tp_group
+        self.channels, self.eps, self.tp_group = heads * hidden_size, config.layernorm_epsilon, tp_group
         mine = heads // tp_group.size() * hidden_size
         self.weight = torch.nn.Parameter(torch.ones(mine, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)

@@ -25,6 +25,7 @@ MODEL_FIELDS = (
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
     *("moe_router_enable_expert_bias", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+    *("attention_dropout", "hidden_dropout"),
 )
 """What the model is, by field name: `--use-checkpoint-args` takes them, resuming compares them."""
 
@@ -42,7 +43,10 @@ SPELLED = {
 }
 """Flags that are not called as their fields are."""
 
-WITHOUT_WEIGHTS = ("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling")
+WITHOUT_WEIGHTS = (
+    *("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling"),
+    *("attention_dropout", "hidden_dropout"),
+)
 """Model fields that may be changed on purpose: a difference is reported, not refused."""
 
 
