@@ -132,6 +132,10 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     query, key = (tokens.whole * count * width * itemsize // t for count in (heads, max(groups, t)))
     rotated = config.model.position_embedding_type == "rope"
     normed = (query + key) * (_norm(transformer) - 1) if transformer.qk_layernorm else 0
+    if config.model.qk_layernorm_across_heads:
+        # What is scaled, and what comes of it unless that is rotated; of half precision, what is squared
+        normed = (query + key) * (1 if rotated else 2)
+        normed += (query + key) // itemsize * 4 if itemsize < 4 else 0
     if transformer.transformer_impl == "transformer_engine":
         # Values are a view of what the projection gave; one float32 per token and head for the softmax
         statistics = tokens.whole * heads * 4 // t
@@ -195,8 +199,11 @@ def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int) -> int:
 
 
 def _norm(config: TransformerConfig) -> int:
-    """Tensors that a norm and the projection after it keep: torch's RMSNorm also keeps what it scales."""
-    return 3 if config.transformer_impl == "local" and config.normalization == "RMSNorm" else 2
+    """Tensors that a norm and the projection after it keep. torch's RMSNorm on a CPU also keeps what it scales, and of
+    half precision what it squares, in single precision."""
+    if config.transformer_impl != "local" or config.normalization != "RMSNorm":
+        return 2
+    return 3 if _itemsize(config) == 4 else 5
 
 
 def _itemsize(config: TransformerConfig) -> int:

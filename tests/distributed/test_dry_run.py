@@ -67,6 +67,10 @@ ACTIVATIONS = {
     "dense layers, half precision": (
         "--bf16 --moe-layer-freq ([0]+[1]) --swiglu --position-embedding-type rope --qk-layernorm"
     ),
+    "norms across heads, half precision": (
+        "--bf16 --qk-layernorm-across-heads --normalization RMSNorm --position-embedding-type rope "
+        "--tensor-model-parallel-size 2 --disable-bias-linear"
+    ),
     "multi-latent attention": (
         "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
         "--v-head-dim 12 --rope-type rope --position-embedding-type rope --normalization RMSNorm --qk-layernorm "
