@@ -5,7 +5,7 @@
 # TOKENIZER_MODEL: a SentencePiece model, or a directory of a Hugging Face tokenizer. DATA_PATH: as preprocess_data.py
 # wrote it, without suffix; or "mock". Under SLURM, see scripts/slurm/pretrain.sbatch. Elsewhere, on every node:
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GPUS_PER_NODE. Later flags win. With --dry-run, one process checks the
-# layout of all NNODES nodes.
+# layout of all NNODES nodes. Relative paths begin in the checkout.
 # shellcheck shell=bash
 
 if (($# < 3)); then

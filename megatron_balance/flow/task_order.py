@@ -14,6 +14,7 @@ A backward pass takes the same seven tasks, with gradients, in an order of its o
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -178,11 +179,15 @@ def theorem_holds(times: TaskTimes) -> bool:
     return all(one == first for one in times) and all(one == other for one, other in twice)
 
 
+ROUNDING = 1e-12
+"""Of sums of seconds, relative."""
+
 EXACT_CHUNKS = 3
 """Up to so many chunks `search` looks at every order; of more, chunks pass each stage in turn."""
 
-WIDTH = 32
-"""Beginnings that `search` keeps of those that have done the same tasks, none of them better in every respect."""
+WIDTHS = ((8, 32), (math.inf, 4))
+"""Up to so many chunks, `search` keeps as many beginnings of those that have done the same tasks, none of them better
+in every respect. With 16 chunks it takes seconds at most."""
 
 
 class _Beginning(NamedTuple):
@@ -209,11 +214,14 @@ def search(times: TaskTimes) -> Order:
 
     Beginnings that have done the same tasks differ in when device, network and chunks are free again. One that is
     later in every respect is dropped, and so is one that cannot undercut an order that is known. So the result is the
-    optimum up to `EXACT_CHUNKS`, and for equal chunks, as long as `WIDTH` suffices.
+    optimum up to `EXACT_CHUNKS`, and for equal chunks, as long as `WIDTHS` suffice.
     """
     chunks, ordered = range(len(times)), len(times) > EXACT_CHUNKS
     best: Order = min((theorem_1(times), interleaved(times)), key=lambda order: makespan(order, times))
     limit = makespan(best, times)
+    if limit <= _least(times) * (1 + ROUNDING):
+        return best
+    width = next(width for most, width in WIDTHS if len(times) <= most)
     left = [_remaining(one) for one in times]
     level = {(0,) * len(times): [_Beginning(0.0, 0.0, (0.0,) * len(times), None, None)]}
     for _ in range(len(times) * len(COMPUTING)):
@@ -229,12 +237,26 @@ def search(times: TaskTimes) -> Order:
                     bound = _bound(grown, rest)
                     if bound < limit:
                         following.setdefault(after, []).append((bound, grown))
-        level = {done: _undominated(candidates) for done, candidates in following.items()}
+        level = {done: _undominated(candidates, width) for done, candidates in following.items()}
     for beginnings in level.values():
         for beginning in beginnings:
             if beginning.computing < limit:
                 best, limit = beginning.steps(), beginning.computing
     return best
+
+
+def _least(times: TaskTimes) -> float:
+    """No order is faster: the device has to compute all, and the network to send all.
+
+    The device also waits for the first chunk to arrive, beside no more than all C1, and for the last one to come back,
+    beside no more than all D2. The network waits for a C1, and a D2 waits for it.
+    """
+    first, last = sum(one.c1 for one in times), sum(one.d2 for one in times)
+    waits = max(0.0, min(one.c1 + one.a1 for one in times) - first)
+    waits += max(0.0, min(one.a2 + one.d2 for one in times) - last)
+    device = sum(one.c1 + one.d1 + one.e + one.c2 + one.d2 for one in times) + waits
+    network = min(one.c1 for one in times) + sum(one.a1 + one.a2 for one in times) + min(one.d2 for one in times)
+    return max(device, network)
 
 
 class _Rest(NamedTuple):
@@ -279,12 +301,14 @@ def _bound(beginning: _Beginning, rest: Sequence[_Rest]) -> float:
     )
 
 
-def _undominated(candidates: list[tuple[float, _Beginning]]) -> list[_Beginning]:
+def _undominated(candidates: list[tuple[float, _Beginning]], width: int) -> list[_Beginning]:
     kept: list[_Beginning] = []
     for _, one in sorted(candidates, key=lambda pair: (pair[0], pair[1].computing, pair[1].network)):
+        if len(kept) == width:
+            break
         if not any(_no_later(other, one) for other in kept):
             kept.append(one)
-    return kept[:WIDTH]
+    return kept
 
 
 def _no_later(one: _Beginning, other: _Beginning) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.flow import task_order
 from megatron_balance.flow.task_order import (
     COMPUTING,
     ORDERS,
@@ -149,6 +150,13 @@ def test_all_orders_can_be_executed_and_keep_to_what_they_depend_on(times: tuple
             busy = sorted((span.start, span.end) for span in found if span.task in resource)
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(busy))
     assert makespan(search(times), times) <= makespan(theorem_1(times), times) <= makespan(sequential(times), times)
+
+
+def test_an_order_that_nothing_can_beat_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network never waits but for the first chunk, so there is nothing to look for among 16 chunks' orders."""
+    times = (ChunkTimes(0.05, 1.6, 0.2, 1.6, 0.04, 1.8, 0.25),) * 16
+    monkeypatch.setattr(task_order, "_grown", lambda *_: pytest.fail("it looked further"))
+    assert search(times) == theorem_1(times)
 
 
 def test_makespans_by_hand() -> None:
