@@ -1,5 +1,6 @@
 """tools/bench/testbed.py: links that are as slow as they are said to be, and nothing left behind, however it ends."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -112,7 +113,10 @@ def sleeper(testbed, tmp_path: Path) -> Iterator[subprocess.Popen]:
     script = tmp_path / "sleeper.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     flags = f"--nodes 2 --ranks-per-node 1 --link-mbit {LINK} -- {script}".split()
-    process = subprocess.Popen([sys.executable, str(TOOLS / "bench" / "testbed.py"), *flags], stdout=subprocess.PIPE)
+    command = [sys.executable, str(TOOLS / "bench" / "testbed.py"), *flags]
+    # Tests that run in the background may have been told to ignore Ctrl-C, and pass that on
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=heed)
     yield process
     process.kill()
     process.wait()
