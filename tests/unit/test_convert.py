@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_balance.convert.architectures import Model
-from megatron_balance.convert.conversion import export_model, import_model
+from megatron_balance.convert.conversion import export_model, import_model, run_config
 from megatron_balance.convert.pieces import QueryKeyValue, Rows
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, read_json, write
+from megatron_balance.dry_run import imagined_run
 from tests import hf_models
+from tests.unit.published_models import PUBLISHED
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
@@ -201,6 +203,28 @@ def test_every_tensor_has_one_place(models) -> None:
         pieces = [piece for file in Model(read_json(models(name) / "config.json")).pieces() for piece in file]
         assert len({(piece.key, piece.at) for piece in pieces}) == len(pieces)
         assert sorted(source for piece in pieces for source in piece.sources) == sorted(Weights(models(name)).shapes)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_as_many_numbers_here(name: str) -> None:
+    """At their full size, with nothing allocated: here, in `transformers`, and as their authors say."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    billions, config = PUBLISHED[name]
+    with torch.device("meta"):
+        source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    expected = sum(tensor.numel() for tensor in source.state_dict().values())
+    assert expected / 1e9 == pytest.approx(billions, rel=2e-3)
+    model = Model(config)
+    assert (
+        sum(math.prod(size) for file in model.pieces() for piece in file for size in piece.source_sizes.values())
+        == expected
+    )
+    with imagined_run(run_config(model, None), 0, 1) as run:
+        (chunk,) = run.model
+        found = sum(value.numel() for value in chunk.state_dict().values() if isinstance(value, torch.Tensor))
+    padding = run.vocab_size - model.vocabulary
+    assert found == expected + 2 * padding * model.hidden
 
 
 def peak_bytes(*words: str) -> int:
