@@ -27,10 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load-dir", type=Path, required=True)
     parser.add_argument("--save-dir", type=Path, help="does not apply to roundtrip")
     parser.add_argument("--hf-dir", type=Path, help="export: config.json and tokenizer; default: as they were imported")
+    parser.add_argument(
+        "--without",
+        metavar="PREFIX",
+        action="append",
+        default=[],
+        help="import: leave out the tensors whose names begin so; may be given again",
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration of the checkpoint to read; default: the latest")
     args = parser.parse_args(argv)
     if (args.save_dir is None) != (args.action == "roundtrip"):
         parser.error(f"{args.action}: {'give' if args.save_dir is None else 'leave out'} --save-dir")
+    if args.without and args.action != "import":
+        parser.error(f"--without: does not apply to {args.action}")
     quiet.silence_expected_warnings()
     cpu.install()
     from megatron_balance.convert.conversion import export_model, import_megatron, import_model
@@ -40,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if args.action == "import":
-            import_model(args.load_dir, args.save_dir, say)
+            import_model(args.load_dir, args.save_dir, say, args.without)
         elif args.action == "import-megatron":
             import_megatron(args.load_dir, args.save_dir, args.ckpt_step, say)
         elif args.action == "export":

@@ -28,8 +28,11 @@ LISTED = 20
 Say = Callable[[str], object]
 
 
-def import_model(source: Path, target: Path, say: Say) -> None:
+def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = ()) -> None:
     """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, of its weights alone.
+
+    Args:
+        without: beginnings of names of tensors that are left behind.
 
     Raises:
         ValueError: the model is not known, or its files are not what its config.json says; names them.
@@ -37,7 +40,11 @@ def import_model(source: Path, target: Path, say: Say) -> None:
     """
     model, weights = Model(read_json(source / "config.json")), Weights(source)
     files = model.pieces()
-    _compare(weights.shapes, _sources(files), str(source))
+    for prefix in without:
+        if not any(name.startswith(prefix) for name in weights.shapes):
+            raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
+    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
+    _compare(shapes, _sources(files), str(source))
     config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:

@@ -168,6 +168,19 @@ def test_spoiled_models_leave_nothing(models, tmp_path, name: str) -> None:
     assert not target.exists()
 
 
+def test_tensors_that_are_to_be_left_out(models, tmp_path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(models("mixtral"), source)
+    changed(source, lambda all: all.update({"model.layers.9.a": torch.ones(1), "model.layers.9.b": torch.ones(1)}))
+    with pytest.raises(ValueError, match=r"--without model.layers.8.: no tensor"):
+        import_model(source, tmp_path / "there", quiet, ["model.layers.9.", "model.layers.8."])
+    with pytest.raises(ValueError, match=f"1 tensors missing: {NORM}"):
+        import_model(source, tmp_path / "there", quiet, ["model.layers.9.", NORM])
+    import_model(source, tmp_path / "there", quiet, ["model.layers.9."])
+    export_model(tmp_path / "there", tmp_path / "back", None, None, quiet)
+    assert tensors(tmp_path / "back").keys() == tensors(models("mixtral")).keys()
+
+
 class Hostile:
     def __reduce__(self) -> tuple:
         return (pytest.fail, ("the pickle was opened",))
