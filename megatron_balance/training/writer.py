@@ -4,6 +4,7 @@ The processes are forked, so they see the tensors as they are now while training
 were made on the host. A process that dies or stalls is an error of the save, never a wait for ever.
 """
 
+import gc
 import inspect
 import multiprocessing
 import multiprocessing.connection
@@ -131,7 +132,15 @@ def _start(bucket: tuple, transforms: list) -> _Part:
     process = multiprocessing.get_context("fork").Process(
         target=_serve, args=(theirs, bucket, transforms), name=f"writer of {bucket[1]}"
     )
-    process.start()
+    # What waits for the garbage collector here must not be collected there: the destructor of a process group would
+    # wait for ever for threads, which are not forked
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        process.start()
+    finally:
+        if collecting:
+            gc.enable()
     theirs.close()
     return _Part(Path(bucket[0]), process, ours)
 
