@@ -62,6 +62,9 @@ class Ranks:
                 pipe.send((task, args, rendezvous, timeout))
             try:
                 results = self._collect(task, timeout)
+                for pipe in self._pipes:
+                    pipe.send("end")
+                self._collect(task, timeout)
             except BaseException:
                 self.stop()
                 raise
@@ -120,7 +123,10 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             return
         try:
             with _process_group(rank, world_size, rendezvous, timeout):
-                outcome = (None, task(*args))
+                pipe.send((None, task(*args)))
+                # A rank whose groups end while another one still connects to them breaks that one
+                pipe.recv()
+            outcome = (None, None)
         except BaseException:
             outcome = (traceback.format_exc(), None)
         pipe.send(outcome)
