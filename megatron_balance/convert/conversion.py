@@ -35,7 +35,8 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
         without: beginnings of names of tensors that are left behind.
 
     Raises:
-        ValueError: the model is not known, or its files are not what its config.json says; names them.
+        ValueError: the model is not known, its files are not what its config.json says, or nothing begins as `without`
+            says; names them.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
     model, weights = Model(read_json(source / "config.json")), Weights(source)
