@@ -213,14 +213,15 @@ class Balancer:
             self._plans[action] = self._start_plan(state, ahead=action.iteration, late=late)
             return
         plan = state.part(action)
-        if not plan.rounds:
-            self._flights[action] = None
-        elif action.operation is Operation.TRANS:
+        if action.operation is Operation.TRANS:
+            # Without rounds too: `ready` may start a gather, and replicas that plan differently share its communicator
             work = functools.partial(self.transfer.trans, plan, state.placement, state.slots)
             self._flights[action] = self._lane.start(work, state.slots.ready)
-        else:
+        elif plan.rounds:
             work = functools.partial(self.transfer.agg, plan, state.placement, state.slots)
             self._flights[action] = self._lane.start(work)
+        else:
+            self._flights[action] = None
 
     def _start_plan(self, state: LayerState, ahead: int, late: "Future[Plan] | None") -> "Future[Plan] | None":
         """Let the policy plan for this iteration or the next one, if a plan is due and none is `late`."""
@@ -259,9 +260,9 @@ class Balancer:
         if flight is not None:
             start = clock.mark()
             began, ended = flight.wait()
-            self._waited(action, start)
-            if self.timeline is not None:
-                sent = state.sent_bytes(action, self.group.rank())
+            if state.part(action).rounds:
+                self._waited(action, start)
+                sent = state.sent_bytes(action, self.group.rank()) if self.timeline is not None else 0
                 self._keep("communication", action, began, ended, issued=flight.issued, num_bytes=sent)
         if action.part < action.parts:
             return
