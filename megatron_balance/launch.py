@@ -13,6 +13,7 @@ from megatron_balance.build import build_run
 from megatron_balance.checks import Machine
 from megatron_balance.config import RunConfig
 from megatron_balance.device import groups
+from megatron_balance.device.collectives import Collectives
 from megatron_balance.dry_run import dry_run
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
@@ -43,7 +44,10 @@ def pretrain(argv: list[str]) -> None:
     timeout_minutes = config.launch.distributed_timeout_minutes
     store = groups.start(launch, config.launch.distributed_backend, timeout_minutes)
     stopping = Stopping(config.train)
-    with HangGuard(store, launch.rank, launch.world_size, timeout_minutes * 60, launch.store_rank) as guard:
+    with (
+        Collectives().recorded() as collectives,
+        HangGuard(store, launch.rank, launch.world_size, timeout_minutes * 60, launch.store_rank, collectives) as guard,
+    ):
         with stopping.listening():
             with _leaving_together(ValueError, CheckpointError):
                 run, log, checkpoints = _prepare(config, notices, guard)

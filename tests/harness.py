@@ -2,6 +2,9 @@
 
 A task is a module-level function called on every rank inside a fresh process group. Importing torch and megatron-core
 costs seconds, so the ranks are forked from one server process that has imported them, and stay for the next task.
+
+Every task's collectives are recorded: it fails if members of a group enter different ones, or in orders that NCCL may
+not survive. A task that does not end in time is asked where its ranks differ.
 """
 
 import contextlib
@@ -15,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,10 +27,16 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megatron_balance.device.collective_order import Event, Record, circle, differences, report
+from megatron_balance.device.collectives import Collectives
+
 PRELOAD = ["tests.preload"]
 DEFAULT_TIMEOUT = 180.0
 """Seconds for one task."""
 
+
+ANSWER_SECONDS = 5.0
+"""Time for a rank to say what it has entered."""
 
 MAX_THREADS = 150
 """The distributed optimizer's models are not collected, and their groups' threads poll: such ranks are replaced."""
@@ -44,14 +53,16 @@ class Ranks:
         self.world_size = world_size
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._questions: list[Connection] = []
+        """Ask a rank, whatever its task does, what it has entered."""
         self._serial = itertools.count()
 
     def run(self, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
         """Call `task(*args)` on every rank and return what each returned.
 
         Raises:
-            RankFailure: the first rank that failed, with its traceback. All ranks are then stopped; the next `run`
-                starts new ones.
+            RankFailure: the first rank that failed, with its traceback, or the first difference between the ranks'
+                collectives. All ranks are then stopped; the next `run` starts new ones.
         """
         if not all(process.is_alive() for process in self._processes) or not self._processes:
             self.stop()
@@ -64,7 +75,7 @@ class Ranks:
                 results = self._collect(task, timeout)
                 for pipe in self._pipes:
                     pipe.send("end")
-                self._collect(task, timeout)
+                check_order(task.__name__, self._collect(task, timeout))
             except BaseException:
                 self.stop()
                 raise
@@ -78,19 +89,21 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._questions = [], [], []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            (ours, theirs), (question, answer) = context.Pipe(), context.Pipe()
             # Not daemons: saving a checkpoint starts processes of its own
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs))
+            process = context.Process(target=_serve, args=(rank, self.world_size, theirs, answer))
             process.start()
             theirs.close()
+            answer.close()
             self._processes.append(process)
             self._pipes.append(ours)
+            self._questions.append(question)
 
     def _collect(self, task: Callable, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -100,7 +113,9 @@ class Ranks:
             ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 missing = sorted(set(range(self.world_size)) - results.keys())
-                raise RankFailure(f"{task.__name__}: ranks {missing} did not finish in {timeout} s")
+                raise RankFailure(
+                    f"{task.__name__}: ranks {missing} did not finish in {timeout} s\n{self._first_difference()}"
+                )
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
@@ -108,12 +123,43 @@ class Ranks:
                 except EOFError:
                     raise RankFailure(f"{task.__name__}: rank {rank} died") from None
                 if error is not None:
-                    raise RankFailure(f"{task.__name__}: rank {rank} of {self.world_size} failed\n{error}")
+                    where = f"{task.__name__}: rank {rank} of {self.world_size} failed"
+                    raise RankFailure(f"{where}\n{error}\n{self._first_difference()}")
         return [results[rank] for rank in range(self.world_size)]
 
+    def _first_difference(self) -> str | None:
+        """Where the ranks' collectives differ while a task still runs."""
+        records = {}
+        for rank, question in enumerate(self._questions):
+            question.send("record")
+            if question.poll(ANSWER_SECONDS):
+                records[rank] = question.recv()
+        return report(records)
 
-def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+
+def check_order(task: str, recorded: Sequence[tuple[Record, list[Event]]]) -> None:
+    """Every group's members entered the same operations, and those of different groups in one order.
+
+    Args:
+        recorded: what each rank entered, and in which order.
+    """
+    records = {rank: record for rank, (record, _) in enumerate(recorded)}
+    for difference in differences(records):
+        raise RankFailure(f"{task}: {difference}")
+    messages = {key for record in records.values() for key, channel in record.items() if channel.is_message}
+    around = circle({rank: events for rank, (_, events) in enumerate(recorded)}, messages)
+    if around:
+        known = {key: channel for record in records.values() for key, channel in record.items()}
+        steps = (f"group {known[key].name}, operation {number}: {known[key].at(number)}" for key, number in around)
+        raise RankFailure(
+            f"{task}: each of these comes before the next, and the last before the first:\n" + "\n".join(steps)
+        )
+
+
+def _serve(rank: int, world_size: int, pipe: Connection, answer: Connection) -> None:
     torch.set_num_threads(1)
+    collectives = [Collectives(kept=None)]
+    threading.Thread(target=_answer, args=(answer, collectives), daemon=True).start()
     # Every task ends with a collection, which need not look through all of torch again
     gc.freeze()
     while True:
@@ -121,15 +167,23 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             task, args, rendezvous, timeout = pipe.recv()
         except EOFError:
             return
+        collectives[0] = Collectives(kept=None)
         try:
-            with _process_group(rank, world_size, rendezvous, timeout):
+            with collectives[0].recorded(), _process_group(rank, world_size, rendezvous, timeout):
                 pipe.send((None, task(*args)))
                 # A rank whose groups end while another one still connects to them breaks that one
                 pipe.recv()
-            outcome = (None, None)
+            outcome = (None, (collectives[0].record(), collectives[0].events))
         except BaseException:
             outcome = (traceback.format_exc(), None)
         pipe.send(outcome)
+
+
+def _answer(answer: Connection, collectives: list[Collectives]) -> None:
+    """Tell what the present task has entered, whenever somebody asks."""
+    with contextlib.suppress(EOFError):
+        while answer.recv():
+            answer.send(collectives[0].record())
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_balance.device import collective_order
+from megatron_balance.device.collectives import Collectives
 from megatron_balance.training.stall import (
     Position,
     Pulse,
@@ -49,6 +51,9 @@ BACKSTOP_SECONDS = 9
 
 EXIT_STATUS = 1
 
+OPERATIONS = 32
+"""What each rank tells after an alarm: so many of the latest operations of each of its process groups."""
+
 
 class HangGuard:
     """Guards the `with` block: its exceptions, other ranks' ends and stalls all end this process with EXIT_STATUS.
@@ -57,7 +62,13 @@ class HangGuard:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, limit: float, store_rank: int | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        limit: float,
+        store_rank: int | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """Prepare the guard; it starts with the `with` block.
 
@@ -65,10 +76,11 @@ class HangGuard:
             store: the job's key-value store; the guard opens a connection of its own.
             limit: seconds that a rank may wait in one place before the job counts as stalled.
             store_rank: the rank whose process holds the store; None if the launcher does.
+            collectives: what this rank has entered, so that a stall's verdict names the first difference between ranks.
         """
         self._store = dist.PrefixStore("hang_guard", store.clone())
         self._rank, self._world_size = rank, world_size
-        self._limit, self._store_rank = limit, store_rank
+        self._limit, self._store_rank, self._collectives = limit, store_rank, collectives
         self._period = min(MAX_PERIOD, limit / 10)
         self._position = Position()
         self._progress = self._answered = time.monotonic()
@@ -220,6 +232,9 @@ class HangGuard:
         """Report; draw the verdict or await it; print it; wait until all have. Who holds the store leaves last."""
         self._report = self._own_report()
         self._store.set(f"report/{self._rank}", self._report.to_json())
+        if self._collectives is not None:
+            packed = collective_order.pack(self._collectives.record(), OPERATIONS)
+            self._store.set(f"collectives/{self._rank}", packed)
         self._store.add("reported", 1)
         if self._store.add("alarm", 1) == 1:
             self._count_up_to("reported", self._world_size, REPORT_SECONDS)
@@ -238,17 +253,22 @@ class HangGuard:
             self._count_up_to("left", reported, FAREWELL_SECONDS)
 
     def _draw_verdict(self) -> str:
-        ranks = range(self._world_size)
-        reports, pulses = (
-            [self._store.get(key) if self._store.check([key]) else None for key in keys]
-            for keys in ([f"report/{rank}" for rank in ranks], [f"pulse/{rank}" for rank in ranks])
+        reports, pulses, entered = (self._told(kind) for kind in ("report", "pulse", "collectives"))
+        found = [None if text is None else Report.from_json(text) for text in reports]
+        said = verdict(
+            found, [None if text is None else Pulse.from_json(text) for text in pulses], time.time(), self._limit
         )
-        return verdict(
-            [None if text is None else Report.from_json(text) for text in reports],
-            [None if text is None else Pulse.from_json(text) for text in pulses],
-            time.time(),
-            self._limit,
-        )
+        if any(report is not None and report.activity == "failed" for report in found):
+            # The others wait for the rank that failed, wherever they are
+            return said
+        records = {rank: collective_order.unpack(text) for rank, text in enumerate(entered) if text is not None}
+        difference = collective_order.report(records)
+        return said if difference is None else f"{said}; {difference}"
+
+    def _told(self, kind: str) -> list[bytes | None]:
+        """What each rank has left under this name; None: nothing."""
+        keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
+        return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
     def _count_up_to(self, key: str, target: int, seconds: float) -> int:
         """Wait until the counter has reached `target`, or for `seconds`; returns the counter."""

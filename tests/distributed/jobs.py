@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.harness import PRELOAD
+from megatron_balance.device.collectives import Collectives
+from tests.harness import PRELOAD, check_order
 
 Prepare = Callable[[int], None]
 """Called in every rank, with its number, before it trains."""
@@ -64,6 +66,8 @@ class Job:
                     deadline = min(deadline, time.monotonic() + grace)
         codes = [process.exitcode for process in self.ranks]
         self.kill()
+        if codes == [0] * len(codes):
+            check_order("pretrain", [pickle.loads(_record_beside(log).read_bytes()) for log in self.logs])
         return Ended(codes, [self.output(rank) for rank in range(len(self.ranks))])
 
     def await_iteration(self, iteration: int | None = None, seconds: float = 90.0) -> None:
@@ -109,11 +113,19 @@ def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare:
     torch.set_num_threads(1)
     if prepare is not None:
         prepare(rank)
+    collectives = Collectives(kept=None)
     try:
-        launch.pretrain(flags.split())
+        with collectives.recorded():
+            launch.pretrain(flags.split())
     finally:
+        _record_beside(log).write_bytes(pickle.dumps((collectives.record(), collectives.events)))
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _record_beside(log: Path) -> Path:
+    """Where a rank leaves what it has entered in process groups."""
+    return log.with_suffix(".collectives")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.distributed.jobs import Job, Prepare
 from tests.distributed.runs import BASE
@@ -67,6 +69,11 @@ def fail_beside_the_computation_of_rank_1(rank: int) -> None:
         original(transfer, *args)
 
     ExpertTransfer.agg = agg
+
+
+def add_up_in_rank_1(rank: int) -> None:
+    """An operation of its own, which the others never enter."""
+    replace_forward(lambda: dist.all_reduce(torch.zeros(3)), (1,), 20, rank)
 
 
 def think_on_all_ranks(rank: int) -> None:
@@ -163,6 +170,15 @@ def test_a_rank_that_fails_beside_its_computation_is_named(start) -> None:
     assert job.join([0, 1, 2], 15) == [1, 1, 1]
     for rank in (0, 1, 2):
         assert job.verdict(rank).startswith("rank 1 failed with ValueError: a bad link (iteration ")
+
+
+def test_a_rank_in_another_collective_is_named_with_the_difference(start) -> None:
+    job = start(add_up_in_rank_1)
+    job.await_iteration(4)
+    assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
+    said = r"; group default-pg, operation \d+: rank 1 all-reduces 3 float32 \(.*\), but ranks 0, 2 did not: "
+    for rank in (0, 1, 2):
+        assert re.search(said, job.verdict(rank))
 
 
 def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:

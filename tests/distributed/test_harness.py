@@ -1,6 +1,7 @@
 """The harness itself: a failing rank fails the task, at once and by name."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,5 +36,56 @@ def test_results_come_in_rank_order_and_failures_with_their_traceback() -> None:
         with pytest.raises(RankFailure, match=r"ranks \[0\] did not finish"):
             group.run(wait_for_nobody, timeout=2)
         assert time.monotonic() - start < 20
+    finally:
+        group.stop()
+
+
+def add_up(size: int = 8, group: dist.ProcessGroup | None = None) -> None:
+    dist.all_reduce(torch.ones(size), group=group)
+
+
+def add_up_elsewhere() -> None:
+    dist.all_reduce(torch.ones(8))
+
+
+def exchanged_on_rank_one() -> None:
+    """As many elements in the same operation: gloo notices nothing."""
+    order = [add_up, add_up_elsewhere]
+    for step in reversed(order) if dist.get_rank() == 1 else order:
+        step()
+
+
+def left_out_on_rank_one() -> None:
+    for _ in range(3 - dist.get_rank()):
+        add_up()
+
+
+def other_sizes_on_rank_one() -> None:
+    """As many bytes, because gloo would end the process."""
+    dist.all_reduce(torch.ones(4, dtype=torch.float64) if dist.get_rank() == 1 else torch.ones(8))
+
+
+def circle_of_two_communicators() -> None:
+    """Each rank waits only once it has issued both, so that gloo comes through."""
+    first, second = (dist.new_group([0, 1], group_desc=name) for name in ("FIRST_GROUP", "SECOND_GROUP"))
+    order = [second, first] if dist.get_rank() == 1 else [first, second]
+    for work in [dist.all_reduce(torch.ones(8), group=group, async_op=True) for group in order]:
+        work.wait()
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (exchanged_on_rank_one, r"operation 2: rank 0 all-reduces 8 .*\(add_up .*, rank 1 .*\(add_up_elsewhere "),
+        (left_out_on_rank_one, r"operation 4: rank 0 all-reduces 8 .*, but rank 1 did not: .* is operation 3"),
+        (other_sizes_on_rank_one, r"operation 2: rank 0 all-reduces 8 float32 .*, rank 1 all-reduces 4 float64 "),
+        (circle_of_two_communicators, r"(?s)the last before the first:\ngroup first, .*\ngroup second, "),
+    ],
+)
+def test_a_difference_between_ranks_is_named(task: Callable[[], None], said: str) -> None:
+    group = Ranks(2)
+    try:
+        with pytest.raises(RankFailure, match=said):
+            group.run(task, timeout=3)
     finally:
         group.stop()
