@@ -69,7 +69,7 @@ def build_balancer(
     connect(twin)
     ownership = None
     if settings.balance_ownership == "transfer":
-        stage = device_groups.new_group_of_like(groups.pp.rank(), dist.group.WORLD, minutes)
+        stage = device_groups.new_group_of_like(groups.pp.rank(), dist.group.WORLD, minutes, "PIPELINE_STAGE")
         connect(stage)
         ownership = OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 

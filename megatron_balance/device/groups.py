@@ -157,16 +157,19 @@ def new_twin(
     Arguments as of `new_sub_groups`.
     """
     everyone = tuple(range(group.size()))
-    return _new_groups(group, job, [everyone], timeout_minutes)[everyone]
+    return _new_groups(group, job, [everyone], timeout_minutes, "TWIN")[everyone]
 
 
-def new_group_of_like(value: object, job: dist.ProcessGroup, timeout_minutes: float | None = None) -> dist.ProcessGroup:
-    """The ranks of the job that call this with an equal value; every rank of the job calls it."""
+def new_group_of_like(
+    value: object, job: dist.ProcessGroup, timeout_minutes: float | None = None, name: str | None = None
+) -> dist.ProcessGroup:
+    """The ranks of the job that call this with an equal value; every rank of the job calls it. `name` is for people."""
     values = _from_all(value, job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     own: dist.ProcessGroup | None = None
     for kind in dict.fromkeys(values):
-        group = dist.new_group([rank for rank, other in enumerate(values) if other == kind], timeout=timeout)
+        alike = [rank for rank, other in enumerate(values) if other == kind]
+        group = dist.new_group(alike, timeout=timeout, group_desc=name)
         own = group if kind == value else own
     assert own is not None
     return own
@@ -190,11 +193,15 @@ def new_sub_groups(
     """
     everyone = tuple(range(ep_group.size()))
     shapes = sorted(set(wanted) - {everyone})
-    return {everyone: ep_group} | _new_groups(ep_group, job, shapes, timeout_minutes)
+    return {everyone: ep_group} | _new_groups(ep_group, job, shapes, timeout_minutes, "PART")
 
 
 def _new_groups(
-    ep_group: dist.ProcessGroup, job: dist.ProcessGroup, shapes: Iterable[Members], timeout_minutes: float | None
+    ep_group: dist.ProcessGroup,
+    job: dist.ProcessGroup,
+    shapes: Iterable[Members],
+    timeout_minutes: float | None,
+    suffix: str,
 ) -> dict[Members, dist.ProcessGroup]:
     every = _from_all(dist.get_process_group_ranks(ep_group), job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
@@ -202,7 +209,7 @@ def _new_groups(
     for ranks in sorted(set(map(tuple, every))):
         for members in shapes:
             chosen = [ranks[member] for member in members]
-            group = dist.new_group(chosen, timeout=timeout)
+            group = dist.new_group(chosen, timeout=timeout, group_desc=f"{ep_group.group_desc}_{suffix}")
             if job.rank() in chosen:
                 created[members] = group
     return created

@@ -135,7 +135,8 @@ def _wait_in_any_order(node_size: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4)])
 def test_several_at_a_time(ranks, world_size: int, node_size: int) -> None:
-    ranks(world_size).run(wait_in_any_order, node_size)
+    # Tags tell gloo which message is which
+    ranks(world_size).run(wait_in_any_order, node_size, in_one_order=False)
 
 
 def choose() -> list[str]:
