@@ -52,7 +52,7 @@ def _two_arguments(group: dist.ProcessGroup, outputs: Any, inputs: Any, *_: Any)
 
 
 def _second_argument(group: dist.ProcessGroup, outputs: Any, inputs: Any, *_: Any) -> _Shape:
-    """The other one is empty but on the root."""
+    """Of the first one, each member has its part, or the root alone has any."""
     return _first_argument(group, inputs)
 
 
@@ -103,7 +103,7 @@ COLLECTIVES: dict[str, tuple[str, Callable[..., _Shape]]] = {
     "allgather": ("all-gathers", _list_gather),
     "all_gather_single": ("all-gathers", _two_arguments),
     "all_gather_single_coalesced": ("all-gathers", _two_arguments),
-    "reduce_scatter": ("reduce-scatters", _two_arguments),
+    "reduce_scatter": ("reduce-scatters", _second_argument),
     "reduce_scatter_single": ("reduce-scatters", _two_arguments),
     "reduce_scatter_single_coalesced": ("reduce-scatters", _two_arguments),
     "all_to_all_single": ("exchanges", _split_exchange),
@@ -204,6 +204,9 @@ class Collectives:
         def noted(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
             ends = (group.rank(), peer) if sends else (peer, group.rank())
             key, sizes = f"{group.group_name}:{ends[0]}->{ends[1]}", (tensors[0].numel(),)
+            if tag and dist.get_backend(group) == "gloo":
+                # NCCL goes by order alone; here threads may send in turn what tags keep apart
+                key += f" tag {tag}"
             place = self._note(key, group, ends, verb, tensors[0], sizes, (), (), detail=f"tag {tag}")
             return self._began(place, method(group, tensors, peer, tag))
 
