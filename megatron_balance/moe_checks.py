@@ -10,6 +10,7 @@ from megatron_balance.flags import flag_of
 from megatron_balance.flow.chunk_choice import find_degrees
 from megatron_balance.flow.task_order import find_order
 from megatron_balance.placement.policies import OPTION_FIELDS, OPTIONS, load_policy, policy_options
+from megatron_balance.placement.policies.top_k import TopK
 
 NOT_BALANCED = (
     *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
@@ -140,7 +141,7 @@ def _schedule(
 def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
     """What a placement policy needs."""
     policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
-    load_policy(policy, **policy_options(policy, values))
+    made = load_policy(policy, **policy_options(policy, values))
     flag = f"--balance-policy {policy}"
     if values["moe_layer_impl"] != "balanced":
         raise ValueError(f"{flag}: needs --moe-layer-impl balanced")
@@ -156,6 +157,11 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
         raise ValueError(
             f"--balance-guest-slots {slots}: {flag} needs 1 to {strangers}, the number of experts that a rank does not "
             "own; or use --balance-policy none"
+        )
+    if isinstance(made, TopK) and slots < (needed := min(made.k, strangers)):
+        raise ValueError(
+            f"--balance-guest-slots {slots}: {flag} copies {made.k} experts to every rank; give --balance-guest-slots "
+            f"{needed}"
         )
     for name in OPTION_FIELDS:
         if name in given and name not in OPTIONS.get(policy, {}).values():

@@ -118,7 +118,7 @@ class GroupedWeights(torch.nn.Module):
             together.append(self.guests)
         if stand_ins is not None:
             together = [projection.replaced(stand_ins) for projection in together]
-        if guests:
+        if 0 < guests < len(together[-1].weight):  # The gradient of a slice is a copy
             together[1] = together[1].first(guests)
         return [slot for part in together for slot in part.by_slot()] if by_slot else together
 

@@ -72,6 +72,8 @@ class BalancedMoELayer(MoELayer):
         self.split: Split = "local_first"
 
         self.router = submodules.router(config=config, pg_collection=path.router_groups())
+        decide = self.router.routing
+        self.router.routing = lambda logits, **options: decide(path.agree(logits), **options)
         self.dispatcher = self._build_dispatcher(exchange, chunks)
         home = owners.experts_of(self.ep_group.rank())
         self.experts = submodules.experts(home, config, pg_collection=groups)

@@ -194,6 +194,14 @@ class TokenPath:
             )
         return tensor
 
+    def agree(self, logits: torch.Tensor) -> torch.Tensor:
+        """The router logits from which all ranks that share rows decide: those of the first of these ranks.
+
+        Copies of hidden states differ by rounding on a GPU. Ranks that chose different experts for a token would count,
+        send and combine different rows. A rank's own logits get the gradient.
+        """
+        return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
+
     def shares(self, probs_TE: torch.Tensor, map_TE: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """By source, in the order of the ranks that have these tokens: what it sends of them, as (weights, choices)."""
         if not self.splits_rows:
@@ -227,6 +235,18 @@ class TokenPath:
 
     def _before(self, one: Step, other: Step) -> bool:
         return {one, other} <= {*self.steps} and self.steps.index(one) < self.steps.index(other)
+
+
+class _FirstMembers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 class _GradientTimes(torch.autograd.Function):

@@ -116,8 +116,12 @@ def mixture(rows_RH: torch.Tensor, probs_R: torch.Tensor, job: Job) -> torch.Ten
         rows_RH: by member of the job's share, then by chunk, then by physical expert.
         probs_R: combine weight of each row.
     """
-    weights = job.experts.tensors(job.plans[0].placement.slots_per_rank)
-    return _Mixture.apply(rows_RH, probs_R, job, torch.is_grad_enabled(), *weights)
+    return _Mixture.apply(rows_RH, probs_R, job, torch.is_grad_enabled(), *_weights(job))
+
+
+def _weights(job: Job) -> list[torch.Tensor]:
+    """The leaves that the job's experts compute with."""
+    return job.experts.tensors(job.plans[0].placement.slots_per_rank)
 
 
 def _sent_CHS(job: Job) -> torch.Tensor:
@@ -173,10 +177,48 @@ class _Graph(NamedTuple):
     probs: torch.Tensor
 
 
+class _WeightGradients:
+    """Sums the chunks' gradients of each weight in the precision of the main gradients.
+
+    Every chunk but the last is added to the weight's `main_grad`. The last chunk's gradient is what autograd
+    accumulates, so that the hook that adds it to `main_grad` (DDP's, or a guest's) runs once per backward pass. The
+    gradient of a weight without `main_grad` is summed in float32 or better and rounded once.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+        """`leaves` stand for the weights in the chunks' graphs."""
+        self.leaves = leaves
+        self.totals: list[torch.Tensor | None] = [getattr(weight, "main_grad", None) for weight in weights]
+        self.has_main_grad = [total is not None for total in self.totals]
+
+    def add_chunk(self) -> None:
+        """Move the gradients of a chunk, which others follow, out of the leaves."""
+        for index, gradient in enumerate(self._taken()):
+            total = self.totals[index]
+            if total is None:
+                self.totals[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            else:
+                total.add_(gradient)
+
+    def finish(self) -> list[torch.Tensor]:
+        """The gradients to return to autograd after the last chunk, in the order of the weights."""
+        return [
+            gradient if total is None or has_main_grad else total.add_(gradient).to(gradient.dtype)
+            for gradient, total, has_main_grad in zip(self._taken(), self.totals, self.has_main_grad, strict=True)
+        ]
+
+    def _taken(self) -> list[torch.Tensor]:
+        """Autograd copies a gradient that anything else still refers to: the leaves let theirs go."""
+        gradients = [leaf.grad for leaf in self.leaves]
+        for leaf in self.leaves:
+            leaf.grad = None
+        return gradients
+
+
 class _Mixture(torch.autograd.Function):
     """Autograd sees one operation; inside it, each chunk's experts have a graph of their own.
 
-    So the order of a backward pass is the job's, and each weight gets its gradient once.
+    So the order of a backward pass is the job's, and autograd gets one gradient for each weight.
     """
 
     @staticmethod
@@ -184,7 +226,6 @@ class _Mixture(torch.autograd.Function):
         ctx: Any, rows_RH: torch.Tensor, probs_R: torch.Tensor, job: Job, with_graph: bool, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.job, ctx.graphs = job, {}
-        # Gradients of all chunks add up in these
         ctx.leaves = [weight.detach().requires_grad_(with_graph) for weight in weights]
         stand_ins = dict(zip(weights, ctx.leaves, strict=True))
         tokens_CDS = _tokens_CDS(job)
@@ -221,6 +262,7 @@ class _Mixture(torch.autograd.Function):
         job = ctx.job
         exchange, spread = job.exchange, job.sharding.spread
         tokens_CDS = _tokens_CDS(job)
+        of_weights = _WeightGradients(_weights(job), ctx.leaves)
         of_probs: dict[int, torch.Tensor] = {}
         going: list[Exchange] = []
 
@@ -232,7 +274,9 @@ class _Mixture(torch.autograd.Function):
             # Not autograd.grad, which megatron-core's recomputation refuses
             torch.autograd.backward([graph.output], [gradient])
             of_probs[chunk] = graph.probs.grad
-            if len(of_probs) == len(job.plans):
+            if len(of_probs) < len(job.plans):
+                of_weights.add_chunk()
+            else:
                 probs = torch.cat([of_probs[one] for one in range(len(job.plans))])
                 probs = transposed(probs, tokens_CDS.permute(0, 2, 1), (2, 0, 1))
                 job.begin("dispatch_backward")
@@ -248,4 +292,4 @@ class _Mixture(torch.autograd.Function):
         to_probs = transposed(going.pop().wait(), _sent_CHS(job).transpose(0, 1), (1, 0, 2))
         if job.share is not None:
             to_probs = job.share.all(to_probs)
-        return of_rows, to_probs, None, None, *(leaf.grad for leaf in ctx.leaves)
+        return of_rows, to_probs, None, None, *of_weights.finish()

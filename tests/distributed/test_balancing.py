@@ -55,7 +55,8 @@ MODES = {
 
 def with_policy(flags: str, policy: str, mode: str, profiles: dict[int, Path]) -> str:
     profile = profiles[4 if "--expert-model-parallel-size 4" in flags else 2]
-    return f"{flags} --balance-policy {policy} {MODES[mode]} --balance-profile {profile}"
+    slots = "--balance-guest-slots 3" if policy == "top3" else ""
+    return f"{flags} --balance-policy {policy} {slots} {MODES[mode]} --balance-profile {profile}"
 
 
 def check_follows(ranks, curve_of, plain: str, balanced: str, iterations: int = ITERATIONS) -> None:

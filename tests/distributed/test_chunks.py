@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_balance.comm.alltoall import Exchange, P2PAllToAll
-from megatron_balance.device.layout import build_groups
+from megatron_balance.device.layout import build_groups, destroy_groups
 from megatron_balance.flow import pipeline
 from megatron_balance.flow.chunking import Chunking
 from megatron_balance.flow.layer import BalancedMoELayer
@@ -19,6 +21,7 @@ from tests.distributed import runs
 from tests.distributed.test_balancing import check_follows, with_policy
 from tests.distributed.test_layer import (
     ACTIVATIONS,
+    EXPERTS,
     HIDDEN,
     Collect,
     build_layer,
@@ -123,6 +126,100 @@ def test_what_is_executed_is_the_schedule(ranks, chunks: int) -> None:
     for seed in range(3):
         for wanted, done in ranks(4).run(orders_and_logs, chunks, seed):
             assert done == wanted
+
+
+def bf16_layer(dtype: torch.dtype, bias: bool) -> BalancedMoELayer:
+    """A layer whose weights fit bfloat16, computing in `dtype`; it routes alike in every dtype."""
+    destroy_groups()
+    config = moe_config(params_dtype=dtype, hidden_size=32, moe_ffn_hidden_size=64, add_bias_linear=bias)
+    layer = build_layer(config, build_groups(config, seed=7))
+    router = layer.router.weight
+    generator = torch.Generator().manual_seed(5)
+    for parameter in (router, *layer.experts.parameters()):
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator).bfloat16())
+    layer.router.gating = lambda tokens: F.linear(tokens.double(), router.double())
+    return layer
+
+
+def accumulate(parameter: torch.nn.Parameter) -> None:
+    """What DDP's hook does."""
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+    parameter.times_ready += 1
+
+
+def weight_gradients(dtype: torch.dtype, chunks: int, main_gradients: bool) -> list[torch.Tensor]:
+    """Of the experts' parameters, over two microbatches."""
+    layer = bf16_layer(dtype, bias=True)
+    in_chunks(chunks, 3, own_gradients, layer)
+    parameters = list(layer.experts.parameters())
+    for parameter in parameters if main_gradients else []:
+        parameter.main_grad, parameter.times_ready = torch.zeros_like(parameter, dtype=torch.float32), 0
+        parameter.register_post_accumulate_grad_hook(accumulate)
+    totals = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
+    for microbatch in range(2):
+        generator = torch.Generator().manual_seed(microbatch)
+        hidden, scale = torch.randn(2, 256, 1, 32, generator=generator).bfloat16().to(dtype)
+        (layer(hidden.requires_grad_())[0] * scale).sum().backward()
+        if main_gradients:
+            assert all(parameter.times_ready == microbatch + 1 for parameter in parameters)
+            continue
+        for total, parameter in zip(totals, parameters, strict=True):
+            total += parameter.grad
+            parameter.grad = None
+    return [parameter.main_grad for parameter in parameters] if main_gradients else totals
+
+
+def errors_by_chunks(main_gradients: bool) -> list[float]:
+    """The largest relative error of bfloat16 gradients in 1, 2 and 16 chunks."""
+    exact, errors = weight_gradients(torch.float64, 1, False), []
+    for chunks in (1, 2, 16):
+        pairs = zip(weight_gradients(torch.bfloat16, chunks, main_gradients), exact, strict=True)
+        errors.append(max(float((found - other).norm() / other.norm()) for found, other in pairs))
+    return errors
+
+
+@pytest.mark.parametrize("main_gradients", [True, False])
+def test_errors_do_not_grow_with_chunks(ranks, main_gradients: bool) -> None:
+    ((one, two, sixteen),) = ranks(1).run(errors_by_chunks, main_gradients)
+    # Without main gradients, the sum of several chunks is rounded once more
+    assert two < (1.02 if main_gradients else 1.2) * one
+    assert sixteen < 1.02 * two
+
+
+class WeightCopies(TorchDispatchMode):
+    """Counts copies of tensors that have a weight's shape."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.shapes, self.found = {weight.shape for weight in weights}, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__
+        result = operation(*args, **(kwargs or {}))
+        self.found += name in ("clone", "copy_", "_to_copy", "cat", "slice_backward") and result.shape in self.shapes
+        return result
+
+
+def copies_of_gradients(chunks: int) -> int:
+    """In a backward pass through home and guest experts, each in one grouped product, as on CUDA."""
+    layer = bf16_layer(torch.bfloat16, bias=False)
+    experts = layer.experts
+    experts.forward = lambda rows, tokens, probs, stand_ins: experts._all_slots(rows, tokens, probs, False, stand_ins)
+    in_chunks(chunks, 3, functools.partial(host_on, str(all_on_all(2)), "local_first", ""), layer)
+    hidden = torch.randn(64, 1, 32, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    loss = layer(hidden.requires_grad_())[0].square().sum()
+    counter = WeightCopies(list(experts.parameters()))
+    with counter:
+        loss.backward()
+    assert all(parameter.grad.any() for parameter in experts.parameters())
+    assert all(gradient.any() for gradient in experts.gradients_of(EXPERTS - 1))
+    return counter.found
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_no_gradient_of_a_weight_is_copied(ranks, chunks: int) -> None:
+    assert ranks(2).run(copies_of_gradients, chunks) == [0, 0]
 
 
 EP4 = "--expert-model-parallel-size 4"

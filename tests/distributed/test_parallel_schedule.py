@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_balance.comm import alltoall, pipelined, sharded
 from megatron_balance.comm.alltoall import FlatAllToAll, P2PAllToAll, post
@@ -21,7 +22,7 @@ from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 from tests.distributed.test_chunks import random_order
-from tests.distributed.test_layer import ACTIVATIONS, HIDDEN, build_layer, moe_config, relative
+from tests.distributed.test_layer import ACTIVATIONS, EXPERTS, HIDDEN, build_layer, moe_config, relative
 from tests.distributed.test_parity import deviation
 
 ITERATIONS = 5
@@ -64,11 +65,13 @@ def check_schedule(
     chunks: int,
     saa: bool = False,
     capacity_factor: float | None = None,
+    noise: float = 0.0,
 ) -> None:
     """Output and every gradient of a layer equal those of whole experts that compute each token once.
 
     A router drops tokens beyond an expert's capacity among those that it is given: with s1 among each tensor-parallel
-    rank's part of them, with all other schedules among all of the rank's input.
+    rank's part of them, with all other schedules among all of the rank's input. `noise` makes the copies of router
+    logits differ.
     """
     tensor, expert, shards = layout
     config = moe_config(
@@ -95,6 +98,9 @@ def check_schedule(
     hidden = torch.randn(12, 1, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
     weight = torch.randn(12, 1, HIDDEN, dtype=torch.float64, generator=generator)
 
+    if noise:
+        perturb_copies(layer, hidden, noise)
+
     rows: list[torch.Tensor] = []
     layer.experts.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[1].sum()))
     output, _ = layer(hidden)
@@ -108,6 +114,9 @@ def check_schedule(
     routed = [layer.router(part) for part in (hidden.chunk(tensor) if path.splits_tokens else [hidden])]
     probs, routing_map = (torch.cat(parts) for parts in zip(*routed, strict=True))
     assert (routing_map.sum() < 12 * config.moe_router_topk) == bool(capacity_factor)
+    if noise:
+        chosen_TK = F.linear(hidden.view(-1, HIDDEN), layer.router.weight).topk(config.moe_router_topk).indices
+        assert torch.equal(routing_map, torch.zeros_like(routing_map).scatter(1, chosen_TK, True))
     expected = mixture_of_experts(
         hidden.view(-1, HIDDEN),
         probs,
@@ -142,6 +151,23 @@ def check_expert_gradients(
         total = whole.grad if whole.grad is not None else torch.zeros_like(whole)
         dist.all_reduce(total)
         assert relative(own.grad, own_shard(layer, total / copies, axis, cuts)) < 1e-12
+
+
+def perturb_copies(layer: BalancedMoELayer, hidden: torch.Tensor, noise: float) -> None:
+    """Let tensor-parallel ranks choose other experts for the same tokens: rounding does that to few, this to many."""
+    group, exact = layer.path.groups.tp, layer.router.gating
+    shift = noise * torch.randn(12, 1, EXPERTS, generator=torch.Generator().manual_seed(group.rank()))
+    layer.router.gating = lambda tokens: exact(tokens) + (shift if group.rank() else 0)
+    own = layer.router.gating(hidden).argmax(-1)
+    every = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(every, own, group=group)
+    assert not any(torch.equal(other, every[0]) for other in every[1:])
+
+
+@pytest.mark.parametrize("saa", [True, False])
+def test_s2_with_copies_that_would_choose_differently(ranks, saa: bool) -> None:
+    """A token's experts are those that the first tensor-parallel rank chose, and every router gets its gradient."""
+    ranks(2).run(check_schedule, (2, 2, 1), "s2", "swiglu-no-bias", False, 1, saa, None, 5.0)
 
 
 FORMS = {"gelu": 1, "swiglu-no-bias": 3}

@@ -95,6 +95,19 @@ def test_a_choice_lasts_for_an_interval_and_through_a_checkpoint() -> None:
     assert choice(2, plan_of(0)).chunks == 1
 
 
+class OneWayEach:
+    """A forward pass in which chunks only cost, and a backward pass in which they only gain."""
+
+    def times(self, tokens_SP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
+        seconds = 1.25 * float(tokens_SP.sum())
+        return ChunkTimes(0, 0, 0, 5, 0, 0, 0), ChunkTimes(0, seconds, 0, seconds, 0, 0, 0)
+
+
+def test_forward_and_backward_passes_count() -> None:
+    # d chunks of 80 tokens take 5 d seconds forward and 100 (1 + 1 / d) backward: alone, 1 and 16 would be fastest
+    assert ByPrediction(DEGREES, optsche, OneWayEach())(plan_of(10))[0].chunks == 4
+
+
 def test_a_users_order_is_checked() -> None:
     def impossible(times: TaskTimes) -> Order:
         return sequential(times)[:-1]

@@ -174,6 +174,16 @@ def test_ranks_have_one_order() -> None:
         validate([schedule, without_agg])
 
 
+def test_a_later_rank_has_no_further_exchange() -> None:
+    schedule = EXPECTED["2_blocks"]
+    exchanges = [step.computation for step in schedule if step.computation.operation is Operation.A2A]
+    longer = (*schedule, Step(exchanges[-1]))
+    validate([longer])
+    validate([schedule, schedule])
+    with pytest.raises(InvalidSchedule, match=r"rank 1(.|\n)*ERROR HERE: \d+ exchanges, Trans and Agg; rank 0 has"):
+        validate([schedule, longer])
+
+
 def test_waits_at_once_hide_nothing() -> None:
     for step in wait_at_once(EXPECTED["4_blocks"]):
         assert set(step.waits) == set(step.planning + step.communication)

@@ -105,6 +105,8 @@ BAD = [
     (f"{TOP2} --balance-guest-slots 0", "--balance-guest-slots 0", "needs 1 to 6", "--balance-policy none"),
     (f"{TOP2} --balance-guest-slots -1", "--balance-guest-slots -1", "needs 1 to 6", "--balance-policy none"),
     (f"{TOP2} --balance-guest-slots 7", "--balance-guest-slots 7", "needs 1 to 6", "--balance-policy none"),
+    (f"{TOP2} --balance-guest-slots 1", "--balance-guest-slots 1", "--balance-policy top2", "--balance-guest-slots 2"),
+    (f"{EP4} --balance-policy top3", "--balance-guest-slots 2", "--balance-policy top3", "--balance-guest-slots 3"),
     (f"{TOP2} --balance-alpha 0.4", "--balance-alpha", "no effect", "--balance-policy top2", "leave it out"),
     (f"{EP4} --balance-policy pro_prophet --balance-alpha -0.5", "--balance-alpha -0.5", "at least 0"),
     (
@@ -236,12 +238,19 @@ def test_mini_tasks_order_experts_with_one_host(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", [*POLICIES, "megatron_balance.placement.policies.top_k:Top3"])
 def test_policies(policy: str) -> None:
-    assert parse(f"{EP4} --balance-policy {policy}").config.balance.balance_policy == policy
+    slots = "--balance-guest-slots 3" if "op3" in policy else ""
+    assert parse(f"{EP4} --balance-policy {policy} {slots}").config.balance.balance_policy == policy
+
+
+def test_hot_experts_need_no_more_slots_than_a_rank_has_strangers() -> None:
+    flags = "--expert-model-parallel-size 2 --num-experts 4 --balance-policy top3"
+    assert parse(flags).config.balance.balance_guest_slots == 2
 
 
 @pytest.mark.parametrize("slots", [1, 6])
 def test_as_many_guests_as_there_are_strangers(slots: int) -> None:
-    assert parse(f"{TOP2} --balance-guest-slots {slots}").config.balance.balance_guest_slots == slots
+    flags = f"{EP4} --balance-policy fastermoe --balance-guest-slots {slots}"
+    assert parse(flags).config.balance.balance_guest_slots == slots
 
 
 def test_two_experts_and_the_default_of_two_guest_slots() -> None:

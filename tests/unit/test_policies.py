@@ -126,6 +126,16 @@ def test_guests_go_where_the_tokens_are() -> None:
     assert planned.hosts[0] == (0, 3) and planned.added_hosts == 1
 
 
+def test_pro_prophet_decides_by_exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
+    counts_DE[:, 0] = [5_000, 10, 10, 40_000]
+    useless, useful = [(7, [0])], [(0, [3])]
+    # The search takes the useless guest for the best one
+    monkeypatch.setattr(_Search, "run", lambda *_: [(0.0, useless), (1e-9, useful)])
+    planned = load_policy("pro_prophet").plan(counts_DE, current, cost)
+    assert planned.hosts[0] == (0, 3) and planned.added_hosts == 1
+
+
 def test_top_k_copies_the_heaviest_to_all() -> None:
     counts_DE = np.array([[5, 1, 9, 0]] * 4)
     current = Placement.identity(4, 4, 2)

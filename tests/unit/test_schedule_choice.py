@@ -69,6 +69,40 @@ def test_lines_of_another_layout_are_not_taken() -> None:
         assert other == plain
 
 
+@pytest.mark.parametrize("rows", [1 << 10, 1 << 26])
+@pytest.mark.parametrize("node_size", [1, 4, 8])
+def test_simultaneous_exchanges_from_the_lines_of_links(node_size: int, rows: int) -> None:
+    """The gather shares the links of the tensor-parallel ranks, and hides under what the other links carry."""
+    shape, size = SHAPE._replace(rows=rows), 2.0 * rows * SHAPE.hidden
+    y = size * SHAPE.esp / SHAPE.mp
+    near, far = (10e-6, 1 / 150e9), (25e-6, 1 / 25e9)
+
+    def line(link: tuple[float, float], messages: float, num_bytes: float) -> float:
+        return link[0] * messages + link[1] * num_bytes
+
+    if node_size == 8:
+        all_to_all = line(near, 7, 7 / 8 * y)
+        together = all_to_all + line(near, 1, size)
+    elif node_size == 1:
+        all_to_all = line(far, 7, 7 / 8 * y)
+        together = all_to_all + line(far, 1, size)
+    else:
+        # By the profile's all-to-all a node's link carries 13/32 of what its four ranks send one after the other
+        inside, all_to_all = line(near, 3, 3 / 8 * y), line(far, 4, 13 / 32 * 4 * 4 / 8 * y)
+        together = max(inside + line(near, 1, size), all_to_all)
+    model = ScheduleModel(builtin(8, node_size, hidden=8, ffn=16), SHAPE.mp, SHAPE.esp)
+    assert model.seconds("s2", shape, 2, True) == pytest.approx(all_to_all + together, rel=1e-12)
+
+
+def test_simultaneous_exchanges_last_as_long_as_the_slower_level() -> None:
+    """Between nodes that are as fast as the links inside, what is inside takes longer with the gather."""
+    free = Fit(0.0, 0.0, 0, 0)
+    links = {kind: lines | {"inter": free} for kind, lines in PROFILE.links.items()}
+    model, y = ScheduleModel(replace(PROFILE, links=links), 2, 4), 2 * ETM * 4 / 2
+    inside, gather = 3 * 10e-6 + 3 / 8 * y / 150e9, 10e-6 + 2 * ETM / 150e9
+    assert model.seconds("s2", SHAPE, 2, True) == pytest.approx(inside + inside + gather, rel=1e-12)
+
+
 @pytest.mark.parametrize("mp", [2, 8])
 def test_few_rows_favour_s2_and_many_s1(mp: int) -> None:
     """Parm, section IV-B; tensor-parallel ranks inside a node, and on both."""
