@@ -89,9 +89,6 @@ class Balancer:
 
     def begin_iteration(self, number: int) -> None:
         """Enter the first computation of an iteration; what passed since the last one is forgotten."""
-        for state in self.layers.values():
-            # Since the last iteration the optimizer stepped, or weights were loaded
-            state.fresh = False
         schedule = self.schedule(self.microbatches())
         self._iteration, self._steps = number, deque(schedule)
         self._entered.clear()
