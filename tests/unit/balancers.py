@@ -22,9 +22,9 @@ from megatron_balance.placement.predictor import Predictor
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.timeline import runtime
-from megatron_balance.timeline.actions import Operation, Schedule
+from megatron_balance.timeline.actions import Operation
 from megatron_balance.timeline.layer_state import LayerState
-from megatron_balance.timeline.lower import Overlapping, lower, one_forward_one_backward
+from megatron_balance.timeline.lower import Overlapping, Pass, lower, one_forward_one_backward
 from megatron_balance.timeline.runtime import Balancer
 
 RANKS, EXPERTS, SLOTS, MICROBATCHES = 3, 12, 2, 5
@@ -197,10 +197,10 @@ def total(load: Load, layer: int) -> np.ndarray:
     return np.sum(load[layer], axis=0)
 
 
-def order(microbatches: int, overlap: Overlapping, exact: bool = False) -> Schedule:
+def passes(microbatches: int) -> list[Pass]:
     """Of two model chunks, some forward passes ahead."""
     table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(microbatches, 2, microbatches)]
-    return lower(one_forward_one_backward(table, 2, microbatches + 1), BLOCKS, overlap, exact=exact)
+    return one_forward_one_backward(table, 2, microbatches + 1)
 
 
 def build(
@@ -237,7 +237,7 @@ def build(
             group,
             Transfers(journal),
             states,
-            lambda microbatches: order(microbatches, overlap, exact),
+            lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact),
             lambda: world.microbatches,
             0,
             **more,
