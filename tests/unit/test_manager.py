@@ -179,9 +179,9 @@ def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
     question = one.question(expected_DE, 3)
     held, expected = dict(question.held), question.answer()
     assert held == dict.fromkeys(held, 1) and held
+    one.held.clear()
     one.adopt(one.decide(load(3), 1))
     one.observe(load(3))
-    one.held.clear()
     one.cost, one.policy, one.transfers = dataclasses.replace(COST, microbatches=7), Own(fail), False
     expected_DE[:] = 0
     decision = question.answer()
