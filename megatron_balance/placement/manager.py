@@ -3,6 +3,7 @@
 Shape suffixes: D expert-parallel ranks, E logical experts.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,8 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import History, Predictor, prediction_error
 
-INVALID, LATER = bytes(16), b"\xff" * 16
-"""The digests of no placement, and of one that is still being planned."""
+INVALID = bytes(16)
+"""The digest of no placement."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,42 @@ class Decision:
     def digest(self) -> bytes:
         """16 bytes, equal on ranks that decided alike; zeros where there is no placement."""
         return INVALID if self.placement is None else bytes.fromhex(self.placement.digest())
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """All that a plan depends on, as it is when planning starts: what changes meanwhile, no plan may see."""
+
+    policy: Policy
+    expected_DE: np.ndarray
+    """[D, E] the load to plan for."""
+
+    placement: Placement
+    """The one in use."""
+
+    cost: CostModel
+    """Of an iteration with its number of microbatches."""
+
+    held: Mapping[Guest, int]
+    """Iterations for which the guests have been where they are."""
+
+    transfers: bool
+    """Whether experts may change owners."""
+
+    def answer(self) -> Decision:
+        """The policy's placement."""
+        try:
+            answer = self.policy.plan(self.expected_DE.copy(), self.placement, self.cost)
+        except Exception as error:  # anybody's policy: a failing one must not end a run
+            return Decision(self.expected_DE, None, f"raised {type(error).__name__}: {error}")
+        if not isinstance(answer, Placement):
+            return Decision(self.expected_DE, None, f"returned no Placement: {answer!r}")
+        if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
+            return Decision(self.expected_DE, None, f"changed owners or guest slots: {answer}")
+        if not self.transfers:
+            return Decision(self.expected_DE, answer)
+        placement, settlement = settle(answer, self.expected_DE, self.held, self.cost)
+        return Decision(self.expected_DE, placement, settlement=settlement)
 
 
 class Manager:
@@ -68,11 +105,6 @@ class Manager:
         """[D, E] the load expected of the next iteration."""
         self.iterations = 0
 
-    @property
-    def best_effort(self) -> bool:
-        """Whether the policy's plans are not waited for where they go beside computation."""
-        return getattr(self.policy, "best_effort", False)
-
     def observe(self, counts_DE: np.ndarray) -> float | None:
         """Note an iteration's load; returns the share of its tokens that were expected elsewhere, if any were."""
         expected_DE, self.iterations = self.expected_DE, self.iterations + 1
@@ -85,21 +117,14 @@ class Manager:
         """Whether to plan, for the iteration that is `ahead` of those observed: 1 the next one, 0 the present one."""
         return (self.iterations - ahead) % self.interval == 0
 
-    def decide(self, expected_DE: np.ndarray, microbatches: int) -> Decision:
-        """The policy's placement for an iteration of so many microbatches and this load in all."""
+    def question(self, expected_DE: np.ndarray, microbatches: int) -> Question:
+        """What to plan from, for an iteration of so many microbatches and this load in all."""
         cost = replace(self.cost, microbatches=microbatches)
-        try:
-            answer = self.policy.plan(expected_DE.copy(), self.placement, cost)
-        except Exception as error:  # anybody's policy: a failing one must not end a run
-            return Decision(expected_DE, None, f"raised {type(error).__name__}: {error}")
-        if not isinstance(answer, Placement):
-            return Decision(expected_DE, None, f"returned no Placement: {answer!r}")
-        if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
-            return Decision(expected_DE, None, f"changed owners or guest slots: {answer}")
-        if not self.transfers:
-            return Decision(expected_DE, answer)
-        placement, settlement = settle(answer, expected_DE, self.held, cost)
-        return Decision(expected_DE, placement, settlement=settlement)
+        return Question(self.policy, expected_DE.copy(), self.placement, cost, dict(self.held), self.transfers)
+
+    def decide(self, expected_DE: np.ndarray, microbatches: int) -> Decision:
+        """The answer to `question`, here and at once."""
+        return self.question(expected_DE, microbatches).answer()
 
     def adopt(self, decision: Decision) -> None:
         """Put a decision that all ranks agree on in force."""

@@ -16,7 +16,7 @@ from megatron_balance.comm.transfer import Slots
 from megatron_balance.device import clock
 from megatron_balance.observe.balance import LayerReport, evenness
 from megatron_balance.placement.cost_model import Overlap
-from megatron_balance.placement.manager import Decision, Manager
+from megatron_balance.placement.manager import Decision, Manager, Question
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.timeline.actions import Action, Operation
@@ -37,13 +37,13 @@ class Plan(NamedTuple):
     end: float
 
 
-def make_plan(manager: Manager, expected_DE: np.ndarray, microbatches: int) -> Plan:
-    """The policy's placement for this load; changes nothing, so that any thread may run it."""
+def make_plan(question: Question) -> Plan:
+    """The policy's answer, and how its experts travel; on any thread, because nothing but the question is read."""
     start = time.perf_counter()
-    decision = manager.decide(expected_DE, microbatches)
+    decision = question.answer()
     placement, transfers = decision.placement, None
-    if placement is not None and placement != manager.placement:
-        transfers = manager.cost.transfers(placement)
+    if placement is not None and placement != question.placement:
+        transfers = question.cost.transfers(placement)
     return Plan(decision, transfers, start, time.perf_counter())
 
 

@@ -24,7 +24,7 @@ from megatron_balance.device import clock
 from megatron_balance.device.lane import Flight, Lane
 from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.timeline import Span, Stream, Timeline
-from megatron_balance.placement.manager import INVALID, LATER
+from megatron_balance.placement.manager import INVALID
 from megatron_balance.placement.ownership import moves
 from megatron_balance.placement.placement import Placement
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
@@ -82,8 +82,6 @@ class Balancer:
         """The present computation, and when it began."""
         self._flights: dict[Action, Flight | None] = {}
         self._plans: dict[Action, Future[Plan] | None] = {}
-        self._late: dict[int, Future[Plan]] = {}
-        """Plans of best effort that were not ready on some rank when they were due, by layer number."""
         self._new_owners: dict[int, Plan] = {}
         """Plans that wait for the optimizer, by layer number."""
         self._entered: Counter[Action] = Counter()
@@ -91,9 +89,6 @@ class Balancer:
 
     def begin_iteration(self, number: int) -> None:
         """Enter the first computation of an iteration; what passed since the last one is forgotten."""
-        for state in self.layers.values():
-            # Since the last iteration the optimizer stepped, or weights were loaded
-            state.fresh = False
         schedule = self.schedule(self.microbatches())
         self._iteration, self._steps = number, deque(schedule)
         self._entered.clear()
@@ -191,10 +186,10 @@ class Balancer:
         if self._now is not None:
             self._note(*self._now, now)
         started = step.planning + step.communication
-        self._wait([action for action in step.waits if action not in started], may_be_late=True)
+        self._wait([action for action in step.waits if action not in started])
         for action in started:
             self._start(action)
-        self._wait([action for action in step.waits if action in started], may_be_late=False)
+        self._wait([action for action in step.waits if action in started])
         self._now = computation, clock.mark() if started or step.waits else now
 
     def _note(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
@@ -209,8 +204,7 @@ class Balancer:
     def _start(self, action: Action) -> None:
         state = self.layers[action.block]
         if action.operation is Operation.PLAN:
-            late = self._late.pop(action.block, None)
-            self._plans[action] = self._start_plan(state, ahead=action.iteration, late=late)
+            self._plans[action] = self._start_plan(state, ahead=action.iteration)
             return
         plan = state.part(action)
         if action.operation is Operation.TRANS:
@@ -223,19 +217,19 @@ class Balancer:
         else:
             self._flights[action] = None
 
-    def _start_plan(self, state: LayerState, ahead: int, late: "Future[Plan] | None") -> "Future[Plan] | None":
-        """Let the policy plan for this iteration or the next one, if a plan is due and none is `late`."""
+    def _start_plan(self, state: LayerState, ahead: int) -> "Future[Plan] | None":
+        """Let the policy plan for this iteration or the next one, if a plan is due."""
         manager, microbatches = state.manager, self.microbatches()
         if ahead:
             self._observe(state)
             expected_DE = manager.expected_DE
         else:
             expected_DE = np.asarray(state.counts_DE) * microbatches
-        if late is not None or not manager.is_due(ahead):
-            return late
+        if not manager.is_due(ahead):
+            return None
         assert expected_DE is not None
         manager.expected_DE = expected_DE
-        return self._planner.submit(make_plan, manager, expected_DE, microbatches)
+        return self._planner.submit(make_plan, manager.question(expected_DE, microbatches))
 
     def _observe(self, state: LayerState) -> None:
         """Tell the manager the iteration's load: where replicas have one placement, the mean of theirs."""
@@ -247,13 +241,13 @@ class Balancer:
             counts_DE = (total_DE.cpu().numpy() + ranks // 2) // ranks
         state.observe(counts_DE)
 
-    def _wait(self, actions: Sequence[Action], may_be_late: bool) -> None:
+    def _wait(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if action.operation is not Operation.PLAN:
                 self._wait_for_transfer(action)
         plans = [action for action in actions if action.operation is Operation.PLAN]
         if plans:
-            self._conclude(plans, may_be_late)
+            self._conclude(plans)
 
     def _wait_for_transfer(self, action: Action) -> None:
         state, flight = self.layers[action.block], self._flights.pop(action)
@@ -276,34 +270,21 @@ class Balancer:
         self.layers[action.block].waits.append((action.operation, (start, end)))
         self._keep("waits", action, start, end)
 
-    def _conclude(self, actions: Iterable[Action], may_be_late: bool) -> None:
-        """Placements change where all ranks of the group want the same.
-
-        Plans of best effort, if they may be late, are not waited for: unless all ranks have one, it is left until the
-        next iteration.
-        """
+    def _conclude(self, actions: Iterable[Action]) -> None:
+        """Placements change where all ranks of the group want the same, however long one of them plans."""
         due = {action: future for action in actions if (future := self._plans.pop(action)) is not None}
         if not due:
             return
-        digests = []
+        plans: dict[int, Plan] = {}
         for action, future in due.items():
-            state = self.layers[action.block]
-            if may_be_late and state.manager.best_effort and not future.done():
-                digests.append(LATER)
-                continue
             start = clock.mark()
-            plan = future.result()
+            plans[action.block] = plan = future.result()
             self._waited(action, start)
             self._keep("planning", action, plan.start, plan.end)
-            state.plan_seconds = plan.end - plan.start
-            digests.append(plan.decision.digest)
-        for (action, future), ranks in zip(due.items(), self._gathered(digests), strict=True):
-            number, state = action.block, self.layers[action.block]
-            if LATER in ranks:
-                self._late[number] = future
-                continue
-            plan = future.result()
-            placement = plan.decision.placement
+            self.layers[action.block].plan_seconds = plan.end - plan.start
+        gathered = self._gathered([plan.decision.digest for plan in plans.values()])
+        for (number, plan), ranks in zip(plans.items(), gathered, strict=True):
+            state, placement = self.layers[number], plan.decision.placement
             if len(set(ranks)) == 1 and placement is not None:
                 if placement.home == state.placement.home:
                     self._adopt(number, state, plan)

@@ -1,7 +1,8 @@
 """Runs that save and resume, as tasks for ranks."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class Outcome:
     weights: dict[str, torch.Tensor]
     moments: list[torch.Tensor]
     said: list[str]
+    placements: list[list[str]] = field(default_factory=list)
+    """Of all layers, after each iteration."""
 
 
 def forget_placements(run: Run) -> None:
@@ -64,15 +67,17 @@ def train_and_save(
     checkpoints.load()
     if spoil is not None:
         spoil(run)
-    losses = []
+    losses, placements = [], []
     for count in range(1, iterations + 1):
         report = train_step(run)
         losses.append((report.losses.get("lm loss"), report.grad_norm))
+        if run.balancer is not None:
+            placements.append([str(state.placement) for state in run.balancer.layers.values()])
         if count == save_at:
             checkpoints.save()
         checkpoints.poll()
     checkpoints.finish()
-    return outcome(run, losses, said)
+    return dataclasses.replace(outcome(run, losses, said), placements=placements)
 
 
 def outcome(run: Run, losses: list, said: Said) -> Outcome:
@@ -100,6 +105,8 @@ def moments(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 def differences(left: Outcome, right: Outcome) -> list[str]:
     """What is not bitwise equal."""
     found = [] if left.losses == right.losses else [f"losses: {left.losses} {right.losses}"]
+    pairs = enumerate(zip(left.placements, right.placements, strict=True), 1)
+    found += [f"placements after iteration {iteration}: {a} {b}" for iteration, (a, b) in pairs if a != b]
     found += [name for name in left.weights if not torch.equal(left.weights[name], right.weights[name])]
     if left.weights.keys() != right.weights.keys() or len(left.moments) != len(right.moments):
         found.append("not the same tensors")
@@ -113,12 +120,36 @@ def straight_against_resumed(
     """Train straight; then half, save, build anew, load, `spoil` and train the rest: what differs on this rank."""
     half = iterations // 2
     straight = train_and_save(flags, None, iterations)
+    return differences(straight, _resumed(flags, directory, half, iterations - half, [None, spoil]))
+
+
+def disturbed(
+    flags: str, directory: str, iterations: int, save_at: int, disturb: Callable[[int, Run], None]
+) -> tuple[Outcome, list[str], list[str]]:
+    """Train twice, and once more with a stop after `save_at` iterations, each part disturbed in a way of its own.
+
+    Returns:
+        This rank's first outcome, and what differs from it: in the second run, and in the resumed one.
+    """
+    ways = [functools.partial(disturb, number) for number in range(4)]
+    first = train_and_save(flags, None, iterations, spoil=ways[0])
     _forget()
-    first = train_and_save(flags, Path(directory), half, save_at=half)
+    second = train_and_save(flags, None, iterations, spoil=ways[1])
+    resumed = _resumed(flags, directory, save_at, iterations - save_at, ways[2:])
+    return first, differences(first, second), differences(first, resumed)
+
+
+def _resumed(
+    flags: str, directory: str, before: int, after: int, spoil: Sequence[Callable[[Run], None] | None]
+) -> Outcome:
+    """Train, save, build anew, load and train on, with what spoils each of the two parts."""
     _forget()
-    second = train_and_save(flags, Path(directory), iterations - half, spoil=spoil)
+    first = train_and_save(flags, Path(directory), before, save_at=before, spoil=spoil[0])
+    _forget()
+    second = train_and_save(flags, Path(directory), after, spoil=spoil[1])
     second.losses = first.losses + second.losses
-    return differences(straight, second)
+    second.placements = first.placements + second.placements
+    return second
 
 
 def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to: str = "") -> list[float]:

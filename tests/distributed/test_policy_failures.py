@@ -1,8 +1,6 @@
 """Anybody's policy may fail, and a profile may be wrong: the run goes on, or every rank ends with one message."""
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from tests.distributed import runs
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE
 from tests.distributed.test_parity import deviation
-from tests.harness import RankFailure
 
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
@@ -205,42 +202,3 @@ def test_a_wrong_profile_ends_every_rank(tmp_path: Path, kind: str) -> None:
 def test_no_guest_slots_end_every_rank(tmp_path: Path) -> None:
     said = "--balance-guest-slots 0: --balance-policy top2 needs 1 to 4"
     check_ends(tmp_path, "--balance-guest-slots 0", said, speakers=2)
-
-
-class Patient(Top2):
-    """May come late; on rank 1 it waits until it is let go."""
-
-    best_effort = True
-    go = threading.Event()
-
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        assert dist.get_rank() != 1 or self.go.wait(60)
-        return super().plan(counts_DE, current, cost)
-
-
-def train_with_late_plans(overlap: str) -> list[str]:
-    """The first layer's placement in each iteration; rank 1 plans only after the third."""
-    Patient.go.clear()
-    flags = f"{FLAGS} --balance-policy {__name__}:Patient --balance-overlap {overlap}"
-    run, placements = runs.build(flags), []
-    for iteration in range(ITERATIONS):
-        if iteration == 3:
-            Patient.go.set()
-        train_step(run)
-        placements.append(str(run.balancer.layers[1].last.placement))
-        if iteration >= 3:
-            # What was planned is ready at the end of the next iteration
-            time.sleep(0.05)
-    return placements
-
-
-def test_plans_of_best_effort_hold_up_no_step(ranks) -> None:
-    outcomes = ranks(4).run(train_with_late_plans, "blockwise")
-    assert all(placements == outcomes[0] for placements in outcomes)
-    owners = str(Placement.identity(8, 4, 2))
-    assert outcomes[0][:4] == [owners] * 4 and outcomes[0][-1] != owners
-
-
-def test_plans_that_hold_up_computation_are_waited_for(ranks) -> None:
-    with pytest.raises(RankFailure, match="did not finish"):
-        ranks(4).run(train_with_late_plans, "none", timeout=5.0)

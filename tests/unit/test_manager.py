@@ -170,6 +170,26 @@ def test_policies_see_load_placement_and_microbatches() -> None:
     ]
 
 
+def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
+    """Whatever becomes of the manager, and of the load's array, while another thread plans."""
+    one = Manager(mover, COST, Predictor("last"), OWNERS, transfers=True)
+    one.adopt(one.decide(load(1), 1))
+    one.observe(load(1))
+    expected_DE = load(2)
+    question = one.question(expected_DE, 3)
+    held, expected = dict(question.held), question.answer()
+    assert held == dict.fromkeys(held, 1) and held
+    one.held.clear()
+    one.adopt(one.decide(load(3), 1))
+    one.observe(load(3))
+    one.cost, one.policy, one.transfers = dataclasses.replace(COST, microbatches=7), Own(fail), False
+    expected_DE[:] = 0
+    decision = question.answer()
+    assert decision.digest == expected.digest != INVALID
+    assert decision.expected_DE.tolist() == load(2).tolist()
+    assert question.held == held and question.cost == dataclasses.replace(COST, microbatches=3)
+
+
 @settings(deadline=None)
 @given(
     st.sampled_from(["top2", "fastermoe", "pro_prophet", "mover"]),

@@ -70,8 +70,6 @@ class FlexMoE:
 
     split: ClassVar[str] = "proportional"
 
-    best_effort: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
             raise ValueError(f"--balance-threshold {self.threshold}: give at least 1, which is perfect balance")

@@ -13,11 +13,7 @@ from megatron_balance.placement.placement import Placement
 
 
 class Policy(Protocol):
-    """Decides who hosts which experts. Every rank runs it on the same values and must get the same result.
-
-    A policy with a true attribute `best_effort` is not waited for with `--balance-overlap blockwise`: a plan that is
-    not ready on all ranks when it is due comes into force in a later iteration, not the same one in every run.
-    """
+    """Decides who hosts which experts. Every rank runs it on the same values and must get the same result."""
 
     split: ClassVar[str]
     """How hosts share an expert's tokens where --balance-token-split is `policy`: a name in splits.SPLITS. A policy

@@ -1,0 +1,246 @@
+"""Balancers on plain objects: one rank of a group whose others are made up, and a journal of all that it does.
+
+No two sizes are equal: 2 model chunks, 3 ranks, 4 layers, 5 microbatches, 12 experts.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+from megatron_balance.device.lane import Flight
+from megatron_balance.placement.cost_model import CostModel, Overlap
+from megatron_balance.placement.manager import Manager
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import Policy, owners_host
+from megatron_balance.placement.predictor import Predictor
+from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.profile.cluster_profile import builtin
+from megatron_balance.timeline import runtime
+from megatron_balance.timeline.actions import Operation
+from megatron_balance.timeline.layer_state import LayerState
+from megatron_balance.timeline.lower import Overlapping, Pass, lower, one_forward_one_backward
+from megatron_balance.timeline.runtime import Balancer
+
+RANKS, EXPERTS, SLOTS, MICROBATCHES = 3, 12, 2, 5
+RANK = 1
+"""Whose balancer it is."""
+
+BLOCKS = [[2], [4, 5, 9]]
+LAYERS = [number for chunk in BLOCKS for number in chunk]
+BESIDE = Overlap(forward=4e-5, backward=1.7e-4)
+COST = CostModel(builtin(RANKS, RANKS, 64, 96), 128, 12e6, 20e6, overlap=BESIDE)
+OWNERS = Placement.identity(EXPERTS, RANKS, SLOTS)
+
+Load = dict[int, list[np.ndarray]]
+"""By layer number, [D, E] of each microbatch."""
+
+Journal = list[tuple]
+
+
+@dataclass
+class Group:
+    """A process group; `others` changes what each of its ranks contributes, all like this one by default."""
+
+    size_: int = RANKS
+    rank_: int = RANK
+    others: Callable[[int, torch.Tensor], torch.Tensor] = lambda rank, own: own
+
+    def rank(self) -> int:
+        return self.rank_
+
+    def size(self) -> int:
+        return self.size_
+
+    def contributions(self, own: torch.Tensor) -> list[torch.Tensor]:
+        return [own if rank == self.rank_ else self.others(rank, own.clone()) for rank in range(self.size_)]
+
+
+class Collectives:
+    """Stands for torch.distributed."""
+
+    @staticmethod
+    def all_gather_into_tensor(output: torch.Tensor, own: torch.Tensor, group: Group) -> None:
+        output.copy_(torch.cat(group.contributions(own)))
+
+    @staticmethod
+    def all_reduce(total: torch.Tensor, group: Group) -> None:
+        total.copy_(torch.stack(group.contributions(total)).sum(0))
+
+
+@dataclass
+class Transfers:
+    """Stands for ExpertTransfer."""
+
+    journal: Journal
+
+    def trans(self, plan: TransferPlan, placement: Placement, slots: "Slots") -> None:
+        self.journal.append(("TRANS", slots.number, plan, placement))
+
+    def agg(self, plan: TransferPlan, placement: Placement, slots: "Slots") -> None:
+        self.journal.append(("AGG", slots.number, plan, placement))
+
+
+@dataclass
+class Slots:
+    """Stands for a layer's experts."""
+
+    number: int
+    home: list[Sequence[int]] = field(default_factory=list)
+
+    def ready(self) -> None:
+        pass
+
+    def own(self, home_experts: Sequence[int]) -> None:
+        self.home.append(home_experts)
+
+
+class AtOnce:
+    """Stands for the lane and for the planner's thread: does at once what it is to start."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> Flight:
+        prepare()
+        work()
+        entry = self.journal[-1]
+
+        def wait() -> tuple[float, float]:
+            self.journal.append(("waited", *entry))
+            return 0.0, 0.0
+
+        return Flight(0.0, wait)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        journal, answer = self.journal, function(*arguments)
+        entry = journal[-1]
+
+        class Answered(Future):
+            def result(self, timeout: float | None = None) -> Any:
+                journal.append(("waited", *entry))
+                return answer
+
+        return Answered()
+
+
+@dataclass
+class Hottest:
+    """The hottest expert goes to the ranks before and after its owner's, for one layer."""
+
+    number: int
+    journal: Journal
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        self.journal.append(("PLAN", self.number, counts_DE.copy(), current, cost.microbatches))
+        return hottest(counts_DE)
+
+
+def hottest(counts_DE: np.ndarray) -> Placement:
+    """What `Hottest` plans."""
+    expert = int(counts_DE.sum(0).argmax())
+    owner = OWNERS.owner(expert)
+    return owners_host(OWNERS, [(expert, (owner + step) % RANKS) for step in (1, 2)])
+
+
+@dataclass
+class World:
+    """A balancer, and what it has done."""
+
+    balancer: Balancer
+    journal: Journal
+    group: Group
+    microbatches: int = MICROBATCHES
+
+    def iterate(self, number: int, load: Load, block: Callable[[], None] = lambda: None) -> dict[int, list[Placement]]:
+        """One iteration, its computations entered as hooks do, each of which calls `block`.
+
+        Returns:
+            By layer, the placement of each microbatch.
+        """
+        used: dict[int, list[Placement]] = {layer: [] for layer in LAYERS}
+        balancer = self.balancer
+        balancer.begin_iteration(number)
+        for step in balancer.schedule(self.microbatches):
+            layer, operation, part, parts, microbatch, _ = step.computation
+            if (operation, part) == (Operation.A2A, 1):
+                counts_DE = torch.from_numpy(load[layer][microbatch])
+                used[layer].append(balancer.host(layer, counts_DE, training=True))
+            elif operation is Operation.REDUCE:
+                balancer.aggregate()
+            elif operation is Operation.STEP:
+                balancer.finish_iteration()
+            else:
+                balancer.enter(layer, operation, part, parts)
+            self.journal.append(("computes", step.computation))
+            block()
+        return used
+
+    def entries(self, kind: str, layer: int) -> list[tuple]:
+        """What the journal has of this kind and layer, without both."""
+        return [entry[2:] for entry in self.journal if entry[:2] == (kind, layer)]
+
+
+def loads(seed: int, microbatches: int = MICROBATCHES) -> Load:
+    """Other tokens for each layer, microbatch, rank and expert."""
+    generator = np.random.default_rng(seed)
+    draw = lambda: (generator.lognormal(0, 1.5, (RANKS, EXPERTS)) * 20).astype(np.int64)  # noqa: E731
+    return {layer: [draw() for _ in range(microbatches)] for layer in LAYERS}
+
+
+def total(load: Load, layer: int) -> np.ndarray:
+    return np.sum(load[layer], axis=0)
+
+
+def passes(microbatches: int) -> list[Pass]:
+    """Of two model chunks, some forward passes ahead."""
+    table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(microbatches, 2, microbatches)]
+    return one_forward_one_backward(table, 2, microbatches + 1)
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: Overlapping = "blockwise",
+    exact: bool = False,
+    threads: bool = False,
+    policy: Callable[[int, Journal], Policy] = Hottest,
+    predictor: str = "last",
+    interval: int = 1,
+    **more: Any,
+) -> World:
+    """A balancer of four layers.
+
+    Args:
+        threads: with a lane and a planning thread; else all is done where it is started.
+        policy: of a layer.
+        more: arguments of Balancer.
+    """
+    journal: Journal = []
+    monkeypatch.setattr(runtime, "dist", Collectives)
+    with monkeypatch.context() as patched:
+        if not threads:
+            patched.setattr(runtime, "Lane", lambda name: AtOnce(journal))
+            patched.setattr(runtime, "ThreadPoolExecutor", lambda *_, **__: AtOnce(journal))
+        states = {
+            number: LayerState(
+                Manager(policy(number, journal), COST, Predictor(predictor), OWNERS, interval), Slots(number), BESIDE
+            )
+            for number in LAYERS
+        }
+        group = Group()
+        balancer = Balancer(
+            group,
+            Transfers(journal),
+            states,
+            lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact),
+            lambda: world.microbatches,
+            0,
+            **more,
+        )
+    world = World(balancer, journal, group)
+    return world

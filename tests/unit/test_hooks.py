@@ -1,0 +1,261 @@
+"""A model's hooks enter computations in the order of its schedule, and gradients are reduced once they are together."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_balance.timeline import hooks
+from megatron_balance.timeline.actions import Action, Operation
+from tests.unit.balancers import BLOCKS, EXPERTS, LAYERS, MICROBATCHES, RANKS, World, build, passes
+
+HIDDEN, TOKENS = 3, 7
+
+
+class Experts(torch.autograd.Function):
+    """Tells when it begins and ends, as experts between two exchanges do."""
+
+    @staticmethod
+    def forward(context, tokens, weight, begin, with_graph):
+        context.begin = begin
+        context.save_for_backward(tokens, weight)
+        # What recomputation repeats has gradients, which autograd switches off in here
+        with torch.set_grad_enabled(with_graph):
+            begin("experts")
+            begin("combine")
+        return tokens * weight
+
+    @staticmethod
+    def backward(context, gradient):
+        tokens, weight = context.saved_tensors
+        context.begin("experts_backward")
+        gradients = gradient * weight, (gradient * tokens).sum(0)
+        context.begin("dispatch_backward")
+        return *gradients, None, None
+
+
+class Layer(torch.nn.Module):
+    """Stands for an MoE layer, with what hooks need of one."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.experts = torch.nn.Linear(HIDDEN, 1, bias=False)
+        self.recompute = recompute
+        self.host = self.begin = None
+
+    def forward(self, tokens):
+        if self.recompute and self.training:
+            return checkpoint(self._mixture, tokens, use_reentrant=True), None
+        return self._mixture(tokens), None
+
+    def _mixture(self, tokens):
+        # Another load in every pass
+        counts_DE = torch.full((RANKS, EXPERTS), int(tokens.detach().abs().sum() * 1000))
+        self.host(counts_DE, self.training)
+        return Experts.apply(tokens, self.experts.weight[0], self.begin, torch.is_grad_enabled())
+
+
+class Chunk(torch.nn.Module):
+    """A model chunk: something dense, then MoE layers, each with something dense around it."""
+
+    def __init__(self, numbers: list[int], recompute: str, early: bool) -> None:
+        super().__init__()
+        self.before = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.layers = torch.nn.ModuleList(Layer(recompute == "layer") for _ in numbers)
+        self.behind = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in numbers)
+        self.recompute = recompute == "block"
+        self.ddp_config = SimpleNamespace(overlap_grad_reduce=early)
+        self.expert_parallel_bucket_groups = []
+
+    def forward(self, tokens):
+        tokens = self.before(tokens)
+        for layer, dense in zip(self.layers, self.behind, strict=True):
+
+            def block(tokens, layer=layer, dense=dense):
+                return dense(tokens + layer(tokens.tanh())[0])
+
+            recompute = self.recompute and self.training
+            tokens = checkpoint(block, tokens, use_reentrant=True) if recompute else block(tokens)
+        return tokens
+
+
+class BucketGroup:
+    """Stands for DDP's group of buckets."""
+
+    def __init__(self, world: World, name: str, layers: list[Layer]) -> None:
+        self.world, self.name = world, name
+        self.buckets = [SimpleNamespace(params=list(layer.experts.parameters())) for layer in layers]
+
+    def start_grad_sync(self) -> None:
+        self.world.journal.append(("reduced", self.name))
+
+
+class Model:
+    """Two chunks with hooks, computed as a pipeline stage does."""
+
+    def __init__(self, world: World, recompute: str = "nothing", early: bool = False) -> None:
+        self.world = world
+        self.chunks = [Chunk(numbers, recompute, early) for numbers in BLOCKS]
+        modules = (layer for chunk in self.chunks for layer in chunk.layers)
+        self.layers = dict(zip(LAYERS, modules, strict=True))
+        groups = {"upper": [9], "middle": [5, 4]}
+        self.chunks[1].expert_parallel_bucket_groups = [
+            BucketGroup(world, name, [self.layers[number] for number in numbers]) for name, numbers in groups.items()
+        ]
+        self.chunks[0].expert_parallel_bucket_groups = [BucketGroup(world, "lower", [self.layers[2]])]
+        self.config = SimpleNamespace(finalize_model_grads_func=self._finalize)
+        hooks.install(world.balancer, self.layers, self.chunks, self.config)
+        self.computed: list[str] = []
+        self.balancer = world.balancer
+        self.balancer.timeline = SimpleNamespace(add=self._note)
+
+    def _finalize(self, *arguments: int, **named: int) -> tuple:
+        for chunk in self.chunks:
+            for group in chunk.expert_parallel_bucket_groups:
+                # As DDP does for what it has not reduced yet
+                group.start_grad_sync()
+        self.world.journal.append(("finalized",))
+        return arguments, named
+
+    def _note(self, span) -> None:
+        if span.stream == "computation":
+            self.computed.append(span.name)
+
+    def iterate(self, number: int) -> None:
+        """Forward and backward passes in the stage's order."""
+        self.computed.clear()
+        self.balancer.begin_iteration(number)
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
+        gradients: dict[tuple[int, int], torch.Tensor] = {}
+        inputs: dict[tuple[int, int], torch.Tensor] = {}
+        for chunk, microbatch, forward in passes(MICROBATCHES):
+            if forward:
+                generator = torch.Generator().manual_seed(100 * number + microbatch)
+                tokens = torch.randn(TOKENS, HIDDEN, generator=generator)
+                if chunk:
+                    tokens = outputs[0, microbatch].detach().requires_grad_()
+                inputs[chunk, microbatch] = tokens
+                outputs[chunk, microbatch] = self.chunks[chunk](tokens)
+            else:
+                gradient = torch.ones(TOKENS, HIDDEN) if chunk else gradients[1, microbatch]
+                outputs[chunk, microbatch].backward(gradient)
+                gradients[chunk, microbatch] = inputs[chunk, microbatch].grad
+        assert self.config.finalize_model_grads_func(1, two=2) == ((1,), {"two": 2})
+
+    @torch.no_grad()
+    def forward_only(self) -> None:
+        tokens = torch.ones(TOKENS, HIDDEN)
+        for chunk in self.chunks:
+            tokens = chunk(tokens)
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "layer", "block"])
+@pytest.mark.parametrize("overlap", ["none", "blockwise"])
+def test_computations_are_entered_in_the_schedules_order(monkeypatch, overlap: str, recompute: str) -> None:
+    """Microbatch after microbatch, whatever is computed again, and whatever comes between iterations."""
+    world = build(monkeypatch, overlap)
+    model = Model(world, recompute)
+    order = [step.computation.name for step in world.balancer.schedule(MICROBATCHES)]
+    for iteration in (1, 2):
+        model.iterate(iteration)
+        # What is last ends with the iteration
+        assert model.computed == order[:-1]
+        last = {number: state.last for number, state in world.balancer.layers.items()}
+        assert all(found.microbatches == MICROBATCHES for found in last.values())
+        # A forward pass of the fault search, then an evaluation
+        model.forward_only()
+        for chunk in model.chunks:
+            chunk.eval()
+        model.forward_only()
+        for chunk in model.chunks:
+            chunk.train()
+        assert model.computed == order[:-1]
+        assert {number: state.last for number, state in world.balancer.layers.items()} == last
+
+
+def test_recomputation_counts_no_load_twice(monkeypatch) -> None:
+    counted = []
+    for recompute in ("nothing", "layer", "block"):
+        torch.manual_seed(7)
+        world = build(monkeypatch)
+        model = Model(world, recompute)
+        model.iterate(1)
+        counted.append({layer: counts_DE for layer, (counts_DE, _) in world.balancer.loads().items()})
+    for other in counted[1:]:
+        assert all(np.array_equal(other[layer], counted[0][layer]) for layer in LAYERS)
+
+
+@pytest.mark.parametrize("overlap", ["none", "blockwise"])
+def test_gradients_are_reduced_between_agg_and_plan(monkeypatch, overlap: str) -> None:
+    world = build(monkeypatch, overlap)
+    model = Model(world)
+    for iteration in (1, 2):
+        world.journal.clear()
+        model.iterate(iteration)
+        finalized = world.journal.index(("finalized",))
+        waits = {kind: [place for place, entry in enumerate(world.journal) if entry[:2] == ("waited", kind)]
+                 for kind in ("AGG", "PLAN")}  # fmt: skip
+        assert len(waits["PLAN"]) == len(LAYERS)
+        assert all(place > finalized for place in waits["PLAN"])
+        assert all(place < finalized for place in waits["AGG"])
+        assert bool(waits["AGG"]) == (iteration > 1)
+
+
+def test_expert_gradients_are_reduced_once_agg_is_through_with_all_their_layers(monkeypatch) -> None:
+    world = build(monkeypatch)
+    model = Model(world, early=True)
+    told = world.balancer.aggregated
+    world.balancer.aggregated = lambda number: (world.journal.append(("told", number)), told(number))
+    for iteration in (1, 2):
+        world.journal.clear()
+        model.iterate(iteration)
+        found = [entry for entry in world.journal if entry[0] in ("told", "reduced", "finalized")]
+        assert found == [
+            *[("told", 9), ("reduced", "upper"), ("told", 5), ("told", 4), ("reduced", "middle")],
+            *[("told", 2), ("reduced", "lower"), ("finalized",)],
+        ]
+
+
+def test_what_is_not_reduced_early_is_left_to_ddp(monkeypatch) -> None:
+    world = build(monkeypatch)
+    Model(world).iterate(1)
+    assert [entry for entry in world.journal if entry[0] == "reduced"] == [
+        *[("reduced", "lower"), ("reduced", "upper"), ("reduced", "middle")]
+    ]
+
+
+def test_a_hook_that_is_missing_is_noticed(monkeypatch) -> None:
+    world = build(monkeypatch)
+    model = Model(world)
+    model.layers[5].begin = lambda moment: None
+    with pytest.raises(AssertionError, match=r"the model computes .* where its schedule has "):
+        model.iterate(1)
+
+
+def described(stage: int, microbatches: int, **config: int | None) -> str:
+    transformer = SimpleNamespace(pipeline_model_parallel_size=3, **config)
+    found = hooks.stage_passes(transformer, stage, microbatches)
+    return " ".join(f"{'BF'[one.forward]}{one.chunk}{one.microbatch}" for one in found)
+
+
+def test_the_order_of_pipeline_stages() -> None:
+    """As megatron-core's schedules compute, with fewer passes ahead the later the stage."""
+    plain = {"virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None}
+    assert [described(stage, 4, **plain) for stage in range(3)] == [
+        "F00 F01 F02 B00 F03 B01 B02 B03",
+        "F00 F01 B00 F02 B01 F03 B02 B03",
+        "F00 B00 F01 B01 F02 B02 F03 B03",
+    ]
+    interleaved = {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 3}
+    assert [described(stage, 6, **interleaved).index("B") // 4 for stage in range(3)] == [8, 6, 4]
+    assert described(2, 6, **interleaved) == (
+        "F00 F01 F02 F10 B10 F11 B11 F12 B12 F03 B00 F04 B01 F05 B02 F13 B13 F14 B14 F15 B15 B03 B04 B05"
+    )
+
+
+def test_computations_have_names_of_their_own() -> None:
+    assert Action(2, *hooks.MOMENTS["combine"]).name == "L2 A2A.2/4"
+    assert Action(2, *hooks.MOMENTS["dispatch_backward"]).name == "L2 A2A.4/4"
+    assert [hooks.MOMENTS[moment] for moment in ("experts", "experts_backward")] == [(Operation.FEC,), (Operation.BEC,)]
