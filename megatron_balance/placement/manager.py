@@ -17,6 +17,9 @@ from megatron_balance.placement.predictor import History, Predictor, prediction_
 INVALID, LATER = bytes(16), b"\xff" * 16
 """The digests of no placement, and of one that is still being planned."""
 
+LONGEST_PAUSE = 1024
+"""Iterations, between attempts to change owners."""
+
 
 @dataclass(frozen=True, eq=False)
 class Decision:
@@ -63,6 +66,8 @@ class Manager:
         self.placement, self.transfers = owners, transfers
         self.held: dict[Guest, int] = {}
         """Iterations for which the guests have been where they are."""
+        self.pause, self.resumes = 0, 0
+        """Iterations between the last Transfer, if it failed, and the next attempt; and when that is due."""
         self.history = History()
         self.expected_DE: np.ndarray | None = None
         """[D, E] the load expected of the next iteration."""
@@ -96,7 +101,7 @@ class Manager:
             return Decision(expected_DE, None, f"returned no Placement: {answer!r}")
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
             return Decision(expected_DE, None, f"changed owners or guest slots: {answer}")
-        if not self.transfers:
+        if not self.transfers or self.iterations < self.resumes:
             return Decision(expected_DE, answer)
         placement, settlement = settle(answer, expected_DE, self.held, cost)
         return Decision(expected_DE, placement, settlement=settlement)
@@ -104,7 +109,18 @@ class Manager:
     def adopt(self, decision: Decision) -> None:
         """Put a decision that all ranks agree on in force."""
         assert decision.placement is not None
+        if decision.placement.home != self.placement.home:
+            self.pause = 0
         self.placement = decision.placement
+
+    def postpone_transfer(self) -> int:
+        """A Transfer failed: returns after how many iterations plans may change owners again, twice as many each time.
+
+        Meanwhile experts that would have moved stay lent.
+        """
+        self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE)
+        self.resumes = self.iterations + self.pause
+        return self.pause
 
     def state(self) -> dict[str, Any]:
         """Lists, numbers and strings for a checkpoint; `restore` gives the same manager to the bit."""
@@ -115,6 +131,8 @@ class Manager:
             "expected": expected,
             "iterations": self.iterations,
             "held": [[*guest, iterations] for guest, iterations in self.held.items()],
+            "pause": self.pause,
+            "resumes": self.resumes,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -125,3 +143,4 @@ class Manager:
         self.expected_DE = None if expected is None else np.array(expected, dtype=np.int64)
         self.iterations = state["iterations"]
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
+        self.pause, self.resumes = state["pause"], state["resumes"]
