@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.comm.ownership import Extent, Message, Place, plan_messages, plan_rounds
+from megatron_balance.comm.ownership import ALIGNMENT, Extent, Message, Place, _Round, plan_messages, plan_rounds
 from megatron_balance.placement.cost_model import CostModel, Overlap
 from megatron_balance.placement.ownership import Move, lasting, moves, settle
 from megatron_balance.placement.placement import Placement
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.ownership_cases import Case, draw_case, equal
-from tests.unit.placements import loads, placements
+from tests.unit.placements import UNSHRUNK, loads, placements
 
 MIB = 2**20
 
@@ -32,7 +32,7 @@ def cases(draw: st.DrawFn) -> tuple[Placement, np.ndarray, dict[tuple[int, int],
     return placement, counts_DE, held
 
 
-@settings(deadline=None)
+@UNSHRUNK
 @given(cases())
 def test_what_is_settled_pays(case: tuple[Placement, np.ndarray, dict]) -> None:
     placement, counts_DE, held = case
@@ -57,6 +57,7 @@ def test_what_is_settled_pays(case: tuple[Placement, np.ndarray, dict]) -> None:
     }
 
 
+@UNSHRUNK
 @given(placements(), st.data())
 def test_moves_are_the_difference(placement: Placement, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(placement.num_experts)))
@@ -159,6 +160,9 @@ def test_rounds_are_full_and_no_more(case: Case) -> None:
         rows = {(each.field, each.offset) for each in part}
         smallest = len(rows) == 1 and all(each.size == 1 for each in part)
         assert smallest or max(staged(part).values()) <= case.staging_bytes
+        parts = [_Round.of(part, rank) for rank in range(len(case.places))]
+        starts = [parcel.start for one in parts for parcel in (*one.leaving, *one.arriving)]
+        assert all(start % ALIGNMENT == 0 for start in starts)
     for part, following in pairwise(rounds):
         field, offset = following[0].field, following[0].offset
         row = [each.cut(offset, offset + 1) for each in following if (each.field, each.offset) == (field, offset)]
