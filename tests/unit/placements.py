@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_balance.placement.placement import Placement
 
 UNSHRUNK = settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-"""For properties of many numbers that are slow to evaluate: their examples are small, and shrinking one takes minutes."""
+"""For slow properties of many numbers: their examples are small, and shrinking one takes minutes."""
 
 
 @st.composite
