@@ -18,6 +18,9 @@ from megatron_balance.placement.predictor import History, Predictor, prediction_
 INVALID = bytes(16)
 """The digest of no placement."""
 
+LONGEST_PAUSE = 1024
+"""Iterations, between attempts to change owners."""
+
 
 @dataclass(frozen=True, eq=False)
 class Decision:
@@ -100,6 +103,8 @@ class Manager:
         self.placement, self.transfers = owners, transfers
         self.held: dict[Guest, int] = {}
         """Iterations for which the guests have been where they are."""
+        self.pause, self.resumes = 0, 0
+        """Iterations between the last Transfer, if it failed, and the next attempt; and when that is due."""
         self.history = History()
         self.expected_DE: np.ndarray | None = None
         """[D, E] the load expected of the next iteration."""
@@ -120,7 +125,8 @@ class Manager:
     def question(self, expected_DE: np.ndarray, microbatches: int) -> Question:
         """What to plan from, for an iteration of so many microbatches and this load in all."""
         cost = replace(self.cost, microbatches=microbatches)
-        return Question(self.policy, expected_DE.copy(), self.placement, cost, dict(self.held), self.transfers)
+        transfers = self.transfers and self.iterations >= self.resumes
+        return Question(self.policy, expected_DE.copy(), self.placement, cost, dict(self.held), transfers)
 
     def decide(self, expected_DE: np.ndarray, microbatches: int) -> Decision:
         """The answer to `question`, here and at once."""
@@ -129,7 +135,18 @@ class Manager:
     def adopt(self, decision: Decision) -> None:
         """Put a decision that all ranks agree on in force."""
         assert decision.placement is not None
+        if decision.placement.home != self.placement.home:
+            self.pause = 0
         self.placement = decision.placement
+
+    def postpone_transfer(self) -> int:
+        """A Transfer failed: returns after how many iterations plans may change owners again, twice as many each time.
+
+        Meanwhile experts that would have moved stay lent.
+        """
+        self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE)
+        self.resumes = self.iterations + self.pause
+        return self.pause
 
     def state(self) -> dict[str, Any]:
         """Lists, numbers and strings for a checkpoint; `restore` gives the same manager to the bit."""
@@ -140,6 +157,8 @@ class Manager:
             "expected": expected,
             "iterations": self.iterations,
             "held": [[*guest, iterations] for guest, iterations in self.held.items()],
+            "pause": self.pause,
+            "resumes": self.resumes,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -150,3 +169,4 @@ class Manager:
         self.expected_DE = None if expected is None else np.array(expected, dtype=np.int64)
         self.iterations = state["iterations"]
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
+        self.pause, self.resumes = state["pause"], state["resumes"]

@@ -142,6 +142,13 @@ class LayerState:
             self.told.add(kind)
             logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
 
+    def postpone_transfer(self, number: int, problem: str, tell: bool) -> None:
+        """Experts could not change owners, on any rank; each failure is logged, since they grow rare."""
+        pause = self.manager.postpone_transfer()
+        if tell:
+            message = "layer %d: experts could not change owners: %s; its last placement stays, next attempt in %s"
+            logger.warning(message, number, problem, "1 iteration" if pause == 1 else f"{pause} iterations")
+
     def explanation(self, number: int, before: Placement, expected_DE: np.ndarray, microbatches: int) -> str:
         """What the present placement is expected to change."""
         cost = replace(self.manager.cost, microbatches=microbatches)

@@ -141,7 +141,8 @@ class Balancer:
     def transfer_owners(self) -> None:
         """Move experts whose next placement has them owned elsewhere, and put it in force: after an optimizer step.
 
-        What fails on one rank leaves all with the placement that they have.
+        A Transfer that fails on one rank leaves all with the placement that they have, and the layer's plans change no
+        owners for a while.
         """
         for number, plan in self._new_owners.items():
             state, placement = self.layers[number], plan.decision.placement
@@ -150,8 +151,7 @@ class Balancer:
             changes = moves(state.placement, placement)
             moved = self.ownership.transfer(changes, state.fields)
             if isinstance(moved, str):
-                if self.deciders.rank() == 0:
-                    state.warn(number, f"experts could not change owners: {moved}")
+                state.postpone_transfer(number, moved, tell=self.deciders.rank() == 0)
                 continue
             action = Action(number, Operation.TRANSFER)
             self._keep("communication", action, start, clock.mark(), issued=start, num_bytes=moved.sent_bytes)

@@ -134,6 +134,7 @@ class Death:
     `turn`-th save, or Transfer.
 
     A point inside a writer process is counted in each writer; `parent` makes its rank die instead of the writer.
+    `staging_bytes` are those of every rank's Transfers, of which each then has several rounds.
     """
 
     point: str
@@ -142,9 +143,13 @@ class Death:
     turn: int = 2
     parent: bool = False
     during: str = "save"
+    staging_bytes: int | None = None
 
     def __call__(self, rank: int) -> None:
         """Prepare a rank for it."""
+        if self.staging_bytes is not None:
+            transfer = importlib.import_module("megatron_balance.comm.ownership").OwnershipTransfer
+            transfer.__init__ = functools.partialmethod(transfer.__init__, staging_bytes=self.staging_bytes)
         if rank != self.rank:
             return
         turn, calls, owner = 0, 0, os.getpid()
@@ -192,8 +197,9 @@ def _points() -> dict[str, Function]:
         "tracker": lambda: (os, "replace"),
         "prune": lambda: (shutil, "rmtree"),
         "messages": of(transfer, "plan_messages"),
+        "rounds": of(transfer, "plan_rounds"),
+        "staging": of(transfer, "_staging"),
         "pack": of(transfer, "_pack"),
-        "room": of(transfer, "_room"),
         "exchange": lambda: (importlib.import_module(transfer).OwnershipTransfer, "_exchange"),
         "unpack": of(transfer, "_unpack"),
         "own": lambda: (importlib.import_module("megatron_balance.flow.experts").GroupedExperts, "own"),

@@ -193,12 +193,15 @@ def test_state_is_really_elsewhere_and_moved_in_memory(ranks, profiles) -> None:
     assert not any(outcome.written for outcome in outcomes)
 
 
+FAILURES = 3
+
+
 def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float], list[str]]:
     """In its first Transfers, rank 1 has no room."""
     captured = Captured()
     logger = logging.getLogger("megatron_balance.timeline.layer_state")
     logger.addHandler(captured)
-    run, failures = runs.build(flags), [MemoryError("no room for it")] * 3
+    run, failures = runs.build(flags), [MemoryError("no room for it")] * FAILURES
     for state in run.balancer.layers.values():
         fields = state.fields
 
@@ -220,9 +223,15 @@ def test_what_fails_on_one_rank_leaves_all_where_they_are(ranks, profiles) -> No
     outcomes = ranks(4).run(train_with_failures, wandering(4, profiles), ITERATIONS)
     curve, moved, said = outcomes[0]
     assert any(moved), moved
-    assert said and {line.partition(";")[0] for line in said} <= {
-        f"layer {layer}: experts could not change owners: on rank 1: MemoryError: no room for it" for layer in (1, 2)
-    }
+    assert len(said) == FAILURES
+    for layer in (1, 2):
+        # No next attempt succeeds before all of them have failed
+        lines = [line for line in said if line.startswith(f"layer {layer}: experts could not change owners: ")]
+        assert lines and lines == [
+            f"layer {layer}: experts could not change owners: on rank 1: MemoryError: no room for it; its last "
+            f"placement stays, next attempt in {pause}"
+            for pause in ("1 iteration", "2 iterations", "4 iterations")[: len(lines)]
+        ]
     assert all(other == (curve, moved, []) for other in outcomes[1:])
     fixed = ranks(4).run(runs.train_curve, wandering(4, profiles, "fixed"), ITERATIONS)[0]
     assert deviation(curve, fixed) <= TOLERANCE

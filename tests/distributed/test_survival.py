@@ -34,7 +34,10 @@ CALLS = {"serialize": 1, "plan": 1, "start writer": 2, "write": 1, "write tensor
 TRANSFERS = 4
 """In the first iterations of a job whose experts change owners."""
 
-TRANSFER_POINTS = ("messages", "pack", "room", "exchange", "unpack", "own")
+TRANSFER_POINTS = ("messages", "rounds", "staging", "pack", "exchange", "unpack", "own")
+ROUNDS, STAGING_BYTES = 3, 10_000
+"""At least so many rounds has each of these jobs' Transfers, with this staging."""
+
 SAVE_POINTS = [point for point in POINTS if point not in TRANSFER_POINTS]
 
 
@@ -192,17 +195,19 @@ def undisturbed_transfers(tmp_path_factory, wandering_flags) -> Path:
 def transfer_deaths(count: int) -> list[Death]:
     """Random places in a Transfer to die in, every point about as often."""
     chance = random.Random(0)
-    return [
-        Death(point, 1, chance.randrange(RANKS), chance.randint(1, TRANSFERS), during="transfer")
-        for point in itertools.islice(itertools.cycle(TRANSFER_POINTS), count)
-    ]
+    found = []
+    for point in itertools.islice(itertools.cycle(TRANSFER_POINTS), count):
+        call = ROUNDS if point in ("pack", "exchange", "unpack") else 1
+        rank, turn = chance.randrange(RANKS), chance.randint(1, TRANSFERS)
+        found.append(Death(point, call, rank, turn, during="transfer", staging_bytes=STAGING_BYTES))
+    return found
 
 
 @pytest.mark.parametrize(
     "death",
     [
-        pytest.param(death, marks=[] if index in (3, 4) else [pytest.mark.slow], id=f"{index}-{death.point}")
-        for index, death in enumerate(transfer_deaths(20))
+        pytest.param(death, marks=[] if index in (4, 5) else [pytest.mark.slow], id=f"{index}-{death.point}")
+        for index, death in enumerate(transfer_deaths(21))
     ],
 )
 def test_a_job_killed_in_a_transfer_resumes_and_ends_alike(

@@ -2,9 +2,13 @@
 
 import numpy as np
 import torch
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from megatron_balance.placement.placement import Placement
+
+UNSHRUNK = settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+"""For slow properties of many numbers: their examples are small, and shrinking one takes minutes."""
 
 
 @st.composite

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.observe.workloads import WORKLOADS, load_matrix
@@ -17,7 +17,7 @@ from megatron_balance.placement.policies.interface import owners_host
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.placement.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 from megatron_balance.profile.cluster_profile import builtin
-from tests.unit.placements import loads, placements
+from tests.unit.placements import UNSHRUNK, loads, placements
 from tests.unit.test_checks import parse
 
 ROUNDING = 1 + 1e-6
@@ -47,7 +47,7 @@ def adjustments(before: Placement, after: Placement, cost: CostModel) -> float:
     return max(seconds)
 
 
-@settings(deadline=None, max_examples=100)
+@UNSHRUNK
 @given(cases())
 def test_modifications_are_valid_and_pay(case: tuple[np.ndarray, Placement, CostModel, FlexMoE]) -> None:
     counts_DE, start, cost, policy = case
@@ -73,7 +73,7 @@ def test_modifications_are_valid_and_pay(case: tuple[np.ndarray, Placement, Cost
         assert not any(isinstance(modification, Expand) for modification in modifications)
 
 
-@settings(deadline=None)
+@UNSHRUNK
 @given(cases())
 def test_the_same_load_leads_to_rest(case: tuple[np.ndarray, Placement, CostModel, FlexMoE]) -> None:
     counts_DE, placement, cost, policy = case
@@ -94,7 +94,7 @@ def random_modification(start: Placement, generator: np.random.Generator) -> Mod
     return choices[generator.integers(3)]
 
 
-@settings(deadline=None, max_examples=100)
+@UNSHRUNK
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_vexperts_count_as_the_model_does(data: st.DataObject, seed: int) -> None:
     start, generator = data.draw(placements()), np.random.default_rng(seed)

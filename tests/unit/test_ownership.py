@@ -1,19 +1,21 @@
 """Which guests become owners, and what has to be sent for that."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.comm.ownership import Extent, Place, plan_messages
+from megatron_balance.comm.ownership import ALIGNMENT, Extent, Message, Place, _Round, plan_messages, plan_rounds
 from megatron_balance.placement.cost_model import CostModel, Overlap
-from megatron_balance.placement.ownership import lasting, moves, settle
+from megatron_balance.placement.ownership import Move, lasting, moves, settle
 from megatron_balance.placement.placement import Placement
 from megatron_balance.profile.cluster_profile import builtin
-from tests.unit.placements import loads, placements
+from tests.unit.ownership_cases import Case, draw_case, equal
+from tests.unit.placements import UNSHRUNK, loads, placements
 
 MIB = 2**20
 
@@ -30,7 +32,7 @@ def cases(draw: st.DrawFn) -> tuple[Placement, np.ndarray, dict[tuple[int, int],
     return placement, counts_DE, held
 
 
-@settings(deadline=None)
+@UNSHRUNK
 @given(cases())
 def test_what_is_settled_pays(case: tuple[Placement, np.ndarray, dict]) -> None:
     placement, counts_DE, held = case
@@ -55,6 +57,7 @@ def test_what_is_settled_pays(case: tuple[Placement, np.ndarray, dict]) -> None:
     }
 
 
+@UNSHRUNK
 @given(placements(), st.data())
 def test_moves_are_the_difference(placement: Placement, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(placement.num_experts)))
@@ -117,57 +120,67 @@ def test_iterations_of_guests_that_stay_are_counted() -> None:
 
 
 @st.composite
-def shardings(draw: st.DrawFn) -> tuple[list[Place], list[list[Extent]], int, int]:
-    """Ranks whose replicas keep a whole tensor each, and one between them, in pieces of any size."""
-    num_ranks, replicas, slots, size = draw(
-        st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 9))
-    )
-    total = slots * size
-    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=replicas - 1, max_size=replicas - 1)))
-    shards = list(zip([0, *cuts], [*cuts, total], strict=True))
-    order = draw(st.permutations([(rank, replica) for rank in range(num_ranks) for replica in range(replicas)]))
-    places = [Place(*pair) for pair in order]
-    extents = [[Extent(size, (0, total), 2), Extent(size, shards[place.replica], 4)] for place in places]
-    return places, extents, num_ranks, slots
+def transfers(draw: st.DrawFn) -> Case:
+    return draw_case(lambda low, high: draw(st.integers(low, high)), draw(st.integers(1, 4)), draw(st.integers(1, 3)))
 
 
-@given(shardings(), st.data())
-def test_every_rank_gets_what_it_is_to_keep(case: tuple, data: st.DataObject) -> None:
-    places, extents, num_ranks, slots = case
-    order = data.draw(st.permutations(range(num_ranks * slots)))
-    before = Placement.identity(num_ranks * slots, num_ranks)
-    home = tuple(tuple(order[rank * slots : (rank + 1) * slots]) for rank in range(num_ranks))
-    after = _owned(before, home)
-
-    def contents(placement: Placement) -> list[list[torch.Tensor]]:
-        """What every rank keeps: each element names its expert and its place in the slot."""
-        kept = []
-        for place, fields in zip(places, extents, strict=True):
-            whole = [
-                torch.tensor(
-                    [100 * expert + element for expert in placement.home[place.rank] for element in range(size)]
-                )
-                for size, *_ in fields
-            ]
-            kept.append([tensor[slice(*field.kept)] for tensor, field in zip(whole, fields, strict=True)])
-        return kept
-
-    old, result, sent = contents(before), contents(before), 0
-    for message in plan_messages(moves(before, after), places, extents):
-        source, target = extents[message.source][message.field], extents[message.target][message.field]
-        start, stop = (element - source.kept[0] for element in message.taken)
-        put = message.put - target.kept[0]
-        assert 0 <= start < stop and put >= 0
-        result[message.target][message.field][put : put + stop - start] = old[message.source][message.field][start:stop]
-        assert message.num_bytes == (stop - start) * source.itemsize
-        sent += message.num_bytes
-    for found, wanted in zip(result, contents(after), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    replicas = len(places) // num_ranks
-    size = extents[0][0].slot_size
-    assert sent == len(moves(before, after)) * size * (2 * replicas + 4), "nothing is sent twice"
+@settings(deadline=None)
+@given(transfers())
+def test_rounds_move_everything_once(case: Case) -> None:
+    """Executed on all ranks' tensors in one place, and compared to a permutation of the whole tensors."""
+    ranks = range(len(case.places))
+    own, extents = [case.kept_by(rank) for rank in ranks], case.extents
+    messages = plan_messages(case.moves, case.places, extents)
+    for part in plan_rounds(messages, case.staging_bytes):
+        packed = [own[each.source][each.field].bytes_of(each.taken, each.size).clone() for each in part]
+        for each, values in zip(part, packed, strict=True):
+            own[each.target][each.field].bytes_of(each.put, each.size).copy_(values)
+    assert all(equal(own[rank], case.kept_by(rank, moved=True)) for rank in ranks)
+    wanted = [
+        max(0, min(stop, (move.target_slot + 1) * slot_size) - max(start, move.target_slot * slot_size)) * itemsize
+        for move in case.moves
+        for rank in ranks
+        for slot_size, (start, stop), itemsize in extents[rank]
+        if case.places[rank].rank == move.target
+    ]
+    assert sum(each.num_bytes for each in messages) == sum(wanted), "nothing is sent twice"
 
 
-def _owned(placement: Placement, home: tuple[tuple[int, ...], ...]) -> Placement:
-    owners = [next(rank for rank, row in enumerate(home) if expert in row) for expert in range(placement.num_experts)]
-    return placement.rehost([(owner,) for owner in owners], owners, home)
+def staged(messages: list[Message]) -> Counter[int]:
+    """Bytes that each rank stages for these messages."""
+    return sum((Counter(dict.fromkeys((each.source, each.target), each.num_bytes)) for each in messages), Counter())
+
+
+@settings(deadline=None)
+@given(transfers())
+def test_rounds_are_full_and_no_more(case: Case) -> None:
+    messages = plan_messages(case.moves, case.places, case.extents)
+    rounds = plan_rounds(messages, case.staging_bytes)
+    for part in rounds:
+        rows = {(each.field, each.offset) for each in part}
+        smallest = len(rows) == 1 and all(each.size == 1 for each in part)
+        assert smallest or max(staged(part).values()) <= case.staging_bytes
+        parts = [_Round.of(part, rank) for rank in range(len(case.places))]
+        starts = [parcel.start for one in parts for parcel in (*one.leaving, *one.arriving)]
+        assert all(start % ALIGNMENT == 0 for start in starts)
+    for part, following in pairwise(rounds):
+        field, offset = following[0].field, following[0].offset
+        row = [each.cut(offset, offset + 1) for each in following if (each.field, each.offset) == (field, offset)]
+        assert max((staged(part) + staged(row)).values()) > case.staging_bytes
+    assert len(plan_rounds(messages, 10**6)) == bool(messages)
+
+
+def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
+    """Two experts exchange slots, and a third one moves within rank 1: of each element rank 1 stages three."""
+    exchanged = (Move(0, 0, 0, 1, 0), Move(2, 1, 0, 1, 1), Move(3, 1, 1, 0, 0))
+    extents = [[Extent(5, (0, 10), 2), Extent(3, (0, 6), 4)]] * 2
+    messages = plan_messages(exchanged, [Place(0, 0), Place(1, 0)], extents)
+
+    def windows(staging_bytes: int) -> list[list[tuple[int, int, int]]]:
+        rounds = plan_rounds(messages, staging_bytes)
+        return [sorted({(each.field, each.offset, each.offset + each.size) for each in part}) for part in rounds]
+
+    assert windows(66) == [[(0, 0, 5), (1, 0, 3)]]
+    assert windows(65) == [[(0, 0, 5), (1, 0, 2)], [(1, 2, 3)]]
+    assert windows(24) == [[(0, 0, 4)], [(0, 4, 5), (1, 0, 1)], [(1, 1, 3)]]
+    assert windows(1) == [[(0, each, each + 1)] for each in range(5)] + [[(1, each, each + 1)] for each in range(3)]
