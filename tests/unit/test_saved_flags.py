@@ -75,9 +75,7 @@ def flags_of_models() -> set[str]:
     """Fields of models and tokenizers that a flag sets."""
     groups = [group for group in build_parser()._action_groups if group.title in OF_MODELS]
     assert len(groups) == len(OF_MODELS) <= len(GROUPS)
-    return {
-        action.dest for group in groups for action in group._group_actions if action.help is not argparse.SUPPRESS
-    }
+    return {action.dest for group in groups for action in group._group_actions if action.help is not argparse.SUPPRESS}
 
 
 def test_every_flag_of_a_model_is_either_in_checkpoints_or_says_something_else() -> None:
