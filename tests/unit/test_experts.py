@@ -240,5 +240,5 @@ def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bo
     first = loop_layer(experts.linear_fc1, rows, sizes, None)
     weighted = gate(first, activation, clamp, offset) * probs.unsqueeze(1)
     expected = loop_layer(experts.linear_fc2, weighted, sizes, probs)
-    assert clamp is None or (first.abs() > clamp).any() and (first.abs() < clamp).any()
+    assert clamp is None or ((first.abs() > clamp).any() and (first.abs() < clamp).any())
     assert_same_function(found, expected, [rows, probs, *experts.parameters()])
