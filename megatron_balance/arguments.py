@@ -297,6 +297,9 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
             OptimizerConfig,
             values,
             params_dtype=dtype,
+            # megatron-core saves the 16 bits that main parameters have more than the weights as numbers in float32,
+            # which no other optimizer could resume from, and FusedAdam refuses on loading
+            store_param_remainders=False,
             **{name: PRECISIONS[values[name]] for name in OPTIMIZER_PRECISIONS},
         ),
         ddp=build(

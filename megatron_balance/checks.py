@@ -110,7 +110,9 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     fused = machine.cuda
     # A dry run computes nothing, and megatron-core looks for the kernels as it builds
     kernels = fused and (machine.apex or impl == "transformer_engine") and not values["dry_run"]
-    gated_fusion = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"]
+    # The fused kernel of SwiGLU neither clamps nor adds
+    plain_gate = values["activation_func_clamp_value"] is None and not values["glu_linear_offset"]
+    gated_fusion = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"] and plain_gate
     gelu = not any(values[name] for name in ACTIVATIONS)
     plain_fusion = gelu and values["bias_gelu_fusion"] and values["add_bias_linear"] and not values["num_moe_experts"]
     return Layout(

@@ -89,7 +89,7 @@ def _begin(
     torch_dist.write(staged, files, dtype, make)
     torch.save({"checkpoint_version": 3.0, "iteration": 0, "parts": []}, staged / "common.pt")
     (staged / saved_flags.FILE).write_text(flags, encoding="utf-8")
-    manifest.write(staged, 0, {path.name: manifest.digest(path) for path in staged.iterdir()})
+    manifest.write(staged, 0, {path.name: manifest.sync_and_digest(path) for path in staged.iterdir()})
     directory.commit(staged, 0)
 
 

@@ -26,7 +26,7 @@ from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import Run
 from megatron_balance.training.safe_pickle import check_pickles
-from megatron_balance.training.writer import PartWriter, ShardStrategy, sync_and_digest
+from megatron_balance.training.writer import PartWriter, ShardStrategy
 
 POLL_SECONDS = 0.02
 COMMON_FILES = ("common.pt", "metadata.json", ".metadata", saved_flags.FILE)
@@ -206,7 +206,7 @@ class Checkpoints:
         (save.staged / saved_flags.FILE).write_text(saved_flags.to_json(self.run.config), encoding="utf-8")
         files = {name: entry for _, entries in written for name, entry in entries.items()}
         common = [save.staged / name for name in COMMON_FILES if (save.staged / name).exists()]
-        files |= {path.name: sync_and_digest(path) for path in common}
+        files |= {path.name: manifest.sync_and_digest(path) for path in common}
         manifest.write(save.staged, save.iteration, files)
         directory.commit(save.staged, save.iteration)
         return directory.prune(save.iteration, self.settings.keep_last, self.settings.save_retain_interval)

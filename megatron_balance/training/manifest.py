@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +63,26 @@ def digest(path: str | Path) -> Entry:
     return Entry(size, hasher.hexdigest())
 
 
+def sync_and_digest(path: Path) -> Entry:
+    """Put a file on disk and digest it meanwhile: the disk and the processor work at the same time."""
+    failures: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    entry = digest(path)
+    thread.join()
+    if failures:
+        raise failures[0]
+    return entry
+
+
 def is_plain_name(name: object) -> bool:
     """Whether `name` is a file directly inside a directory, whatever the directory."""
     if not isinstance(name, str) or name in ("", ".", ".."):
@@ -70,18 +91,16 @@ def is_plain_name(name: object) -> bool:
 
 
 def write(directory: str | Path, iteration: int, entries: Mapping[str, Entry]) -> None:
-    """Write the manifest of `directory` and wait until it is on disk; the files' own durability is the caller's."""
+    """Write the manifest of `directory` and wait until it is on disk.
+
+    The durability of the files, and of the directory's entries, the manifest's included, is the caller's.
+    """
     for name in entries:
         assert is_plain_name(name) and name != NAME, name
     with open(Path(directory) / NAME, "wb") as file:
         file.write(_render(Manifest(iteration, entries)))
         file.flush()
         os.fsync(file.fileno())
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read(directory: str | Path) -> Manifest:

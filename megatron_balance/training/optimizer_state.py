@@ -27,7 +27,7 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Give torch's optimizers the state that they would have after a step in which nothing happened.
+    """Give optimizers the state that they would have after a step in which nothing happened.
 
     Without it, a run that has skipped every step so far would save less than a resumed one looks for, and the
     distributed optimizer asks for Adam's step.
@@ -38,10 +38,21 @@ def allocate(optimizer: MegatronOptimizer) -> None:
             part.init_state_fn = lambda *_: None
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                if isinstance(part.optimizer, torch.optim.Adam):
-                    part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
-                for name in state_names(part.optimizer):
-                    part.optimizer.state[parameter].setdefault(name, torch.zeros_like(parameter))
+                _allocate(part.optimizer, parameter)
+
+
+def _allocate(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    state = inner.state[parameter]
+    if hasattr(inner, "initialize_state"):
+        # Transformer Engine's FusedAdam may keep main parameters too, and each tensor in a precision of its own; it
+        # takes a state that has anything to be whole
+        if not state:
+            inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16)
+        return
+    if isinstance(inner, torch.optim.Adam):
+        state.setdefault("step", torch.tensor(0.0))
+    for name in state_names(inner):
+        state.setdefault(name, torch.zeros_like(parameter))
 
 
 def expert_fields(

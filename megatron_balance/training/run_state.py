@@ -236,7 +236,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> Non
         part_state, inner = state if len(parts) == 1 else state[index], part.optimizer
         shards = part_state.pop("param_state", None)
         # Float16 and distributed optimizers wrap the inner optimizer's state dict
-        _insert_step(part_state.get("optimizer", part_state), step, isinstance(inner, torch.optim.Adam))
+        _insert_step(part_state.get("optimizer", part_state), step, inner)
         part.load_state_dict(part_state)
         if shards is not None:
             for parameter_state in inner.state.values():
@@ -249,10 +249,12 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> Non
                 parameter_state["step"] = torch.tensor(float(step))
 
 
-def _insert_step(state: dict, step: int, per_parameter: bool) -> None:
-    """Put the step count where megatron-core looks for it in an optimizer's state dict."""
+def _insert_step(state: dict, step: int, inner: torch.optim.Optimizer) -> None:
+    """Put the step count where megatron-core, or the inner optimizer, looks for it in an optimizer's state dict."""
+    per_parameter = isinstance(inner, torch.optim.Adam)
     for group in state["param_groups"]:
-        if "step" in group:
+        # Fused optimizers count by group, from their first step on
+        if "step" in group or ("betas" in group and not per_parameter):
             group["step"] = step
     if per_parameter and "state" in state:
         state["state"]["common_step"] = torch.tensor(float(step))

@@ -11,7 +11,6 @@ import multiprocessing.connection
 import os
 import queue
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -179,24 +178,4 @@ def _write(bucket: tuple, transforms: list) -> tuple[list, manifest.Entry]:
     if isinstance(outcome, Exception):
         raise outcome
     path = Path(bucket[0])
-    return outcome, sync_and_digest(path)
-
-
-def sync_and_digest(path: Path) -> manifest.Entry:
-    """Put a file on disk and digest it meanwhile: the disk and the processor work at the same time."""
-    failures: list[OSError] = []
-
-    def sync() -> None:
-        try:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=sync)
-    thread.start()
-    entry = manifest.digest(path)
-    thread.join()
-    if failures:
-        raise failures[0]
-    return entry
+    return outcome, manifest.sync_and_digest(path)

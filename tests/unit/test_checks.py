@@ -347,3 +347,11 @@ def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 2
     assert "--help" in lines[0] and flags.split()[0] in lines[1]
+
+
+@pytest.mark.parametrize(("flags", "fused"), [("", True), ("--activation-func-clamp-value 7", False),
+                                              ("--glu-linear-offset 1", False)])  # fmt: skip
+def test_swiglu_is_not_fused_with_what_the_kernel_leaves_out(flags: str, fused: bool) -> None:
+    machine = dataclasses.replace(GPU, transformer_engine=False, apex=False)
+    transformer = parse_args(argv(f"--swiglu --disable-bias-linear {flags}"), machine).config.transformer
+    assert transformer.bias_activation_fusion == fused

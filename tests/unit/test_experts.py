@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.flow.experts import GroupedWeights, grouped_linear
+from megatron_balance.flow.experts import GroupedExperts, GroupedWeights, grouped_linear
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Largest error allowed, as a share of the largest value."""
@@ -184,3 +186,59 @@ def test_expanded_gradients_and_strided_rows_are_accepted() -> None:
     grouped_linear(rows, weight, torch.tensor([2, 4])).sum().backward()
     expected = torch.stack([chunk.sum(0).expand(8, 4) for chunk in rows.detach().split([2, 4])])
     torch.testing.assert_close(weight.grad, expected)
+
+
+class Alone:
+    """A process group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def gate(inner: torch.Tensor, activation, clamp: float | None, offset: float) -> torch.Tensor:
+    """A gated unit, one element after another: [R, 2F] -> [R, F]."""
+    width = inner.shape[1] // 2
+    gated, linear = inner[:, :width], inner[:, width:]
+    if clamp is not None:
+        gated = torch.where(gated > clamp, clamp, gated)
+        linear = torch.where(linear > clamp, clamp, torch.where(linear < -clamp, -clamp, linear))
+    return activation(gated) * (linear + offset)
+
+
+@pytest.mark.parametrize("by_slot", [True, False], ids=["by slot", "grouped"])
+@pytest.mark.parametrize(
+    ("activation", "clamp", "offset"),
+    [(F.silu, None, 0.0), (F.silu, 0.7, 0.0), (quick_gelu, None, 1.0), (quick_gelu, 0.5, 1.0)],
+    ids=["plain", "clamped", "offset", "both"],
+)
+def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bool) -> None:
+    torch.manual_seed(0)
+    sizes, hidden, inner = [5, 0, 9], 6, 4
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=1,
+        num_moe_experts=len(sizes),
+        moe_ffn_hidden_size=inner,
+        add_bias_linear=True,
+        gated_linear_unit=True,
+        activation_func=activation,
+        activation_func_clamp_value=clamp,
+        glu_linear_offset=offset,
+        bias_activation_fusion=False,
+        params_dtype=torch.float64,
+        perform_initialization=False,
+    )
+    experts = GroupedExperts(range(len(sizes)), config, SimpleNamespace(expt_tp=Alone(), expt_dp=Alone()))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    rows, probs = random(sum(sizes), hidden, dtype=torch.float64), random(sum(sizes), dtype=torch.float64)
+    found = experts._all_slots(rows, torch.tensor(sizes), probs, by_slot)
+    first = loop_layer(experts.linear_fc1, rows, sizes, None)
+    weighted = gate(first, activation, clamp, offset) * probs.unsqueeze(1)
+    expected = loop_layer(experts.linear_fc2, weighted, sizes, probs)
+    assert clamp is None or ((first.abs() > clamp).any() and (first.abs() < clamp).any())
+    assert_same_function(found, expected, [rows, probs, *experts.parameters()])

@@ -1,0 +1,33 @@
+"""Runs with Transformer Engine's FusedAdam, of which tests have a stand-in, resume as they would have gone on."""
+
+import pytest
+
+from tests import fused_adam
+from tests.distributed.checkpoints import straight_against_resumed
+
+ITERATIONS = 4
+
+OF_ITS_OWN = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+"""FusedAdam holds main parameters and moments."""
+
+FLAGS = {
+    "whole": "--bf16",
+    "precision-aware bf16": f"{OF_ITS_OWN} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16",
+}
+SLOW = {"distributed": "--bf16 --use-distributed-optimizer", "precision-aware": OF_ITS_OWN}
+
+
+def resumed(flags: str, directory: str) -> list[str]:
+    with fused_adam.installed():
+        return straight_against_resumed(f"--num-layers 1 {flags}", directory, ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, flags in (FLAGS | SLOW).items()
+    ],
+)
+def test_a_resumed_run_is_the_straight_run(ranks, tmp_path, flags: str):
+    assert ranks(2).run(resumed, flags, str(tmp_path)) == [[]] * 2

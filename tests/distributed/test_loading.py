@@ -1,0 +1,90 @@
+"""Whatever is loaded of a checkpoint, the run goes on from its weights: a step that learns nothing changes none."""
+
+import dataclasses
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_balance.training import run_state
+from megatron_balance.training.checkpoint import Checkpoints
+from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.optimizer_state import optimizers
+from tests.distributed.checkpoints import Said
+from tests.distributed.runs import build
+
+BF16 = "--bf16 --num-layers 1 --num-experts 6 --expert-model-parallel-size 2"
+WAYS = {
+    "resumed": "--load {0}/own",
+    "without the optimizer": "--load {0}/own --no-load-optim",
+    "finetune": "--load {0}/own --finetune",
+    "pretrained": "--load {0}/nothing --pretrained-checkpoint {0}/own",
+    "imported": "--load {0}/imported",
+}
+OPTIMIZERS = {
+    "whole": "",
+    "distributed": "--use-distributed-optimizer",
+    "gathered late": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights(run: Run) -> Weights:
+    """As the next forward pass has them."""
+    (chunk,) = run.model
+    if run.config.ddp.overlap_param_gather:
+        chunk.start_param_sync(force_sync=True)
+    return {name: value.detach().clone() for name, value in chunk.named_parameters()}
+
+
+def save(directory: str) -> Weights:
+    """Train a little; save what is learned, and once more as a converted model is saved: weights and nothing else."""
+    run = build(f"{BF16} --save {directory}/own")
+    train_step(run)
+    Checkpoints(run, Said(), patience=30.0).save()
+    settings = dataclasses.replace(
+        run.config.checkpoint, save=f"{directory}/imported", no_save_optim=True, no_save_rng=True
+    )
+    bare = dataclasses.replace(run, config=run.config.replace(checkpoint=settings))
+    nothing_else: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "parts": []}
+    with mock.patch.object(run_state, "common_state", lambda *_: nothing_else):
+        Checkpoints(bare, Said(), patience=30.0).save()
+    return weights(run)
+
+
+def after_a_step_of_no_length(flags: str) -> tuple[int, Weights, Weights]:
+    """The iteration after loading and one step; the weights before and after that step."""
+    run = build(f"{BF16} --seed 77 {flags}")
+    Checkpoints(run, Said(), patience=30.0).load()
+    loaded = weights(run)
+    for part in optimizers(run.optimizer):
+        for group in part.optimizer.param_groups:
+            group["lr"] = 0.0
+    assert train_step(run).grad_norm > 0
+    return run.progress.iteration, loaded, weights(run)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory) -> tuple[str, list[Weights]]:
+    directory = str(tmp_path_factory.mktemp("bf16"))
+    return directory, ranks(2).run(save, directory)
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if {"resumed", "pretrained", "gathered late"} & {*case} else [])
+        for case in itertools.product(WAYS, OPTIMIZERS)
+    ],
+)
+def test_a_run_goes_on_from_the_weights_that_it_loaded(ranks, saved, way: str, optimizer: str) -> None:
+    directory, expected = saved
+    flags = f"{WAYS[way].format(directory)} {OPTIMIZERS[optimizer]}"
+    for (iteration, *found), wanted in zip(ranks(2).run(after_a_step_of_no_length, flags), expected, strict=True):
+        assert iteration == (2 if way in ("resumed", "without the optimizer") else 1)
+        for weights_then in found:
+            assert weights_then.keys() == wanted.keys()
+            assert [name for name in wanted if not torch.equal(weights_then[name], wanted[name])] == []

@@ -1,0 +1,141 @@
+"""What a checkpoint's flags are, and that none of those that make the model what it is goes unseen."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_balance.arguments import GROUPS, Parsed, build_parser, parse_args
+from megatron_balance.checks import Machine
+from megatron_balance.training import saved_flags
+from megatron_balance.training.saved_flags import CHECKPOINT_FIELDS, MODEL_FIELDS, WITHOUT_WEIGHTS
+
+OF_MODELS = ("model", "tokenizer", "transformer (megatron-core)", "multi-latent attention (megatron-core)")
+"""Titles of the groups of flags that may say what the model or its tokenizer is."""
+
+NEWER = {"mla_down_proj_fusion"}
+"""Flags of a model that not every megatron-core has."""
+
+OTHER_FIELDS = {
+    "how many ranks there are and what each holds": """
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split context_parallel_size
+        expert_model_parallel_size expert_tensor_parallel_size microbatch_group_size_per_vp_stage
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage
+        num_virtual_stages_per_pipeline_rank pipeline_model_parallel_size sequence_parallel
+        tensor_model_parallel_size""",
+    "which implementation computes the same function": """
+        apply_rope_fusion attention_backend bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion
+        cross_entropy_fusion_impl cross_entropy_loss_fusion masked_softmax_fusion moe_grouped_gemm moe_permute_fusion
+        moe_router_fusion moe_use_legacy_grouped_gemm persist_layer_norm transformer_impl
+        use_fused_weighted_squared_relu use_te_activation_func tokenizer_hf_use_fast""",
+    "in which precision, and with which guarantees": """
+        apply_query_key_layer_scaling attention_softmax_in_fp32 bf16 deterministic_mode
+        disable_bf16_reduced_precision_matmul fp16 moe_router_dtype moe_router_padding_for_fp8
+        moe_router_padding_for_quantization""",
+    "how tokens and gradients travel, and when": """
+        clone_scatter_output_in_embedding defer_embedding_wgrad_compute gradient_accumulation_fusion moe_deepep_num_sms
+        moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms moe_pad_expert_input_to_capacity
+        moe_shared_expert_overlap moe_token_dispatcher_type overlap_p2p_comm overlap_p2p_comm_warmup_flush
+        wgrad_deferral_limit""",
+    "what is kept for the backward pass": """
+        distribute_saved_activations moe_layer_recompute recompute_granularity recompute_method recompute_modules
+        recompute_num_layers""",
+    "what weights are before the first step": "embedding_init_method_std init_method_std perform_initialization",
+    "what is learned from, beside the data": """
+        calculate_per_token_loss moe_aux_loss_coeff moe_input_jitter_eps moe_router_bias_update_rate
+        moe_router_load_balancing_type moe_z_loss_coeff""",
+    "synthetic loads and tests": "moe_router_force_load_balancing test_mode",
+    "leave to run a tokenizer's code is given on this machine, never by a checkpoint": "trust_remote_code",
+}
+"""Fields of models and tokenizers that do not say what the model is, and what they say instead."""
+
+OTHERS = {name for names in OTHER_FIELDS.values() for name in names.split()}
+
+GOOD = (
+    "--hidden-size 48 --num-attention-heads 4 --seq-length 32 --num-layers 2 --num-experts 8 --micro-batch-size 2 "
+    "--train-iters 20 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data"
+)
+
+
+def parsed(flags: str) -> Parsed:
+    return parse_args(f"{GOOD} {flags}".split(), Machine(1, False, False, False))
+
+
+def checkpoint(directory: Path, flags: str) -> Path:
+    """A checkpoint that has nothing but its flags."""
+    path = directory / "iter_0000003"
+    path.mkdir()
+    (path / saved_flags.FILE).write_text(saved_flags.to_json(parsed(flags).config))
+    return path
+
+
+def flags_of_models() -> set[str]:
+    """Fields of models and tokenizers that a flag sets."""
+    groups = [group for group in build_parser()._action_groups if group.title in OF_MODELS]
+    assert len(groups) == len(OF_MODELS) <= len(GROUPS)
+    return {action.dest for group in groups for action in group._group_actions if action.help is not argparse.SUPPRESS}
+
+
+def test_every_flag_of_a_model_is_either_in_checkpoints_or_says_something_else() -> None:
+    flags = flags_of_models()
+    assert not OTHERS & set(CHECKPOINT_FIELDS)
+    unclassified = flags - OTHERS - set(CHECKPOINT_FIELDS)
+    assert not unclassified, f"does it make the model another one? {sorted(unclassified)}"
+
+
+def test_no_field_of_checkpoints_is_without_a_flag() -> None:
+    assert set(CHECKPOINT_FIELDS) - NEWER <= flags_of_models()
+    assert len(set(CHECKPOINT_FIELDS)) == len(CHECKPOINT_FIELDS)
+    assert set(WITHOUT_WEIGHTS) <= set(MODEL_FIELDS)
+
+
+def another(value: Any) -> Any:
+    """Any other value; only equality counts."""
+    return not value if isinstance(value, bool) else [value, "another"]
+
+
+@pytest.mark.parametrize("kind", ["", "--multi-latent-attention --position-embedding-type rope"])
+def test_every_field_of_a_model_is_compared(tmp_path: Path, kind: str) -> None:
+    config = parsed(kind).config
+    saved = saved_flags.read(checkpoint(tmp_path, kind))
+    assert saved_flags.differences(saved, config) == ([], [])
+    latent = {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale"}
+    latent |= {"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale_all_dim"}
+    flags = {flag for action in build_parser()._actions for flag in action.option_strings}
+    for name in set(MODEL_FIELDS) - NEWER - (set() if kind else latent):
+        refused, reported = saved_flags.differences(saved | {name: another(saved[name])}, config)
+        (text,) = reported if name in WITHOUT_WEIGHTS else refused
+        assert len(refused) + len(reported) == 1 and text.startswith(saved_flags.flag_of(name))
+        assert saved_flags.flag_of(name) in flags
+
+
+TAKEN = {
+    "activation_func_clamp_value": ("--activation-func-clamp-value 7.5", 7.5),
+    "glu_linear_offset": ("--swiglu --glu-linear-offset 0.75", 0.75),
+    "moe_apply_probs_on_input": ("--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input", True),
+    "fp32_residual_connection": ("--fp32-residual-connection", True),
+    "moe_expert_capacity_factor": ("--moe-expert-capacity-factor 1.5", 1.5),
+    "rotary_seq_len_interpolation_factor": (
+        "--position-embedding-type rope --rotary-seq-len-interpolation-factor 3",
+        3,
+    ),
+    "tokenizer_special_tokens": ("--tokenizer-special-tokens <a> <b>", ["<a>", "<b>"]),
+}
+
+
+@pytest.mark.parametrize(("name", "flags", "value"), [(name, *given) for name, given in TAKEN.items()], ids=TAKEN)
+def test_a_run_takes_the_model_from_its_checkpoint(tmp_path: Path, name: str, flags: str, value: Any) -> None:
+    checkpoint(tmp_path, flags)
+    config = parsed(f"--load {tmp_path} --use-checkpoint-args").config
+    found = json.loads(saved_flags.to_json(config))
+    assert [section[name] for section in found.values() if name in section] == [value]
+
+
+def test_a_run_that_does_not_take_it_is_told(tmp_path: Path) -> None:
+    saved = saved_flags.read(checkpoint(tmp_path, "--swiglu --glu-linear-offset 0.75 --activation-func-clamp-value 7"))
+    assert saved_flags.differences(saved, parsed("--swiglu --activation-func-clamp-value 6").config) == (
+        ["--glu-linear-offset 0.0: the checkpoint has 0.75"],
+        ["--activation-func-clamp-value 6.0: the checkpoint has 7.0"],
+    )
