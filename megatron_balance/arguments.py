@@ -333,6 +333,7 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         ffn_hidden_size=layout.ffn_hidden_size,
         moe_ffn_hidden_size=layout.moe_ffn_hidden_size,
         moe_token_dispatcher_type=layout.moe_token_dispatcher_type,
+        sequence_parallel=layout.sequence_parallel,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_size,
         transformer_impl=layout.transformer_impl,

@@ -72,6 +72,7 @@ class Layout:
     ffn_hidden_size: int
     moe_ffn_hidden_size: int | None
     moe_token_dispatcher_type: str
+    sequence_parallel: bool
     expert_tensor_parallel_size: int
     virtual_pipeline_size: int | None
     split: str | None
@@ -99,6 +100,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
     _required(values)
+    values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
     _available(values, given, notices)
     backend, impl = _backends(values, given, machine, notices)
     data_parallel = _data_parallel_size(values, machine.world_size)
@@ -121,6 +123,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
         moe_token_dispatcher_type=token_dispatcher(values, given, backend, machine.cuda, notices),
+        sequence_parallel=values["sequence_parallel"],
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
         split=_data(values, notices),
@@ -164,6 +167,12 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
         needed, _, value = condition.partition(" ")
         if name in given and (values[needed] != value if value else not values[needed]):
             notices.append(f"{flag_of(name)} has no effect without {flag_of(needed)} {value}".rstrip())
+    positions = values["position_embedding_type"]
+    if "--no-position-embedding" in given and positions != "rope":
+        raise ValueError(
+            f"--no-position-embedding: goes with --position-embedding-type rope, not {positions}; leave it out, or use "
+            "--position-embedding-type none for a model without positions"
+        )
     if values["context_parallel_size"] > 1:
         raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
 
@@ -208,6 +217,14 @@ def _backends(
     return backend, impl
 
 
+def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
+    """Without tensor parallelism, upstream switches it off: there is nothing to divide the sequence among."""
+    if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
+        notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
+        return False
+    return values["sequence_parallel"]
+
+
 def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
     tensor, pipeline = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
     if world_size % (tensor * pipeline):
@@ -222,8 +239,6 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
             f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
             f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
         )
-    if values["sequence_parallel"] and tensor == 1:
-        raise ValueError("--sequence-parallel: needs --tensor-model-parallel-size above 1; leave it out")
     return world_size // (tensor * pipeline)
 
 

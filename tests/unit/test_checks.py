@@ -63,7 +63,11 @@ BAD = [
         "--expert-model-parallel-size 4 --expert-tensor-parallel-size 4",
         *("--expert-model-parallel-size 4", "(8)", "--expert-tensor-parallel-size 1"),
     ),
-    ("--sequence-parallel", "--sequence-parallel", "--tensor-model-parallel-size above 1", "leave it out"),
+    ("--no-position-embedding", "--no-position-embedding", "--position-embedding-type rope", "leave it out"),
+    (
+        "--no-position-embedding --position-embedding-type none",
+        *("--no-position-embedding", "not none", "leave it out"),
+    ),
     ("--hidden-size 50", "--hidden-size 50", "multiple of --num-attention-heads 4"),
     (
         "--tensor-model-parallel-size 8 --sequence-parallel",
@@ -264,6 +268,15 @@ def test_virtual_pipeline_size(flags: str, expected: int | None) -> None:
 )
 def test_expert_tensor_parallel_size(flags: str, expected: int) -> None:
     assert parse(flags).config.transformer.expert_tensor_parallel_size == expected
+
+
+def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
+    config, notices = parse("--sequence-parallel --moe-ffn-hidden-size 64")
+    assert not config.transformer.sequence_parallel
+    assert "--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1" in notices
+    flags = "--sequence-parallel --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    config, notices = parse(flags)
+    assert config.transformer.sequence_parallel and not any("--sequence-parallel" in notice for notice in notices)
 
 
 @pytest.mark.parametrize(
