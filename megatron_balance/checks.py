@@ -18,6 +18,12 @@ DEFAULT_SPLIT = "969,30,1"
 ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 """In place of GELU."""
 
+REQUIRED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr", "tokenizer_type"),
+    *("train_iters train_samples", "data_path train_data_path mock_data"),
+)
+"""What has no default; of several, one is enough."""
+
 AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -141,11 +147,13 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
 
 
 def _required(values: Mapping[str, Any]) -> None:
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
-        if values[name] is None:
-            raise ValueError(f"{flag_of(name)} is required")
-    if (values["train_iters"] is None) == (values["train_samples"] is None):
-        raise ValueError("give --train-iters N or --train-samples N, and only one of them")
+    absent = {name for name, value in values.items() if value is None or value is False}
+    missing = [" or ".join(map(flag_of, names.split())) for names in REQUIRED if absent.issuperset(names.split())]
+    if missing:
+        hint = "; for --mock-data: NullTokenizer with --vocab-size" if "tokenizer_type" in absent else ""
+        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} required{hint}")
+    if not absent & {"train_iters", "train_samples"}:
+        raise ValueError("--train-iters, --train-samples: give only one of them")
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
     at_least_one(values, AT_LEAST_ONE)
@@ -203,7 +211,7 @@ def _backends(
         if "transformer_impl" in given:
             raise ValueError(
                 "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine "
-                "(pip install megatron-balance[gpu]); use --transformer-impl local"
+                "(in the checkout: pip install --no-build-isolation -e '.[gpu]'); use --transformer-impl local"
             )
         impl = "local"
         notices.append("no Transformer Engine here: --transformer-impl local")
@@ -384,8 +392,6 @@ def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
                 raise ValueError(f"{flag_of(name)}: also give --data-cache-path")
     if values["data_path"] and values["dataloader_fast_cache_load"]:
         raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
-    if values["tokenizer_type"] is None:
-        raise ValueError("--tokenizer-type is required (for --mock-data: NullTokenizer with --vocab-size)")
     if values["data_path"] and values["split"] is None:
         notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
         return DEFAULT_SPLIT
