@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_balance import config as ours
 from megatron_balance.checks import Layout, Machine, check
-from megatron_balance.flags import PRECISIONS, add_flags, build, flag_names
+from megatron_balance.flags import PRECISIONS, add_flags, build, did_you_mean, flag_names
 from megatron_balance.layer_frequency import parse_layer_frequency
 from megatron_balance.training import saved_flags
 from megatron_balance.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
@@ -156,7 +156,8 @@ class Parser(argparse.ArgumentParser):
             if reason := refusal(flag):
                 self.error(f"{flag}: {reason}")
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            words = (word + did_you_mean(word.partition("=")[0], self) for word in unknown)
+            self.error(f"unrecognized arguments: {' '.join(words)}")
         return values
 
     def error(self, message: str) -> NoReturn:
@@ -336,6 +337,7 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         ffn_hidden_size=layout.ffn_hidden_size,
         moe_ffn_hidden_size=layout.moe_ffn_hidden_size,
         moe_token_dispatcher_type=layout.moe_token_dispatcher_type,
+        sequence_parallel=layout.sequence_parallel,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_size,
         transformer_impl=layout.transformer_impl,

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -44,20 +45,24 @@ from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loop import Progress, Run
 from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
-from megatron_balance.training.tokenizer import build_tokenizer
+from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 MINIMAL_LOAD = 64
 """Tokens per rank below which experts are not worth timing."""
 
 
-def build_run(config: RunConfig, with_data: bool = True) -> Run:
-    """Build one training run in an initialised job; every rank calls it. Without data, it cannot train."""
+def build_run(config: RunConfig, with_data: bool = True, tokenizer: MegatronTokenizerBase | None = None) -> Run:
+    """Build one training run in an initialised job; every rank calls it. Without data, it cannot train.
+
+    Args:
+        tokenizer: the one of the flags, if it has been built before.
+    """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
     groups = build_groups(config.transformer, config.train.seed, config.launch.distributed_timeout_minutes)
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = tokenizer or build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(
-        max(tokenizer.vocab_size, config.tokenizer.vocab_size or 0),
+        vocabulary(tokenizer, config.tokenizer),
         config.model.make_vocab_size_divisible_by,
         config.transformer.tensor_model_parallel_size,
     )

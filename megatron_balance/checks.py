@@ -18,6 +18,12 @@ DEFAULT_SPLIT = "969,30,1"
 ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 """In place of GELU."""
 
+REQUIRED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr", "tokenizer_type"),
+    *("train_iters train_samples", "data_path train_data_path mock_data"),
+)
+"""What has no default; of several, one is enough."""
+
 AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -72,6 +78,7 @@ class Layout:
     ffn_hidden_size: int
     moe_ffn_hidden_size: int | None
     moe_token_dispatcher_type: str
+    sequence_parallel: bool
     expert_tensor_parallel_size: int
     virtual_pipeline_size: int | None
     split: str | None
@@ -99,6 +106,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
     _required(values)
+    values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
     _available(values, given, notices)
     backend, impl = _backends(values, given, machine, notices)
     data_parallel = _data_parallel_size(values, machine.world_size)
@@ -123,6 +131,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
         moe_token_dispatcher_type=token_dispatcher(values, given, backend, machine.cuda, notices),
+        sequence_parallel=values["sequence_parallel"],
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
         split=_data(values, notices),
@@ -140,11 +149,13 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
 
 
 def _required(values: Mapping[str, Any]) -> None:
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
-        if values[name] is None:
-            raise ValueError(f"{flag_of(name)} is required")
-    if (values["train_iters"] is None) == (values["train_samples"] is None):
-        raise ValueError("give --train-iters N or --train-samples N, and only one of them")
+    absent = {name for name, value in values.items() if value is None or value is False}
+    missing = [" or ".join(map(flag_of, names.split())) for names in REQUIRED if absent.issuperset(names.split())]
+    if missing:
+        hint = "; for --mock-data: NullTokenizer with --vocab-size" if "tokenizer_type" in absent else ""
+        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} required{hint}")
+    if not absent & {"train_iters", "train_samples"}:
+        raise ValueError("--train-iters, --train-samples: give only one of them")
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
     at_least_one(values, AT_LEAST_ONE)
@@ -166,6 +177,12 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
         needed, _, value = condition.partition(" ")
         if name in given and (values[needed] != value if value else not values[needed]):
             notices.append(f"{flag_of(name)} has no effect without {flag_of(needed)} {value}".rstrip())
+    positions = values["position_embedding_type"]
+    if "--no-position-embedding" in given and positions != "rope":
+        raise ValueError(
+            f"--no-position-embedding: goes with --position-embedding-type rope, not {positions}; leave it out, or use "
+            "--position-embedding-type none for a model without positions"
+        )
     if values["context_parallel_size"] > 1:
         raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
 
@@ -196,7 +213,7 @@ def _backends(
         if "transformer_impl" in given:
             raise ValueError(
                 "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine "
-                "(pip install megatron-balance[gpu]); use --transformer-impl local"
+                "(in the checkout: pip install --no-build-isolation -e '.[gpu]'); use --transformer-impl local"
             )
         impl = "local"
         notices.append("no Transformer Engine here: --transformer-impl local")
@@ -208,6 +225,14 @@ def _backends(
         if values[name] and missing:
             raise ValueError(f"{flag_of(name)}: needs Transformer Engine; leave it out")
     return backend, impl
+
+
+def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
+    """Without tensor parallelism, upstream switches it off: there is nothing to divide the sequence among."""
+    if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
+        notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
+        return False
+    return values["sequence_parallel"]
 
 
 def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
@@ -224,8 +249,6 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
             f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
             f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
         )
-    if values["sequence_parallel"] and tensor == 1:
-        raise ValueError("--sequence-parallel: needs --tensor-model-parallel-size above 1; leave it out")
     return world_size // (tensor * pipeline)
 
 
@@ -371,8 +394,6 @@ def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
                 raise ValueError(f"{flag_of(name)}: also give --data-cache-path")
     if values["data_path"] and values["dataloader_fast_cache_load"]:
         raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
-    if values["tokenizer_type"] is None:
-        raise ValueError("--tokenizer-type is required (for --mock-data: NullTokenizer with --vocab-size)")
     if values["data_path"] and values["split"] is None:
         notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
         return DEFAULT_SPLIT

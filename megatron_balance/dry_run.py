@@ -129,7 +129,7 @@ def _unlike(config: RunConfig) -> Iterator[str]:
     """What differs from a real run, one sentence each."""
     if config.balance.balance_profile == "auto":
         yield "--balance-profile auto: nothing is measured; choices below are those of builtin"
-    yield "neither data nor checkpoints are looked at"
+    yield "no checkpoint is looked at, and of data a few places in those files that are here"
 
 
 def held(run: Run) -> Held:

@@ -9,6 +9,7 @@ field, `field(metadata={"argparse_meta": {...}})` says how, with the keys of `ar
 import argparse
 import ast
 import dataclasses
+import difflib
 import enum
 import functools
 import importlib
@@ -102,6 +103,13 @@ def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
 def flag_of(name: str) -> str:
     """A field's name as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
+    """A question to append to an error about an unknown flag; empty where none of `parser`'s flags is like it."""
+    shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+    names = [name for action in shown for name in action.option_strings]
+    return "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(flag, names, n=1, cutoff=0.8))
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:

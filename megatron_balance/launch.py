@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import build_run
@@ -20,11 +21,14 @@ from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.timeline import Timeline
 from megatron_balance.training.checkpoint import CheckpointError, Checkpoints, raise_everywhere
+from megatron_balance.training.data import prefixes_of
+from megatron_balance.training.data_files import check_samples
 from megatron_balance.training.hang_guard import HangGuard
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import Run, StepReport, train
 from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.stopping import Stopping
+from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 
 def pretrain(argv: list[str]) -> None:
@@ -36,13 +40,16 @@ def pretrain(argv: list[str]) -> None:
         if config.balance.balance_policy != "none":
             shape = config.transformer
             groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
+        tokenizer = build_tokenizer(config.tokenizer)
+        check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
     if config.launch.dry_run:
         with _leaving_together(ValueError):
             return dry_run(config, notices, topology)
     torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
     timeout_minutes = config.launch.distributed_timeout_minutes
-    store = groups.start(launch, config.launch.distributed_backend, timeout_minutes)
+    with _leaving_together(ValueError):
+        store = groups.start(launch, config.launch.distributed_backend, timeout_minutes)
     stopping = Stopping(config.train)
     with (
         Collectives().recorded() as collectives,
@@ -50,7 +57,7 @@ def pretrain(argv: list[str]) -> None:
     ):
         with stopping.listening():
             with _leaving_together(ValueError, CheckpointError):
-                run, log, checkpoints = _prepare(config, notices, guard)
+                run, log, checkpoints = _prepare(config, tokenizer, notices, guard)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
             with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
@@ -62,8 +69,10 @@ def pretrain(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def _prepare(config: RunConfig, notices: list[str], guard: HangGuard) -> tuple[Run, RunLog, Checkpoints]:
-    run = build_run(config)
+def _prepare(
+    config: RunConfig, tokenizer: MegatronTokenizerBase, notices: list[str], guard: HangGuard
+) -> tuple[Run, RunLog, Checkpoints]:
+    run = build_run(config, tokenizer=tokenizer)
     guard.follow(run.position)
     log = RunLog(config, run.length.iterations, run.vocab_size)
     for notice in notices:

@@ -12,6 +12,7 @@ ACCEPTED = {
          "--disable-async-tensor-model-parallel-allreduce"),
         "has no effect on models of megatron-core, and this program builds no others",
     ),
+    "--no-position-embedding": "has no effect with --position-embedding-type rope, which adds none to the embeddings",
     "--moe-extended-tp": "is gone from megatron-core; --expert-tensor-parallel-size says how experts are split",
     "--use-flash-attn": "has no effect; --attention-backend chooses the attention",
     "--local-rank RANK": "has no effect; the launcher's LOCAL_RANK counts",
@@ -143,7 +144,6 @@ REFUSED = {
     "removed upstream; use --lr-warmup-fraction": "--warmup",
     "removed upstream; use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1":
         "--checkpoint-activations",
-    "removed upstream; use --position-embedding-type none": "--no-position-embedding",
     "use --num-layers": "--encoder-num-layers --decoder-num-layers",
     "use --seq-length": "--encoder-seq-length --decoder-seq-length",
     "use --ddp-bucket-size": "--ddp-num-buckets",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from megatron_balance.flags import did_you_mean
+
 MAX_BYTES = 64 * 1024
 MAX_EVENTS = 4000
 """Scalars, and ends of mappings and lists; PyYAML reads so many in less than a second."""
@@ -61,7 +63,7 @@ class _Flags:
     """Walks the mapping and remembers what it has seen."""
 
     def __init__(self, parser: argparse.ArgumentParser, refusal: Callable[[str], str | None]) -> None:
-        self.refusal = refusal
+        self.parser, self.refusal = parser, refusal
         self.actions = {flag: action for action in parser._actions for flag in action.option_strings}
         self.seen: dict[str, str] = {}
 
@@ -83,7 +85,9 @@ class _Flags:
         if reason := self.refusal(flag):
             raise _error(key, reason)
         if action is None or flag in ("--help", "--yaml-cfg"):
-            raise _error(key, "is not a flag that a file can give; --help shows all flags")
+            raise _error(
+                key, f"is not a flag that a file can give{did_you_mean(flag, self.parser)}; --help shows all flags"
+            )
         if action.dest in self.seen:
             raise _error(key, f"was given as {self.seen[action.dest]} before; keep one of them")
         self.seen[action.dest] = key.value

@@ -302,7 +302,7 @@ def _zfpy() -> ModuleType:
     try:
         return importlib.import_module("zfpy")
     except ImportError as error:
-        remedy = "pip install 'megatron-balance[zfp]', or choose fp8 or int8"
+        remedy = "in the checkout, pip install -e '.[zfp]'; or choose fp8 or int8"
         raise ValueError(f"{FLAG} zfp: the package zfpy cannot be imported ({error}): {remedy}") from error
 
 

@@ -34,6 +34,9 @@ class Launch:
     attempt: int = 0
     """How often the launcher has started the job again."""
 
+    rendezvous: bool = True
+    """Whether the launcher has set the address where processes meet."""
+
     @classmethod
     def from_environment(cls) -> "Launch":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's; without them, a single process."""
@@ -45,6 +48,7 @@ class Launch:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
             store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            rendezvous={"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys(),
         )
 
 
@@ -99,15 +103,27 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
 def start(launch: Launch, backend: str, timeout_minutes: float) -> dist.Store:
     """Join the job: pick this process's device and initialise torch.distributed (rendezvous by environment).
 
+    A process that no launcher has started is a job of its own, with a key-value store on a free local port.
+
     Returns:
         The job's key-value store.
+
+    Raises:
+        ValueError: processes that belong together, but without an address where they meet.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank)
     if dist.is_initialized():
         return dist.group.WORLD.get_group_store()
     timeout = datetime.timedelta(minutes=backend_minutes(timeout_minutes))
-    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    if launch.rendezvous:
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    elif launch.world_size > 1:
+        raise ValueError(
+            f"WORLD_SIZE {launch.world_size}: MASTER_ADDR and MASTER_PORT are not set; start the processes by torchrun"
+        )
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
     store.set_timeout(timeout)
     # A launcher's store outlives the attempt: without the prefix, ranks would look for addresses of the last attempt
     store = dist.PrefixStore(f"attempt{launch.attempt}", store)

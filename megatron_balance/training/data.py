@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_balance.config import DataConfig, RunConfig
 from megatron_balance.training import data_files
 from megatron_balance.training.schedule import Length
+from megatron_balance.training.tokenizer import vocabulary
 
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32."""
@@ -75,13 +76,14 @@ def build_data(
         _dataset_config(config, tokenizer),
     ).build()
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
+    size = vocabulary(tokenizer, config.tokenizer)
 
     def iterators(dataset: Dataset | None, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]] | None:
         if not reads:
             return [iter(())] * chunks
         if dataset is None:
             return None
-        return [_iterate(dataset, config, groups, consumed, repeat) for _ in range(chunks)]
+        return [_iterate(dataset, config, groups, size, consumed, repeat) for _ in range(chunks)]
 
     train, valid, test = datasets
     return Data(
@@ -89,10 +91,15 @@ def build_data(
     )
 
 
+def prefixes_of(data: DataConfig) -> list[str]:
+    """The prefixes of all files of samples."""
+    given = [data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path]
+    return [prefix for paths in given if paths and not data.mock_data for prefix in parse_blend(paths)[0]]
+
+
 def _check_files(data: DataConfig, reads: bool) -> None:
     """ValueError on every rank if a file that this rank or another will read is not what it should be."""
-    given = [data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path]
-    prefixes = [prefix for paths in given if paths and not data.mock_data for prefix in parse_blend(paths)[0]]
+    prefixes = prefixes_of(data)
     rank, problem = torch.distributed.get_rank(), None
     if reads or rank == 0:
         try:
@@ -155,9 +162,14 @@ def _end_with_the_rank(rank_pid: int, worker: int) -> None:
 
 
 def _iterate(
-    dataset: Dataset, config: RunConfig, groups: ProcessGroupCollection, consumed: Callable[[], int], repeat: bool
+    dataset: Dataset,
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    size: int,
+    consumed: Callable[[], int],
+    repeat: bool,
 ) -> Iterator[Batch]:
-    """Microbatches of this data-parallel rank on its device, for ever if `repeat`."""
+    """Microbatches of this data-parallel rank on its device, for ever if `repeat`; `size` is the vocabulary's."""
     step = config.train.micro_batch_size * groups.dp.size()
     position = consumed() % max(1, len(dataset) // step * step) if repeat else consumed()
     device = torch.cuda.current_device()
@@ -175,10 +187,28 @@ def _iterate(
             worker_init_fn=functools.partial(_end_with_the_rank, os.getpid()),
         )
         for sample in loader:
+            check_batch(sample, dataset, size)
             yield {name: value.to(device, non_blocking=True) for name, value in sample.items()}
         if not repeat:
             return
         position = 0
+
+
+def check_batch(batch: Batch, dataset: Dataset, size: int) -> None:
+    """Refuse a microbatch with token ids outside a vocabulary of `size`, before it is on its way to the device.
+
+    The embedding would fail with an index error, which on CUDA ends the process without a word about the data.
+
+    Raises:
+        ValueError: names the file.
+    """
+    for tokens in (batch["tokens"], batch["labels"]):
+        low, high = torch.aminmax(tokens)
+        if low >= 0 and high < size:
+            continue
+        row = int(((tokens < 0) | (tokens >= size)).any(1).nonzero()[0])
+        source = dataset.datasets[batch["dataset_id"][row]] if "dataset_id" in batch else dataset
+        data_files.check_tokens(f"{source.dataset_path}.bin", tokens[row].numpy(), size)
 
 
 class MicrobatchSampler:

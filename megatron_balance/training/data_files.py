@@ -15,11 +15,14 @@ _HEADER = struct.Struct("<9sQBQQ")
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 
-_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
-"""Code of an integer type (megatron.core's DType) -> size of a token. Codes 6 and 7 are floating-point types."""
+_TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Code of an integer type (megatron.core's DType) -> tokens. Codes 6 and 7 are floating-point types."""
 
 _CHUNK = 1 << 18
 """Numbers looked at together: few enough to stay in a cache."""
+
+_SAMPLES, _SAMPLE_TOKENS = 8, 4096
+"""Places in a .bin file that are looked at before a run, and tokens at each."""
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> None:
@@ -43,6 +46,50 @@ def check_indices(prefixes: Iterable[str], thorough: bool) -> None:
             raise ValueError(f"{error.filename or prefix + '.idx'}: cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"{prefix}.idx: {error}; build it again with tools/preprocess_data.py") from error
+
+
+def check_samples(prefixes: Iterable[str], vocabulary: int) -> None:
+    """Refuse .bin files with token ids outside the vocabulary, as far as a few reads show, and indices of others.
+
+    The places are spread evenly over each .bin file, its beginning and end included: at most 8 reads of 32 KiB. What
+    lies between them is not looked at. Files that are not here are left out.
+
+    Raises:
+        ValueError: which file, what is wrong, and what to do.
+    """
+    here = [prefix for prefix in dict.fromkeys(prefixes) if os.path.isfile(f"{prefix}.idx")]
+    here = [prefix for prefix in here if os.path.isfile(f"{prefix}.bin")]
+    check_indices(here, thorough=False)
+    for path in (f"{prefix}.bin" for prefix in here):
+        index = _read_header(f"{path[:-4]}.idx", os.stat(path).st_size)
+        tokens = index.bin_bytes // index.token_bytes
+        last = max(0, tokens - _SAMPLE_TOKENS)
+        for first in dict.fromkeys(last * place // (_SAMPLES - 1) for place in range(_SAMPLES)):
+            try:
+                sample = np.fromfile(path, index.token_type, _SAMPLE_TOKENS, offset=first * index.token_bytes)
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+            check_tokens(path, sample, vocabulary, first)
+
+
+def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | None = None) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Args:
+        path: the .bin file that they come from.
+        first: number in the file of the first of them, if they lie there as they are here.
+
+    Raises:
+        ValueError: the file, the token and the remedy.
+    """
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if outside.any():
+        place = int(outside.argmax())
+        where = "" if first is None else f", number {first + place} of the file,"
+        raise ValueError(
+            f"{path}: token {tokens[place]}{where} is outside the vocabulary of {vocabulary}; give the tokenizer that "
+            "the data were made with (--tokenizer-type, --tokenizer-model), or a --vocab-size above all of their tokens"
+        )
 
 
 def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
@@ -94,10 +141,14 @@ class _Index:
     """Header of an .idx file, which agrees with the file's size, and what it refers to."""
 
     path: str
-    token_bytes: int
+    token_type: str
     sequences: int
     boundaries: int
     bin_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        return np.dtype(self.token_type).itemsize
 
     @property
     def pointers_at(self) -> int:
@@ -123,11 +174,11 @@ def _read_header(idx_path: str, bin_bytes: int) -> _Index:
     magic, version, code, sequences, boundaries = _HEADER.unpack(raw)
     if (magic, version) != (_MAGIC, _VERSION):
         raise ValueError(f"is not an index of version {_VERSION}: starts with {magic!r}, version {version}")
-    if code not in _TOKEN_BYTES:
+    if code not in _TOKEN_TYPES:
         raise ValueError(f"has tokens of type {code}, which is no type of integers")
     if not sequences or not boundaries or not bin_bytes:
         raise ValueError(f"has {sequences} sequences, {boundaries} document boundaries and {bin_bytes} bytes of tokens")
-    index = _Index(idx_path, _TOKEN_BYTES[code], sequences, boundaries, bin_bytes)
+    index = _Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
     expected = index.boundaries_at + 8 * boundaries
     # Multimodal data have a byte more for every sequence
     if size not in (expected, expected + sequences):

@@ -7,6 +7,7 @@ end-of-document token as part of `vocab_size`. Here the flags mean the same with
 import argparse
 import dataclasses
 import inspect
+from pathlib import Path
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
@@ -19,8 +20,38 @@ except ModuleNotFoundError:
     from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
 
 
+FROM_A_FILE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+
+
 def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
-    """megatron-core's tokenizer of the given type; a NullTokenizer has `vocab_size` tokens and end-of-document."""
+    """megatron-core's tokenizer of the given type; a NullTokenizer has `vocab_size` tokens and end-of-document.
+
+    Raises:
+        ValueError: a flag that the type needs is missing, or what the flags name is no tokenizer of this type.
+    """
+    kind, model = config.tokenizer_type, config.tokenizer_model
+    if kind == "NullTokenizer" and not config.vocab_size:
+        raise ValueError("--tokenizer-type NullTokenizer: also give --vocab-size N")
+    if kind not in ("NullTokenizer", "GPT2BPETokenizer") and model is None:
+        raise ValueError(f"--tokenizer-type {kind}: also give --tokenizer-model")
+    if kind in FROM_A_FILE and not Path(str(model)).is_file():
+        raise ValueError(f"--tokenizer-model {model}: no such file; give the model of a {kind}")
+    try:
+        return _build(config)
+    except Exception as error:  # each library raises types of its own
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"--tokenizer-model {model}: no tokenizer of --tokenizer-type {kind} ({reason}); give the model that "
+            "belongs to the type"
+        ) from error
+
+
+def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int:
+    """How many token ids there are, before padding."""
+    return max(tokenizer.vocab_size, config.vocab_size or 0)
+
+
+def _build(config: TokenizerConfig) -> MegatronTokenizerBase:
     settings = argparse.Namespace(**dataclasses.asdict(config), **_newer_settings(config))
     eod_counts = "eod_id" in inspect.signature(NullTokenizer).parameters
     if config.tokenizer_type == "NullTokenizer" and config.vocab_size and eod_counts:

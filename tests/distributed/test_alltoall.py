@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_balance.comm import hierarchical
 from megatron_balance.comm.alltoall import AllToAll, NodeAllToAll
 from megatron_balance.comm.auto import stages
-from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE
+from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE, PipelinedAllToAll
 from megatron_balance.comm.registry import ALL_TO_ALLS, load_all_to_all
 from megatron_balance.device.groups import NodeGroups, new_node_groups
 from megatron_balance.profile.cluster_profile import builtin
@@ -248,6 +249,34 @@ def test_messages_are_those_of_the_model(ranks, name: str, world_size: int, node
     if name in ("1dh", "2dh"):
         assert set(crossing.values()) == {nodes - 1}
         assert sum(stage.sum() for stage in stages(name, bytes_DD, node_size)) > bytes_DD.sum()
+
+
+def errors_of_the_thread(names: list[str]) -> list[str]:
+    """A task for ranks: what waiting for an exchange raises, where the thread that posts messages fails at its end."""
+
+    def failing(post: Callable[..., None]) -> Callable[..., None]:
+        def posting(*args: object) -> None:
+            post(*args)
+            raise ConnectionError("a lost link")
+
+        return posting
+
+    splits_DD, raised = torch.full((2, 2), 3), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelinedAllToAll, "_send_in_order", failing(PipelinedAllToAll._send_in_order))
+        patch.setattr(hierarchical, "_finish", failing(hierarchical._finish))
+        for member in all_of(names, 1).values():
+            exchange = member.start(some_rows(6, torch.float32), splits_DD)
+            try:
+                exchange.wait()
+            except ConnectionError as error:
+                raised.append(str(error))
+    return raised
+
+
+def test_errors_of_the_thread_reach_who_waits(ranks) -> None:
+    names = ["pipe", "1dh", "2dh"]
+    assert ranks(2).run(errors_of_the_thread, names) == [["a lost link"] * len(names)] * 2
 
 
 def rindex(values: list, value: object) -> int:

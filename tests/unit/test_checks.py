@@ -23,7 +23,7 @@ GOOD = {
 
 def argv(flags: str = "", without: str = "") -> list[str]:
     """`GOOD` and `flags`, which win; without the flags named in `without`."""
-    data = [] if "data" in flags or without == "data" else ["--mock-data"]
+    data = [] if "data" in flags or "data" in without.split() else ["--mock-data"]
     good = [part for flag, value in GOOD.items() if flag not in without.split() for part in (flag, value)]
     return good + data + flags.split()
 
@@ -63,7 +63,11 @@ BAD = [
         "--expert-model-parallel-size 4 --expert-tensor-parallel-size 4",
         *("--expert-model-parallel-size 4", "(8)", "--expert-tensor-parallel-size 1"),
     ),
-    ("--sequence-parallel", "--sequence-parallel", "--tensor-model-parallel-size above 1", "leave it out"),
+    ("--no-position-embedding", "--no-position-embedding", "--position-embedding-type rope", "leave it out"),
+    (
+        "--no-position-embedding --position-embedding-type none",
+        *("--no-position-embedding", "not none", "leave it out"),
+    ),
     ("--hidden-size 50", "--hidden-size 50", "multiple of --num-attention-heads 4"),
     (
         "--tensor-model-parallel-size 8 --sequence-parallel",
@@ -148,10 +152,18 @@ def test_mistakes(flags: str, said: tuple[str, ...]) -> None:
         ("--seq-length", "", ("--seq-length is required",)),
         ("--micro-batch-size", "", ("--micro-batch-size is required",)),
         ("--lr", "", ("--lr is required",)),
-        ("--train-iters", "", ("--train-iters N", "--train-samples N")),
+        ("--train-iters", "", ("--train-iters or --train-samples is required",)),
         ("--train-iters", "--train-samples 9 --lr-decay-iters 9", ("--lr-decay-iters", "use --lr-decay-samples")),
         ("--tokenizer-type", "", ("--tokenizer-type is required", "NullTokenizer with --vocab-size")),
-        ("data", "", ("--data-path", "--train-data-path", "--mock-data")),
+        ("data", "", ("--data-path or --train-data-path or --mock-data is required",)),
+        (
+            "--num-layers --lr --train-iters --tokenizer-type data",
+            "",
+            (
+                "--num-layers, --lr, --tokenizer-type, --train-iters or --train-samples, "
+                "--data-path or --train-data-path or --mock-data are required",
+            ),
+        ),
     ],
 )
 def test_missing_flags(without: str, flags: str, said: tuple[str, ...]) -> None:
@@ -266,6 +278,15 @@ def test_expert_tensor_parallel_size(flags: str, expected: int) -> None:
     assert parse(flags).config.transformer.expert_tensor_parallel_size == expected
 
 
+def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
+    config, notices = parse("--sequence-parallel --moe-ffn-hidden-size 64")
+    assert not config.transformer.sequence_parallel
+    assert "--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1" in notices
+    flags = "--sequence-parallel --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    config, notices = parse(flags)
+    assert config.transformer.sequence_parallel and not any("--sequence-parallel" in notice for notice in notices)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"), [("--data-path a", "969,30,1"), ("--data-path a --split 8,1,1", "8,1,1"), ("", None)]
 )
@@ -337,6 +358,24 @@ def test_idle_flags_are_noticed(flags: str, without: str, expected: list[str]) -
     idle = [notice for notice in parse_args(argv(flags, without), CPU).notices if "no effect" in notice]
     assert len(idle) == len(expected)
     assert all(part in notice for part, notice in zip(expected, idle, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        ("--num-layer 3", "--num-layer (did you mean --num-layers?) 3"),
+        ("--hiden-size=3", "--hiden-size=3 (did you mean --hidden-size?)"),
+        (
+            "--seq-len 4 --ballance-policy top2",
+            "--seq-length?) 4 --ballance-policy (did you mean --balance-policy?) top2",
+        ),
+        ("--bogus", "arguments: --bogus\n"),
+    ],
+)
+def test_a_mistyped_flag_is_recognised(flags: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(flags.split(), CPU)
+    assert meant in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3"])

@@ -303,7 +303,7 @@ def test_zfp_refuses_other_devices() -> None:
 
 def test_zfp_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zfpy", None)
-    with pytest.raises(ValueError, match=r"--moe-comm-codec zfp: .*pip install 'megatron-balance\[zfp\]', or choose"):
+    with pytest.raises(ValueError, match=r"--moe-comm-codec zfp: .*pip install -e '\.\[zfp\]'; or choose"):
         load_codec("zfp")
 
 

@@ -5,13 +5,21 @@ import itertools
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from megatron_balance.training.data import MicrobatchSampler, _end_with_the_rank, padded_vocab_size, parse_blend
+from megatron_balance.training.data import (
+    MicrobatchSampler,
+    _end_with_the_rank,
+    check_batch,
+    padded_vocab_size,
+    parse_blend,
+)
 
 micro_batch_sizes = st.integers(1, 4)
 rank_counts = st.integers(1, 5)
@@ -135,6 +143,20 @@ def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: 
     padded, multiple = padded_vocab_size(size, divisible_by, tensor_parallel), divisible_by * tensor_parallel
     assert padded % multiple == 0
     assert size <= padded < size + multiple
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels"])
+@pytest.mark.parametrize("token", [-1, 10])
+def test_a_token_outside_the_vocabulary_is_named_with_its_file(name: str, token: int) -> None:
+    batch = {key: torch.arange(8).reshape(2, 4) for key in ("tokens", "labels")}
+    alone = SimpleNamespace(dataset_path="alone")
+    check_batch(batch, alone, 8)
+    batch[name][1, 2] = token
+    with pytest.raises(ValueError, match=rf"^alone\.bin: token {token} is outside the vocabulary of 10; give"):
+        check_batch(batch, alone, 10)
+    blend = SimpleNamespace(datasets=[SimpleNamespace(dataset_path=path) for path in "abc"])
+    with pytest.raises(ValueError, match=r"^c\.bin: token"):
+        check_batch(batch | {"dataset_id": torch.tensor([0, 2])}, blend, 10)
 
 
 def test_a_signal_to_all_processes_leaves_loaders_to_the_rank() -> None:

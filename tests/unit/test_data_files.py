@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_balance.training import data, data_files
-from megatron_balance.training.data_files import check_caches, check_indices
+from megatron_balance.training.data_files import check_caches, check_indices, check_samples
 from tests.unit.hostile import CALLS, touch
 
 HEADER = 34
@@ -63,6 +63,38 @@ def test_a_built_dataset_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     prefix = build(tmp_path, dtype)
     check_indices([str(prefix)], thorough=True)
     assert read_all(prefix) == sum(map(sum, DOCUMENTS))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.int64])
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, dtype: Any) -> None:
+    prefix = str(build(tmp_path, dtype))
+    check_samples([prefix, prefix, str(tmp_path / "absent")], vocabulary=9)
+    message = rf"{prefix}.bin: token 8, number 22 of the file, is outside the vocabulary of 8; .*--vocab-size above"
+    with pytest.raises(ValueError, match=message):
+        check_samples([prefix], vocabulary=8)
+
+
+def test_both_ends_of_a_file_and_places_between_are_looked_at(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 samples of 2 tokens each see 16 of 23 tokens."""
+    monkeypatch.setattr(data_files, "_SAMPLE_TOKENS", 2)
+    seen = {place for first in (0, 3, 6, 9, 12, 15, 18, 21) for place in (first, first + 1)}
+    for place in range(23):
+        tokens = np.zeros(23, np.uint16)
+        tokens[place] = 7
+        tokens.tofile(f"{prefix}.bin")
+        refused = pytest.raises(ValueError, match=f"token 7, number {place} ")
+        with refused if place in seen else contextlib.nullcontext():
+            check_samples([str(prefix)], vocabulary=7)
+
+
+def test_a_negative_token_and_a_wrong_size_are_refused(prefix: Path, tmp_path: Path) -> None:
+    change(prefix, 17, "B", 3)
+    np.array([-3], np.int16).tofile(f"{prefix}.bin")
+    with pytest.raises(ValueError, match="token -3, number 0"):
+        check_samples([str(prefix)], vocabulary=99)
+    change(prefix, 0, "B", 0)
+    with pytest.raises(ValueError, match=r"data\.idx: is not an index"):
+        check_samples([str(prefix)], vocabulary=99)
 
 
 POINTERS = HEADER + 4 * SEQUENCES

@@ -14,7 +14,24 @@ from megatron_balance.placement.policies import load_policy
 from megatron_balance.profile.cluster_profile import builtin
 from tests import features
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_the_readme_says_which_environment_its_commands_need() -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    commands = re.compile(r"(\w+=\S+ )*(python|torchrun|pip)\b")
+    assert lines.index("source .venv/bin/activate") < min(map(lines.index, filter(commands.match, lines)))
+    files = [word for line in lines for word in line.split() if word.startswith(("scripts/", "tools/", "configs/"))]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_what_is_installed_comes_from_the_checkout() -> None:
+    """The package is in no registry."""
+    pages = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "megatron_balance").rglob("*.py")]
+    for page in pages:
+        assert not re.search(r"pip install [^\n`]*megatron-balance", page.read_text(encoding="utf-8")), page
 
 
 def test_the_policy_in_the_docs_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_forms(file: Path, text: str, expected: list[str]) -> None:
 
 REFUSED = {
     # text: what the message says besides the file
-    "num-layer: 3": ("line 1: num-layer", "not a flag"),
+    "num-layer: 3": ("line 1: num-layer", "not a flag that a file can give (did you mean --num-layers?)"),
     "a:\n  b: 3": ("line 2: b", "not a flag"),
     "--lr: 3": ("--lr", "not a flag"),
     "lr=3: 1": ("lr=3", "not a flag"),

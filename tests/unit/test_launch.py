@@ -1,0 +1,58 @@
+"""launch.py: what a user gets wrong is told before this process joins a job."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_balance import launch
+from tests.distributed.runs import BASE
+
+
+@pytest.fixture
+def error_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What ends a run with these flags before it joins; `joined` if nothing does."""
+
+    def join(*_: Any) -> None:
+        raise SystemExit("joined")
+
+    monkeypatch.setattr(launch.groups, "start", join)
+    monkeypatch.setattr(launch, "dry_run", join)
+
+    def of(flags: str, base: str = BASE) -> str:
+        with pytest.raises(SystemExit) as ended:
+            launch.pretrain(f"{base} {flags}".split())
+        return str(ended.value.code)
+
+    return of
+
+
+@pytest.mark.parametrize("dry", ["", "--dry-run"])
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"])
+def test_tokenizers_that_are_none(error_of: Callable[..., str], tmp_path: Path, kind: str, dry: str) -> None:
+    flags = f"{dry} --tokenizer-type {kind}"
+    assert error_of(flags) == f"pretrain_gpt_moe.py: error: --tokenizer-type {kind}: also give --tokenizer-model"
+    model = tmp_path / "tokenizer.model"
+    assert f"error: --tokenizer-model {model}: no such file; give" in error_of(f"{flags} --tokenizer-model {model}")
+    model.write_bytes(b"no model of anything")
+    said = error_of(f"{flags} --tokenizer-model {model}")
+    assert f"error: --tokenizer-model {model}: no tokenizer of --tokenizer-type {kind} (" in said
+    assert said.endswith("give the model that belongs to the type") and "\n" not in said
+
+
+def test_a_null_tokenizer_has_a_size(error_of: Callable[..., str]) -> None:
+    assert "--tokenizer-type NullTokenizer: also give --vocab-size N" in error_of("--vocab-size 0")
+
+
+@pytest.mark.parametrize("dry", ["", "--dry-run"])
+def test_data_of_another_tokenizer(error_of: Callable[..., str], tmp_path: Path, dry: str) -> None:
+    prefix = tmp_path / "data"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder.add_document(np.array([3, 128]), [2])
+    builder.finalize(f"{prefix}.idx")
+    base = BASE.replace("--mock-data", f"{dry} --data-path 0.5 {prefix} 0.5 {tmp_path / 'elsewhere'}")
+    assert f"error: {prefix}.bin: token 128, number 1 of the file, is outside" in error_of("--vocab-size 127", base)
+    assert error_of("--vocab-size 128", base) == "joined"
