@@ -31,9 +31,9 @@ MICROBATCH = 2
 
 PLAIN = (
     f"--disable-bias-linear --swiglu --num-layers 4 --micro-batch-size {MICROBATCH} --seq-length 64 "
-    "--moe-ffn-hidden-size 8 --moe-router-force-workload ragged_sources"
+    "--moe-ffn-hidden-size 8 --moe-router-force-workload hot_experts"
 )
-"""What all have in common. Some samples are routed unevenly, so that replicas of an expert have different loads."""
+"""What all have in common."""
 
 FLAGS: Mapping[str, Mapping[str, str]] = {
     "replicas": {"1-replica": "", "2-replicas": "", "4-replicas": ""},
@@ -87,7 +87,7 @@ def layout_of(*choices: str) -> Layout:
 
 
 FRUGAL = ("demi_s2", "demi_s3")
-"""Policies that weigh the bytes of tokens against those of experts, whatever a profile says."""
+"""Policies that weigh the bytes of tokens against those of experts, whatever a profile says: they need not act."""
 
 
 def size(layout: Layout, dimension: str) -> int:
