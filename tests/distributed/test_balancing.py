@@ -71,7 +71,7 @@ PAIRS = list(itertools.product(WORKLOADS, POLICIES))
 
 ELSEWHERE = (
     *("EP2xDP2-distributed-optimizer", "PP2xEP2"),
-    *("overlap", "overlap-without-distributed-optimizer", "interleaved"),
+    *("overlap", "interleaved"),
 )
 """What test_layouts.py trains for fewer iterations."""
 
@@ -143,8 +143,7 @@ def replicas(flags: str) -> list[torch.Tensor]:
     return experts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize("optimizer", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)])
 def test_replicas_stay_equal(ranks, profiles, optimizer: str) -> None:
     flags = f"--expert-model-parallel-size 2 {optimizer} --moe-router-force-workload hot_experts"
     ranks(4).run(replicas, with_policy(flags, "pro_prophet", "predicted", profiles))
