@@ -3,6 +3,7 @@
 Every other flag of Megatron's does what Megatron's documentation says. A reason completes the sentence `--flag: ...`.
 """
 
+import functools
 from fnmatch import fnmatchcase
 
 ACCEPTED = {
@@ -244,6 +245,7 @@ NO_EFFECT_WITHOUT = {
 """Field -> the field, or field and value, without which it is noted that its flag does nothing."""
 
 
+@functools.cache
 def refusal(flag: str) -> str | None:
     """Why a flag is refused; None if it is not, or if nobody ever heard of it."""
     reasons = {**REFUSED, NEWER_REASON: NEWER}

@@ -7,21 +7,23 @@ import pytest
 
 from megatron_balance.profile import cluster_profile
 from megatron_balance.profile.cluster_profile import Fit, Throughput
+from megatron_balance.training.loop import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 
 
 @pytest.fixture(scope="session")
 def curve_of(ranks) -> Callable[..., Curve]:
-    """`curve_of(flags, iterations, world_size)`: what all ranks saw; a part of a known curve if long enough."""
-    known: dict[tuple[int, str], Curve] = {}
+    """`curve_of(flags, iterations, world_size, mutate)`: what all ranks saw; a part of a known curve if long enough."""
+    known: dict[tuple, Curve] = {}
 
-    def of(flags: str, iterations: int = 20, world_size: int = 4) -> Curve:
-        if len(known.get((world_size, flags), ())) < iterations:
-            curves = ranks(world_size).run(runs.train_curve, flags, iterations)
+    def of(flags: str, iterations: int = 20, world_size: int = 4, mutate: Callable[[Run], None] | None = None) -> Curve:
+        key = world_size, flags, mutate
+        if len(known.get(key, ())) < iterations:
+            curves = ranks(world_size).run(runs.train_curve, flags, iterations, mutate)
             assert all(curve == curves[0] for curve in curves)
-            known[world_size, flags] = curves[0]
-        return known[world_size, flags][:iterations]
+            known[key] = curves[0]
+        return known[key][:iterations]
 
     return of
 

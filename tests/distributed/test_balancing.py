@@ -70,12 +70,22 @@ def check_follows(ranks, curve_of, plain: str, balanced: str, iterations: int = 
 
 PAIRS = list(itertools.product(WORKLOADS, POLICIES))
 
+ELSEWHERE = (
+    *("EP2xDP2-distributed-optimizer", "PP2xEP2"),
+    *("overlap", "interleaved"),
+)
+"""What test_layouts.py trains for fewer iterations."""
+
 
 def is_quick(layout: str, mode: str, pair: tuple[str, str]) -> bool:
     """Every layout meets a schedule that does not block, every second one that does; all combinations take long."""
     number = list(LAYOUTS).index(layout)
     modes = ("predicted" if number % 4 else "exact", "blockwise")
-    return mode in modes[number % 2 :] and PAIRS.index(pair) == (2 * number + modes.index(mode)) % len(PAIRS)
+    return (
+        layout not in ELSEWHERE
+        and mode in modes[number % 2 :]
+        and PAIRS.index(pair) == (2 * number + modes.index(mode)) % len(PAIRS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,10 +109,16 @@ SCHEDULED = (
 """Features that change in which order things are computed, or when plans are made."""
 
 
+def quick_mode(feature: str) -> str | None:
+    if feature in ELSEWHERE:
+        return None
+    return "blockwise" if feature in SCHEDULED else "predicted"
+
+
 @pytest.mark.parametrize(
     ("feature", "mode"),
     [
-        pytest.param(feature, mode, marks=[] if (mode == "blockwise") == (feature in SCHEDULED) else [pytest.mark.slow])
+        pytest.param(feature, mode, marks=[] if mode == quick_mode(feature) else [pytest.mark.slow])
         for feature, mode in itertools.product(FEATURES, ("predicted", "blockwise"))
     ],
 )
@@ -128,7 +144,7 @@ def replicas(flags: str) -> list[torch.Tensor]:
     return experts
 
 
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize("optimizer", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)])
 def test_replicas_stay_equal(ranks, profiles, optimizer: str) -> None:
     flags = f"--expert-model-parallel-size 2 {optimizer} --moe-router-force-workload hot_experts"
     ranks(4).run(replicas, with_policy(flags, "pro_prophet", "predicted", profiles))

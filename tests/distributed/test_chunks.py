@@ -247,7 +247,7 @@ RUNS = {
 }
 """What chunks have to get on with."""
 
-QUICK = ("distributed-optimizer", "recompute-full", "recompute-parts", "codec", "pipe")
+QUICK = ("recompute-full", "recompute-parts", "codec", "pipe")
 
 WAYS = ("--moe-comm-chunks 2", "--moe-comm-chunks 3 --moe-comm-order interleaved", "--moe-comm-chunks 4")
 
@@ -265,7 +265,8 @@ def test_runs_in_chunks_follow_those_without(ranks, curve_of, name: str) -> None
     assert deviation(curves[0], plain) <= (1e-3 if name == "codec" else 1e-6)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("predicted", marks=pytest.mark.slow), "blockwise"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["predicted", "blockwise"])
 def test_chunks_of_balanced_layers(ranks, curve_of, profiles, mode: str) -> None:
     plain = f"{EP4} --global-batch-size 16 --moe-router-force-workload rotating_hotspot"
     balanced = with_policy(plain, "fastermoe", mode, profiles)

@@ -1,0 +1,155 @@
+"""Any two choices of a layout that go together: a run with them follows the one without all that is optional."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_balance.placement.policies.none import NoPolicy
+from megatron_balance.training.loop import Run, train_step
+from tests import layouts
+from tests.distributed import runs
+from tests.distributed.runs import Curve
+from tests.distributed.test_parity import deviation
+from tests.layouts import QUICK, Layout
+
+TOLERANCE = 1e-5
+"""Relative, for every loss and gradient norm."""
+
+ITERATIONS = 4
+
+
+class Trained(NamedTuple):
+    """What one rank knows of a run."""
+
+    curve: Curve
+    acted: list[float]
+    """Hosts added and experts moved, in each iteration."""
+    loads_differ: bool
+    """Whether replicas of each layer had different loads, in every iteration."""
+    placements_differ: bool
+    """Whether replicas of some layer had different placements, in some iteration."""
+    unequal: list[str]
+    """Parameters that are not to the bit those of the other replicas."""
+
+
+def trained(flags: str, iterations: int, mutate: Callable[[Run], None] | None = None) -> Trained:
+    """Train a run on this rank and compare with its replicas; `mutate` changes the built run before."""
+    run = runs.build(flags)
+    if mutate is not None:
+        mutate(run)
+    reports, loads = [], []
+    for _ in range(iterations):
+        reports.append(train_step(run))
+        known = {} if run.balancer is None else run.balancer.loads()
+        loads.extend((counts_DE.tolist(), str(placement)) for counts_DE, placement in known.values())
+    acted = [sum(layer.hosts_added + layer.experts_moved for layer in report.balance.values()) for report in reports]
+    everyone: list[list] = [[]] * run.groups.expt_dp.size()
+    dist.all_gather_object(everyone, loads, group=run.groups.expt_dp)
+    columns = [list(zip(*of_replicas, strict=True)) for of_replicas in zip(*everyone, strict=True)]
+    loads_differ = all(any(load != counts[0] for load in counts) for counts, _ in columns)
+    placements_differ = any(len(set(placements)) > 1 for _, placements in columns)
+    return Trained(runs.curve_of(reports), acted, loads_differ, placements_differ, unequal_replicas(run))
+
+
+def route_apart(run: Run) -> None:
+    """Each replica has other hot experts."""
+    for chunk in run.model:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.router_replay.seed += 100 * run.groups.expt_dp.rank()
+
+
+def plan_apart(run: Run) -> None:
+    """Of any two replicas that are neighbours, each leaves those layers alone that the other balances."""
+    for number, state in run.balancer.layers.items():
+        if (number + run.groups.expt_dp.rank()) % 2:
+            state.manager.policy = NoPolicy()
+
+
+def both_apart(run: Run) -> None:
+    route_apart(run)
+    plan_apart(run)
+
+
+def unequal_replicas(run: Run) -> list[str]:
+    """Names of parameters that another data-parallel rank has otherwise."""
+    unequal = []
+    for chunk in run.model:
+        if run.config.ddp.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+        for name, parameter in chunk.named_parameters():
+            group = run.groups.dp_cp if getattr(parameter, "allreduce", True) else run.groups.expt_dp
+            others = [torch.empty_like(parameter) for _ in range(group.size())]
+            dist.all_gather(others, parameter.detach(), group=group)
+            if not all(torch.equal(other, parameter) for other in others):
+                unequal.append(name)
+    return unequal
+
+
+def check(
+    ranks, curve_of, profiles: dict[int, Path], layout: Layout, mutate: Callable[[Run], None] = route_apart
+) -> None:
+    """A run in this layout follows its reference, and its replicas stay equal though they plan for other loads."""
+    flags, world_size = layouts.flags_of(layout), layouts.world_size(layout)
+    balanced, alone = layout["policy"] != "none", layouts.size(layout, "replicas") == 1
+    if balanced:
+        flags += f" --balance-profile {profiles[layouts.size(layout, 'experts')]}"
+    outcomes = ranks(world_size).run(trained, flags, ITERATIONS, mutate, timeout=90)
+    curve, acted, *_ = outcomes[0]
+    assert all(outcome[:2] == (curve, acted) for outcome in outcomes)
+    assert not any(outcome.unequal for outcome in outcomes), outcomes
+    if layout["policy"] not in layouts.FRUGAL:
+        assert (sum(hosts > 0 for hosts in acted) >= ITERATIONS / 2) == balanced, acted
+    if any(acted) and not alone:
+        assert all(outcome.loads_differ for outcome in outcomes)
+        assert any(outcome.placements_differ for outcome in outcomes) == (layout["ownership"] == "lend")
+    wanted = curve_of(layouts.reference(layout), ITERATIONS, world_size, route_apart)
+    assert deviation(curve, wanted) <= TOLERANCE
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The array takes seconds to make: only when it is trained."""
+    if "layout" in metafunc.fixturenames:
+        slow = layouts.array()[0][len(QUICK) :] if metafunc.config.getoption("--slow") else []
+        rows = [pytest.param(layout, id=name) for name, layout in QUICK.items()]
+        rows += [pytest.param(layout, id=layouts.name_of(layout), marks=pytest.mark.slow) for layout in slow]
+        metafunc.parametrize("layout", rows)
+
+
+def test_layouts_follow_the_plain_run(ranks, curve_of, profiles, layout: Layout) -> None:
+    check(ranks, curve_of, profiles, layout)
+
+
+def test_replicas_that_plan_differently(ranks, curve_of, profiles) -> None:
+    """Every second layer has nothing to send, on each replica another one: parameters are gathered in one order."""
+    layout = layouts.layout_of(*layouts.REPLICAS, *layouts.GATHER, "top2", "blockwise")
+    check(ranks, curve_of, profiles, layout, both_apart)
+
+
+LONG = (
+    "--num-layers 3 --hidden-size 128 --moe-ffn-hidden-size 1024 --seq-length 256 --micro-batch-size 1 "
+    "--disable-bias-linear --swiglu --expert-model-parallel-size 2 --moe-router-force-workload rotating_hotspot"
+)
+MANY, COMPARED = 200, 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutate", [None, plan_apart], ids=["alike", "apart"])
+@pytest.mark.parametrize("policy", ["pro_prophet", "flexmoe", "top2", "demi"])
+def test_many_iterations_without_a_stop(
+    ranks, curve_of, profiles, policy: str, mutate: Callable[[Run], None] | None
+) -> None:
+    """Parameters of two replicas are gathered in many buckets, while experts' weights travel beside computation."""
+    gather = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
+    balanced = f"{gather} --balance-policy {policy} --balance-overlap blockwise --balance-profile {profiles[2]}"
+    outcomes = ranks(4).run(trained, f"{LONG} {balanced}", MANY, mutate, timeout=550)
+    curve, acted, *_ = outcomes[0]
+    assert not any(outcome.unequal for outcome in outcomes)
+    assert sum(hosts > 0 for hosts in acted) >= MANY / 2, acted
+    assert any(outcome.placements_differ for outcome in outcomes)
+    assert deviation(curve[:COMPARED], curve_of(LONG, COMPARED)) <= TOLERANCE

@@ -1,0 +1,221 @@
+"""Layouts that users train in, by their flags, and a covering array of them: any two choices meet in one.
+
+python -m tests.layouts      # prints the array that `--slow` trains
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.checks import Machine
+from megatron_balance.placement.policies import POLICIES
+from tests.distributed.runs import BASE
+
+Layout = Mapping[str, str]
+"""Dimension -> choice."""
+
+Choices = Mapping[str, Sequence[str]]
+"""By dimension; the first one never rules out what others allow."""
+
+Pair = frozenset[tuple[str, str]]
+"""Choices (dimension, choice) in two dimensions."""
+
+RANKS = 8
+"""At most."""
+
+MICROBATCH = 2
+"""Samples."""
+
+PLAIN = (
+    f"--disable-bias-linear --swiglu --num-layers 4 --micro-batch-size {MICROBATCH} --seq-length 64 "
+    "--moe-ffn-hidden-size 8 --moe-router-force-workload hot_experts"
+)
+"""What all have in common."""
+
+FLAGS: Mapping[str, Mapping[str, str]] = {
+    "replicas": {"1-replica": "", "2-replicas": "", "4-replicas": ""},
+    "experts": {"EP2": "--expert-model-parallel-size 2", "EP4": "--expert-model-parallel-size 4"},
+    "tensor": {
+        "TP1": "",
+        "TP2": "--tensor-model-parallel-size 2",
+        "TP2-SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    },
+    "shards": {"ETP1": "--expert-tensor-parallel-size 1", "ETP2": "--expert-tensor-parallel-size 2"},
+    "stages": {
+        "PP1": "",
+        "PP2": "--pipeline-model-parallel-size 2",
+        "PP2-interleaved": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    },
+    "microbatches": {"4-microbatches": "", "3-microbatches": "", "1-microbatch": ""},
+    "policy": {
+        "top2": "--balance-policy top2",
+        **{name: f"--balance-policy {name}" for name in POLICIES if name not in ("top2", "none")},
+        "none": "",
+    },
+    "overlap": {"blocking": "", "blockwise": "--balance-overlap blockwise"},
+    "ownership": {"lend": "", "transfer": "--balance-ownership transfer"},
+    "optimizer": {
+        "whole": "",
+        "whole-reduce": "--overlap-grad-reduce",
+        "sharded": "--use-distributed-optimizer",
+        "sharded-reduce": "--use-distributed-optimizer --overlap-grad-reduce",
+        "sharded-gather": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    },
+    "buckets": {"large-buckets": "", "small-buckets": "--ddp-bucket-size 1000"},
+    "recomputation": {
+        "kept": "",
+        "recompute-moe": "--recompute-granularity selective --recompute-modules moe",
+        "recompute-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    },
+    "chunks": {"1-chunk": "", "3-chunks": "--moe-comm-chunks 3 --moe-comm-order interleaved"},
+}
+"""Dimension -> choice -> flags on top of `BASE` and `PLAIN`."""
+
+CHOICES: Choices = {dimension: tuple(flags) for dimension, flags in FLAGS.items()}
+
+LEARNED = ("replicas", "experts", "tensor", "shards", "stages", "microbatches")
+"""Dimensions whose choices draw other weights or train on other samples."""
+
+
+def layout_of(*choices: str) -> Layout:
+    """The layout with these choices, and the first one of every other dimension."""
+    dimensions = {name: dimension for dimension, names in CHOICES.items() for name in names}
+    return {dimension: names[0] for dimension, names in CHOICES.items()} | {dimensions[name]: name for name in choices}
+
+
+FRUGAL = ("demi_s2", "demi_s3")
+"""Policies that weigh the bytes of tokens against those of experts, whatever a profile says: they need not act."""
+
+
+def size(layout: Layout, dimension: str) -> int:
+    """The number in a choice such as TP2-SP or 2-replicas."""
+    return int(layout[dimension].partition("-")[0].lstrip("EPT"))
+
+
+def world_size(layout: Layout) -> int:
+    """Ranks of a run; of replicas, each has all experts."""
+    return math.prod(size(layout, dimension) for dimension in ("replicas", "experts", "shards", "stages"))
+
+
+def flags_of(layout: Layout) -> str:
+    """Of a run in this layout."""
+    data_parallel = world_size(layout) // (size(layout, "tensor") * size(layout, "stages"))
+    samples = MICROBATCH * data_parallel * size(layout, "microbatches")
+    settings = (FLAGS[dimension][choice] for dimension, choice in layout.items())
+    return " ".join([PLAIN, f"--global-batch-size {samples}", *filter(None, settings)])
+
+
+def reference(layout: Layout) -> str:
+    """Flags of the run that it has to follow: without a policy, and with everything off that need not be on."""
+    kept = {dimension: layout[dimension] for dimension in LEARNED}
+    if kept["tensor"] == "TP2":
+        kept["tensor"] = "TP2-SP"
+    return flags_of({**layout_of("none"), **kept})
+
+
+@functools.cache
+def _refusal(world_size: int, flags: str) -> str | None:
+    try:
+        parse_args(f"{BASE} {flags}".split(), Machine(world_size, False, False, False))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def is_possible(layout: Layout) -> bool:
+    """Whether the command line takes it, on as many ranks as tests have."""
+    return world_size(layout) <= RANKS and _refusal(world_size(layout), flags_of(layout)) is None
+
+
+def covering(
+    choices: Choices, allowed: Callable[[Layout], bool], first: Iterable[Layout] = ()
+) -> tuple[list[Layout], list[Pair]]:
+    """Layouts in which any two choices of different dimensions meet, unless no layout may have both.
+
+    Greedy and deterministic: each layout begins with a pair that is still missing, and takes, dimension by dimension,
+    the choice that brings most missing pairs, or else the one that was taken least.
+
+    Args:
+        choices: of each dimension.
+        allowed: whether there may be such a layout.
+        first: layouts to begin with.
+
+    Returns:
+        The layouts, those of `first` at the head, and all pairs that meet.
+    """
+    default = {dimension: names[0] for dimension, names in choices.items()}
+    points = [(dimension, name) for dimension, names in choices.items() for name in names]
+    pairs = [frozenset(pair) for pair in itertools.combinations(points, 2) if pair[0][0] != pair[1][0]]
+    pairs = [pair for pair in pairs if allowed(default | dict(pair))]
+    layouts, missing = list(first), dict.fromkeys(pairs)
+    for layout in layouts:
+        _strike(missing, layout)
+    while missing:
+        used = Counter(choice for layout in layouts for choice in layout.items())
+        layout = dict(next(iter(missing)))
+        for dimension in choices:
+            if dimension not in layout:
+                names = _by_worth(dimension, choices[dimension], layout, missing, used)
+                layout[dimension] = next(name for name in names if allowed(default | layout | {dimension: name}))
+        layouts.append({dimension: layout[dimension] for dimension in choices})
+        _strike(missing, layouts[-1])
+    return layouts, pairs
+
+
+def _strike(missing: dict[Pair, None], layout: Layout) -> None:
+    for pair in itertools.combinations(layout.items(), 2):
+        missing.pop(frozenset(pair), None)
+
+
+def _by_worth(
+    dimension: str, names: Sequence[str], layout: Layout, missing: Collection[Pair], used: Counter
+) -> list[str]:
+    def worth(name: str) -> tuple[int, int]:
+        met = sum(frozenset([(dimension, name), other]) in missing for other in layout.items())
+        return met, -used[dimension, name]
+
+    return sorted(names, key=worth, reverse=True)
+
+
+REPLICAS = ("2-replicas", "1-microbatch")
+GATHER = ("sharded-gather", "small-buckets")
+
+QUICK = {
+    "replicas-gather": layout_of(*REPLICAS, *GATHER, "pro_prophet", "blockwise"),
+    "replicas-gather-blocking": layout_of(*REPLICAS, *GATHER, "flexmoe"),
+    "replicas-gather-transfer": layout_of(*REPLICAS, *GATHER, "demi", "blockwise", "transfer"),
+    "replicas-gather-no-policy": layout_of(*REPLICAS, *GATHER, "none", "3-chunks"),
+    "replicas-reduce": layout_of(
+        *REPLICAS, "top2", "blockwise", "sharded-reduce", "small-buckets", "recompute-moe", "3-chunks"
+    ),
+    "replicas-whole-optimizer": layout_of(
+        *REPLICAS, "demi_s2", "blockwise", "whole-reduce", "small-buckets", "recompute-full"
+    ),
+    "replicas-sharded-optimizer": layout_of(*REPLICAS, "demi_s3", "sharded", "3-chunks"),
+    "replicas-tensor-parallel": layout_of("2-replicas", "TP2", "3-microbatches", "pro_prophet", *GATHER, "blockwise"),
+    "stages": layout_of("PP2", "3-microbatches", "fastermoe", "blockwise", "transfer", "whole-reduce"),
+    "interleaved": layout_of("PP2-interleaved", "top3", "blockwise", *GATHER),
+    "interleaved-transfer": layout_of("PP2-interleaved", "demi_s1", "transfer", "sharded-reduce", "3-chunks"),
+    "8-ranks-shards": layout_of(*REPLICAS, "ETP2", "top2", "blockwise", *GATHER),
+}
+"""What CI trains: each policy, and what has a say in the order of collectives. Few references serve them all."""
+
+
+@functools.cache
+def array() -> tuple[list[Layout], list[Pair]]:
+    """`covering` of all layouts that are possible, those of `QUICK` first."""
+    return covering(CHOICES, is_possible, QUICK.values())
+
+
+def name_of(layout: Layout) -> str:
+    """The choices that are not the first ones."""
+    return ",".join(choice for dimension, choice in layout.items() if choice != CHOICES[dimension][0])
+
+
+if __name__ == "__main__":
+    layouts, pairs = array()
+    print("\n".join(map(name_of, layouts)))
+    print(f"{len(layouts)} layouts in which {len(pairs)} pairs of choices meet")
