@@ -296,7 +296,7 @@ FEATURES = {
 }
 """With shards, beside the pairs of test_pairs.py: its flags, and those of the run without it."""
 
-QUICK_FEATURES = {("placement-blockwise", "s2"), ("chunks-pipe", "s1")}
+QUICK_FEATURES = {("placement-blockwise", "s2"), ("chunks-pipe", "s1"), ("global-aux-loss", "s1")}
 
 
 @pytest.mark.parametrize(
