@@ -52,7 +52,8 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "microbatches": {"4-microbatches": "", "3-microbatches": "", "1-microbatch": ""},
     "policy": {
         "top2": "--balance-policy top2",
-        **{name: f"--balance-policy {name}" for name in POLICIES if name not in ("top2", "none")},
+        "top3": "--balance-policy top3 --balance-guest-slots 3",
+        **{name: f"--balance-policy {name}" for name in POLICIES if name not in ("top2", "top3", "none")},
         "none": "",
     },
     "overlap": {"blocking": "", "blockwise": "--balance-overlap blockwise"},

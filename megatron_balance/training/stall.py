@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megatron_balance.device import collectives
+
 MAX_NAMED = 4
 """Ranks that a verdict names one by one."""
 
@@ -21,6 +23,9 @@ MAX_ERROR_CHARACTERS = 120
 """Of an exception's message; the traceback has it all."""
 
 _COLLECTIVE_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
+_WRAPPERS = ("wrapper", "noted")
+"""What torch, for its own log, and our recorder call a function around each collective."""
+
 _WAITS = re.compile(r"wait\(")
 _WAITS_FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|synchronize)\(|_cuda_synchronize\(")
 
@@ -203,14 +208,15 @@ def _collective(frame: FrameType, line: int | None) -> str | None:
     while current is not None and (_in_torch_distributed(current) or current.f_code.co_filename == contextlib.__file__):
         names.append(current.f_code.co_name)
         current = current.f_back
-    # torch wraps every collective for its own log
-    name = next((name for name in names if name != "wrapper"), names[0])
+    name = next((name for name in names if name not in _WRAPPERS), names[0])
     return name if current is None else f"{name} < {code_place(current, depth=1)}"
 
 
 def _in_torch_distributed(frame: FrameType) -> bool:
     path = Path(frame.f_code.co_filename)
-    return path.name in _COLLECTIVE_FILES and path.parent.name == "distributed"
+    # The recorder stands between torch.distributed and its backends
+    within = path.name in _COLLECTIVE_FILES and path.parent.name == "distributed"
+    return within or frame.f_code.co_filename == collectives.__file__
 
 
 def _source(frame: FrameType, line: int | None) -> str:

@@ -85,13 +85,13 @@ def test_every_phase_has_its_share_wherever_measuring_starts(wanted: int, start:
 
 @pytest.mark.parametrize("name", [name for name, flags in policy_time.VARIANTS.items() if flags.split()[0] in POLICIES])
 def test_a_variant_has_its_policy_alone(name: str) -> None:
-    variants = policy_time.variants_of([name], "--balance-guest-slots 1")
+    variants = policy_time.variants_of([name], "--balance-guest-slots 3")
     assert list(variants) == [NONE, CEILING, name]
     none, ceiling, own = (configured(variant.flags) for variant in variants.values())
     assert (none["balance_policy"], ceiling["balance_policy"]) == ("none", "none")
     changed = {key for key in none if none[key] != ceiling[key] and not callable(none[key])}
     assert changed == {"moe_router_force_workload"} and ceiling["moe_router_force_workload"] == "balanced"
-    assert own["balance_policy"] == policy_time.VARIANTS[name].split()[0] and own["balance_guest_slots"] == 1
+    assert own["balance_policy"] == policy_time.VARIANTS[name].split()[0] and own["balance_guest_slots"] == 3
 
 
 @given(times, st.integers(1, 4))

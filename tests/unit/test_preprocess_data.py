@@ -267,7 +267,7 @@ def test_dead_worker(
         (["--on-bad-line", "ignore"], "--on-bad-line: invalid choice: 'ignore'"),
         (["--json-keys", "text", "text"], "--json-keys text text"),
         (["--json-keys", "a/b"], "--json-keys 'a/b'"),
-        (["--tokenizer-type", "GPTSentencePieceTokenizer"], "--tokenizer-model: not given"),
+        (["--tokenizer-type", "GPTSentencePieceTokenizer"], "also give --tokenizer-model"),
         (["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", __file__], f"model {__file__}"),
         (["--output-prefix", f"{__file__}/run"], f"--output-prefix {__file__}/run"),
     ],
@@ -283,10 +283,11 @@ def test_wrong_flags(
 
 def test_missing_tokenizer_flags(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in.jsonl", GOOD)
-    for flags, flag in (([], "--tokenizer-type"), (["--tokenizer-type", "NullTokenizer"], "--vocab-size")):
+    null = ["--tokenizer-type", "NullTokenizer"]
+    for flags, message in (([], "--tokenizer-type: not given"), (null, "also give --vocab-size")):
         with pytest.raises(SystemExit, match="2"):
             run(source, output, *flags)
-        assert f"{flag}: not given" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_append_eod_needs_a_token(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:

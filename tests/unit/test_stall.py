@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_balance.device.collectives import Collectives
 from megatron_balance.training.stall import (
     MAX_NAMED,
     Position,
@@ -114,6 +115,25 @@ def test_a_thread_that_waits_for_a_handle_waits() -> None:
     handle.done()
     assert place is not None
     assert place.startswith("finish (test_stall.py:")
+
+
+def test_a_collective_that_is_recorded_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends may wait inside the method of ProcessGroup, below the recorder's frame."""
+    seen: list[str | None] = []
+
+    def blocked(group: dist.ProcessGroup, *_: object) -> None:
+        seen.append(waits_in(sys._getframe(1)))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist.ProcessGroup, "allreduce", blocked)
+        with Collectives().recorded() as collectives:
+            dist.all_reduce(torch.zeros(5))
+    finally:
+        dist.destroy_process_group()
+    assert seen[0] is not None and seen[0].startswith("all_reduce < test_a_collective_that_is_recorded_waits (")
+    (channel,) = collectives.record().values()
+    assert channel.at(1).verb == "all-reduces" and channel.at(1).sizes == (5,)
 
 
 def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
