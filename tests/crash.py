@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorder:
-    """Of all operations on what lies in `root`, in this process and those forked from it; beside it in `kept`."""
+    """Records the file operations below `root` of this process and of those forked from it; keeps the files in `kept`."""
 
     root: Path
     kept: Path

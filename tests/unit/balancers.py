@@ -189,8 +189,8 @@ class World:
 def loads(seed: int, microbatches: int = MICROBATCHES) -> Load:
     """Other tokens for each layer, microbatch, rank and expert."""
     generator = np.random.default_rng(seed)
-    draw = lambda: (generator.lognormal(0, 1.5, (RANKS, EXPERTS)) * 20).astype(np.int64)  # noqa: E731
-    return {layer: [draw() for _ in range(microbatches)] for layer in LAYERS}
+    tokens = generator.lognormal(0, 1.5, (len(LAYERS), microbatches, RANKS, EXPERTS)) * 20
+    return dict(zip(LAYERS, map(list, tokens.astype(np.int64)), strict=True))
 
 
 def total(load: Load, layer: int) -> np.ndarray:

@@ -43,7 +43,7 @@ OTHER_FIELDS = {
         distribute_saved_activations moe_layer_recompute recompute_granularity recompute_method recompute_modules
         recompute_num_layers""",
     "what weights are before the first step": "embedding_init_method_std init_method_std perform_initialization",
-    "what is learned from, beside the data": """
+    "what the model is trained on or with, other than the data": """
         calculate_per_token_loss moe_aux_loss_coeff moe_input_jitter_eps moe_router_bias_update_rate
         moe_router_load_balancing_type moe_z_loss_coeff""",
     "synthetic loads and tests": "moe_router_force_load_balancing test_mode",
