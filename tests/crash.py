@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records the file operations below `root` of this process and of those forked from it; keeps the files in `kept`."""
+    """Records file operations below `root`, of this process and of those forked from it; keeps the files in `kept`."""
 
     root: Path
     kept: Path
