@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_balance.observe.balance import evenness
-from megatron_balance.placement.manager import INVALID
+from megatron_balance.placement.manager import INVALID, Decision
 from megatron_balance.placement.placement import Placement
 from megatron_balance.timeline.actions import Action, Operation
+from megatron_balance.timeline.layer_state import Plan
 from tests.unit.balancers import (
     COST,
     EXPERTS,
@@ -309,6 +310,21 @@ def test_guests_get_their_weights_anew_for_an_evaluation_after_a_step(monkeypatc
     assert {layer: used[layer][0] for layer in LAYERS} == {
         layer: hottest(total(loads(3), layer)).trimmed for layer in LAYERS
     }
+
+
+def test_a_placement_adopted_after_an_evaluation_gets_its_weights(monkeypatch) -> None:
+    """The search for a fault evaluates between the end of an iteration and a Transfer of its experts."""
+    world = build(monkeypatch)
+    world.iterate(1, loads(1))
+    layer, counts_DE = LAYERS[0], torch.ones(RANKS, EXPERTS, dtype=torch.int64)
+    state, placement = world.balancer.layers[layer], hottest(loads(7)[layer][0])
+    world.balancer.host(layer, counts_DE, training=False)
+    assert placement != state.placement
+    decision = Decision(loads(7)[layer][0], placement)
+    world.balancer._adopt(layer, state, Plan(decision, COST.transfers(placement), 0.0, 0.0))
+    world.journal.clear()
+    assert world.balancer.host(layer, counts_DE, training=False) == placement.trimmed
+    assert ("TRANS", layer, COST.transfers(placement), placement) in world.journal
 
 
 @pytest.mark.parametrize("mode", MODES)
