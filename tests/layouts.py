@@ -87,8 +87,12 @@ def layout_of(*choices: str) -> Layout:
     return {dimension: names[0] for dimension, names in CHOICES.items()} | {dimensions[name]: name for name in choices}
 
 
-FRUGAL = ("demi_s2", "demi_s3")
-"""Policies that weigh the bytes of tokens against those of experts, whatever a profile says: they need not act."""
+FRUGAL = ("demi_s1", "demi_s2", "demi_s3")
+"""Policies that save tokens sent, whatever a profile says: they need not act.
+
+The last two weigh tokens against experts' bytes. The first finds no rank with more of an expert's tokens than another
+where tensor-parallel ranks, which route the same tokens, are the expert-parallel group.
+"""
 
 
 def size(layout: Layout, dimension: str) -> int:
