@@ -177,14 +177,17 @@ class Collectives:
     @contextlib.contextmanager
     def recorded(self) -> Iterator["Collectives"]:
         """Record what this process enters in the `with` block; one recorder at a time."""
-        originals = {name: getattr(dist.ProcessGroup, name) for name in (*COLLECTIVES, *MESSAGES)}
-        wait = dist.Work.wait
+        # As they stand in the classes: what getattr returns would not bind once it was put back
+        originals = {name: vars(dist.ProcessGroup)[name] for name in (*COLLECTIVES, *MESSAGES)}
+        wait = vars(dist.Work)["wait"]
         for name, (verb, shape_of) in COLLECTIVES.items():
-            setattr(dist.ProcessGroup, name, self._collective(originals[name], verb, shape_of))
+            method = getattr(dist.ProcessGroup, name)
+            setattr(dist.ProcessGroup, name, self._collective(method, verb, shape_of))
         for name, verb in MESSAGES.items():
-            setattr(dist.ProcessGroup, name, self._message(originals[name], verb, name == "send"))
+            method = getattr(dist.ProcessGroup, name)
+            setattr(dist.ProcessGroup, name, self._message(method, verb, name == "send"))
         if self.kept is None:
-            dist.Work.wait = self._wait(wait)
+            dist.Work.wait = self._wait(dist.Work.wait)
         try:
             yield self
         finally:

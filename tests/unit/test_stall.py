@@ -136,6 +136,23 @@ def test_a_collective_that_is_recorded_waits(monkeypatch: pytest.MonkeyPatch) ->
     assert channel.at(1).verb == "all-reduces" and channel.at(1).sizes == (5,)
 
 
+@pytest.mark.parametrize("kept", [2, None])
+def test_collectives_work_on_after_they_were_recorded(kept: int | None) -> None:
+    methods = {**vars(dist.ProcessGroup)}, {**vars(dist.Work)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with Collectives(kept).recorded() as collectives:
+            for _ in range(3):
+                dist.all_reduce(torch.zeros(5))
+        assert methods == ({**vars(dist.ProcessGroup)}, {**vars(dist.Work)})
+        dist.all_reduce(torch.zeros(5))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    (channel,) = collectives.record().values()
+    assert (channel.first, channel.last) == ((2, 3) if kept else (1, 3))
+
+
 def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
     event = threading.Event()
     place = place_of(event.wait)
