@@ -87,12 +87,18 @@ def layout_of(*choices: str) -> Layout:
     return {dimension: names[0] for dimension, names in CHOICES.items()} | {dimensions[name]: name for name in choices}
 
 
-FRUGAL = ("demi_s1", "demi_s2", "demi_s3")
-"""Policies that save tokens sent, whatever a profile says: they need not act.
+FRUGAL = ("demi_s2", "demi_s3")
+"""Policies that weigh the bytes of tokens against those of experts, whatever a profile says: they need not act."""
 
-The last two weigh tokens against experts' bytes. The first finds no rank with more of an expert's tokens than another
-where tensor-parallel ranks, which route the same tokens, are the expert-parallel group.
-"""
+
+def must_act(layout: Layout) -> bool:
+    """Whether the policy has something to do on hot experts.
+
+    demi_s1 moves an expert to the rank that has most of its tokens. Where the two tensor-parallel ranks, which route
+    the same tokens, are the whole expert-parallel group, no rank has more than the other.
+    """
+    alike = (layout["tensor"], layout["experts"]) == ("TP2", "EP2")
+    return layout["policy"] not in FRUGAL and not (layout["policy"] == "demi_s1" and alike)
 
 
 def size(layout: Layout, dimension: str) -> int:

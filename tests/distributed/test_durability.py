@@ -1,4 +1,4 @@
-"""A machine that crashes while it saves: whatever is lost of what was not fsynced, an intact checkpoint is there."""
+"""After a crash during a save, an intact checkpoint exists, whichever unsynced writes are lost."""
 
 import json
 import os

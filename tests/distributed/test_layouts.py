@@ -103,7 +103,7 @@ def check(
     curve, acted, *_ = outcomes[0]
     assert all(outcome[:2] == (curve, acted) for outcome in outcomes)
     assert not any(outcome.unequal for outcome in outcomes), outcomes
-    if layout["policy"] not in layouts.FRUGAL:
+    if layouts.must_act(layout):
         assert (sum(hosts > 0 for hosts in acted) >= ITERATIONS / 2) == balanced, acted
     if any(acted) and not alone:
         assert all(outcome.loads_differ for outcome in outcomes)
