@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -25,6 +24,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import TokenPath
 from megatron_balance.flow.pipeline import Begin, Job, RowShare, mixture
 from megatron_balance.flow.plan import DispatchPlan
+from megatron_balance.flow.rows import fused_rows_of, rows_of
 from megatron_balance.placement.placement import Placement
 
 Chunks = Callable[[DispatchPlan], Chunking]
@@ -74,10 +74,9 @@ class AllToAllDispatcher(Dispatcher):
         split = [in_chunks(*part, tokens_CDP[:, source]) for source, part in routed.parts.items()]
         probs, routing = (torch.cat(tensors, dim=1) for tensors in zip(*split, strict=True))
         sizes_CM = tokens_CDP[:, [*routed.parts]].sum(2)
-        # Copy each token once per chosen expert, grouped by chunk, rank and slot; 0.19 returns more (padding)
-        rows, probs, token_of_row, *_ = permute(
-            routed.tokens_TH, routing, probs=probs, num_out_tokens=int(sizes_CM.sum()), fused=self.fused
-        )
+        # Each token once per chosen expert, grouped by member, chunk, rank and slot
+        copies = fused_rows_of if self.fused else rows_of
+        rows, probs, combine = copies(routed.tokens_TH, probs, routing, int(sizes_CM.sum()))
         job = Job(
             self.path.source,
             self.path.groups.ep.rank(),
@@ -90,8 +89,7 @@ class AllToAllDispatcher(Dispatcher):
             self.fused,
             RowShare(self.path.groups.tp, sizes_CM, self.path.simultaneous) if len(routed.parts) > 1 else None,
         )
-        rows, shape = mixture(rows, probs, job), routed.tokens_TH.shape
-        return unpermute(rows, token_of_row, restore_shape=shape, routing_map=routing, fused=self.fused)
+        return combine(mixture(rows, probs, job))
 
 
 MEGATRON_DISPATCHERS = {

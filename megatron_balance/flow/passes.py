@@ -1,12 +1,12 @@
 """One rank's experts, its codec and its exchanges, on made-up tokens, for profile/measure.py to time."""
 
 import torch
-from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
 from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.comm.codecs import Codec
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import TokenPath
+from megatron_balance.flow.rows import RowOrder, combine, gather_rows
 from megatron_balance.profile.bench import OPERATIONS, Passes, Run
 
 
@@ -68,8 +68,8 @@ def schedule_run(
 
         def there_and_back() -> None:
             rows.grad = None
-            sorted_rows, _, token_of_row, *_ = permute(rows, routing, num_out_tokens=len(rows))
-            output = unpermute(sorted_rows, token_of_row, restore_shape=rows.shape, routing_map=routing)
+            order = RowOrder.of(routing, len(rows))
+            output = combine(gather_rows(rows, order), order)
             output.backward(output.detach())
 
         return there_and_back

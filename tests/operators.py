@@ -1,0 +1,143 @@
+"""What an operator would do on CUDA, told from its name and arguments: results that vary, waits for the device."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DOCUMENTED: dict[str, tuple[str, ...]] = {
+    "torch.nn.Conv1d": ("convolution", "convolution_backward"),
+    "torch.nn.Conv2d": ("convolution", "convolution_backward"),
+    "torch.nn.Conv3d": ("convolution", "convolution_backward"),
+    "torch.nn.ConvTranspose1d": ("convolution", "convolution_backward"),
+    "torch.nn.ConvTranspose2d": ("convolution", "convolution_backward"),
+    "torch.nn.ConvTranspose3d": ("convolution", "convolution_backward"),
+    "torch.nn.ReplicationPad1d": ("replication_pad1d_backward",),
+    "torch.nn.ReplicationPad2d": ("replication_pad2d_backward",),
+    "torch.nn.ReplicationPad3d": ("replication_pad3d_backward",),
+    "torch.bmm": ("bmm",),
+    # Of tensors on a CPU alone
+    "torch.Tensor.__getitem__": (),
+    "torch.Tensor.index_put": ("index_put", "_index_put_impl"),
+    "torch.Tensor.put_": ("put",),
+    "torch.Tensor.scatter_add_": ("scatter_add",),
+    # Differentiated, these write
+    "torch.gather": ("scatter_add",),
+    "torch.index_select": ("index_add",),
+    "torch.repeat_interleave": ("index_add",),
+    "torch.index_add": ("index_add",),
+    "torch.Tensor.index_copy": ("index_copy",),
+    "torch.Tensor.scatter": ("scatter",),
+    "torch.Tensor.scatter_reduce": ("scatter_reduce",),
+    "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),
+    "torch.nn.AvgPool3d": ("avg_pool3d_backward",),
+    "torch.nn.AdaptiveAvgPool2d": ("_adaptive_avg_pool2d_backward",),
+    "torch.nn.AdaptiveAvgPool3d": ("_adaptive_avg_pool3d_backward",),
+    "torch.nn.AdaptiveMaxPool2d": ("adaptive_max_pool2d_backward",),
+    "torch.nn.FractionalMaxPool2d": ("fractional_max_pool2d_backward",),
+    "torch.nn.FractionalMaxPool3d": ("fractional_max_pool3d_backward",),
+    "torch.nn.MaxUnpool1d": ("max_unpool2d",),
+    "torch.nn.MaxUnpool2d": ("max_unpool2d",),
+    "torch.nn.MaxUnpool3d": ("max_unpool3d",),
+    "torch.nn.functional.interpolate": (
+        *("upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
+        "upsample_trilinear3d_backward",
+    ),
+    "torch.nn.ReflectionPad1d": ("reflection_pad1d_backward",),
+    "torch.nn.ReflectionPad2d": ("reflection_pad2d_backward",),
+    "torch.nn.ReflectionPad3d": ("reflection_pad3d_backward",),
+    "torch.nn.NLLLoss": ("nll_loss_forward", "nll_loss2d_forward"),
+    "torch.nn.CTCLoss": ("_ctc_loss_backward",),
+    "torch.nn.EmbeddingBag": ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
+    "torch.histc": ("histc",),
+    "torch.bincount": ("bincount",),
+    "torch.median": ("median", "nanmedian"),
+    "torch.nn.functional.grid_sample": ("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
+    "torch.cumsum": ("cumsum",),
+    "torch.Tensor.resize_": ("resize",),
+}
+"""By the name in the documentation of `torch.use_deterministic_algorithms`: what to look for."""
+
+UNDOCUMENTED = ("embedding_dense_backward",)
+"""What megatron-core calls nondeterministic, and does without under `--deterministic-mode`."""
+
+_SUSPECTS = {name for names in DOCUMENTED.values() for name in names} | {*UNDOCUMENTED}
+
+_SIZED_BY_CONTENT = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
+_ASKS_THE_DEVICE = {"_local_scalar_dense", "equal", "is_nonzero"}
+
+
+class Operators(TorchDispatchMode):
+    """Notes what runs, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[str] = []
+        self.nondeterministic: list[str] = []
+        """Whose results on CUDA may vary from run to run."""
+        self.waiting: list[str] = []
+        """At which the host would wait for the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = func._schema.name.partition("::")
+        self.all.append(str(func))
+        if namespace == "aten":
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            plain = name.removesuffix("_")
+            if plain in _SUSPECTS and _varies(plain, func._overloadname, given):
+                self.nondeterministic.append(str(func))
+            if _waits(plain, given):
+                self.waiting.append(str(func))
+        return func(*args, **kwargs)
+
+
+def _varies(name: str, overload: str, given: dict[str, Any]) -> bool:
+    """Whether the documented condition holds. Writes by index vary only where two of them have the same target."""
+    tensor = given.get("self")
+    if name == "bmm":
+        return tensor.is_sparse
+    if name == "cumsum":
+        return (given.get("dtype") or tensor.dtype).is_floating_point
+    if name == "bincount":
+        return given.get("weights") is not None
+    if name in ("median", "nanmedian"):
+        return "dim" in given
+    if name == "resize":
+        return tensor.is_quantized
+    if name in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
+        return given["mode"] == 1
+    if name == "scatter":
+        return "src" in given and _repeats_along(given["dim"], given["index"])
+    if name in ("scatter_add", "scatter_reduce"):
+        return _repeats_along(given["dim"], given["index"])
+    if name in ("index_add", "index_copy", "put"):
+        return _repeats_along(0, given["index"].reshape(-1))
+    if name in ("index_put", "_index_put_impl"):
+        # With `accumulate`, CUDA sorts the targets and adds in their order
+        return not given.get("accumulate", False) and _repeats_among(given["indices"])
+    return True
+
+
+def _repeats_along(dim: int, index: torch.Tensor) -> bool:
+    """Whether a line of `index` along `dim` has a number twice."""
+    return index.ndim > 0 and bool((index.sort(dim).values.diff(dim=dim) == 0).any())
+
+
+def _repeats_among(indices: list[torch.Tensor | None]) -> bool:
+    """Whether two of the places that index tensors name together are the same."""
+    numbers = [index for index in indices if index is not None and index.dtype not in (torch.bool, torch.uint8)]
+    if not numbers:
+        return False
+    places = torch.stack([index.reshape(-1) for index in torch.broadcast_tensors(*numbers)])
+    return places.unique(dim=1).shape[1] < places.shape[1]
+
+
+def _waits(name: str, given: dict[str, Any]) -> bool:
+    if name in _SIZED_BY_CONTENT or name in _ASKS_THE_DEVICE:
+        return True
+    if name in ("index", "index_put", "_index_put_impl"):
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in given["indices"])
+    if name == "repeat_interleave":
+        return given.get("output_size") is None
+    return name == "_to_copy" and given.get("device") is not None and not given.get("non_blocking", False)

@@ -1,0 +1,134 @@
+"""flow/rows.py: rows of tokens and their sums against dense ones and megatron-core's, and what they do not do."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+from megatron_balance.flow.rows import RowOrder, combine, gather_rows, rows_of
+from tests.operators import Operators
+
+DEVICE = torch.cuda.current_device()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+
+
+def dense_mixture(tokens_TH: torch.Tensor, probs_TP: torch.Tensor, routing_TP: torch.Tensor) -> torch.Tensor:
+    """Each token's copy for a column times the column's number plus one, times its weight, summed."""
+    factor_P = torch.arange(1, routing_TP.shape[1] + 1, device=DEVICE)
+    return tokens_TH * (probs_TP * routing_TP * factor_P).sum(1, keepdim=True)
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> torch.Tensor:
+    tokens, columns = draw(st.integers(0, 9)), draw(st.integers(1, 7))
+    chosen = draw(st.lists(st.booleans(), min_size=tokens * columns, max_size=tokens * columns))
+    return torch.tensor(chosen, dtype=torch.bool).view(tokens, columns)
+
+
+@settings(max_examples=80, deadline=None)
+@given(routings(), st.integers(1, 3))
+def test_rows_and_sums_equal_dense_ones(routing_TP: torch.Tensor, hidden: int) -> None:
+    (tokens, columns), routing_TP = routing_TP.shape, routing_TP.to(DEVICE)
+    tokens_TH, probs_TP = random(tokens, hidden), random(tokens, columns)
+    rows = rows_of(tokens_TH, probs_TP, routing_TP, int(routing_TP.sum()))
+    by_column = [tokens_TH[routing_TP[:, column]] for column in range(columns)]
+    assert torch.equal(rows.rows_RH, torch.cat(by_column))
+    assert torch.equal(rows.probs_R, torch.cat([probs_TP[routing_TP[:, one], one] for one in range(columns)]))
+
+    factor_R = torch.cat([torch.full((len(part),), column + 1.0) for column, part in enumerate(by_column)]).to(DEVICE)
+    found = rows.combine(rows.rows_RH * (rows.probs_R * factor_R).unsqueeze(1))
+    expected = dense_mixture(tokens_TH, probs_TP, routing_TP)
+    gradient = torch.randn_like(expected)
+    results = [(one, *torch.autograd.grad(one, (tokens_TH, probs_TP), gradient)) for one in (found, expected)]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_those_of_the_functions() -> None:
+    torch.manual_seed(0)
+    routing_TP = torch.rand(6, 4, device=DEVICE) < 0.5
+    routing_TP[2] = False
+    rows = int(routing_TP.sum())
+    order = RowOrder.of(routing_TP, rows)
+    for function, count in ((gather_rows, 6), (combine, rows)):
+        assert torch.autograd.gradcheck(lambda tensor: function(tensor, order), random(count, 3))  # noqa: B023
+    probs_TP = random(6, 4)
+    assert torch.autograd.gradcheck(lambda probs: rows_of(probs, probs, routing_TP, rows).probs_R, probs_TP)
+
+
+def with_chunks(tokens: int, columns: int, topk: int, seed: int) -> torch.Tensor:
+    """Every token chooses so many columns, some of which are then dropped, and those of one token in six all."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(tokens, columns, generator=generator).topk(topk).indices
+    routing_TP = torch.zeros(tokens, columns, dtype=torch.bool).scatter(1, chosen, True)
+    routing_TP &= torch.rand(tokens, columns, generator=generator) < 0.8
+    return (routing_TP & (torch.rand(tokens, 1, generator=generator) < 5 / 6)).to(DEVICE)
+
+
+def forward_and_backward(ours: bool, routing_TP: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Rows, weights, output and gradients of one pass whose rows are scaled."""
+    torch.manual_seed(1)
+    tokens_TH, probs_TP = random(len(routing_TP), 40, dtype=dtype), random(*routing_TP.shape, dtype=torch.float32)
+    count = int(routing_TP.sum())
+    if ours:
+        rows_RH, probs_R, combined = rows_of(tokens_TH, probs_TP, routing_TP, count)
+    else:
+        rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
+
+        def combined(rows_RH: torch.Tensor) -> torch.Tensor:
+            return unpermute(rows_RH, order, restore_shape=tokens_TH.shape, routing_map=routing_TP)
+
+    output = combined((rows_RH * probs_R.unsqueeze(1)).to(dtype))
+    gradients = torch.autograd.grad(output, (tokens_TH, probs_TP), torch.randn_like(output))
+    return [rows_RH.detach(), probs_R.detach(), output.detach(), *gradients]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="megatron-core's sums vary there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bits_are_those_of_megatron_on_a_cpu(dtype: torch.dtype) -> None:
+    routing_TP = with_chunks(150, 24, topk=8, seed=0)
+    for ours, theirs in zip(*(forward_and_backward(one, routing_TP, dtype) for one in (True, False)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_sums_of_bfloat16_are_rounded_once() -> None:
+    routing_TP = with_chunks(100, 16, topk=8, seed=2)
+    count = int(routing_TP.sum())
+    order = RowOrder.of(routing_TP, count)
+    rows_RH = random(count, 24, dtype=torch.bfloat16)
+    exact_TH = combine(rows_RH.float(), order)
+    # Where two numbers are equally near, kernels differ in which one they take
+    error_TH, least_TH = ((one.float() - exact_TH).abs() for one in (combine(rows_RH, order), exact_TH.bfloat16()))
+    assert torch.equal(error_TH, least_TH)
+    (gradient_RH,) = torch.autograd.grad(combine(rows_RH, order), rows_RH, exact_TH.bfloat16())
+    assert torch.equal(gradient_RH, exact_TH.bfloat16()[order.token_R])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_same_bits_every_time(dtype: torch.dtype) -> None:
+    routing_TP = with_chunks(200, 24, topk=8, seed=3)
+    first, *others = (forward_and_backward(True, routing_TP, dtype) for _ in range(3))
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
+    routing_TP = with_chunks(50, 12, topk=4, seed=4)
+    tokens_TH, probs_TP, rows = random(50, 8), random(50, 12), int(routing_TP.sum())
+    found = []
+    for ours in (True, False):
+        with Operators() as operators:
+            if ours:
+                rows_RH, probs_R, combined = rows_of(tokens_TH, probs_TP, routing_TP, rows)
+                output = combined(rows_RH * probs_R.unsqueeze(1))
+            else:
+                rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=rows)
+                output = unpermute(rows_RH * probs_R.unsqueeze(1), order, tokens_TH.shape, routing_map=routing_TP)
+            output.square().sum().backward()
+        found.append((operators.nondeterministic, operators.waiting))
+    assert found[0] == ([], [])
+    assert [len(operators) for operators in found[1]] == [2, 2], "the checks find nothing in megatron-core's"
