@@ -131,4 +131,4 @@ def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
             output.square().sum().backward()
         found.append((operators.nondeterministic, operators.waiting))
     assert found[0] == ([], [])
-    assert [len(operators) for operators in found[1]] == [2, 2], "the checks find nothing in megatron-core's"
+    assert found[1][0] == ["aten.scatter_add_.default", "aten.index_add.default"], "of megatron-core's"
