@@ -105,12 +105,15 @@ class Ranks:
             (ours, theirs), (question, answer) = context.Pipe(), context.Pipe()
             # Not daemons: saving a checkpoint starts processes of its own
             process = context.Process(target=_serve, args=(rank, self.world_size, theirs, answer))
-            process.start()
+            self._start_process(process)
             theirs.close()
             answer.close()
             self._processes.append(process)
             self._pipes.append(ours)
             self._questions.append(question)
+
+    def _start_process(self, process: BaseProcess) -> None:
+        process.start()
 
     def _collect(self, task: Callable, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout

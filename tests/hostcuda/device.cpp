@@ -1,0 +1,488 @@
+// A device "cuda:0" in host memory for a CPU build of torch.
+//
+// To the dispatcher, to autograd with its threads, to views, streams and events it is a CUDA device; its kernels are the
+// CPU's, on aliases of the same memory, and its collectives are those of the group's backend for the CPU (gloo, fake).
+// What happens is reported through callbacks: kernels with the bytes that they read and write and their stream, waits of
+// one stream for another, waits of the host, and the life of memory. tests/hostcuda/checker.py makes sense of them.
+//
+// The library has to be loaded before torch (LD_PRELOAD): it answers functions that torch would otherwise answer itself.
+
+#include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/library.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::DispatchKey, c10::OperatorHandle, c10::Storage, c10::Stream;
+using torch::jit::Stack;
+
+const Device DEVICE(DeviceType::CUDA, 0);
+const Device HOST(DeviceType::CPU);
+
+// What Python is told ------------------------------------------------------------------------------------------------
+
+struct Callbacks {
+  // A kernel ran: its operator, its stream, and `count` ranges of bytes [from, to) of the memory that begins at `base`
+  void (*kernel)(const char* op, int64_t stream, int64_t count, const int64_t* base, const int64_t* from,
+                 const int64_t* to, const int64_t* writes) = nullptr;
+  // The host waited for its stream
+  void (*synchronized)(const char* op) = nullptr;
+  void (*allocated)(int64_t base, int64_t stream) = nullptr;
+  void (*freed)(int64_t base) = nullptr;
+  // A stream recorded an event, or waits for one
+  void (*recorded)(int64_t event, int64_t stream) = nullptr;
+  void (*waited)(int64_t event, int64_t stream) = nullptr;
+  // Memory is kept until a stream has done what was queued on it
+  void (*kept)(int64_t base, int64_t stream) = nullptr;
+  // A stream of collectives came to be
+  void (*named)(int64_t stream, const char* name) = nullptr;
+} python;
+
+thread_local int64_t current_stream = 0;
+std::atomic<int64_t> next_event{1 << 20}, next_stream{1 << 10};
+
+void record(int64_t event, int64_t stream) {
+  if (python.recorded) python.recorded(event, stream);
+}
+
+void wait(int64_t event, int64_t stream) {
+  if (python.waited) python.waited(event, stream);
+}
+
+int64_t base_of(const at::Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.storage().data()); }
+
+// The device ---------------------------------------------------------------------------------------------------------
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return DEVICE; }
+  Device getDevice() const override { return DEVICE; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  static Stream stream(int64_t id) { return Stream(Stream::UNSAFE, DEVICE, id); }
+  Stream getStream(Device) const override { return stream(current_stream); }
+  Stream getDefaultStream(Device) const override { return stream(0); }
+  Stream exchangeStream(Stream next) const override {
+    const auto before = current_stream;
+    current_stream = next.id();
+    return stream(before);
+  }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+
+  void record(void** event, const Stream& on, const DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = reinterpret_cast<void*>(next_event++);
+    ::record(reinterpret_cast<int64_t>(*event), on.id());
+  }
+  void block(void* event, const Stream& on) const override {
+    if (event) ::wait(reinterpret_cast<int64_t>(event), on.id());
+  }
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& on) const override {
+    if (python.kept) python.kept(reinterpret_cast<int64_t>(data.get()), on.id());
+  }
+};
+
+}  // namespace
+
+namespace at {
+
+// Memory of the host that the device can read by itself
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    auto data = c10::GetCPUAllocator()->allocate(bytes);
+    auto* kept = new c10::DataPtr(std::move(data));
+    const std::lock_guard lock(mutex);
+    pinned[reinterpret_cast<uintptr_t>(kept->get())] = bytes;
+    return {kept->get(), kept, &free, c10::Device(c10::DeviceType::CPU)};
+  }
+  static void free(void* it) {
+    auto* data = static_cast<c10::DataPtr*>(it);
+    {
+      const std::lock_guard lock(mutex);
+      pinned.erase(reinterpret_cast<uintptr_t>(data->get()));
+    }
+    delete data;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  static bool holds(const void* it) {
+    const std::lock_guard lock(mutex);
+    const auto after = pinned.upper_bound(reinterpret_cast<uintptr_t>(it));
+    if (after == pinned.begin()) return false;
+    const auto& [begin, bytes] = *std::prev(after);
+    return reinterpret_cast<uintptr_t>(it) < begin + bytes;
+  }
+  inline static std::mutex mutex;
+  inline static std::map<uintptr_t, size_t> pinned;
+};
+
+// torch looks for the hooks of CUDA by this name
+struct CUDAHooks : CUDAHooksInterface {
+  CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  const Generator& getDefaultGenerator(DeviceIndex) const override { return globalContext().defaultGenerator(HOST); }
+  bool isPinnedPtr(const void* it) const override { return PinnedAllocator::holds(it); }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static PinnedAllocator allocator;
+    return &allocator;
+  }
+  Generator getNewGenerator(DeviceIndex) const override { return globalContext().defaultGenerator(HOST).clone(); }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks);
+
+namespace accelerator {
+std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
+}  // namespace accelerator
+
+}  // namespace at
+
+namespace c10::impl {
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+}
+
+namespace {
+
+// Memory: every storage of the device is one of the host's under another name ------------------------------------------
+
+at::Tensor on_storage(Storage storage, c10::DispatchKeySet keys, const at::Tensor& like) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  if (like.is_conj()) tensor._set_conj(true);
+  return tensor;
+}
+
+// The same memory as a tensor of the host, which keeps it alive
+at::Tensor host_alias(const at::Tensor& tensor) {
+  auto* kept = new Storage(tensor.storage());
+  c10::DataPtr data(kept->mutable_data(), kept, [](void* it) { delete static_cast<Storage*>(it); }, HOST);
+  Storage storage(Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(data), c10::GetDefaultCPUAllocator(),
+                  /*resizable=*/true);
+  return on_storage(std::move(storage), c10::DispatchKeySet(DispatchKey::CPU), tensor);
+}
+
+// The memory of a tensor of the host as the device's
+Storage device_storage(const at::Tensor& host) {
+  auto* owner = new at::Tensor(host.detach());
+  const auto free = [](void* it) {
+    auto* tensor = static_cast<at::Tensor*>(it);
+    if (python.freed) python.freed(base_of(*tensor));
+    delete tensor;
+  };
+  if (python.allocated) python.allocated(base_of(*owner), current_stream);
+  c10::DataPtr data(owner->storage().mutable_data(), owner, free, DEVICE);
+  return Storage(Storage::use_byte_size_t(), host.storage().nbytes(), std::move(data), nullptr, false);
+}
+
+bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().is_cuda(); }
+
+// The arguments of an operator while its kernel runs on the host
+class Call {
+ public:
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // of the device, of the host
+  std::vector<int64_t> base, from, to, writes;
+
+  c10::IValue on_host(const c10::IValue& value, bool write) {
+    if (value.isTensor()) return alias(value.toTensor(), write);
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> found;
+      for (const at::Tensor tensor : value.toTensorList()) found.push_back(alias(tensor, write));
+      return found;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> found;
+      for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList())
+        found.push_back(tensor ? std::optional<at::Tensor>(alias(*tensor, write)) : tensor);
+      return found;
+    }
+    if (value.isList() && value.toList().elementType()->kind() == c10::TypeKind::ListType) {
+      c10::List<c10::List<at::Tensor>> found;
+      for (const c10::IValue inner : value.toList()) found.push_back(on_host(inner, write).toTensorList());
+      return found;
+    }
+    return value;
+  }
+
+  void report(const std::string& name, int64_t stream) const {
+    if (python.kernel && !base.empty())
+      python.kernel(name.c_str(), stream, base.size(), base.data(), from.data(), to.data(), writes.data());
+  }
+
+  void note(const at::Tensor& tensor, bool write) {
+    if (!tensor.numel()) return;
+    int64_t last = tensor.storage_offset();
+    for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    const auto size = static_cast<int64_t>(tensor.itemsize());
+    base.push_back(base_of(tensor));
+    from.push_back(tensor.storage_offset() * size);
+    to.push_back((last + 1) * size);
+    writes.push_back(write);
+  }
+
+ private:
+  at::Tensor alias(const at::Tensor& tensor, bool write) {
+    if (!is_on_device(tensor)) return tensor;
+    note(tensor, write);
+    for (auto& [device, host] : pairs)
+      if (device.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) return host;
+    pairs.emplace_back(tensor, host_alias(tensor));
+    return pairs.back().second;
+  }
+};
+
+// Kernels ------------------------------------------------------------------------------------------------------------
+
+// For whose result CUDA makes the host wait
+const std::set<std::string> WAITING{"aten::_local_scalar_dense", "aten::nonzero",  "aten::masked_select",
+                                    "aten::equal",               "aten::_unique2", "aten::unique_dim",
+                                    "aten::unique_consecutive",  "aten::bincount", "aten::is_nonzero"};
+// Which take tensors of the host beside tensors of the device
+const std::set<std::string> MIXING{"aten::copy_", "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::set_"};
+
+bool begins_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
+
+void check_devices(const std::string& name, const at::ArrayRef<c10::IValue> arguments) {
+  if (MIXING.count(name)) return;
+  const auto check = [&](const at::Tensor& tensor) {
+    TORCH_CHECK(!tensor.defined() || !tensor.dim() || !tensor.device().is_cpu(),
+                "Expected all tensors to be on the same device, but ", name, " got one of ", tensor.sizes(),
+                " in host memory");
+  };
+  for (const auto& value : arguments) {
+    if (value.isTensor()) check(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor tensor : value.toTensorList()) check(tensor);
+  }
+}
+
+// What CUDA makes the host wait for in this operator: its result, or a copy from or to memory of the host
+const char* wait_in(const std::string& name, const at::ArrayRef<c10::IValue> arguments) {
+  if (WAITING.count(name)) return name.c_str();
+  if (begins_with(name, "aten::index") && arguments[1].isOptionalTensorList())
+    for (const std::optional<at::Tensor> index : arguments[1].toOptionalTensorList()) {
+      if (!index || !index->defined()) continue;
+      if (!is_on_device(*index)) return "copy host to device";
+      if (index->scalar_type() == at::kBool) return "aten::nonzero";
+    }
+  if (name != "aten::copy_" || arguments[2].toBool()) return nullptr;
+  const bool to_device = is_on_device(arguments[0].toTensor()), from_device = is_on_device(arguments[1].toTensor());
+  if (to_device == from_device) return nullptr;
+  return to_device ? "copy host to device" : "copy device to host";
+}
+
+void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& name = schema.operator_name().name;
+  const auto inputs = torch::jit::last(*stack, schema.arguments().size());
+  check_devices(name, inputs);
+  const char* waits = wait_in(name, inputs);
+  const bool to_host = name == "aten::copy_" && !is_on_device(inputs[0].toTensor());
+  const auto begin = stack->size() - inputs.size();
+  Call call;
+  for (size_t i = 0; i < schema.arguments().size(); i++) {
+    auto& value = (*stack)[begin + i];
+    const auto& argument = schema.arguments()[i];
+    if (value.isDevice()) value = HOST;
+    else if (argument.name() == "pin_memory" && value.isBool()) value = false;
+    else value = call.on_host(value, argument.alias_info() && argument.alias_info()->isWrite());
+  }
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(stack);
+  }
+  // What the host resized or moved, the device has too
+  for (auto& [device, host] : call.pairs) {
+    auto* impl = device.unsafeGetTensorImpl();
+    if (host.storage().data() != device.storage().data()) impl->set_storage_keep_dtype(device_storage(host));
+    if (host.sizes() != device.sizes() || host.strides() != device.strides() ||
+        host.storage_offset() != device.storage_offset())
+      impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  }
+  const bool allocates = begins_with(name, "aten::empty");
+  const auto on_device = [&](const at::Tensor& result) -> at::Tensor {
+    if (!result.defined()) return result;
+    for (auto& [device, host] : call.pairs)
+      if (host.unsafeGetTensorImpl() == result.unsafeGetTensorImpl()) return device;
+    for (auto& [device, host] : call.pairs)
+      if (host.storage().data() == result.storage().data() && result.storage().nbytes())
+        return on_storage(Storage(device.storage()), device.key_set(), result);
+    auto tensor = on_storage(device_storage(result), c10::DispatchKeySet(DispatchKey::CUDA), result);
+    if (!allocates) call.note(tensor, true);
+    return tensor;
+  };
+  bool is_view = !schema.returns().empty();
+  for (const auto& result : schema.returns())
+    is_view = is_view && result.alias_info() && !result.alias_info()->isWrite();
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size() && !to_host; i++) {
+    auto& value = (*stack)[i];
+    if (value.isTensor()) value = on_device(value.toTensor());
+    else if (value.isTensorList()) {
+      c10::List<at::Tensor> found;
+      for (const at::Tensor result : value.toTensorList()) found.push_back(on_device(result));
+      value = found;
+    }
+  }
+  if (!is_view && !allocates && !begins_with(name, "aten::set_") && !begins_with(name, "aten::resize"))
+    call.report(name, current_stream);
+  // After the kernel is reported: the wait is for it, too
+  if (waits && python.synchronized) python.synchronized(waits);
+}
+
+void keep_for_stream(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+  const auto stream = torch::jit::pop(*stack).toStream();
+  const auto tensor = torch::jit::pop(*stack).toTensor();
+  if (python.kept) python.kept(base_of(tensor), stream.id());
+}
+
+// Off the fast path of `grouped_mm` (16-bit rows on new devices), torch computes it by one product for each group, of
+// which it asks the device for the sizes. Its operators come back here one by one.
+void grouped_product(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor().scalar_type() == at::kBFloat16)
+    return kernel(op, keys, stack);
+  op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
+}
+
+// Collectives, as NCCL does them -------------------------------------------------------------------------------------
+
+// A stream for each group, and one for messages between each two members
+int64_t stream_of(const c10d::ProcessGroup& group, int64_t peer) {
+  static std::mutex mutex;
+  static std::map<std::string, int64_t> streams;
+  auto name = group.getGroupDesc() + " " + group.getGroupName();
+  if (peer >= 0) name += " messages with " + std::to_string(peer);
+  const std::lock_guard lock(mutex);
+  const auto [place, is_new] = streams.emplace(name, 0);
+  if (is_new) {
+    place->second = next_stream++;
+    if (python.named) python.named(place->second, name.c_str());
+  }
+  return place->second;
+}
+
+// The stream that waits for it goes on when it is done; the host has nothing to wait for on a device
+class DeviceWork : public c10d::Work {
+ public:
+  DeviceWork(c10::intrusive_ptr<c10d::Work> work, int64_t event, int64_t stream, std::vector<int64_t> bases)
+      : work_(std::move(work)), event_(event), stream_(stream), bases_(std::move(bases)) {}
+
+  // NCCL's work keeps its tensors until it is done, whether anybody waits or not
+  ~DeviceWork() override {
+    for (const auto base : bases_)
+      if (python.kept) python.kept(base, stream_);
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    // In host memory, what others send has to be there before a kernel reads it
+    const bool done = work_->wait(timeout);
+    ::wait(event_, current_stream);
+    return done;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  int64_t event_, stream_;
+  std::vector<int64_t> bases_;
+};
+
+void order(int64_t before, int64_t after) {
+  if (before == after) return;
+  const auto event = next_event++;
+  record(event, before);
+  wait(event, after);
+}
+
+void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& name = schema.operator_name().name;
+  const auto begin = stack->size() - schema.arguments().size();
+  const bool sends = name == "c10d::send";
+  Call call;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  int64_t peer = -1;
+  bool beside = true;
+  c10::IValue outputs;
+  for (size_t i = 0; i < schema.arguments().size(); i++) {
+    auto& value = (*stack)[begin + i];
+    const auto& argument = schema.arguments()[i].name();
+    if (argument == "process_group") group = value.toCustomClass<c10d::ProcessGroup>();
+    if (argument == "async_op") beside = value.toBool();
+    if (argument == "src" || argument == "dst") peer = value.toInt();
+    const bool writes = begins_with(argument, "output") || (argument == "tensors" && !sends);
+    if (i == 0) outputs = value;
+    value = call.on_host(value, writes);
+  }
+  // Without `async_op`, NCCL works in the stream of the caller
+  const auto stream = beside ? stream_of(*group, peer) : current_stream;
+  order(current_stream, stream);
+  call.report(name, stream);
+  op.callBoxed(stack);
+  auto& result = stack->back();
+  const auto event = next_event++;
+  record(event, stream);
+  result = c10::IValue(c10::intrusive_ptr<c10d::Work>(
+      c10::make_intrusive<DeviceWork>(result.toCustomClass<c10d::Work>(), event, stream, call.base)));
+  if (name == "c10d::barrier" && python.synchronized) python.synchronized("barrier");
+  if (schema.returns().size() > 1) (*stack)[stack->size() - 2] = outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  // Of the operators that torch can also compose of others, those with a kernel for the CPU have one here
+  for (const auto& op : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(DispatchKey::CPU))
+    if (begins_with(op.name, "aten::") && op.name != "aten::_grouped_mm")
+      m.impl(c10::toString(op).substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  // torch has one kernel for all devices, which looks for what CUDA alone has
+  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  m.impl("record_stream", torch::CppFunction::makeFromBoxedFunction<&keep_for_stream>());
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&grouped_product>());
+}
+
+TORCH_LIBRARY_IMPL(c10d, CUDA, m) {
+  // torch warns where somebody takes the place of its own
+  struct Silence final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silence;
+  const c10::WarningUtils::WarningHandlerGuard silent(&silence);
+  for (const char* name :
+       {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_",
+        "allgather_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_", "gather_", "scatter_", "send", "recv_", "barrier"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&collective>());
+}
+
+extern "C" {
+void hostcuda_report_to(const Callbacks* callbacks) { python = *callbacks; }
+void hostcuda_set_stream(int64_t stream) { current_stream = stream; }
+int64_t hostcuda_stream() { return current_stream; }
+}

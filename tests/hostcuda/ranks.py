@@ -1,0 +1,55 @@
+"""Gloo ranks whose tensors are on the device in host memory: `DeviceRanks(4).run(task)` as in tests/harness.py.
+
+A machine is told by the packages it has: those of `packages/` that are named, which stand for the real ones.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest import mock
+
+from tests.harness import Ranks
+from tests.hostcuda.library import library
+
+PACKAGES = Path(__file__).parent / "packages"
+
+
+class DeviceRanks(Ranks):
+    """Ranks that are forked from a server of their own: one that has loaded the device before torch."""
+
+    def __init__(self, world_size: int, packages: Sequence[str] = ()) -> None:
+        super().__init__(world_size)
+        self.packages = packages
+
+    def _start_process(self, process: BaseProcess) -> None:
+        server = _server(tuple(self.packages))
+        with (
+            _environment(LD_PRELOAD=str(library()), PYTHONPATH=_path(self.packages)),
+            mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+        ):
+            process.start()
+
+
+_SERVERS: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+def _server(packages: tuple[str, ...]) -> forkserver.ForkServer:
+    """The process that such ranks are forked from; it starts with the first of them."""
+    if packages not in _SERVERS:
+        _SERVERS[packages] = forkserver.ForkServer()
+        _SERVERS[packages].set_forkserver_preload(["tests.hostcuda.preload"])
+    return _SERVERS[packages]
+
+
+def _path(packages: Sequence[str]) -> str:
+    roots = [str(PACKAGES / package) for package in packages]
+    return os.pathsep.join([*roots, str(PACKAGES.parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    with mock.patch.dict(os.environ, values):
+        yield

@@ -1,0 +1,54 @@
+"""Small training runs on the device, watched: what `train_step` does there, as tasks for ranks."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from megatron_balance.training.loop import Run, train_step
+from tests.distributed import runs
+from tests.distributed.runs import Curve
+from tests.hostcuda.checker import Checker, Place
+
+
+class Watched(NamedTuple):
+    """What one rank knows of a run."""
+
+    curve: Curve
+    acted: float
+    """Hosts added and experts moved."""
+    complaints: list[str]
+    """Races, and memory that was freed in use."""
+    synchronisations: Counter[tuple[str, Place]]
+    """Of the last iteration."""
+    streams: set[str]
+    """On which kernels ran."""
+
+
+@contextmanager
+def watching() -> Iterator[Checker]:
+    """The checker of this process's device, on."""
+    from tests.hostcuda.torch_cuda import CHECKER
+
+    CHECKER.clear()
+    CHECKER.on = True
+    try:
+        yield CHECKER
+    finally:
+        CHECKER.on = False
+
+
+def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = None) -> Watched:
+    """Build and train a run on this rank; `mutate` changes the built run before it trains."""
+    with watching() as checker:
+        run = runs.build(flags)
+        if mutate is not None:
+            mutate(run)
+        reports = []
+        for _ in range(iterations):
+            checker.synchronisations.clear()
+            reports.append(train_step(run))
+        streams = {checker.names.get(stream, "of the program") for stream in checker.kernels}
+        waits, complaints = Counter(checker.synchronisations), checker.complaints()
+    acted = sum(layer.hosts_added + layer.experts_moved for report in reports for layer in report.balance.values())
+    return Watched(runs.curve_of(reports), acted, complaints, waits, streams)

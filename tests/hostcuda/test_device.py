@@ -1,0 +1,194 @@
+"""The device in host memory behaves as CUDA's does, and the checker sees what is wrong: controls for all other tests."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hostcuda.runs import watching
+
+
+def kernels() -> None:
+    """Tensors are CUDA's, numbers the CPU's; views share memory."""
+    host = torch.randn(8, 6, dtype=torch.float64)
+    tensor = host.cuda()
+    assert tensor.is_cuda and tensor.type() == "torch.cuda.DoubleTensor"
+    assert torch.equal((tensor @ tensor.T).exp().cpu(), (host @ host.T).exp())
+    view = tensor[2:4].view(-1)
+    view.zero_()
+    assert not tensor[2:4].cpu().any() and tensor[4].cpu().any()
+    index = torch.tensor([1, 1, 5], device="cuda")
+    assert torch.equal(tensor.index_select(0, index).cpu(), tensor.cpu()[[1, 1, 5]])
+    assert torch.empty(3, device="cuda").resize_(100).numel() == 100
+    assert torch.ones(2, pin_memory=True).is_pinned() and not torch.ones(2).is_pinned()
+    assert torch.ones(2).pin_memory()[1:].is_pinned()
+    linear = torch.nn.Linear(6, 3, device="cuda", dtype=torch.float64)
+    linear(tensor).sum().backward()
+    assert torch.allclose(linear.weight.grad.cpu(), tensor.cpu().sum(0).expand(3, -1))
+    with pytest.raises(TypeError, match="can't convert cuda:0"):
+        np.asarray(tensor)
+
+
+def autograd() -> None:
+    """Backward passes run on a thread of the device, on the streams of their forward passes."""
+    seen: list[tuple[int, int]] = []
+    tensor, side = torch.ones(4, device="cuda", requires_grad=True), torch.cuda.Stream()
+
+    def note(gradient: torch.Tensor) -> None:
+        seen.append((threading.get_ident(), torch.cuda.current_stream().id))
+
+    with torch.cuda.stream(side):
+        result = tensor.exp()
+        result.register_hook(note)
+    torch.cuda.current_stream().wait_stream(side)
+    result.sum().backward()
+    ((thread, stream),) = seen
+    assert thread != threading.get_ident() and stream == side.id
+
+
+def wrong_devices() -> None:
+    """Host memory is refused where CUDA's kernels and NCCL refuse it."""
+    device, host = torch.ones(4, device="cuda"), torch.ones(4)
+    assert (device * torch.tensor(2.0)).is_cuda
+    for wrong in (
+        lambda: device + host,
+        lambda: device.index_add_(0, torch.arange(4), device),
+        lambda: torch.cat([device, host]),
+        lambda: torch.where(host > 0, device, device),
+        lambda: torch.nn.functional.linear(device, torch.ones(3, 4)),
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            wrong()
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(host)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        dist.all_reduce(torch.ones(4, 4, device="cuda").T)
+
+
+def races() -> None:
+    """What two streams do to the same bytes is ordered by waits alone."""
+    side = torch.cuda.Stream()
+    tensor, other = torch.ones(100, device="cuda"), torch.ones(100, device="cuda")
+
+    def conflicts(wait: bool, first: torch.Tensor, second: torch.Tensor) -> int:
+        with watching() as checker:
+            torch.cuda.synchronize()
+            first.add_(1)
+            if wait:
+                side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                second.sum()
+            torch.cuda.synchronize()
+            return len(checker.races)
+
+    assert conflicts(False, tensor, tensor) == 1
+    assert conflicts(True, tensor, tensor) == 0
+    assert conflicts(False, tensor, other) == 0
+    assert conflicts(False, tensor[:50], tensor[50:]) == 0
+    assert conflicts(False, tensor[:51], tensor[50:]) == 1
+    with watching() as checker:
+        side.wait_stream(torch.cuda.current_stream())
+        tensor.sum()
+        with torch.cuda.stream(side):
+            tensor.sum()
+        assert not checker.races, "two readers"
+        torch.cuda.current_stream().wait_event(torch.cuda.Event())
+        with torch.cuda.stream(side):
+            tensor.zero_()
+        assert len(checker.races) == 1, "written while it is read"
+        (conflict,) = checker.races
+        assert "aten::sum reads in the default stream: test_device.races" in str(conflict)
+
+
+def freed_memory() -> None:
+    """Memory goes back to its own stream, whatever others still do with it."""
+    side = torch.cuda.Stream()
+
+    def freed(keep: bool, wait: bool) -> int:
+        with watching() as checker:
+            tensor = torch.ones(100, device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                tensor.sum()
+            if keep:
+                tensor.record_stream(side)
+            if wait:
+                torch.cuda.current_stream().wait_stream(side)
+            del tensor
+            return len(checker.freed_in_use)
+
+    assert freed(keep=False, wait=False) == 1
+    assert freed(keep=True, wait=False) == 0
+    assert freed(keep=False, wait=True) == 0
+
+
+def synchronisations() -> None:
+    """The host waits for what it reads, for copies of host memory that nobody told it not to wait for, and if asked."""
+    tensor, event = torch.ones(4, device="cuda"), torch.cuda.Event()
+
+    def counted(action) -> list[str]:
+        with watching() as checker:
+            action()
+            return [op for op, _ in checker.synchronisations.elements()]
+
+    assert counted(lambda: tensor.sum().item()) == ["aten::_local_scalar_dense"]
+    assert counted(lambda: bool((tensor > 0).all())) == ["aten::_local_scalar_dense"]
+    assert counted(lambda: tensor.cpu()) == counted(lambda: tensor.tolist()) == ["copy device to host"]
+    assert counted(lambda: torch.tensor([1.0], device="cuda")) == ["copy host to device"]
+    assert counted(lambda: tensor[torch.tensor([0])]) == ["copy host to device"]
+    assert counted(lambda: tensor[tensor > 0]) == ["aten::nonzero"]
+    assert counted(lambda: tensor.masked_select(tensor > 0)) == ["aten::masked_select"]
+    assert counted(lambda: torch.cuda.synchronize()) == ["torch.cuda.synchronize"]
+    assert counted(lambda: (event.record(), event.synchronize())) == ["Event.synchronize"]
+    assert counted(lambda: tensor.to("cpu", non_blocking=True)) == []
+    assert counted(lambda: torch.ones(2).to("cuda", non_blocking=True)) == []
+    assert counted(lambda: tensor.exp().sum()) == counted(event.query) == []
+
+
+def collectives() -> None:
+    """Collectives run beside the stream that begins them until somebody waits; the tensors are theirs until then."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((4,), float(rank), device="cuda")
+    with watching() as checker:
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert tensor.tolist() == [sum(range(size))] * 4
+        gathered = torch.empty(size, device="cuda")
+        dist.all_gather_into_tensor(gathered, torch.full((1,), float(rank), device="cuda"))
+        assert gathered.tolist() == list(range(size))
+        rows = torch.arange(rank + 1.0, device="cuda").repeat(size)
+        received = torch.empty(sum(range(1, size + 1)), device="cuda")
+        dist.all_to_all_single(received, rows, [*range(1, size + 1)], [rank + 1] * size)
+        assert received.tolist() == [float(row) for other in range(size) for row in range(other + 1)]
+        parts = [torch.empty(4, device="cuda") for _ in range(size)]
+        dist.all_gather(parts, tensor)
+        assert all(torch.equal(part.cpu(), tensor.cpu()) for part in parts)
+        own = torch.empty(4, device="cuda")
+        dist.reduce_scatter(own, [tensor.clone() for _ in range(size)])
+        assert own.tolist() == [size * sum(range(size))] * 4
+        peers = [(rank + 1) % size, (rank - 1) % size]
+        message = torch.empty(4, device="cuda")
+        operations = [dist.P2POp(dist.isend, tensor, peers[0]), dist.P2POp(dist.irecv, message, peers[1])]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert torch.equal(message.cpu(), tensor.cpu())
+        assert checker.complaints() == []
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor.add_(1)
+        assert len(checker.races) == 1, "the collective reads what is written"
+        work.wait()
+    assert dist.get_backend() == "nccl"
+
+
+TASKS = (kernels, autograd, wrong_devices, races, freed_memory, synchronisations)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=[task.__name__ for task in TASKS])
+def test_the_device(device_ranks, task) -> None:
+    device_ranks(2).run(task, in_one_order=False)
+
+
+def test_collectives(device_ranks) -> None:
+    device_ranks(2).run(collectives)
