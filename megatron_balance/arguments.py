@@ -307,6 +307,7 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
             DistributedDataParallelConfig,
             values,
             grad_reduce_in_fp32=values["grad_reduce_in_fp32"] or (values["bf16"] and not values["grad_reduce_in_bf16"]),
+            align_param_gather=layout.align_param_gather,
         ),
         balance=build(ours.BalanceConfig, values),
         comm=build(ours.CommConfig, values),

@@ -89,6 +89,7 @@ class Layout:
     persist_layer_norm: bool
     gradient_accumulation_fusion: bool
     overlap_p2p_comm: bool
+    align_param_gather: bool
 
 
 def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> tuple[Layout, list[str]]:
@@ -145,6 +146,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         persist_layer_norm=kernels and values["persist_layer_norm"],
         gradient_accumulation_fusion=kernels and values["gradient_accumulation_fusion"],
         overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
+        # The interleaved schedule alone starts gathers; without it, each bucket starts the next one's
+        align_param_gather=virtual is not None and values["align_param_gather"],
     ), notices
 
 
