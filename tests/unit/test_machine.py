@@ -122,7 +122,7 @@ def test_the_machine_here(there: set[str], monkeypatch: pytest.MonkeyPatch) -> N
     assert here.unbuilt == (every - there if here.apex else set())
 
 
-ASKED = [f"transformer-engine[pytorch]{one}; extra == 'dev'" for one in ("<2.12.0,>=2.9.0a0", "")]
+ASKED = [f"transformer-engine[pytorch]{one}; extra == 'dev'" for one in ("<2.12.0,>=2.9.0a0", "", ">=2.9")]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ ASKED = [f"transformer-engine[pytorch]{one}; extra == 'dev'" for one in ("<2.12.
         *[("2.8.0", ASKED[0], False), ("2.9.0", ASKED[0], True), ("2.11.1", ASKED[0], True)],
         *[("2.9.0.dev0+5fdd7bb", ASKED[0], False), ("2.10.0.dev0+5fdd7bb", ASKED[0], True)],
         *[("2.12.0", ASKED[0], False), ("2.18.0", ASKED[1], True), (None, ASKED[0], True)],
-        ("1.0", "torch>=2", True),
+        *[("2.10.0.dev0+5fdd7bb", ASKED[2], True), ("1.0", "torch>=2", True)],
     ],
 )
 def test_versions_of_transformer_engine(installed: str | None, range: str, fits: bool) -> None:
