@@ -22,9 +22,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance import config as ours
-from megatron_balance.checks import Layout, Machine, check
+from megatron_balance.checks import Layout, check
 from megatron_balance.flags import PRECISIONS, add_flags, build, did_you_mean, flag_names
 from megatron_balance.layer_frequency import parse_layer_frequency
+from megatron_balance.machine import Machine
 from megatron_balance.training import saved_flags
 from megatron_balance.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.yaml_file import read_flags
@@ -307,6 +308,7 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
             DistributedDataParallelConfig,
             values,
             grad_reduce_in_fp32=values["grad_reduce_in_fp32"] or (values["bf16"] and not values["grad_reduce_in_bf16"]),
+            align_param_gather=layout.align_param_gather,
         ),
         balance=build(ours.BalanceConfig, values),
         comm=build(ours.CommConfig, values),

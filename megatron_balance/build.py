@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -177,18 +178,21 @@ def build_block_spec(
     chunks: ChunkChoice | None = None,
 ) -> TransformerBlockSubmodules:
     """megatron-core's GPT block of this pipeline stage, with our MoE layer unless `--moe-layer-impl megatron`."""
+    shape = config.transformer
     block = get_gpt_decoder_block_spec(
-        config.transformer,
-        use_transformer_engine=config.transformer.transformer_impl == "transformer_engine",
-        normalization=config.transformer.normalization,
-        qk_l2_norm=config.transformer.qk_l2_norm,
+        shape,
+        use_transformer_engine=shape.transformer_impl == "transformer_engine",
+        normalization=shape.normalization,
+        qk_l2_norm=shape.qk_l2_norm,
         vp_stage=stage,
         pp_rank=path.groups.pp.rank(),
     )
     layers = [_completed(spec, config) for spec in block.layer_specs]
     if config.balance.moe_layer_impl == "balanced":
         layers = [balanced_layer_spec(spec, path, config.balance, exchange, chunks) for spec in layers]
-    norm = TorchNorm if block.layer_norm is WrappedTorchNorm else block.layer_norm
+    # Where there is apex, megatron-core ends the block in its layer norm whatever the normalization is
+    lacking = (WrappedTorchNorm,) if shape.normalization == "LayerNorm" else (WrappedTorchNorm, FusedLayerNorm)
+    norm = TorchNorm if block.layer_norm in lacking else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 

@@ -3,20 +3,18 @@
 Every error is a ValueError that names the flag, its value and the remedy.
 """
 
-import importlib.util
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_balance.flags import flag_of
+from megatron_balance.machine import Machine
+from megatron_balance.machine_checks import ACTIVATIONS, backends, fusions
 from megatron_balance.moe_checks import check_moe, token_dispatcher
 from megatron_balance.placement.policies import OPTION_FIELDS
 from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT
 
 DEFAULT_SPLIT = "969,30,1"
-
-ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
-"""In place of GELU."""
 
 REQUIRED = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr", "tokenizer_type"),
@@ -41,34 +39,12 @@ NO_EFFECT_WITHOUT_POLICY = (
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the flags are checked against."""
-
-    world_size: int
-    cuda: bool
-    transformer_engine: bool
-    apex: bool
-
-    @classmethod
-    def here(cls, world_size: int) -> "Machine":
-        """This machine, with `world_size` processes in the job."""
-        import torch
-
-        found = [importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex")]
-        return cls(world_size, torch.cuda.is_available(), found[0], found[1])
-
-    def imagined(self, backend: str) -> "Machine":
-        """The one that a dry run stands for: with CUDA and NVIDIA's packages, unless the backend is one for CPUs."""
-        return self if self.cuda or backend == "gloo" else Machine(self.world_size, True, True, True)
-
-
-@dataclass(frozen=True)
 class Layout:
     """What follows from the flags and the machine."""
 
     FUSIONS: ClassVar[tuple[str, ...]] = (
         *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
-        *("persist_layer_norm", "gradient_accumulation_fusion", "overlap_p2p_comm"),
+        *("persist_layer_norm", "gradient_accumulation_fusion", "moe_permute_fusion", "overlap_p2p_comm"),
     )
 
     backend: str
@@ -88,7 +64,9 @@ class Layout:
     apply_rope_fusion: bool
     persist_layer_norm: bool
     gradient_accumulation_fusion: bool
+    moe_permute_fusion: bool
     overlap_p2p_comm: bool
+    align_param_gather: bool
 
 
 def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> tuple[Layout, list[str]]:
@@ -108,21 +86,13 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     _required(values)
     values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
     _available(values, given, notices)
-    backend, impl = _backends(values, given, machine, notices)
+    backend, impl = backends(values, given, machine, notices)
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
     virtual = _virtual_pipeline_size(values)
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = _ffn_hidden_size(values)
     moe_ffn = check_moe(values, given, expert_tp, ffn, machine.cuda, notices)
-    fused = machine.cuda
-    # A dry run computes nothing, and megatron-core looks for the kernels as it builds
-    kernels = fused and (machine.apex or impl == "transformer_engine") and not values["dry_run"]
-    # The fused kernel of SwiGLU neither clamps nor adds
-    plain_gate = values["activation_func_clamp_value"] is None and not values["glu_linear_offset"]
-    gated_fusion = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"] and plain_gate
-    gelu = not any(values[name] for name in ACTIVATIONS)
-    plain_fusion = gelu and values["bias_gelu_fusion"] and values["add_bias_linear"] and not values["num_moe_experts"]
     return Layout(
         backend=backend,
         transformer_impl=impl,
@@ -135,16 +105,10 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
         split=_data(values, notices),
-        bias_activation_fusion=fused and (gated_fusion or plain_fusion),
-        masked_softmax_fusion=fused and values["masked_softmax_fusion"],
-        bias_dropout_fusion=fused and values["bias_dropout_fusion"],
-        apply_rope_fusion=kernels
-        and impl == "transformer_engine"
-        and values["apply_rope_fusion"]
-        and not values["multi_latent_attention"],
-        persist_layer_norm=kernels and values["persist_layer_norm"],
-        gradient_accumulation_fusion=kernels and values["gradient_accumulation_fusion"],
+        **fusions(values, machine, impl, notices),
         overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
+        # The interleaved schedule alone starts gathers; without it, each bucket starts the next one's
+        align_param_gather=virtual is not None and values["align_param_gather"],
     ), notices
 
 
@@ -195,36 +159,6 @@ def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
         read = {"balance_profile": decides, "balance_explain": chunks}.get(name)
         if name in given and values["balance_policy"] == "none" and not read:
             raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
-
-
-def _backends(
-    values: Mapping[str, Any], given: Collection[str], machine: Machine, notices: list[str]
-) -> tuple[str, str]:
-    """Collective backend and transformer implementation, with the CPU's fallbacks for upstream's defaults."""
-    backend, impl = values["distributed_backend"], values["transformer_impl"]
-    if backend == "nccl" and not machine.cuda:
-        if "distributed_backend" in given:
-            raise ValueError("--distributed-backend nccl: needs CUDA; use --distributed-backend gloo")
-        backend = "gloo"
-        notices.append("no CUDA here: --distributed-backend gloo")
-    if values["average_in_collective"] and backend == "gloo":
-        raise ValueError("--ddp-average-in-collective: gloo cannot average; leave it out")
-    if impl == "transformer_engine" and not (machine.cuda and machine.transformer_engine):
-        if "transformer_impl" in given:
-            raise ValueError(
-                "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine "
-                "(in the checkout: pip install --no-build-isolation -e '.[gpu]'); use --transformer-impl local"
-            )
-        impl = "local"
-        notices.append("no Transformer Engine here: --transformer-impl local")
-    needs_te = {
-        "fp32_residual_connection": impl == "local" and (values["bf16"] or values["fp16"]),
-        "moe_router_fusion": not machine.transformer_engine,
-    }
-    for name, missing in needs_te.items():
-        if values[name] and missing:
-            raise ValueError(f"{flag_of(name)}: needs Transformer Engine; leave it out")
-    return backend, impl
 
 
 def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:

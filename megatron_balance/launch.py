@@ -11,11 +11,11 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import build_run
-from megatron_balance.checks import Machine
 from megatron_balance.config import RunConfig
 from megatron_balance.device import groups
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.dry_run import dry_run
+from megatron_balance.machine import Machine
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace

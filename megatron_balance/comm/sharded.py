@@ -166,8 +166,18 @@ def all_gather_rows(group: dist.ProcessGroup, rows: torch.Tensor, sizes: Sequenc
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int], fused: bool = False) -> torch.Tensor:
-    """Rows in blocks that are laid out as `sizes` -> laid out as `sizes.permute(dimensions)`."""
+    """Rows in blocks that are laid out as `sizes` -> laid out as `sizes.permute(dimensions)`.
+
+    Args:
+        rows: [sum of sizes, ...]; with `fused`, [sum of sizes, hidden].
+        sizes: int64 in host memory.
+        fused: let one kernel of Transformer Engine move all blocks; needs CUDA.
+    """
     order = torch.arange(sizes.numel()).view(sizes.shape).permute(*dimensions).reshape(-1)
     if bool((order.diff() > 0).all()):
         return rows
-    return sort_chunks_by_idxs(rows, sizes.reshape(-1), order, fused=fused)[0]
+    sizes = sizes.reshape(-1)
+    if fused:
+        # The kernel reads both on the device. From pageable memory a copy is staged at once: the host does not wait
+        sizes, order = torch.stack([sizes, order]).to(rows.device, non_blocking=True)
+    return sort_chunks_by_idxs(rows, sizes, order, fused=fused)[0]

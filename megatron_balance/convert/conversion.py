@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
 from megatron_balance.config import RunConfig
 from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import Weights, read_json
+from megatron_balance.machine import Machine
 from megatron_balance.training import manifest, saved_flags
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 

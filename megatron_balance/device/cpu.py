@@ -14,8 +14,6 @@ installed once, by the entry point, when `torch.cuda.is_available()` is false, a
 | `Tensor.cuda()`, `Module.cuda()`                | identity                   |                                  |
 | CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
 | `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
-| `te_general_gemm` without Transformer Engine    | `None`                     | 0.16.1's router raises NameError |
-| `isinstance(..., TELinear)` without it           | `HAVE_TE` false            | `TELinear` is no type then       |
 | `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |
 """
 
@@ -27,6 +25,8 @@ from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
+
+from megatron_balance.device import without_engine
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -167,7 +167,7 @@ def installed() -> bool:
 
 
 def install(always: bool = False) -> None:
-    """Answer megatron-core's CUDA calls on this CPU-only machine; does nothing where CUDA is available.
+    """Answer megatron-core's CUDA calls where CUDA is not available, and complete it where Transformer Engine is not.
 
     Call it before `megatron.core` is imported, whose modules apply `torch.compile` as they load. Calling it again
     changes nothing; it lasts for the life of the process.
@@ -175,8 +175,15 @@ def install(always: bool = False) -> None:
     Args:
         always: leave CUDA alone where it is available, too.
     """
-    if installed() or (torch.cuda.is_available() and not always):
+    if installed():
         return
+    if always or not torch.cuda.is_available():
+        _answer()
+        _patch_megatron_core()
+    without_engine.complete()
+
+
+def _answer() -> None:
     # `with torch.device(...)` knows the factories by identity: as they are before they are replaced
     _device_constructors()
     for name, answer in TORCH_CUDA.items():
@@ -191,7 +198,6 @@ def install(always: bool = False) -> None:
     torch.Tensor.to = _on_cpu(_tensor_to)
     torch.Tensor.type = _tensor_type
     keep_freed_memory()
-    _patch_megatron_core()
 
 
 @contextlib.contextmanager
@@ -209,15 +215,10 @@ def allocating_nothing() -> Iterator[None]:
 def _patch_megatron_core() -> None:
     """The places where megatron-core bound a name that cannot be answered through `torch.cuda`."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._get_cuda_rng_state = _rng_state
     random._set_cuda_rng_state = _set_rng_state
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    if not isinstance(multi_latent_attention.TELinear, type):
-        multi_latent_attention.HAVE_TE = False
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -29,6 +29,8 @@ LEVELS = (
         "dry_run",
         "launch",
         "layer_frequency",
+        "machine",
+        "machine_checks",
         "integrate",
     },
     {"convert"},

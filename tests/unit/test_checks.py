@@ -263,6 +263,8 @@ def test_virtual_pipeline_size(flags: str, expected: int | None) -> None:
     config, _ = parse(f"{flags} --global-batch-size 32")
     assert config.transformer.virtual_pipeline_model_parallel_size == expected
     assert config.transformer.overlap_p2p_comm == (expected is not None)
+    # Gathers are aligned by the interleaved schedule alone
+    assert config.ddp.align_param_gather == (expected is not None)
     assert config.transformer.batch_p2p_comm == (expected is None)
 
 

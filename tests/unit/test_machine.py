@@ -1,0 +1,188 @@
+"""Machines with and without NVIDIA's packages: which kernels a run uses there, and what is refused."""
+
+import dataclasses
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import utils
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from packaging.requirements import Requirement
+
+from megatron_balance import build, machine
+from megatron_balance.arguments import parse_args
+from megatron_balance.device import cpu
+from megatron_balance.device.norm import TorchNorm
+from megatron_balance.dry_run import imagined_run
+from megatron_balance.machine import KERNELS, TAKEN_FOR_GRANTED, Machine, unfit_engine
+from tests.unit.test_checks import CPU, GPU, argv, layout_on
+
+NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)
+APEX, ENGINE = dataclasses.replace(NEITHER, apex=True), dataclasses.replace(NEITHER, transformer_engine=True)
+SOFTMAX, GRADIENT = KERNELS["masked_softmax_fusion"], KERNELS["gradient_accumulation_fusion"]
+ROPE = "--position-embedding-type rope"
+NO_GRADIENT, NO_SOFTMAX = "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"
+
+
+def without(computer: Machine, *modules: str) -> Machine:
+    return dataclasses.replace(computer, unbuilt=frozenset(modules))
+
+
+@pytest.mark.parametrize(
+    ("computer", "flags", "impl", "fused", "noticed"),
+    [
+        (NEITHER, "", "local", "", f"{NO_GRADIENT} {NO_SOFTMAX}"),
+        (APEX, "", "local", "gradient softmax persist", ""),
+        (ENGINE, "", "transformer_engine", "rope persist", NO_GRADIENT),
+        (ENGINE, "--transformer-impl local", "local", "rope", f"{NO_GRADIENT} {NO_SOFTMAX}"),
+        (GPU, "", "transformer_engine", "gradient softmax rope persist", ""),
+        (without(APEX, *GRADIENT), "", "local", "softmax persist", NO_GRADIENT),
+        (without(APEX, SOFTMAX[1]), "", "local", "gradient persist", NO_SOFTMAX),
+        (without(GPU, *GRADIENT, *SOFTMAX), "", "transformer_engine", "rope persist", NO_GRADIENT),
+        # Without CUDA, packages are no use
+        (dataclasses.replace(GPU, cuda=False), "--distributed-backend gloo", "local", "", ""),
+    ],
+    ids=[
+        *("neither", "apex", "engine", "engine, local layers", "both", "apex without the gradient's kernel"),
+        *("apex without a softmax", "both, but apex without kernels", "no CUDA"),
+    ],
+)
+def test_fusions_are_those_that_the_machine_has(
+    computer: Machine, flags: str, impl: str, fused: str, noticed: str
+) -> None:
+    layout, notices = layout_on(computer, f"{ROPE} {flags}", tuple(flags.split()))
+    assert layout.transformer_impl == impl
+    names = {
+        **{"gradient": "gradient_accumulation_fusion", "softmax": "masked_softmax_fusion"},
+        **{"rope": "apply_rope_fusion", "persist": "persist_layer_norm"},
+    }
+    assert " ".join(word for word, name in names.items() if getattr(layout, name)) == fused
+    said = [notice for notice in notices if "apex" in notice]
+    assert said == ([f"no kernels of apex here: {noticed}"] if noticed else [])
+
+
+@pytest.mark.parametrize("computer", [NEITHER, ENGINE, without(APEX, *GRADIENT)], ids=["neither", "engine", "apex"])
+def test_models_are_built_without_the_kernel_of_weight_gradients(computer: Machine) -> None:
+    """megatron-core's layers look for it, and the output layer is one of them whatever the others are."""
+    flags = argv("--bf16 --no-rope-fusion")
+    config, _ = parse_args(flags, dataclasses.replace(computer, world_size=1))
+    with imagined_run(config, 0, 1) as run:
+        assert run.model
+
+
+def test_what_was_not_wanted_is_not_noticed() -> None:
+    _, notices = layout_on(NEITHER, f"{NO_GRADIENT} {NO_SOFTMAX}")
+    assert not any("apex" in notice for notice in notices)
+
+
+@pytest.mark.parametrize("computer", [CPU, APEX, NEITHER], ids=["cpu", "apex", "neither"])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--moe-permute-fusion", "--moe-permute-fusion: needs Transformer Engine"),
+        ("--moe-router-fusion", "--moe-router-fusion: needs Transformer Engine"),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl te: needs"),
+    ],
+)
+def test_what_was_asked_for_is_refused(computer: Machine, flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        layout_on(computer, flags)
+    layout, _ = layout_on(GPU, flags)
+    assert layout.moe_permute_fusion == ("permute" in flags)
+
+
+def test_a_dry_run_wants_no_kernels() -> None:
+    """On a machine that has none, it stands for one that has all."""
+    layout, notices = layout_on(CPU, "--dry-run --moe-permute-fusion")
+    assert not layout.moe_permute_fusion and not layout.gradient_accumulation_fusion
+    assert not any("apex" in notice for notice in notices)
+
+
+@pytest.mark.parametrize("module", TAKEN_FOR_GRANTED)
+def test_apex_without_what_is_taken_for_granted(module: str) -> None:
+    for computer in (without(APEX, module), without(GPU, module)):
+        with pytest.raises(ValueError, match=f"apex has no {module}.*APEX_CUDA_EXT=1, or uninstall"):
+            layout_on(computer, "--transformer-impl local", ("transformer_impl",))
+    # Transformer Engine has norms and an optimizer of its own
+    assert layout_on(without(GPU, module))[0].transformer_impl == "transformer_engine"
+
+
+@pytest.mark.parametrize("there", [{"apex"}, {"apex", "amp_C", *SOFTMAX}, {"transformer_engine"}, set()])
+def test_the_machine_here(there: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_is_there", there.__contains__)
+    here = Machine.here(3)
+    assert (here.world_size, here.transformer_engine, here.apex) == (3, "transformer_engine" in there, "apex" in there)
+    every = {*TAKEN_FOR_GRANTED, *GRADIENT, *SOFTMAX}
+    assert here.unbuilt == (every - there if here.apex else set())
+
+
+ASKED = [f"transformer-engine[pytorch]{one}; extra == 'dev'" for one in ("<2.12.0,>=2.9.0a0", "", ">=2.9")]
+
+
+@pytest.mark.parametrize(
+    ("installed", "range", "fits"),
+    [
+        *[("2.8.0", ASKED[0], False), ("2.9.0", ASKED[0], True), ("2.11.1", ASKED[0], True)],
+        *[("2.9.0.dev0+5fdd7bb", ASKED[0], False), ("2.10.0.dev0+5fdd7bb", ASKED[0], True)],
+        *[("2.12.0", ASKED[0], False), ("2.18.0", ASKED[1], True), (None, ASKED[0], True)],
+        *[("2.10.0.dev0+5fdd7bb", ASKED[2], True), ("1.0", "torch>=2", True)],
+    ],
+)
+def test_versions_of_transformer_engine(installed: str | None, range: str, fits: bool) -> None:
+    unfit = unfit_engine(installed, ["numpy", range])
+    assert (unfit is None) == fits
+    computer = dataclasses.replace(GPU, unfit=unfit)
+    if fits:
+        layout_on(computer)
+    else:
+        with pytest.raises(
+            ValueError, match=f"Transformer Engine {installed}.*asks for .*>=2.9.*pip install".replace("+", "[+]")
+        ):
+            layout_on(computer)
+        layout_on(dataclasses.replace(computer, cuda=False))
+
+
+def test_what_pip_installs_is_what_the_check_accepts() -> None:
+    """megatron-core says which versions it works with; the extra `gpu` must not let in others, nor leave out any."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (pin,) = map(Requirement, project["optional-dependencies"]["gpu"])
+    assert pin.name == "transformer-engine"
+    asked = requires("megatron-core") or []
+    versions = [f"{major}.{minor}.0" for major in (1, 2, 3) for minor in range(20)]
+    admitted = [one for one in versions if pin.specifier.contains(one)]
+    accepted = [one for one in versions if unfit_engine(one, asked) is None]
+    assert admitted and set(admitted) <= set(accepted)
+    # 0.19 asks for any
+    assert accepted in (admitted, versions)
+
+
+def test_megatron_core_is_completed_on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.16.1 leaves it without Transformer Engine."""
+    monkeypatch.delattr(moe_utils, "te_general_gemm")
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
+    monkeypatch.setattr(utils, "_te_version", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    monkeypatch.setattr(cpu, "_answer", lambda: pytest.fail("CUDA answers for itself"))
+    cpu.install()
+    assert moe_utils.te_general_gemm is None and multi_latent_attention.HAVE_TE is False
+    assert not utils.is_te_min_version("0.0.1")
+    weight, rows = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)
+    moe_utils.router_gating_linear(rows, weight, None, torch.float32).sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 3), 4.0))
+
+
+@pytest.mark.parametrize(("normalization", "norm"), [("LayerNorm", FusedLayerNorm), ("RMSNorm", TorchNorm)])
+def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core ends the block in apex's layer norm, which refuses any other normalization."""
+    monkeypatch.setattr(gpt_layer_specs, "LNImpl", FusedLayerNorm)
+    config, _ = parse_args(argv(f"--normalization {normalization} --moe-layer-impl megatron"), CPU)
+    path = SimpleNamespace(groups=SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0)))
+    block = build.build_block_spec(config, path, exchange=None)
+    assert block.layer_norm is norm
