@@ -1,0 +1,1 @@
+"""apex's extensions that megatron-core asks for."""

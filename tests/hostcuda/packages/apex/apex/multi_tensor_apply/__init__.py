@@ -1,0 +1,5 @@
+"""apex's way to call kernels over lists of tensors."""
+
+from .multi_tensor_apply import MultiTensorApply
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,0 +1,1 @@
+"""apex's norms that megatron-core asks for."""

@@ -1,0 +1,36 @@
+"""apex's GEMMs that add a weight's gradient to its main gradient, in single precision."""
+
+import torch
+
+from tests.hostcuda.packages import kernels
+
+TYPES = (torch.float32, *kernels.HALVES)
+
+
+def wgrad_gemm_accum_fp32(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor) -> None:
+    """Add to a `d_weight` in single precision.
+
+    Args:
+        input: [..., columns].
+        d_output: gradient of the output, [..., rows], of the input's type.
+        d_weight: [rows, columns].
+    """
+    kernels.require(d_weight.dtype == torch.float32, "d_weight is in single precision")
+    _accumulate(input, d_output, d_weight, TYPES)
+
+
+def wgrad_gemm_accum_fp16(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor) -> None:
+    """As `wgrad_gemm_accum_fp32`, with all three in one half-precision type."""
+    kernels.require(d_weight.dtype == input.dtype, "d_weight is of the input's type")
+    _accumulate(input, d_output, d_weight, kernels.HALVES)
+
+
+def _accumulate(
+    input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor, types: tuple[torch.dtype, ...]
+) -> None:
+    kernels.dense(input=input, d_output=d_output, d_weight=d_weight)
+    kernels.require(input.dtype in types and d_output.dtype == input.dtype, f"{input.dtype} and {d_output.dtype}")
+    rows, columns = d_output.flatten(0, -2), input.flatten(0, -2)
+    kernels.require(len(rows) == len(columns), "input and d_output differ in rows")
+    kernels.require(d_weight.shape == (rows.shape[1], columns.shape[1]), "d_weight is [rows, columns]")
+    d_weight.add_(rows.float().t().matmul(columns.float()))

@@ -1,0 +1,113 @@
+"""What kernels of both packages ask of their arguments, and what those with many tensors compute.
+
+A kernel takes addresses: it refuses little, and computes nonsense with what is elsewhere or strided. All of that is
+refused here.
+"""
+
+import torch
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise what a kernel's own checks raise."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def on_device(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors on the host, by name; None is left out."""
+    for name, tensor in tensors.items():
+        require(tensor is None or tensor.is_cuda, f"{name}: a CUDA kernel cannot read memory of the host")
+
+
+def dense(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors on the host and strided ones, by name; None is left out."""
+    on_device(**tensors)
+    for name, tensor in tensors.items():
+        require(tensor is None or tensor.is_contiguous(), f"{name}: the kernel takes contiguous memory")
+
+
+def check_lists(overflow: torch.Tensor, lists: list[list[torch.Tensor]], depth: int) -> None:
+    """Refuse what a kernel over lists of tensors does not take: each list has a tensor of each place's size."""
+    on_device(overflow=overflow)
+    require(overflow.dtype == torch.int32 and overflow.numel() == 1, "the overflow buffer holds one int32")
+    require(len(lists) == depth, f"{len(lists)} lists of tensors, not {depth}")
+    require(len(lists[0]) > 0, "a list of tensors is empty")
+    require(len({len(tensors) for tensors in lists}) == 1, "lists of tensors differ in length")
+    for place in zip(*lists, strict=True):
+        require(len({tensor.numel() for tensor in place}) == 1, "tensors of one place differ in size")
+        for tensor in place:
+            dense(tensor=tensor)
+            require(tensor.device == overflow.device, "tensors and the overflow buffer are on different devices")
+
+
+def norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm of all together, in single precision, shape [1]."""
+    each = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(each)).view(1)
+
+
+def scale(sources: list[torch.Tensor], targets: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Write `factor` times each source into its target."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source.float() * factor if source.dtype in HALVES else source * factor)
+
+
+def adam(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """One step of Adam (mode 0) or AdamW (1), in single precision and in the order of `torch.optim`, in place."""
+    single, gradient = parameter.float(), gradient.float()
+    if mode == 1:
+        single.mul_(1 - lr * weight_decay)
+    elif weight_decay:
+        gradient = gradient.add(single, alpha=weight_decay)
+    first, second = mean.float(), square.float()
+    first.lerp_(gradient, 1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    single.addcdiv_(first, (second.sqrt() / corrections[1] ** 0.5).add_(epsilon), value=-lr / corrections[0])
+    for kept, computed in ((parameter, single), (mean, first), (square, second)):
+        if kept is not computed:
+            kept.copy_(computed)
+
+
+def sgd(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    momentum_buffer: torch.Tensor,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first: bool,
+    decay_after_momentum: bool,
+) -> None:
+    """One step of SGD, in single precision, in place; in the `first` one the momentum is the gradient."""
+    single, gradient = parameter.float(), gradient.float()
+    if weight_decay and not decay_after_momentum:
+        gradient = gradient.add(single, alpha=weight_decay)
+    if momentum:
+        if first:
+            momentum_buffer.copy_(gradient)
+        else:
+            momentum_buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
+        gradient = gradient.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
+    if weight_decay and decay_after_momentum:
+        gradient = gradient.add(single, alpha=weight_decay)
+    single.add_(gradient, alpha=-lr)
+    if parameter is not single:
+        parameter.copy_(single)

@@ -1,0 +1,131 @@
+"""Attention, unfused."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.hostcuda.packages import kernels
+
+from ..constants import AttnMaskTypes, AttnTypes
+from ..module.base import TransformerEngineBaseModule
+
+MASKED = -10000.0
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """Scores in the input's type, softmax in single precision, in megatron-core's order of operations."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+    ) -> None:
+        super().__init__()
+        assert attention_type in AttnTypes, f"attention_type {attention_type} not supported"
+        if window_size is not None or cp_group is not None or softmax_type != "vanilla" or return_max_logit:
+            raise NotImplementedError("DotProductAttention: windows, context parallelism, softmax_type, max logits")
+        self._set_tensor_parallelism(tp_group, tp_size)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        assert num_attention_heads % groups == 0, "The number of attention heads must be divisible by the GQA groups!"
+        self.groups, self.qkv_format, self.attn_mask_type = groups // self.tp_size, qkv_format, attn_mask_type
+        self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.scale = softmax_scale or 1.0 / math.sqrt(self.channels[0])
+        self.dropout = torch.nn.Dropout(attention_dropout)
+        self.tracker = None if sequence_parallel else get_rng_state_tracker
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        num_splits: int | None = 1,
+    ) -> torch.Tensor:
+        """The attended values, [sequence, batch, heads times channels].
+
+        Args:
+            query_layer: [sequence, batch, heads, channels]; keys and values have a head for each group.
+            attention_mask: true where a key is hidden, broadcast to [batch, heads, queries, keys]; not with `causal`.
+        """
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        assert kind in AttnMaskTypes, f"Attention mask type {kind} is not supported!"
+        if (qkv_format or self.qkv_format) != "sbhd" or window_size is not None or inference_params is not None:
+            raise NotImplementedError("DotProductAttention: other formats than sbhd, windows, inference")
+        if core_attention_bias_type != "no_bias" or checkpoint_core_attention:
+            raise NotImplementedError("DotProductAttention: core_attention_bias, checkpoint_core_attention")
+        if kind not in ("causal", "no_mask", "arbitrary"):
+            raise NotImplementedError(f"DotProductAttention with attn_mask_type {kind}")
+        self._check(query_layer, key_layer, value_layer)
+        queries, batch, heads, _ = query_layer.shape
+        keys = key_layer.shape[0]
+        # megatron-core's own order: [batch times heads, sequence, channels]
+        query, key, value = (
+            one.repeat_interleave(heads // one.shape[2], 2) if one.shape[2] != heads else one
+            for one in (query_layer, key_layer, value_layer)
+        )
+        query, key, value = (one.reshape(len(one), batch * heads, -1).transpose(0, 1) for one in (query, key, value))
+        scores = torch.baddbmm(
+            query.new_empty(batch * heads, queries, keys), query, key.transpose(1, 2), beta=0.0, alpha=self.scale
+        ).view(batch, heads, queries, keys)
+        if kind == "causal":
+            attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
+        single = scores.float()
+        if kind != "no_mask":
+            assert attention_mask is not None
+            kernels.on_device(attention_mask=attention_mask)
+            single = single.masked_fill(attention_mask, MASKED)
+        probs = single.softmax(-1).to(scores.dtype)
+        with contextlib.nullcontext() if self.tracker is None else self.tracker().fork():
+            probs = self.dropout(probs)
+        context = torch.bmm(probs.view(batch * heads, queries, keys), value).view(batch, heads, queries, -1)
+        return context.permute(2, 0, 1, 3).contiguous().view(queries, batch, -1)
+
+    def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        tensors = (query, key, value)
+        assert all(one.is_cuda for one in tensors), "DotProductAttention only supports CUDA tensors."
+        assert query.dtype == key.dtype == value.dtype, "Queries, keys and values must have the same data type!"
+        assert all(one.dim() == 4 for one in tensors), "Queries, keys and values must be 4D tensors!"
+        assert key.shape[:-1] == value.shape[:-1], "Keys and values must have the same batch, sequence and heads!"
+        assert query.shape[-1] == key.shape[-1] == self.channels[0], f"Keys have head_dim = {key.shape[-1]}"
+        assert value.shape[-1] == self.channels[1], f"Values have head_dim = {value.shape[-1]}"
+        assert key.shape[-2] == self.groups, f"Keys and values must have num_gqa_group = {self.groups} heads!"
+        assert all(one.stride(-1) == 1 for one in tensors), "channels are contiguous"

@@ -1,0 +1,19 @@
+"""Types of elements and masks."""
+
+import torch
+
+TE_DType = {
+    name: str(name)
+    for name in (
+        *(torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32),
+        *(torch.float32, torch.float16, torch.bfloat16),
+    )
+}
+"""Types that kernels take, by torch's."""
+
+AttnMaskTypes = (
+    *("no_mask", "padding", "causal", "padding_causal"),
+    *("causal_bottom_right", "padding_causal_bottom_right", "arbitrary"),
+)
+AttnTypes = ("self", "cross")
+GemmParallelModes = ("row", "column", None)

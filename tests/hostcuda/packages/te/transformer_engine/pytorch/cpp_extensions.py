@@ -1,0 +1,54 @@
+"""Kernels that are called as they are."""
+
+from typing import Any
+
+import torch
+
+from tests.hostcuda.packages import kernels
+
+from .constants import TE_DType
+
+
+def general_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Any = None,
+    gelu: bool = False,
+    gelu_in: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: torch.Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    """In rows: `B A^T` with layout TN, `B A` with NN, `B^T A` with NT; in single precision, rounded at the end.
+
+    Returns:
+        The product, the bias's gradient (with `grad` and a bias), and two that are for what is not computed here.
+    """
+    assert layout in ("TN", "NN", "NT"), f"GEMM layout {layout} not supported."
+    if quantization_params is not None or gelu or ub is not None or bulk_overlap or alpha != 1.0:
+        raise NotImplementedError("general_gemm: quantization, GELU, overlap of communication, alpha")
+    kernels.dense(A=A, B=B, out=out, bias=bias, extra_output=extra_output)
+    dtype = out_dtype or (A.dtype if out is None else out.dtype)
+    kernels.require(A.dtype in TE_DType and A.dtype == B.dtype, f"no GEMM of {A.dtype} and {B.dtype}")
+    kernels.require(dtype in (A.dtype, torch.float32), f"no GEMM of {A.dtype} into {dtype}")
+    first, second = B.flatten(0, -2), A.flatten(0, -2)
+    first, second = (first.t() if layout[1] == "T" else first), (second.t() if layout[0] == "T" else second)
+    kernels.require(first.shape[1] == second.shape[0], "GEMM not possible")
+    product = first.float().matmul(second.float())
+    if bias is not None and not grad:
+        product += bias
+    grad_bias = first.float().sum(1).to(bias.dtype) if bias is not None and grad else None
+    if out is None:
+        return product.to(dtype), grad_bias, None, None
+    kernels.require(out.shape == product.shape and out.dtype == dtype, "out is of the product's shape and type")
+    return (out.add_(product) if accumulate else out.copy_(product)), grad_bias, None, None

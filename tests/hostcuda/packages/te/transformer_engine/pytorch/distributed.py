@@ -1,0 +1,171 @@
+"""Collectives of tensor parallelism, random states, and recomputation."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def get_distributed_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Mark a parameter that has none of the marks."""
+    marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
+    assert not any(hasattr(tensor, name) for name in marks)
+    for name, value in marks.items():
+        setattr(tensor, name, value)
+
+
+def gather_along_first_dim(
+    inp: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool = False, quantizer: None = None
+) -> tuple[torch.Tensor, None]:
+    """All ranks' rows."""
+    if async_op or quantizer is not None:
+        raise NotImplementedError("gather_along_first_dim: async_op, quantizer")
+    size = get_distributed_world_size(process_group)
+    if size == 1:
+        return inp, None
+    out = inp.new_empty(size * inp.shape[0], *inp.shape[1:])
+    dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group)
+    return out, None
+
+
+def reduce_scatter_along_first_dim(
+    inp: torch.Tensor, tp_group: dist.ProcessGroup, async_op: bool = False
+) -> tuple[torch.Tensor, None]:
+    """This rank's rows of the sum."""
+    if async_op:
+        raise NotImplementedError("reduce_scatter_along_first_dim: async_op")
+    size = get_distributed_world_size(tp_group)
+    if size == 1:
+        return inp, None
+    assert inp.shape[0] % size == 0, "First dimension of the tensor should be divisible by tensor parallel size"
+    out = inp.new_empty(inp.shape[0] // size, *inp.shape[1:])
+    dist.reduce_scatter_tensor(out, inp.contiguous(), group=tp_group)
+    return out, None
+
+
+@contextlib.contextmanager
+def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
+    """State of low precision in recomputation: there is none."""
+    yield
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    return False
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    return False
+
+
+class CudaRNGStatesTracker:
+    """The device's random states by name."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """A state of that seed; neither was there before."""
+        if seed in self.seeds_:
+            raise RuntimeError(f"seed {seed} already exists")
+        if name in self.states_:
+            raise RuntimeError(f"cuda rng state {name} already exists")
+        self.seeds_.add(seed)
+        before = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(seed)
+        self.states_[name] = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from that state meanwhile."""
+        if name not in self.states_:
+            raise KeyError(f"cuda rng state {name} is not added")
+        before = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(before)
+
+
+def get_all_rng_states() -> None:
+    """States of all trackers, for CUDA graphs."""
+    raise NotImplementedError("get_all_rng_states")
+
+
+class _Checkpoint(torch.autograd.Function):
+    """Runs a function again in the backward pass, with the random states of the first time."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable, tracker: Callable | None, kwargs: dict, *args: Any) -> Any:
+        ctx.function, ctx.tracker, ctx.kwargs = function, tracker, kwargs
+        ctx.states = _random_states(tracker)
+        ctx.others = [None if torch.is_tensor(arg) else arg for arg in args]
+        ctx.save_for_backward(*(arg if torch.is_tensor(arg) else None for arg in args))
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+        saved = zip(ctx.saved_tensors, ctx.others, strict=True)
+        inputs = [other if tensor is None else _leaf(tensor) for tensor, other in saved]
+        here = _random_states(ctx.tracker)
+        _set_random_states(ctx.tracker, ctx.states)
+        with torch.enable_grad():
+            outputs = ctx.function(*inputs, **ctx.kwargs)
+        _set_random_states(ctx.tracker, here)
+        outputs = (outputs,) if torch.is_tensor(outputs) else outputs
+        wanted = [place for place, output in enumerate(outputs) if torch.is_tensor(output) and output.requires_grad]
+        if not wanted:
+            raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
+        torch.autograd.backward([outputs[place] for place in wanted], [gradients[place] for place in wanted])
+        return None, None, None, *(one.grad if torch.is_tensor(one) else None for one in inputs)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _random_states(tracker: Callable | None) -> tuple:
+    named = None if tracker is None else tracker().get_states()
+    return torch.get_rng_state(), torch.cuda.get_rng_state(), named
+
+
+def _set_random_states(tracker: Callable | None, states: tuple) -> None:
+    torch.set_rng_state(states[0])
+    torch.cuda.set_rng_state(states[1])
+    if tracker is not None:
+        tracker().set_states(states[2])
+
+
+def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Recompute `function` in the backward pass.
+
+    Args:
+        kwargs: `distribute_saved_activations`, `tp_group`, `get_rng_state_tracker` and `use_reentrant` are this
+            function's, all others are `function`'s.
+    """
+    tracker = kwargs.pop("get_rng_state_tracker", None)
+    kwargs.pop("tp_group", None)
+    if kwargs.pop("distribute_saved_activations", False) or not kwargs.pop("use_reentrant", True):
+        raise NotImplementedError("checkpoint: distribute_saved_activations, use_reentrant=False")
+    return _Checkpoint.apply(function, tracker, kwargs, *args)

@@ -1,0 +1,83 @@
+"""What layers have in common."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed import get_distributed_world_size, set_tensor_model_parallel_attributes
+
+
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """What a weight gets as gradient where the gradient was added to the main one already."""
+    assert len(shape) == 2
+    return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device="cuda")
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Parameters that are initialised from a named random state, and checks of the input."""
+
+    tp_group: dist.ProcessGroup | None = None
+    rng_tracker_name: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_group_initialized = False
+        self.fp8_meta: dict[str, Any] = {}
+        self.sequence_parallel = False
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        self.tp_group, self.tp_group_initialized = tp_group, True
+
+    def _set_tensor_parallelism(self, tp_group: dist.ProcessGroup | None, tp_size: int) -> None:
+        self.tp_size = tp_size if tp_group is None else get_distributed_world_size(tp_group)
+        if tp_group is not None or tp_size == 1:
+            self.set_tensor_parallel_group(tp_group)
+
+    def _initialize(self, parameter: torch.nn.Parameter, init_method: Callable, tracker: Callable | None) -> None:
+        """Values from the tracker's state of `rng_tracker_name`, or of its default name."""
+        forked: Any = contextlib.nullcontext()
+        if tracker is not None:
+            forked = tracker().fork(self.rng_tracker_name) if self.rng_tracker_name else tracker().fork()
+        with forked:
+            init_method(parameter.data)
+
+    def _mark(self, parallel_mode: str | None) -> None:
+        """What megatron-core wants to know of the weight and the bias."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith("weight"):
+                set_tensor_model_parallel_attributes(parameter, True, 1 if parallel_mode == "row" else 0, 1)
+            elif name.startswith("bias") and parallel_mode == "column":
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            elif name.startswith("bias") and parallel_mode == "row":
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def _prepare(self, inp: torch.Tensor, differ: bool = False) -> torch.Tensor:
+        """Refuse what none of the layers takes.
+
+        Args:
+            differ: whether the parameters may be of another type.
+        """
+        assert inp.is_cuda, "TransformerEngine needs CUDA."
+        if self.tp_size > 1:
+            assert self.tp_group_initialized, "TP group not initialized."
+        for name, parameter in self.named_parameters():
+            assert differ or inp.dtype == parameter.dtype, (
+                "Data types for parameters must match when outside of autocasted region. "
+                f" Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}"
+            )
+            assert parameter.is_cuda, f"{name} is on {parameter.device}"
+        return inp.contiguous()
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Empty: there is no state of low precision."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        assert state is None or not state.numel(), "state of low precision"
+
+    def backward_dw(self) -> None:
+        """With delayed weight gradients only."""
+        raise NotImplementedError("backward_dw")

@@ -1,0 +1,87 @@
+"""Kernels over lists of tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.hostcuda.packages import kernels
+
+Lists = list[list[torch.Tensor]]
+
+
+class MultiTensorApply:
+    """Gives a kernel the size of its chunks."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Callable, noop_flag_buffer: torch.Tensor, tensor_lists: Lists, *args: Any) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of all tensors, shape [1], and none of each."""
+    kernels.check_lists(noop_flag, tensor_lists, 1)
+    if per_tensor_python:
+        raise NotImplementedError("multi_tensor_l2norm: a norm of each tensor")
+    total = kernels.norm(tensor_lists[0])
+    return total, total.new_empty(0)
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
+    """Write the first list's tensors, times `scale`, into those of the second."""
+    kernels.check_lists(noop_flag, tensor_lists, 2)
+    kernels.scale(*tensor_lists, scale)
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """A step with lists of gradients, parameters, both moments and, where there are, main parameters."""
+    kernels.check_lists(noop_flag, tensor_lists, len(tensor_lists))
+    hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    adam(tensor_lists, hyper)
+
+
+def adam(tensor_lists: Lists, hyper: tuple) -> None:
+    """`multi_tensor_adam` without checks: a main parameter is stepped, and its parameter rounded from it."""
+    for gradient, parameter, mean, square, *main in zip(*tensor_lists, strict=True):
+        kernels.require(mean.dtype == square.dtype == torch.float32, "moments are in single precision")
+        if not main:
+            kernels.adam(parameter, gradient, mean, square, *hyper)
+        elif main[0].dtype == torch.int16:
+            whole = joined(parameter, main[0])
+            kernels.adam(whole, gradient, mean, square, *hyper)
+            part(whole, parameter, main[0])
+        else:
+            kernels.adam(main[0], gradient, mean, square, *hyper)
+            parameter.copy_(main[0])
+
+
+def joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The single-precision number whose upper half, rounded, is the parameter, and whose lower half the remainder."""
+    upper = parameter.contiguous().view(torch.int16).int() - (remainder < 0)
+    return ((upper << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
+
+
+def part(whole: torch.Tensor, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+    """The inverse of `joined`: write both halves."""
+    bits = whole.view(torch.int32)
+    remainder.copy_(bits.to(torch.int16))
+    parameter.view(torch.int16).copy_(((bits >> 16) + (remainder < 0)).to(torch.int16))

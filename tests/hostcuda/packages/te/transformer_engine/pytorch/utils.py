@@ -1,0 +1,14 @@
+"""Helpers."""
+
+from typing import Any
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """Without a remainder."""
+    assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
+    return numerator // denominator
+
+
+def make_weak_ref(x: Any) -> None:
+    """A tensor that does not keep its memory, for CUDA graphs."""
+    raise NotImplementedError("make_weak_ref")
