@@ -39,7 +39,15 @@ class Ended:
 class Job:
     """`world_size` ranks started as a launcher would that sets the environment and nothing else."""
 
-    def __init__(self, world_size: int, flags: str, directory: Path, prepare: Prepare | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        flags: str,
+        directory: Path,
+        prepare: Prepare | None = None,
+        start: Callable[[BaseProcess], None] = BaseProcess.start,
+    ) -> None:
+        """`start` starts a rank, perhaps on another device."""
         directory.mkdir(parents=True, exist_ok=True)
         self.logs = [directory / f"rank{rank}.txt" for rank in range(world_size)]
         for log in self.logs:
@@ -52,7 +60,7 @@ class Job:
             for rank in range(world_size)
         ]
         for process in self.ranks:
-            process.start()
+            start(process)
 
     def wait(self, seconds: float = 120.0, grace: float | None = None) -> Ended:
         """Wait for all ranks; `grace` seconds after a first one died, kill the others, as torchrun would."""

@@ -3,9 +3,8 @@
 A machine is told by the packages it has: those of `packages/` that are named, which stand for the real ones.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,12 +24,18 @@ class DeviceRanks(Ranks):
         self.packages = packages
 
     def _start_process(self, process: BaseProcess) -> None:
-        server = _server(tuple(self.packages))
-        with (
-            _environment(LD_PRELOAD=str(library()), PYTHONPATH=_path(self.packages)),
-            mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
-        ):
-            process.start()
+        start(process, self.packages)
+
+
+def start(process: BaseProcess, packages: Sequence[str] = ()) -> None:
+    """Start a process of the context `forkserver` on the device, with these packages."""
+    server = _server(tuple(packages))
+    environment = {"LD_PRELOAD": str(library()), "PYTHONPATH": _path(packages)}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+    ):
+        process.start()
 
 
 _SERVERS: dict[tuple[str, ...], forkserver.ForkServer] = {}
@@ -47,9 +52,3 @@ def _server(packages: tuple[str, ...]) -> forkserver.ForkServer:
 def _path(packages: Sequence[str]) -> str:
     roots = [str(PACKAGES / package) for package in packages]
     return os.pathsep.join([*roots, str(PACKAGES.parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, values):
-        yield

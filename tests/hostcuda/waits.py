@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "waits"
 
 WORLD_SIZE = 2
 
-PLAIN = "--expert-model-parallel-size 2 --disable-bias-linear --swiglu --moe-router-force-workload hot_experts"
+PLAIN = "--expert-model-parallel-size 2 --disable-bias-linear --swiglu"
 
 BLOCKWISE = "--balance-policy top2 --balance-profile builtin --balance-overlap blockwise"
 OPTIMIZER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

@@ -1,0 +1,180 @@
+"""What a run does besides plain steps, on the device: exchanges, codecs, balancing, resuming, measuring, and failing."""
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_balance.device.lane import Lane
+from megatron_balance.training.loop import Run
+from tests import layouts
+from tests.distributed import runs
+from tests.distributed.checkpoints import straight_against_resumed
+from tests.distributed.jobs import Job
+from tests.distributed.runs import BASE
+from tests.distributed.test_hang_guard import LIMIT, TIMEOUT_MINUTES, Guarded
+from tests.distributed.test_layouts import plan_apart
+from tests.distributed.test_parity import deviation
+from tests.hostcuda import ranks as devices
+from tests.hostcuda.runs import Watched, watched
+from tests.hostcuda.test_features import SAME_KERNELS, as_on_cuda
+
+PLAIN = "--disable-bias-linear --swiglu --moe-router-force-workload hot_experts"
+EP4 = f"{PLAIN} --expert-model-parallel-size 4 --moe-comm-node-size 2 --bf16"
+
+BLOCKWISE = "--balance-policy top2 --balance-overlap blockwise"
+
+
+def complaints(outcomes: list[Watched]) -> list[str]:
+    return [complaint for outcome in outcomes for complaint in outcome.complaints]
+
+
+EXCHANGES = {
+    "flat": "--moe-comm-alltoall flat",
+    "1dh": "--moe-comm-alltoall 1dh --moe-comm-codec fp8 --moe-comm-chunks 2",
+    "2dh": "--moe-comm-alltoall 2dh --moe-comm-codec int8 --moe-comm-codec-directions all --moe-comm-chunks 3",
+    "pipe": "--moe-comm-alltoall pipe --moe-comm-codec fp16 --recompute-granularity selective --recompute-modules moe",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "2dh" else [pytest.mark.slow]) for name in EXCHANGES])
+def test_exchanges_and_codecs(device_ranks, curve_of, name: str) -> None:
+    flags = f"{EP4} {EXCHANGES[name]} {SAME_KERNELS}"
+    outcomes = device_ranks(4).run(watched, flags, 2)
+    assert not complaints(outcomes)
+    assert outcomes[0].curve == curve_of(flags, 2, 4, as_on_cuda)
+
+
+GATHERED = layouts.layout_of(*layouts.REPLICAS, *layouts.GATHER, "top2", "blockwise")
+
+
+def test_layers_compute_with_weights_that_are_there(device_ranks, curve_of, profiles: dict[int, Path]) -> None:
+    """Replicas that plan for themselves gather parameters in several buckets, beside the experts' weights."""
+    flags = f"{layouts.flags_of(GATHERED)} --balance-profile {profiles[2]} {SAME_KERNELS}"
+    outcomes = device_ranks(4).run(watched, flags, 4, plan_apart)
+    assert not complaints(outcomes)
+    assert all(outcome.acted for outcome in outcomes)
+    assert outcomes[0].curve == curve_of(flags, 4, 4, functools.partial(_both, plan_apart, as_on_cuda))
+
+
+def _both(first: Callable[[Run], None], second: Callable[[Run], None], run: Run) -> None:
+    first(run)
+    second(run)
+
+
+def wait_for_nothing(flags: str) -> Watched:
+    """A run whose lanes begin at once."""
+
+    def start(lane: Lane, *args: object) -> object:
+        with mock.patch.object(lane._stream, "wait_stream", lambda stream: None):
+            return begin(lane, *args)
+
+    begin = Lane.start
+    with mock.patch.object(Lane, "start", start):
+        return watched(flags, 3)
+
+
+def keep_nothing(flags: str) -> Watched:
+    """A run that does not tell who else uses its memory."""
+    with mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None):
+        return watched(flags, 2)
+
+
+def test_a_lane_that_does_not_wait_is_noticed(device_ranks, profiles: dict[int, Path]) -> None:
+    flags = f"{PLAIN} --expert-model-parallel-size 2 --bf16 {BLOCKWISE} --balance-profile {profiles[2]}"
+    ranks = device_ranks(2)
+    assert not complaints(ranks.run(watched, flags, 3))
+    assert any(text.startswith("race") for text in complaints(ranks.run(wait_for_nothing, flags)))
+
+
+def test_memory_that_nobody_keeps_is_noticed(device_ranks) -> None:
+    flags = f"{EP4} --moe-comm-alltoall 2dh --moe-comm-chunks 3"
+    assert any(text.startswith("freed in use") for text in complaints(device_ranks(4).run(keep_nothing, flags)))
+
+
+FUSED = {
+    "neither": ((), ""),
+    "apex": (("apex",), "--transformer-impl local --normalization RMSNorm"),
+    "te": (("te",), "--moe-permute-fusion"),
+    "te and apex": (("te", "apex"), "--moe-permute-fusion --moe-router-fusion --moe-comm-chunks 2"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name == "apex" else []) for name in FUSED])
+def test_machines_with_their_defaults(device_ranks, curve_of, name: str) -> None:
+    """Whatever is installed, a run with all fusions follows the one on a CPU."""
+    packages, flags = FUSED[name]
+    common = f"{PLAIN} --expert-model-parallel-size 2 --bf16"
+    outcomes = device_ranks(2, packages).run(watched, f"{common} {flags}", 3)
+    assert not complaints(outcomes)
+    norm = "--normalization RMSNorm" if "RMSNorm" in flags else ""
+    assert deviation(outcomes[0].curve, curve_of(f"{common} {norm}", 3, 2)) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--bf16 --use-distributed-optimizer", id="distributed"),
+        pytest.param("", id="float32", marks=pytest.mark.slow),
+        pytest.param("--bf16", id="bf16", marks=pytest.mark.slow),
+        pytest.param("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer", id="precision-aware", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: str) -> None:
+    """With Transformer Engine's optimizer, which counts steps in its groups."""
+    flags = f"{PLAIN} --num-layers 1 --expert-model-parallel-size 2 {flags}"
+    assert device_ranks(2, ("te", "apex")).run(straight_against_resumed, flags, str(tmp_path), 20) == [[]] * 2
+
+
+def test_the_entry_point(tmp_path: Path) -> None:
+    """Data, validation, a save, and the same again from there; a profile that is measured; all that is logged."""
+    flags = (
+        f"{BASE} {PLAIN} --expert-model-parallel-size 2 --num-layers 1 --bf16 --train-iters 4 --log-interval 1 --eval-interval 2 "
+        f"--eval-iters 1 --split 90,5,5 {BLOCKWISE} --balance-profile auto --balance-ownership transfer "
+        f"--balance-log-dir {tmp_path / 'balance'} --balance-timeline {tmp_path / 'timeline.json'} --distributed-timeout-minutes 1"
+    )
+    directory = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
+    texts = []
+    for more in ("", f"{directory} --exit-interval 2", directory):
+        job = Job(2, f"{flags} {more}", tmp_path / "log", start=functools.partial(devices.start, packages=("te", "apex")))
+        ended = job.wait()
+        assert ended.codes == [0, 0], ended.text
+        texts.append(ended.text)
+    straight, _, resumed = (
+        [line for line in text.splitlines() if "validation loss at iteration 4" in line] for text in texts
+    )
+    assert straight and straight == resumed
+
+
+def sleep_in_a_backward_pass(rank: int) -> None:
+    """Rank 1 does so once, in a hook of the experts' rows."""
+    from megatron_balance.flow.layer import BalancedMoELayer
+
+    forward, count = BalancedMoELayer.forward, 0
+
+    def sleeping(layer: BalancedMoELayer, hidden_states: torch.Tensor, *args: object, **options: object):
+        nonlocal count
+        count += 1
+        output, bias = forward(layer, hidden_states, *args, **options)
+        if count == 20 and rank == 1:
+            output.register_hook(lambda gradient: time.sleep(3600))
+        return output, bias
+
+    BalancedMoELayer.forward = sleeping
+
+
+def test_a_rank_that_hangs_in_a_backward_pass_is_named(tmp_path: Path) -> None:
+    """On the device, backward passes and what they wait for are on a thread of autograd."""
+    flags = (
+        f"{BASE} {PLAIN} --expert-model-parallel-size 2 --train-iters 100000 --log-interval 1 "
+        f"--distributed-timeout-minutes {TIMEOUT_MINUTES}"
+    )
+    job = Guarded(2, flags, tmp_path, sleep_in_a_backward_pass, devices.start)
+    job.await_iteration(4)
+    assert job.join([0, 1], LIMIT) == [1, 1]
+    for rank in (0, 1):
+        assert job.verdict(rank).startswith("rank 1 stalled")

@@ -1,0 +1,36 @@
+"""Where the host waits for the device: the tables in tests/golden/waits, which `python -m tests.hostcuda.waits` writes."""
+
+import pytest
+
+from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.training.loop import Run
+from tests.hostcuda.waits import CASES, WORLD_SIZE, counted, golden, growth, text
+
+QUICK = ("bf16", "transformer_engine")
+
+
+def look_at_the_output(run: Run) -> None:
+    """One more wait in each layer."""
+    for module in run.model[0].modules():
+        if isinstance(module, BalancedMoELayer):
+            module.register_forward_hook(lambda _, inputs, output: None if output[0].sum().item() else None)
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_the_host_waits_as_often_as_it_did(device_ranks, name: str) -> None:
+    """Whoever makes it wait less writes the table anew."""
+    case = CASES[name]
+    assert text(growth(counted(device_ranks(WORLD_SIZE, case.packages), case))) == golden(name).read_text()
+
+
+def test_one_more_wait_is_noticed(device_ranks) -> None:
+    table = growth(counted(device_ranks(WORLD_SIZE), CASES["bf16"], look_at_the_output))
+    more = [(op, str(place), counts) for (op, place), counts in table.items() if "test_waits" in place.function]
+    assert more == [("aten::_local_scalar_dense", "test_waits.look_at_the_output < loop.forward_step", (1, 0, 0, 0))]
+
+
+def test_waits_grow_with_layers_and_microbatches() -> None:
+    """3 a layer and microbatch, 5 a layer, 7 a microbatch, 11 an iteration."""
+    key = ("op", None)
+    found = {size: {key: 3 * size[0] * size[1] + 5 * size[0] + 7 * size[1] + 11} for size in ((2, 1), (3, 1), (2, 2), (3, 2))}
+    assert growth(found) == {key: (3, 5, 7, 11)}
