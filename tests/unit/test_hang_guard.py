@@ -106,3 +106,13 @@ def test_the_device_says_whether_code_that_stands_still_waits(
     found, place = guard._activity()
     stream.end.set()
     assert found == activity and " < test_the_device_says_whether_code_that_stands_still_waits (" in place
+
+
+@pytest.mark.gpu
+def test_a_device_is_busy_while_it_computes() -> None:
+    guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=1.0)
+    assert not guard._device_is_busy()
+    torch.cuda._sleep(2 * 10**9)
+    assert guard._device_is_busy()
+    torch.cuda.synchronize()
+    assert not guard._device_is_busy()

@@ -208,6 +208,29 @@ def test_the_main_thread_in_the_engine_is_where_the_thread_of_the_device_is(hand
     assert isinstance(place, str) and place.startswith("finish (test_stall.py:")
 
 
+@pytest.mark.gpu
+def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) -> None:
+    main, places = threading.get_ident(), []
+
+    def look() -> None:
+        deadline, place = time.monotonic() + 10, None
+        while place is None and time.monotonic() < deadline:
+            place = waits_in(deciding_frame(sys._current_frames(), main))
+        places.append(place)
+        handle.done()
+
+    def hook(gradient: torch.Tensor) -> None:
+        places.append(threading.get_ident() != main)
+        finish(handle)
+
+    x = torch.ones(1, device="cuda", requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    threading.Thread(target=look, daemon=True).start()
+    y.backward()
+    assert places[0] is True and places[1].startswith("finish (test_stall.py:")
+
+
 def test_a_device_that_works_in_the_engine_does_not_wait(handle: Handle) -> None:
     """Its own thread sleeps; what waits is a lane's."""
     threading.Thread(target=finish, args=(handle,), daemon=True).start()
