@@ -159,6 +159,8 @@ class Collectives:
     def __init__(self, kept: int | None = KEPT) -> None:
         """`kept`: how many operations of each channel, and no waits; None: all, with the order between channels."""
         self.kept = kept
+        self.entered = 0
+        """Operations so far, those that are no longer kept too; threads that enter at once may count as one."""
         self.events: list[Event] = []
         self._tracks: dict[str, _Track] = {}
         self._works: weakref.WeakKeyDictionary[dist.Work, tuple[str, int]] = weakref.WeakKeyDictionary()
@@ -250,6 +252,7 @@ class Collectives:
         code = None if caller is None else caller.f_code
         line = None if ours is None else (ours.f_code, ours.f_lineno)
         number = next(track.numbers)
+        self.entered += 1
         track.notes.append((number, _Note(verb, sizes, dtype, detail, code, line, sent, received, time.time())))
         if self.kept is None:
             self.events.append(Event(threading.current_thread().name, key, number))

@@ -2,7 +2,8 @@
 
 Two threads per rank, so that nothing that may block stands between a stall and the exit:
 
-- the watch looks at this process's main thread and raises the alarm when it has waited for too long;
+- the watch looks at this process's main thread, or at autograd's thread that works for it, and raises the alarm when it
+  has waited for too long;
 - the voice talks to the job's key-value store, over a connection of its own. It leaves a pulse every period and looks
   for an alarm. After one, every rank reports what it does; the rank that raised it first draws the verdict, and all
   print it before the first of them exits.
@@ -12,6 +13,7 @@ a rank may hold the interpreter's lock for minutes, while it indexes a dataset f
 longer than the limit, that fails, or that loses the store raises it.
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -31,8 +33,10 @@ from megatron_balance.training.stall import (
     Pulse,
     Report,
     code_place,
+    deciding_frame,
     error_place,
     is_communication_error,
+    stack_of,
     verdict,
     waits_in,
 )
@@ -142,15 +146,17 @@ class HangGuard:
     # The watch
 
     def _watch(self) -> None:
-        last_steps, last_place, since = -1, None, time.monotonic()
+        last_steps, last, since = -1, None, time.monotonic()
         while not self._wake.wait(self._period):
-            now, steps, place = time.monotonic(), self._position.steps, _waiting_place()
+            now, steps = time.monotonic(), self._position.steps
+            # The next layer's wait has the same stack, but comes after another operation
+            here = steps, self._entered(), stack_of(_frame())
             if steps != last_steps:
                 self._progress = now
-            if steps != last_steps or place != last_place or place is None:
+            if here != last:
                 since = now
-            last_steps, last_place = steps, place
-            if now - since > self._limit:
+            last_steps, last = steps, here
+            if now - since > self._limit and self._activity()[0] == "waited":
                 self._wake.set()
         if self._ended:
             return
@@ -188,19 +194,31 @@ class HangGuard:
     def _activity(self) -> tuple[str, str]:
         if self._failure is not None:
             return "waited" if is_communication_error(self._failure) else "failed", error_place(self._failure)
-        frame = _main_frame()
+        frame = _frame()
         place = waits_in(frame)
         if place is not None:
             return "waited", place
-        # A full launch queue blocks the main thread in any operation
+        # A full launch queue, and what copies to the host without saying so, block the thread in any operation
         return "waited" if self._device_is_busy() else "busy", code_place(frame)
 
     def _device_is_busy(self) -> bool:
-        try:
-            return self._device is not None and not torch.cuda.default_stream(self._device).query()
-        except RuntimeError:
-            # A broken device: the main thread has yet to learn of it
-            return True
+        """Whether the computation's stream does not empty within a period."""
+        if self._device is None:
+            return False
+        stream, empty = torch.cuda.default_stream(self._device), threading.Event()
+
+        def wait() -> None:
+            # A broken device stays busy: the main thread has yet to learn of it
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()
+                empty.set()
+
+        # Any call of CUDA may block while the device hangs. A query would then hold the interpreter's lock
+        threading.Thread(target=wait, daemon=True).start()
+        return not empty.wait(self._period)
+
+    def _entered(self) -> int:
+        return 0 if self._collectives is None else self._collectives.entered
 
     # The voice
 
@@ -278,17 +296,7 @@ class HangGuard:
         return count
 
 
-def _main_frame() -> FrameType:
-    return sys._current_frames()[threading.main_thread().ident]
-
-
-def _waiting_place() -> tuple | None:
-    """All of the main thread's stack while it waits, else None. Not frames: they would keep tensors alive."""
-    frame: FrameType | None = _main_frame()
-    if waits_in(frame) is None:
-        return None
-    places = []
-    while frame is not None:
-        places.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(places)
+def _frame() -> FrameType:
+    main = threading.main_thread().ident
+    assert main is not None
+    return deciding_frame(sys._current_frames(), main)

@@ -5,14 +5,16 @@ import json
 import linecache
 import re
 import textwrap
+import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 import torch.distributed as dist
+from torch.autograd.graph import _engine_run_backward
 
 from megatron_balance.device import collectives
 
@@ -150,6 +152,42 @@ def _join(parts: Iterable[str]) -> str:
     named = list(parts)
     more = [f"and {len(named) - MAX_NAMED} more ranks"] if len(named) > MAX_NAMED else []
     return "; ".join(named[:MAX_NAMED] + more)
+
+
+def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
+    """The innermost frame of the thread that does the main thread's work: of the main thread itself, or of autograd's.
+
+    On CUDA a thread of autograd's runs the backward pass, with its hooks and the Functions that are written in Python,
+    while the main thread waits in the engine for its end. It has frames only while it runs Python.
+
+    Args:
+        frames: the innermost frame of every thread, as `sys._current_frames()` returns them.
+        main: the main thread's key in `frames`.
+    """
+    own = frames[main]
+    if own.f_code is not _engine_run_backward.__code__:
+        return own
+    # Lanes, the guard itself and writers run Python too, but do not run the backward pass
+    devices = [frame for frame in frames.values() if frame is not own and not _started_by_python(frame)]
+    return next((frame for frame in devices if waits_in(frame) is not None), devices[0] if devices else own)
+
+
+def stack_of(frame: FrameType | None) -> tuple:
+    """All places of a stack, which stay equal while its thread stays where it is.
+
+    Not the frames themselves: they would keep tensors alive.
+    """
+    places = []
+    while frame is not None:
+        places.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(places)
+
+
+def _started_by_python(frame: FrameType) -> bool:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename == threading.__file__
 
 
 def waits_in(frame: FrameType, line: int | None = None) -> str | None:

@@ -331,10 +331,11 @@ def no_synchronisation() -> Iterator[None]:
 def test_cuda_is_within_the_bound(name: str, dtype: torch.dtype, no_synchronisation: None) -> None:
     codec = load_codec(name)
     largest = torch.finfo(dtype).max
-    sent = torch.cat([samples(), samples() * 1e30, samples() * 1e-37]).clamp(-largest, largest).to(dtype)
+    rows = samples().double()
+    sent = torch.cat([rows, rows * 1e30, rows * 1e-37]).clamp(-largest, largest).to(dtype)
     spoiled = sent.clone()
     spoiled[:, 5:8] = torch.tensor(NON_FINITE)
-    payloads = [codec.encode(rows.pin_memory().to("cuda", non_blocking=True)) for rows in (sent, spoiled)]
+    payloads = [codec.encode(each.pin_memory().to("cuda", non_blocking=True)) for each in (sent, spoiled)]
     arrived = [codec.decode(payload, sent.shape[1], dtype) for payload in payloads]
     torch.cuda.set_sync_debug_mode("default")
     assert_within(BOUNDS[name](as_coded(sent, name == "none")), sent, arrived[0].cpu(), name == "none")

@@ -1,11 +1,14 @@
 """training/hang_guard.py: when a wait counts as a stall, on a clock of the test's own."""
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_balance.device.collectives import Collectives
 from megatron_balance.training import hang_guard
 from megatron_balance.training.hang_guard import HangGuard
 from megatron_balance.training.stall import Position
@@ -18,14 +21,20 @@ LIMIT, RUN = 10.0, 60.0
 def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
     """After how long the watch raises the alarm, where the main thread waits in `place(seconds)`; None: never."""
 
-    def of(place: Callable[[float], str | None], steps: Callable[[float], int] = lambda _: 0) -> float | None:
-        guard, position = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT), Position()
+    def of(
+        place: Callable[[float], str | None],
+        steps: Callable[[float], int] = lambda _: 0,
+        entered: Callable[[float], int] = lambda _: 0,
+        device_hangs: bool = False,
+    ) -> float | None:
+        collectives, position = Collectives(), Position()
+        guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT, collectives=collectives)
         guard.follow(position)
         clock = SimpleNamespace(now=0.0, alarm=None)
 
         def wait(period: float) -> bool:
             clock.now += period
-            position.steps = steps(clock.now)
+            position.steps, collectives.entered = steps(clock.now), entered(clock.now)
             guard._ended = guard._ended or clock.now > RUN
             return guard._ended
 
@@ -35,7 +44,11 @@ def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
 
         monkeypatch.setattr(guard, "_wake", SimpleNamespace(wait=wait, set=alarm))
         monkeypatch.setattr(hang_guard, "time", SimpleNamespace(monotonic=lambda: clock.now))
-        monkeypatch.setattr(hang_guard, "_waiting_place", lambda: place(clock.now))
+        monkeypatch.setattr(guard, "_device_is_busy", lambda: device_hangs)
+        monkeypatch.setattr(hang_guard, "_frame", lambda: place(clock.now))
+        monkeypatch.setattr(hang_guard, "stack_of", lambda found: found)
+        monkeypatch.setattr(hang_guard, "waits_in", lambda found: found)
+        monkeypatch.setattr(hang_guard, "code_place", lambda found: "elsewhere")
         guard._watch()
         return clock.alarm
 
@@ -50,9 +63,56 @@ def test_going_from_wait_to_wait_without_a_step_is_none(alarm_after) -> None:
     assert alarm_after(lambda now: f"wait {now // 5}") is None
     stays = alarm_after(lambda now: f"wait {min(now, 30) // 5}")
     assert stays == pytest.approx(30 + LIMIT, abs=2 * hang_guard.MAX_PERIOD)
+    # The next layer's wait has the same place
+    assert alarm_after(lambda _: "all_reduce", entered=lambda now: int(now // 5)) is None
 
 
 def test_neither_are_steps_and_work_of_ones_own(alarm_after) -> None:
     assert alarm_after(lambda _: "all_reduce", steps=lambda now: int(now // 5)) is None
     assert alarm_after(lambda now: None if now % 9 < 1 else "all_reduce") is None
     assert alarm_after(lambda _: None) is None
+
+
+def test_a_device_that_hangs_blocks_any_operation(alarm_after) -> None:
+    """A full launch queue does, or a copy to the host in a line that does not say so."""
+    stays = alarm_after(lambda _: None, device_hangs=True)
+    assert stays == pytest.approx(LIMIT, abs=2 * hang_guard.MAX_PERIOD)
+    assert alarm_after(lambda _: None, steps=lambda now: int(now // 5), device_hangs=True) is None
+
+
+class Stream:
+    """The stream of a device that is idle, that hangs or that is broken."""
+
+    def __init__(self, state: str) -> None:
+        self.state, self.end = state, threading.Event()
+
+    def query(self) -> bool:
+        raise AssertionError("would block every thread with the device")
+
+    def synchronize(self) -> None:
+        if self.state == "broken":
+            raise RuntimeError("CUDA error")
+        if self.state == "hangs":
+            self.end.wait()
+
+
+@pytest.mark.parametrize(("state", "activity"), [("idle", "busy"), ("hangs", "waited"), ("broken", "waited")])
+def test_the_device_says_whether_code_that_stands_still_waits(
+    state: str, activity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, stream = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=1.0), Stream(state)
+    monkeypatch.setattr(guard, "_device", 0)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
+    found, place = guard._activity()
+    stream.end.set()
+    assert found == activity and " < test_the_device_says_whether_code_that_stands_still_waits (" in place
+
+
+@pytest.mark.gpu
+def test_a_device_is_busy_while_it_computes() -> None:
+    guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=1.0)
+    assert not guard._device_is_busy()
+    torch.cuda._sleep(2 * 10**9)
+    assert guard._device_is_busy()
+    torch.cuda.synchronize()
+    assert not guard._device_is_busy()

@@ -1,11 +1,17 @@
 """Who holds up a job: the verdict, and what counts as waiting."""
 
+import _thread
+import queue
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import _engine_run_backward
 
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.training.stall import (
@@ -13,8 +19,10 @@ from megatron_balance.training.stall import (
     Position,
     Pulse,
     Report,
+    deciding_frame,
     error_place,
     is_communication_error,
+    stack_of,
     verdict,
     waits_in,
 )
@@ -97,6 +105,17 @@ class Handle:
         self.lock.release()
 
 
+@pytest.fixture
+def handle() -> Iterator[Handle]:
+    waited_for = Handle()
+    yield waited_for
+    waited_for.done()
+
+
+def finish(handle: Handle) -> None:
+    handle.wait()
+
+
 def place_of(target, *args) -> str | None:
     """Where a thread in `target` waits, shortly after its start."""
     thread = threading.Thread(target=target, args=args, daemon=True)
@@ -105,14 +124,8 @@ def place_of(target, *args) -> str | None:
     return waits_in(sys._current_frames()[thread.ident])
 
 
-def test_a_thread_that_waits_for_a_handle_waits() -> None:
-    handle = Handle()
-
-    def finish() -> None:
-        handle.wait()
-
-    place = place_of(finish)
-    handle.done()
+def test_a_thread_that_waits_for_a_handle_waits(handle: Handle) -> None:
+    place = place_of(finish, handle)
     assert place is not None
     assert place.startswith("finish (test_stall.py:")
 
@@ -151,6 +164,7 @@ def test_collectives_work_on_after_they_were_recorded(kept: int | None) -> None:
         dist.destroy_process_group()
     (channel,) = collectives.record().values()
     assert (channel.first, channel.last) == ((2, 3) if kept else (1, 3))
+    assert collectives.entered == 3
 
 
 def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
@@ -158,6 +172,88 @@ def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
     place = place_of(event.wait)
     event.set()
     assert place is None
+
+
+def device_thread(target: Callable[..., object], *args: object) -> None:
+    """Run `target` in a thread that is none of Python's, as autograd's threads of devices are."""
+    thread = _thread.start_new_thread(target, args)
+    while thread not in sys._current_frames():
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
+def in_the_engine(ask: Callable[[FrameType], object]) -> object:
+    """What `ask` says of the deciding frame while this thread is in autograd's engine, without a frame above it."""
+    main, leave, answer = threading.get_ident(), queue.SimpleQueue[None](), queue.SimpleQueue[object]()
+
+    def look() -> None:
+        while sys._current_frames()[main].f_code is not _engine_run_backward.__code__:
+            time.sleep(0.01)
+        answer.put(ask(deciding_frame(sys._current_frames(), main)))
+        leave.put(None)
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    # Written in C, so that no frame lies above the engine's
+    y.register_hook(leave.get)
+    threading.Thread(target=look, daemon=True).start()
+    torch.autograd.backward(y)
+    return answer.get()
+
+
+def test_the_main_thread_in_the_engine_is_where_the_thread_of_the_device_is(handle: Handle) -> None:
+    assert in_the_engine(waits_in) is None
+    device_thread(finish, handle)
+    place = in_the_engine(waits_in)
+    assert isinstance(place, str) and place.startswith("finish (test_stall.py:")
+
+
+@pytest.mark.gpu
+def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) -> None:
+    main, places = threading.get_ident(), []
+
+    def look() -> None:
+        deadline, place = time.monotonic() + 10, None
+        while place is None and time.monotonic() < deadline:
+            place = waits_in(deciding_frame(sys._current_frames(), main))
+        places.append(place)
+        handle.done()
+
+    def hook(gradient: torch.Tensor) -> None:
+        places.append(threading.get_ident() != main)
+        finish(handle)
+
+    x = torch.ones(1, device="cuda", requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    threading.Thread(target=look, daemon=True).start()
+    y.backward()
+    assert places[0] is True and places[1].startswith("finish (test_stall.py:")
+
+
+def test_a_device_that_works_in_the_engine_does_not_wait(handle: Handle) -> None:
+    """Its own thread sleeps; what waits is a lane's."""
+    threading.Thread(target=finish, args=(handle,), daemon=True).start()
+    time.sleep(0.1)
+    assert in_the_engine(lambda frame: frame.f_code.co_name) == "_engine_run_backward"
+    held = threading.Event()
+    device_thread(lambda: held.wait())
+    assert in_the_engine(lambda frame: (waits_in(frame), frame.f_code.co_name)) == (None, "wait")
+    held.set()
+
+
+def test_outside_of_the_engine_the_main_thread_alone_counts(handle: Handle) -> None:
+    device_thread(finish, handle)
+    frame = sys._getframe()
+    assert deciding_frame({**sys._current_frames(), threading.get_ident(): frame}, threading.get_ident()) is frame
+
+
+def test_a_stack_is_the_same_while_its_thread_stays() -> None:
+    def here() -> tuple:
+        return stack_of(sys._getframe())
+
+    once, again = (here() for _ in range(2))
+    assert once == again != here()
 
 
 def caught(function, *args) -> BaseException:

@@ -39,7 +39,7 @@ def job(script: str, processes: int, task: Task) -> Any:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         result = subprocess.run(command, env=environment, capture_output=True, text=True)
         if result.returncode:
-            raise SystemExit(f"the job failed:\n{result.stderr[-3000:]}")
+            raise SystemExit(f"the job failed:\n{result.stderr[-10000:]}")
         return json.loads(output.read_text())
 
 
