@@ -207,7 +207,7 @@ def test_permutations_are_megatron_cores():
     tokens, probs = torch.randn(7, 3), torch.rand(7, 4)
     routing = torch.rand(7, 4) < 0.5
     routing[:, 2] = False
-    rows, row_probs, order, *_ = moe_utils.permute(tokens, routing, probs=probs)
+    rows, row_probs, order, *_ = moe_utils.permute(tokens, routing, probs=probs, num_out_tokens=int(routing.sum()))
     row_id_map = permutation._rows(routing)
     assert row_id_map.shape == (7, 9)
     spread = permutation._spread(tokens, row_id_map, len(rows), probs)
