@@ -16,16 +16,14 @@ from tests.hostcuda.packages.te.transformer_engine.pytorch.optimizers.multi_tens
 MODULE = "transformer_engine.pytorch.optimizers"
 
 
+def _adam_anywhere(_chunk_size: int, _overflow: Any, tensor_lists: Lists, *hyper: Any) -> None:
+    adam(tensor_lists, hyper)
+
+
 class FusedAdam(optimizers.FusedAdam):
     """The same, of tensors that are anywhere."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.multi_tensor_adam = _adam_anywhere
-
-
-def _adam_anywhere(_chunk_size: int, _overflow: Any, tensor_lists: Lists, *hyper: Any) -> None:
-    adam(tensor_lists, hyper)
+    multi_tensor_adam = staticmethod(_adam_anywhere)
 
 
 @contextlib.contextmanager

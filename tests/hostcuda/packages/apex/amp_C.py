@@ -8,7 +8,7 @@ Lists = list[list[torch.Tensor]]
 
 
 def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None, /
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of all tensors, shape [1], and none of each."""
     kernels.check_lists(noop_flag, tensor_lists, 1)
@@ -18,7 +18,7 @@ def multi_tensor_l2norm(
     return total, total.new_empty(0)
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float, /) -> None:
     """Write the first list's tensors, times `scale`, into those of the second."""
     kernels.check_lists(noop_flag, tensor_lists, 2)
     kernels.scale(*tensor_lists, scale)
@@ -36,6 +36,7 @@ def multi_tensor_adam(
     mode: int,
     bias_correction: int,
     weight_decay: float,
+    /,
 ) -> None:
     """A step with lists of gradients, parameters and both moments."""
     kernels.check_lists(noop_flag, tensor_lists, 4)
@@ -70,6 +71,7 @@ def multi_tensor_sgd(
     first_run: bool,
     wd_after_momentum: bool,
     scale: float,
+    /,
 ) -> None:
     """A step with lists of gradients, parameters and momenta."""
     kernels.check_lists(noop_flag, tensor_lists, 3)

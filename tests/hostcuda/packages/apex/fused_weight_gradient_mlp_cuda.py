@@ -7,7 +7,7 @@ from tests.hostcuda.packages import kernels
 TYPES = (torch.float32, *kernels.HALVES)
 
 
-def wgrad_gemm_accum_fp32(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor) -> None:
+def wgrad_gemm_accum_fp32(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor, /) -> None:
     """Add to a `d_weight` in single precision.
 
     Args:
@@ -19,7 +19,7 @@ def wgrad_gemm_accum_fp32(input: torch.Tensor, d_output: torch.Tensor, d_weight:
     _accumulate(input, d_output, d_weight, TYPES)
 
 
-def wgrad_gemm_accum_fp16(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor) -> None:
+def wgrad_gemm_accum_fp16(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor, /) -> None:
     """As `wgrad_gemm_accum_fp32`, with all three in one half-precision type."""
     kernels.require(d_weight.dtype == input.dtype, "d_weight is of the input's type")
     _accumulate(input, d_output, d_weight, kernels.HALVES)

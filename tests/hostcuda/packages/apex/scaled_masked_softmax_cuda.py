@@ -6,7 +6,7 @@ from scaled_softmax_cuda import check, gradient, rows_per_block, softmax
 from tests.hostcuda.packages import kernels
 
 
-def forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
     """The softmax of `input` times `scale_factor` where `mask` is not set, in half precision.
 
     Args:
@@ -23,13 +23,13 @@ def forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> tor
     return softmax(input, scale_factor, mask.bool())
 
 
-def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
     """The gradient of `forward`'s input."""
     check(output_grads, 4)
     check(softmax_results, 4)
     return gradient(output_grads, softmax_results, scale_factor)
 
 
-def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int) -> int:
+def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int, /) -> int:
     """What the number of rows has to be a multiple of."""
     return rows_per_block(key_seq_len)

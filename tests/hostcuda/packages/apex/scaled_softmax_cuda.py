@@ -8,7 +8,7 @@ LONGEST = 16384
 MASKED = -10000.0
 
 
-def forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
     """The softmax of `input` times `scale_factor`, in half precision.
 
     Args:
@@ -18,7 +18,7 @@ def forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     return softmax(input, scale_factor, None)
 
 
-def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
     """The gradient of `forward`'s input."""
     check(output_grads, 4)
     check(softmax_results, 4)

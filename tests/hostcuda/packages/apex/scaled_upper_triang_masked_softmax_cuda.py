@@ -6,7 +6,7 @@ from scaled_softmax_cuda import check, gradient, rows_per_block, softmax
 from tests.hostcuda.packages import kernels
 
 
-def forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
     """The causal softmax of `input` times `scale_factor`, in half precision.
 
     Args:
@@ -19,7 +19,7 @@ def forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     return softmax(input, scale_factor, torch.ones_like(input[0], dtype=torch.bool).triu(1))
 
 
-def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
     """The gradient of `forward`'s input."""
     check(output_grads, 3)
     check(softmax_results, 3)

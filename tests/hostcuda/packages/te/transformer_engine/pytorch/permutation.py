@@ -50,6 +50,15 @@ def _gather(rows: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.T
     return total.to(rows.dtype)
 
 
+def _sorted_rows(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+    """Where each row goes, if chunks of `sizes` are put in `order`."""
+    ends, sorted_sizes = sizes.cumsum(0), sizes[order]
+    starts = torch.empty_like(sizes).index_copy_(0, order, sorted_sizes.cumsum(0) - sorted_sizes)
+    numbers = torch.arange(rows, device=sizes.device)
+    chunks = torch.searchsorted(ends, numbers, right=True)
+    return starts[chunks] + numbers - (ends - sizes)[chunks]
+
+
 class _Permute(torch.autograd.Function):
     """Tokens by expert."""
 
@@ -143,13 +152,7 @@ class _SortChunks(torch.autograd.Function):
         assert probs is None or probs.is_cuda, NEEDS_CUDA
         assert split_sizes.size(0) == sorted_idxs.size(0)
         kernels.require(inp.dim() == 2 and inp.dtype in TE_DType and inp.stride(-1) == 1, "rows of a known type")
-        sizes, order = split_sizes.long(), sorted_idxs.long()
-        ends = sizes.cumsum(0)
-        sorted_sizes = sizes[order]
-        starts = torch.empty_like(sizes).index_copy_(0, order, sorted_sizes.cumsum(0) - sorted_sizes)
-        rows = torch.arange(len(inp), device=inp.device)
-        chunks = torch.searchsorted(ends, rows, right=True)
-        targets = starts[chunks] + rows - (ends - sizes)[chunks]
+        targets = _sorted_rows(split_sizes.long(), sorted_idxs.long(), len(inp))
         ctx.save_for_backward(targets)
         output = torch.empty_like(inp).index_copy_(0, targets, inp)
         return output, None if probs is None else torch.empty_like(probs).index_copy_(0, targets, probs)

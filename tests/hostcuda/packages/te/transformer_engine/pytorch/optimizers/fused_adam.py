@@ -17,6 +17,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW in single precision, whatever its state is kept in."""
 
+    multi_tensor_adam = staticmethod(multi_tensor_adam)
+
     def __init__(
         self,
         params: Iterable,
@@ -50,7 +52,6 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode, self.capturable, self.master_weights = 1 if adam_w_mode else 0, capturable, master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights
-        self.multi_tensor_adam = multi_tensor_adam
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

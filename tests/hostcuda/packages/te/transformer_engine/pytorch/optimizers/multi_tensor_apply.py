@@ -24,7 +24,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
 def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None, /
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of all tensors, shape [1], and none of each."""
     kernels.check_lists(noop_flag, tensor_lists, 1)
@@ -34,7 +34,7 @@ def multi_tensor_l2norm(
     return total, total.new_empty(0)
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float, /) -> None:
     """Write the first list's tensors, times `scale`, into those of the second."""
     kernels.check_lists(noop_flag, tensor_lists, 2)
     kernels.scale(*tensor_lists, scale)
@@ -52,6 +52,7 @@ def multi_tensor_adam(
     mode: int,
     bias_correction: int,
     weight_decay: float,
+    /,
 ) -> None:
     """A step with lists of gradients, parameters, both moments and, where there are, main parameters."""
     kernels.check_lists(noop_flag, tensor_lists, len(tensor_lists))
@@ -76,7 +77,7 @@ def adam(tensor_lists: Lists, hyper: tuple) -> None:
 
 def joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The single-precision number whose upper half, rounded, is the parameter, and whose lower half the remainder."""
-    upper = parameter.contiguous().view(torch.int16).int() - (remainder < 0)
+    upper = parameter.contiguous().view(torch.int16).int() - (remainder < 0).int()
     return ((upper << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
 
 

@@ -1,0 +1,276 @@
+"""Stand-ins take what Transformer Engine and apex take, refuse what those refuse, and compute what torch computes."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+
+from megatron_balance.checks import Machine
+from tests.fused_adam import FusedAdam
+from tests.hostcuda.packages import HERE, MACHINES, kernels, roots
+from tests.hostcuda.packages.te.transformer_engine.pytorch import permutation
+from tests.hostcuda.packages.te.transformer_engine.pytorch.optimizers import multi_tensor_apply
+
+SIGNATURES = json.loads((Path(__file__).parent.parent / "data" / "nvidia_signatures.json").read_text())
+"""Parameters by function, from the sources of Transformer Engine 2.11.0 and of apex at commit 10417ac."""
+
+TE, APEX = "transformer_engine.pytorch.", "apex."
+
+ONE, TWO = torch.ones(4, 4), torch.ones(1, 4, 32, 32, dtype=torch.bfloat16)
+FLAG, MASK = torch.zeros(1, dtype=torch.int32), torch.ones(4, 4, dtype=torch.bool)
+ADAM = (1e-3, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+
+CALLS: dict[str, tuple] = {
+    f"{TE}permutation:moe_permute": (ONE, MASK, 16),
+    f"{TE}permutation:moe_permute_with_probs": (ONE, ONE, MASK, 16),
+    f"{TE}permutation:moe_unpermute": (ONE, torch.zeros(4, 9, dtype=torch.int32), None, (4, 4)),
+    f"{TE}permutation:moe_sort_chunks_by_index": (ONE, torch.tensor([2, 2]), torch.tensor([1, 0])),
+    f"{TE}permutation:moe_sort_chunks_by_index_with_probs": (ONE, ONE[0], torch.tensor([2, 2]), torch.tensor([1, 0])),
+    f"{TE}router:fused_topk_with_score_function": (ONE, 2, False, None, None, None, "softmax", None),
+    f"{TE}router:fused_compute_score_for_moe_aux_loss": (ONE, 2, "softmax"),
+    f"{TE}router:fused_moe_aux_loss": (ONE, ONE[0], 4, 4, 2, 1e-2),
+    f"{TE}cross_entropy:parallel_cross_entropy": (ONE[None], torch.zeros(1, 4, dtype=torch.int64)),
+    f"{TE}cpp_extensions:general_gemm": (ONE, ONE),
+    f"{TE}attention.rope:apply_rotary_pos_emb": (TWO, TWO[:, :1].mT.float(), "sbhd", None, False, True),
+    f"{TE}optimizers:multi_tensor_l2norm": (65536, FLAG, [[ONE]], False),
+    f"{TE}optimizers:multi_tensor_scale": (65536, FLAG, [[ONE], [ONE]], 0.5),
+    f"{TE}optimizers:multi_tensor_adam": (65536, FLAG, [[ONE]] * 4, *ADAM),
+    "amp_C:multi_tensor_l2norm": (65536, FLAG, [[ONE]], False),
+    "amp_C:multi_tensor_scale": (65536, FLAG, [[ONE], [ONE]], 0.5),
+    "amp_C:multi_tensor_adam": (65536, FLAG, [[ONE]] * 4, *ADAM),
+    "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp32": (ONE, ONE, ONE),
+    "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp16": (TWO[0, 0], TWO[0, 0], TWO[0, 0]),
+    "scaled_softmax_cuda:forward": (TWO, 1.0),
+    "scaled_masked_softmax_cuda:forward": (TWO, TWO[:, :1].bool(), 1.0),
+    "scaled_upper_triang_masked_softmax_cuda:forward": (TWO[0], 1.0),
+}
+"""Calls that are in order, but for the memory that their tensors are in."""
+
+
+@pytest.fixture(scope="module")
+def packages() -> Iterator[Callable[[str], Callable]]:
+    """What is called `module:name` on a machine with both packages; none of their modules stays."""
+    paths = roots("te and apex")
+    sys.path[:0] = paths
+
+    def found(name: str) -> Callable:
+        module, _, path = name.partition(":")
+        value = importlib.import_module(module)
+        for part in path.split("."):
+            value = getattr(value, part)
+        return value
+
+    yield found
+    for path in paths:
+        sys.path.remove(path)
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(str(HERE)) and not name.startswith("tests."):
+            del sys.modules[name]
+
+
+def parameters(function: Callable) -> str:
+    """Names, `=` where there is a default, `*` before those that have to be named."""
+    words, named = [], False
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not named:
+            words.append("*")
+        named = named or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
+        star = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        words.append(f"{star}{one.name}{'' if one.default is one.empty else '='}")
+    return ", ".join(words[1:] if words[0] in ("self", "ctx") else words)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_is_taken_for_what_it_is(monkeypatch, machine: str):
+    for root in roots(machine):
+        monkeypatch.syspath_prepend(root)
+    here = Machine.here(1)
+    assert (here.transformer_engine, here.apex) == ("te" in machine, "apex" in machine)
+
+
+def test_only_what_asks_for_them_finds_them():
+    for name in ("transformer_engine", "apex", "amp_C"):
+        spec = importlib.util.find_spec(name)
+        assert spec is None or not (spec.origin or "").startswith(str(HERE))
+
+
+def test_versions_agree(packages):
+    assert importlib.metadata.version("transformer-engine") == packages("transformer_engine:__version__")
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_parameters_have_the_names_of_the_sources(packages, name: str):
+    assert parameters(packages(name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if not name.startswith((f"{TE}p", f"{TE}r", f"{TE}c", f"{TE}a"))]
+)
+def test_extension_modules_take_no_keywords(packages, name: str):
+    kinds = {one.kind for one in inspect.signature(packages(name)).parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_ONLY}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_of_the_host_are_refused(packages, name: str):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA"):
+        packages(name)(*CALLS[name])
+
+
+@pytest.mark.parametrize("layer", ["Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm"])
+def test_layers_refuse_tensors_of_the_host(packages, layer: str):
+    first = (2,) if layer == "GroupedLinear" else ()
+    sizes = (4,) if layer.endswith("Norm") else (4, 4)
+    module = packages(f"{TE}module:{layer}")(*first, *sizes, device="cpu")
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA"):
+        module(ONE, [2, 2]) if first else module(ONE)
+
+
+def test_attention_refuses_tensors_of_the_host(packages):
+    attention = packages(f"{TE}attention:DotProductAttention")(4, 8)
+    with pytest.raises(AssertionError, match="CUDA"):
+        attention(*[torch.ones(2, 1, 4, 8)] * 3)
+
+
+@pytest.mark.parametrize("name", ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"])
+def test_low_precision_is_refused_by_name_unless_it_is_off(packages, name: str):
+    context = packages(f"{TE}quantization:{name}")
+    with context(enabled=False):
+        pass
+    with pytest.raises(NotImplementedError, match="low precision"), context(enabled=True):
+        pass
+
+
+@pytest.fixture
+def on_the_host(monkeypatch) -> None:
+    """Kernels that take tensors from anywhere."""
+    monkeypatch.setattr(kernels, "on_device", lambda **tensors: None)
+
+
+def test_lists_of_tensors_are_checked(on_the_host):
+    lists = [[ONE, ONE[0]], [ONE, ONE[0]]]
+    kernels.check_lists(FLAG, lists, 2)
+    wrong = [
+        (FLAG.long(), lists, 2),
+        (FLAG, lists, 3),
+        (FLAG, [[], []], 2),
+        (FLAG, [lists[0], lists[0][:1]], 2),
+        (FLAG, [lists[0], [ONE, ONE]], 2),
+        (FLAG, [[ONE.tril()[:, :2]]], 1),
+    ]
+    for arguments in wrong:
+        with pytest.raises(RuntimeError):
+            kernels.check_lists(*arguments)
+
+
+def test_kernels_refuse_strided_memory(packages, on_the_host):
+    calls = {
+        "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp32": (ONE[:, :2], ONE, torch.zeros(4, 2)),
+        f"{TE}cpp_extensions:general_gemm": (ONE[:, :2], ONE[:, :2]),
+        "scaled_upper_triang_masked_softmax_cuda:forward": (TWO[0, :, :20, :20], 1.0),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(RuntimeError, match="contiguous"):
+            packages(name)(*arguments)
+
+
+def test_a_fused_softmax_is_torchs(packages, on_the_host):
+    scores = torch.randn(8, 32, 32).bfloat16()
+    hidden = torch.ones(32, 32, dtype=torch.bool).triu(1)
+    expected = (scores.float() * 0.5).masked_fill(hidden, -torch.inf).softmax(-1).bfloat16()
+    assert torch.equal(packages("scaled_upper_triang_masked_softmax_cuda:forward")(scores, 0.5), expected)
+    rows = packages("scaled_masked_softmax_cuda:get_batch_per_block")(32, 32, 2, 4)
+    with pytest.raises(RuntimeError, match="do not fill blocks"):
+        packages("scaled_upper_triang_masked_softmax_cuda:forward")(scores[: rows - 1], 0.5)
+
+
+def test_gemms_of_each_layout(packages, on_the_host):
+    weight, rows = torch.randn(3, 4), torch.randn(5, 4)
+    gemm = packages(f"{TE}cpp_extensions:general_gemm")
+    assert torch.equal(gemm(weight, rows)[0], rows @ weight.T)
+    gradient = torch.randn(5, 3)
+    assert torch.equal(gemm(weight, gradient, layout="NN", grad=True)[0], gradient @ weight)
+    assert torch.equal(gemm(rows, gradient, layout="NT", grad=True)[0], gradient.T @ rows)
+    with pytest.raises(RuntimeError, match="no GEMM"):
+        gemm(weight.bfloat16(), rows)
+
+
+def test_permutations_are_megatron_cores():
+    tokens, probs = torch.randn(7, 3), torch.rand(7, 4)
+    routing = torch.rand(7, 4) < 0.5
+    routing[:, 2] = False
+    rows, row_probs, order, *_ = moe_utils.permute(tokens, routing, probs=probs, num_out_tokens=int(routing.sum()))
+    row_id_map = permutation._rows(routing)
+    assert row_id_map.shape == (7, 9)
+    spread = permutation._spread(tokens, row_id_map, len(rows), probs)
+    assert all(torch.equal(found, expected) for found, expected in zip(spread, (rows, row_probs), strict=True))
+    expected = moe_utils.unpermute(rows, order, tokens.shape)
+    assert torch.equal(permutation._gather(rows, row_id_map, None), expected)
+
+
+def test_without_rows_there_is_no_map_and_nothing_is_restored():
+    """Callers have to keep away from it: the real ones do so, too."""
+    none = torch.empty(0, 4)
+    output, row_id_map = permutation.moe_permute(none, torch.empty(0, 2, dtype=torch.bool), 0)
+    assert output.shape == (0, 4) and row_id_map.shape == (0,)
+    row_id_map = torch.full((3, 5), -1, dtype=torch.int32)
+    assert permutation.moe_unpermute(none, row_id_map, restore_shape=torch.Size((3, 4))).shape == (0, 4)
+
+
+def test_chunks_are_sorted_as_megatron_core_sorts_them():
+    rows, sizes, order = torch.randn(9, 2), torch.tensor([3, 0, 4, 2]), torch.tensor([2, 3, 0, 1])
+    targets = permutation._sorted_rows(sizes, order, len(rows))
+    expected = moe_utils.sort_chunks_by_idxs(rows, sizes, order)[0]
+    assert torch.equal(torch.empty_like(rows).index_copy_(0, targets, rows), expected)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_fused_adam_steps_as_torchs_does(cpu_for_cuda, decay: float):
+    torch.manual_seed(1)
+    start, gradients = torch.randn(1000), torch.randn(4, 1000)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    fused = FusedAdam([ours], lr=1e-2, weight_decay=decay)
+    plain = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=decay, foreach=False)
+    for gradient in gradients:
+        for parameter, optimizer in ((ours, fused), (theirs, plain)):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+
+
+def test_remainders_hold_what_the_parameter_lacks(cpu_for_cuda):
+    whole = torch.randn(64)
+    parameter = torch.empty(64, dtype=torch.bfloat16)
+    remainder = torch.empty(64, dtype=torch.int16)
+    multi_tensor_apply.part(whole, parameter, remainder)
+    assert (parameter.float() - whole).abs().max() <= whole.abs().max() * 2**-8
+    assert torch.equal(multi_tensor_apply.joined(parameter, remainder), whole)
+    # Steps with remainders are those with main parameters
+    start = torch.linspace(-1, 1, 12).bfloat16()
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = [
+        FusedAdam([one], lr=1e-2, master_weights=True, use_decoupled_grad=True, store_param_remainders=remainders)
+        for one, remainders in ((ours, True), (theirs, False))
+    ]
+    for _ in range(3):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.decoupled_grad = torch.linspace(1, -2, 12)
+            optimizer.step()
+    kept = [optimizer.state[one] for one, optimizer in zip((ours, theirs), optimizers, strict=True)]
+    assert kept[0]["master_param"].dtype == torch.int16
+    assert torch.equal(multi_tensor_apply.joined(ours.data, kept[0]["master_param"]), kept[1]["master_param"])
+
+
+@pytest.fixture
+def cpu_for_cuda(monkeypatch) -> None:
+    """`torch.tensor(..., device="cuda")` on the host."""
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **kwargs: tensor(*args, **kwargs))
