@@ -35,7 +35,13 @@ def library() -> Path:
         root = Path(torch.__file__).parent
         includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
         libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-        options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        options = [
+            "-std=c++20",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        ]
         subprocess.run([found, *options, *includes, str(SOURCE), "-o", str(part), *libraries], check=True)
         part.rename(target)
     return target

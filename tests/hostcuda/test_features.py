@@ -36,7 +36,10 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., li
     """`check(features, precision)`: a run with them has nothing to complain about, and computes what a CPU does."""
 
     def of(names: tuple[str, ...], precision: str) -> list[Watched]:
-        flags, world_size = f"{features.flags_of(*names)} {SAME_KERNELS} {PRECISIONS[precision]}", features.world_size(*names)
+        flags, world_size = (
+            f"{features.flags_of(*names)} {SAME_KERNELS} {PRECISIONS[precision]}",
+            features.world_size(*names),
+        )
         balanced = "--balance-policy" in flags
         if balanced:
             flags += f" --balance-profile {profiles[2]}"

@@ -16,7 +16,9 @@ def look_at_the_output(run: Run) -> None:
             module.register_forward_hook(lambda _, inputs, output: None if output[0].sum().item() else None)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_the_host_waits_as_often_as_it_did(device_ranks, name: str) -> None:
     """Whoever makes it wait less writes the table anew."""
     case = CASES[name]
@@ -32,5 +34,7 @@ def test_one_more_wait_is_noticed(device_ranks) -> None:
 def test_waits_grow_with_layers_and_microbatches() -> None:
     """3 a layer and microbatch, 5 a layer, 7 a microbatch, 11 an iteration."""
     key = ("op", None)
-    found = {size: {key: 3 * size[0] * size[1] + 5 * size[0] + 7 * size[1] + 11} for size in ((2, 1), (3, 1), (2, 2), (3, 2))}
+    found = {
+        size: {key: 3 * size[0] * size[1] + 5 * size[0] + 7 * size[1] + 11} for size in ((2, 1), (3, 1), (2, 2), (3, 2))
+    }
     assert growth(found) == {key: (3, 5, 7, 11)}

@@ -87,7 +87,9 @@ class Event:
         return True
 
     def elapsed_time(self, end: "Event") -> float:
-        assert self.enable_timing and end.enable_timing, "Both events must be created with argument 'enable_timing=True'"
+        assert self.enable_timing and end.enable_timing, (
+            "Both events must be created with argument 'enable_timing=True'"
+        )
         assert self.seconds is not None and end.seconds is not None, "Both events must be recorded"
         return 1e3 * (end.seconds - self.seconds)
 

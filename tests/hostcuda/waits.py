@@ -76,7 +76,10 @@ def growth(found: Mapping[tuple[int, int], Waits]) -> dict[tuple[str, Place], tu
 def text(table: Mapping[tuple[str, Place], tuple[int, ...]]) -> str:
     """The table, with a sum."""
     head = "  ".join((*COLUMNS, "what waits, and where"))
-    rows = [(*counts, f"{op}: {place}") for (op, place), counts in sorted(table.items(), key=lambda row: (row[1], row[0]), reverse=True)]
+    rows = [
+        (*counts, f"{op}: {place}")
+        for (op, place), counts in sorted(table.items(), key=lambda row: (row[1], row[0]), reverse=True)
+    ]
     rows.append((*(sum(column) for column in zip(*table.values(), strict=True)), "all"))
     widths = [len(column) for column in COLUMNS]
     lines = ("  ".join((*(f"{count or '.':>{width}}" for count, width in zip(row, widths)), row[-1])) for row in rows)

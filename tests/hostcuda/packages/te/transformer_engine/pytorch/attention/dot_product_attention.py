@@ -16,6 +16,12 @@ from ..module.base import TransformerEngineBaseModule
 MASKED = -10000.0
 
 
+def _without_extra_state(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    """Checkpoints need not have the state of 8-bit attention."""
+    missing = incompatible_keys.missing_keys
+    missing[:] = [key for key in missing if "core_attention._extra_state" not in key]
+
+
 class DotProductAttention(TransformerEngineBaseModule):
     """Scores in the input's type, softmax in single precision, in megatron-core's order of operations."""
 
@@ -54,6 +60,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(self.channels[0])
         self.dropout = torch.nn.Dropout(attention_dropout)
         self.tracker = None if sequence_parallel else get_rng_state_tracker
+        self.register_load_state_dict_post_hook(_without_extra_state)
 
     def forward(
         self,
