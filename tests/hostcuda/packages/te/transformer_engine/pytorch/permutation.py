@@ -27,7 +27,7 @@ def _rows(routing_map: torch.Tensor) -> torch.Tensor:
 def _spread(
     tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each token in all its rows, times nothing; and the probabilities in the same order, [rows]."""
+    """Each token in all its rows, and the probabilities in the same order, [rows]."""
     experts = (row_id_map.shape[1] - 1) // 2
     found = tokens.new_full((rows + 1, tokens.shape[1]), torch.nan)
     order = None if probs is None else probs.new_full((rows + 1,), torch.nan)

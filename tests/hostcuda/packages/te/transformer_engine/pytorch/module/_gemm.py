@@ -44,7 +44,7 @@ class LinearFunction(torch.autograd.Function):
         kernels.dense(weight=weight, inp=inp, bias=bias)
         ctx.save_for_backward(inp, weight)
         ctx.how, ctx.has_bias = how, bias is not None
-        # What is in a tensor's attributes is in those of the parameter, not of what autograd saves
+        # What autograd saves need not have the parameter's attributes, such as `main_grad`
         ctx.weight = weight
         total = gather_along_first_dim(inp, how.group)[0] if how.gathers else inp
         out = torch.matmul(total, weight.t())
