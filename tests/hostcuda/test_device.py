@@ -1,4 +1,4 @@
-"""The device in host memory behaves as CUDA's does, and the checker sees what is wrong: controls for all other tests."""
+"""The device in host memory behaves as CUDA's does, and the checker sees what is wrong: the other tests rest on it."""
 
 import threading
 

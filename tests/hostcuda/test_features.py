@@ -12,6 +12,8 @@ from tests.hostcuda.runs import Watched, watched
 
 ITERATIONS = 2
 
+FEWER_SAMPLES = "--global-batch-size 8"
+
 SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
 """What a CPU does not fuse, and megatron-core computes otherwise when it does."""
 
@@ -36,10 +38,8 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., li
     """`check(features, precision)`: a run with them has nothing to complain about, and computes what a CPU does."""
 
     def of(names: tuple[str, ...], precision: str) -> list[Watched]:
-        flags, world_size = (
-            f"{features.flags_of(*names)} {SAME_KERNELS} {PRECISIONS[precision]}",
-            features.world_size(*names),
-        )
+        flags = " ".join([features.flags_of(*names), FEWER_SAMPLES, SAME_KERNELS, PRECISIONS[precision]])
+        world_size = features.world_size(*names)
         balanced = "--balance-policy" in flags
         if balanced:
             flags += f" --balance-profile {profiles[2]}"

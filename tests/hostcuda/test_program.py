@@ -1,4 +1,4 @@
-"""What a run does besides plain steps, on the device: exchanges, codecs, balancing, resuming, measuring, and failing."""
+"""What a run does besides plain steps, on the device: exchanges, codecs, balancing, resuming, measuring, failing."""
 
 import functools
 import time
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron_balance.device.lane import Lane
 from megatron_balance.training.loop import Run
 from tests import layouts
-from tests.distributed import runs
 from tests.distributed.checkpoints import straight_against_resumed
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE
@@ -92,7 +91,8 @@ def leave(kept: bool) -> list[str]:
 
 
 def test_a_lane_that_does_not_wait_is_noticed(device_ranks, profiles: dict[int, Path]) -> None:
-    flags = f"{PLAIN} --expert-model-parallel-size 2 --bf16 --balance-policy top2 --balance-overlap blockwise --balance-profile {profiles[2]}"
+    flags = f"{PLAIN} --expert-model-parallel-size 2 --bf16 --balance-policy top2 --balance-overlap blockwise"
+    flags += f" --balance-profile {profiles[2]}"
     ranks = device_ranks(2)
     assert not complaints(ranks.run(watched, flags, 3))
     assert any(text.startswith("race") for text in complaints(ranks.run(wait_for_nothing, flags)))
@@ -105,25 +105,24 @@ def test_memory_that_nobody_keeps_is_noticed(device_ranks, kept: bool) -> None:
         assert kept == (not found) and all(text.startswith("freed in use") for text in found)
 
 
-FUSED = {
-    "neither": ((), ""),
-    "apex": (("apex",), "--transformer-impl local --normalization RMSNorm"),
-    "te": (("te",), "--moe-permute-fusion"),
-    "te and apex": (("te", "apex"), "--moe-permute-fusion --moe-comm-chunks 2"),
+MACHINES = {
+    "bare": "",
+    "apex": "--transformer-impl local --normalization RMSNorm",
+    "te": "--moe-permute-fusion",
+    "te and apex": "--moe-permute-fusion --moe-comm-chunks 2 --moe-router-dtype fp32",
 }
+"""What is installed -> flags to train with, on top of all fusions that are on by default."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "apex" else []) for name in FUSED]
+    "machine", [pytest.param(machine, marks=[pytest.mark.slow] if machine == "apex" else []) for machine in MACHINES]
 )
-def test_machines_with_their_defaults(device_ranks, curve_of, name: str) -> None:
-    """Whatever is installed, a run with all fusions follows the one on a CPU."""
-    packages, flags = FUSED[name]
-    common = f"{PLAIN} --expert-model-parallel-size 2 --bf16"
-    outcomes = device_ranks(2, packages).run(watched, f"{common} {flags}", 3)
+def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> None:
+    """A run with all fusions follows the one on a CPU, which has none."""
+    flags = f"{PLAIN} --expert-model-parallel-size 2 --bf16 {MACHINES[machine]}"
+    outcomes = device_ranks(2, machine).run(watched, flags, 3)
     assert not complaints(outcomes)
-    norm = "--normalization RMSNorm" if "RMSNorm" in flags else ""
-    assert deviation(outcomes[0].curve, curve_of(f"{common} {norm}", 3, 2)) <= 1e-2
+    assert deviation(outcomes[0].curve, curve_of(flags.replace("--moe-permute-fusion", ""), 3, 2)) <= 1e-2
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_machines_with_their_defaults(device_ranks, curve_of, name: str) -> None
 def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: str) -> None:
     """With Transformer Engine's optimizer, which counts steps in its groups."""
     flags = f"{PLAIN} --num-layers 1 --expert-model-parallel-size 2 {flags}"
-    assert device_ranks(2, ("te", "apex")).run(straight_against_resumed, flags, str(tmp_path), 20) == [[]] * 2
+    assert device_ranks(2, "te and apex").run(straight_against_resumed, flags, str(tmp_path), 20) == [[]] * 2
 
 
 def measure_small_messages(rank: int) -> None:
@@ -161,7 +160,7 @@ def test_the_entry_point(tmp_path: Path) -> None:
         f"--balance-log-dir {tmp_path / 'balance'} --balance-timeline {tmp_path / 'timeline.json'} "
     )
     directory = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
-    start = functools.partial(devices.start, packages=("te", "apex"))
+    start = functools.partial(devices.start, machine="te and apex")
     validated = []
     for more in (
         "--balance-profile auto --exit-interval 1",

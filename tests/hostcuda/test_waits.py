@@ -1,6 +1,7 @@
-"""Where the host waits for the device: the tables in tests/golden/waits, which `python -m tests.hostcuda.waits` writes."""
+"""How often the host waits for the device, and where: what tests/golden/waits says, as `waits.py` writes it."""
 
 import pytest
+import torch
 
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.training.loop import Run
@@ -13,7 +14,11 @@ def look_at_the_output(run: Run) -> None:
     """One more wait in each layer."""
     for module in run.model[0].modules():
         if isinstance(module, BalancedMoELayer):
-            module.register_forward_hook(lambda _, inputs, output: None if output[0].sum().item() else None)
+            module.register_forward_hook(_look)
+
+
+def _look(layer: BalancedMoELayer, inputs: tuple, output: tuple[torch.Tensor, None]) -> None:
+    output[0].sum().item()
 
 
 @pytest.mark.parametrize(
@@ -22,13 +27,13 @@ def look_at_the_output(run: Run) -> None:
 def test_the_host_waits_as_often_as_it_did(device_ranks, name: str) -> None:
     """Whoever makes it wait less writes the table anew."""
     case = CASES[name]
-    assert text(growth(counted(device_ranks(WORLD_SIZE, case.packages), case))) == golden(name).read_text()
+    assert text(growth(counted(device_ranks(WORLD_SIZE, case.machine), case))) == golden(name).read_text()
 
 
 def test_one_more_wait_is_noticed(device_ranks) -> None:
     table = growth(counted(device_ranks(WORLD_SIZE), CASES["bf16"], look_at_the_output))
     more = [(op, str(place), counts) for (op, place), counts in table.items() if "test_waits" in place.function]
-    assert more == [("aten::_local_scalar_dense", "test_waits.look_at_the_output < loop.forward_step", (1, 0, 0, 0))]
+    assert more == [("aten::_local_scalar_dense", "test_waits._look < loop.forward_step", (1, 0, 0, 0))]
 
 
 def test_waits_grow_with_layers_and_microbatches() -> None:

@@ -4,7 +4,6 @@ python -m tests.hostcuda.waits [CASE ...]     # writes tests/golden/waits/CASE.t
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ class Case(NamedTuple):
     """A run, and the machine that it runs on."""
 
     flags: str
-    packages: tuple[str, ...] = ()
+    machine: str = "bare"
 
 
 CASES = {
@@ -39,7 +38,7 @@ CASES = {
     "blockwise": Case(f"--bf16 {BLOCKWISE} {OPTIMIZER}"),
     "chunks": Case("--bf16 --moe-comm-chunks 4 --moe-comm-order interleaved"),
     "recomputation": Case("--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    "transformer_engine": Case("--bf16 --moe-permute-fusion", ("te", "apex")),
+    "transformer_engine": Case("--bf16 --moe-permute-fusion", "te and apex"),
 }
 
 Waits = Mapping[tuple[str, Place], int]
@@ -82,7 +81,10 @@ def text(table: Mapping[tuple[str, Place], tuple[int, ...]]) -> str:
     ]
     rows.append((*(sum(column) for column in zip(*table.values(), strict=True)), "all"))
     widths = [len(column) for column in COLUMNS]
-    lines = ("  ".join((*(f"{count or '.':>{width}}" for count, width in zip(row, widths)), row[-1])) for row in rows)
+    lines = (
+        "  ".join((*(f"{count or '.':>{width}}" for count, width in zip(row, widths, strict=False)), row[-1]))
+        for row in rows
+    )
     return "\n".join((head, *lines)) + "\n"
 
 
@@ -96,7 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
     GOLDEN.mkdir(exist_ok=True)
     for name in parser.parse_args().cases:
-        ranks = DeviceRanks(WORLD_SIZE, CASES[name].packages)
+        ranks = DeviceRanks(WORLD_SIZE, CASES[name].machine)
         golden(name).write_text(text(growth(counted(ranks, CASES[name]))))
         print(f"{golden(name)}\n{golden(name).read_text()}")
         ranks.stop()
