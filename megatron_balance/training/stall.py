@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Literal
 
 import torch.distributed as dist
-from torch.autograd.graph import _engine_run_backward
 
 from megatron_balance.device import collectives
 
@@ -30,6 +29,8 @@ _WRAPPERS = ("wrapper", "noted")
 
 _WAITS = re.compile(r"wait\(")
 _WAITS_FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|synchronize)\(|_cuda_synchronize\(")
+_ENGINE = re.compile(r"_execution_engine\.run_backward\(")
+"""torch calls autograd's engine, and megatron-core does so in its schedules."""
 
 
 @dataclass
@@ -165,7 +166,7 @@ def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
         main: the main thread's key in `frames`.
     """
     own = frames[main]
-    if own.f_code is not _engine_run_backward.__code__:
+    if not _ENGINE.search(_source(own)):
         return own
     # Lanes, the guard itself and writers run Python too, but do not run the backward pass
     devices = [frame for frame in frames.values() if frame is not own and not _started_by_python(frame)]
@@ -257,6 +258,6 @@ def _in_torch_distributed(frame: FrameType) -> bool:
     return within or frame.f_code.co_filename == collectives.__file__
 
 
-def _source(frame: FrameType, line: int | None) -> str:
+def _source(frame: FrameType, line: int | None = None) -> str:
     # A running frame may be between lines
     return linecache.getline(frame.f_code.co_filename, line or frame.f_lineno or 0)

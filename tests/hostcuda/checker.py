@@ -17,9 +17,14 @@ import torch
 import torch.distributed
 from torch.cuda._sanitizer import StreamSynchronizations
 
+from megatron_balance.device import collectives
+
 _PACKAGE = str(Path(__file__).parents[2] / "megatron_balance")
-_SKIPPED = (__file__, str(Path(__file__).with_name("torch_cuda.py")), str(Path(torch.__file__).parent) + os.sep)
-"""Whose functions are plumbing: the device's and torch's."""
+_SKIPPED = (
+    *(__file__, str(Path(__file__).with_name("torch_cuda.py")), collectives.__file__),
+    str(Path(torch.__file__).parent) + os.sep,
+)
+"""Whose functions are plumbing: the device's, the recorder's of collectives, and torch's."""
 
 
 class Place(NamedTuple):
@@ -41,7 +46,7 @@ def here() -> Place:
         file = frame.f_code.co_filename
         if function is None and not file.startswith(_SKIPPED):
             function = frame
-        if file.startswith(_PACKAGE):
+        if file.startswith(_PACKAGE) and file != collectives.__file__:
             break
         frame = frame.f_back
     return Place(_name(function), _name(frame))

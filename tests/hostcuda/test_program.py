@@ -1,6 +1,8 @@
 """What a run does besides plain steps, on the device: exchanges, codecs, balancing, resuming, measuring, failing."""
 
 import functools
+import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -174,8 +176,14 @@ def test_the_entry_point(tmp_path: Path) -> None:
     assert validated[1] and validated[1] == validated[3]
 
 
+def oversleep(gradient: torch.Tensor) -> None:
+    """A hook on a thread of the device."""
+    assert threading.current_thread() is not threading.main_thread()
+    time.sleep(3600)
+
+
 def sleep_in_a_backward_pass(rank: int) -> None:
-    """Rank 1 does so once, in a hook of the experts' rows."""
+    """Rank 1 does so once."""
     from megatron_balance.flow.layer import BalancedMoELayer
 
     forward, count = BalancedMoELayer.forward, 0
@@ -185,7 +193,7 @@ def sleep_in_a_backward_pass(rank: int) -> None:
         count += 1
         output, bias = forward(layer, hidden_states, *args, **options)
         if count == 20 and rank == 1:
-            output.register_hook(lambda gradient: time.sleep(3600))
+            output.register_hook(oversleep)
         return output, bias
 
     BalancedMoELayer.forward = sleeping
@@ -201,4 +209,6 @@ def test_a_rank_that_hangs_in_a_backward_pass_is_named(tmp_path: Path) -> None:
     job.await_iteration(4)
     assert job.join([0, 1], LIMIT) == [1, 1]
     for rank in (0, 1):
-        assert job.verdict(rank).startswith("rank 1 stalled")
+        assert re.match(
+            r"rank 1 stalled: no progress for .*, not in a collective but in oversleep \(", job.verdict(rank)
+        )

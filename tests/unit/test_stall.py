@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import _engine_run_backward
+from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.training.stall import (
@@ -182,13 +182,22 @@ def device_thread(target: Callable[..., object], *args: object) -> None:
     time.sleep(0.1)
 
 
-def in_the_engine(ask: Callable[[FrameType], object]) -> object:
+ENGINES: dict[str, Callable[[torch.Tensor], object]] = {
+    "_engine_run_backward": torch.autograd.backward,
+    "custom_backward": lambda output: custom_backward(output, None),
+}
+"""Who calls autograd's engine, torch's functions or the schedules of megatron-core: by the innermost function."""
+
+
+def in_the_engine(ask: Callable[[FrameType], object], caller: str = "_engine_run_backward") -> object:
     """What `ask` says of the deciding frame while this thread is in autograd's engine, without a frame above it."""
     main, leave, answer = threading.get_ident(), queue.SimpleQueue[None](), queue.SimpleQueue[object]()
 
     def look() -> None:
-        while sys._current_frames()[main].f_code is not _engine_run_backward.__code__:
+        while sys._current_frames()[main].f_code.co_name != caller:
             time.sleep(0.01)
+        # The hook has let go of the interpreter's lock
+        time.sleep(0.1)
         answer.put(ask(deciding_frame(sys._current_frames(), main)))
         leave.put(None)
 
@@ -197,14 +206,15 @@ def in_the_engine(ask: Callable[[FrameType], object]) -> object:
     # Written in C, so that no frame lies above the engine's
     y.register_hook(leave.get)
     threading.Thread(target=look, daemon=True).start()
-    torch.autograd.backward(y)
+    ENGINES[caller](y)
     return answer.get()
 
 
-def test_the_main_thread_in_the_engine_is_where_the_thread_of_the_device_is(handle: Handle) -> None:
-    assert in_the_engine(waits_in) is None
+@pytest.mark.parametrize("caller", ENGINES)
+def test_the_main_thread_in_the_engine_is_where_the_thread_of_the_device_is(handle: Handle, caller: str) -> None:
+    assert in_the_engine(waits_in, caller) is None
     device_thread(finish, handle)
-    place = in_the_engine(waits_in)
+    place = in_the_engine(waits_in, caller)
     assert isinstance(place, str) and place.startswith("finish (test_stall.py:")
 
 
