@@ -130,5 +130,5 @@ class BalancedMoELayer(MoELayer):
         counts_E = map_TE.sum(dim=0)
         counts_DE = counts_E.new_empty(self.path.sources.size() * counts_E.numel())
         dist.all_gather_into_tensor(counts_DE, counts_E, group=self.path.sources)
-        # The one wait for the device in this layer: the exchange needs its split sizes on the host
+        # In half precision the one wait for the device in this layer: the exchange needs its split sizes on the host
         return counts_DE.view(-1, counts_E.numel()).cpu()

@@ -65,6 +65,7 @@ def test_features_in_float32(check, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("pair", TOGETHER, ids="-".join)
-def test_pairs(check, pair: tuple[str, str]) -> None:
-    check(pair, "bf16")
+def test_pairs(check, pair: tuple[str, str], precision: str) -> None:
+    check(pair, precision)

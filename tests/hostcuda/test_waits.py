@@ -1,11 +1,13 @@
 """How often the host waits for the device, and where: what tests/golden/waits says, as `waits.py` writes it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.training.loop import Run
-from tests.hostcuda.waits import CASES, WORLD_SIZE, counted, golden, growth, text
+from tests.hostcuda.waits import CASES, COLUMNS, GOLDEN, SIZES, WORLD_SIZE, counted, golden, growth, text
 
 QUICK = ("bf16", "transformer_engine")
 
@@ -36,10 +38,18 @@ def test_one_more_wait_is_noticed(device_ranks) -> None:
     assert more == [("aten::_local_scalar_dense", "test_waits._look < loop.forward_step", (1, 0, 0, 0))]
 
 
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "cuda.md"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_documented_sums_are_those_of_the_tables(name: str) -> None:
+    *_, last = (GOLDEN / f"{name}_0.16.txt").read_text().splitlines()
+    sums = last.replace(".", "0").split()[: len(COLUMNS)]
+    assert f"| {' | '.join(sums)} |" in DOCUMENTED.read_text()
+
+
 def test_waits_grow_with_layers_and_microbatches() -> None:
     """3 a layer and microbatch, 5 a layer, 7 a microbatch, 11 an iteration."""
     key = ("op", None)
-    found = {
-        size: {key: 3 * size[0] * size[1] + 5 * size[0] + 7 * size[1] + 11} for size in ((2, 1), (3, 1), (2, 2), (3, 2))
-    }
+    found = {size: {key: 3 * size[0] * size[1] + 5 * size[0] + 7 * size[1] + 11} for size in SIZES}
     assert growth(found) == {key: (3, 5, 7, 11)}
