@@ -44,7 +44,11 @@ LAYOUTS = {
 }
 """Expert-parallel size and other flags."""
 
-HALF = {"EP4-bf16": (4, "--bf16"), "EP2xDP2-bf16-distributed-optimizer": (2, "--bf16 --use-distributed-optimizer")}
+HALF = {
+    "EP4-bf16": (4, "--bf16 --clip-grad 0"),
+    "EP2xDP2-bf16-distributed-optimizer": (2, "--bf16 --clip-grad 0 --use-distributed-optimizer"),
+}
+"""Without clipping: the last bits of the gradients' norm depend on who holds what, and would make weights round apart."""
 
 
 @dataclass
@@ -172,9 +176,10 @@ def test_training_is_the_same(ranks, profiles, layout: str) -> None:
 @pytest.mark.parametrize("layout", quick_or_slow(HALF))
 def test_main_parameters_move_with_half_precision(ranks, profiles, layout: str) -> None:
     moving, fixed = both(ranks, HALF[layout], profiles)
+    assert [loss for loss, _ in moving[0].curve] == [loss for loss, _ in fixed[0].curve]
     assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
     assert fields_of(moving) == 4 * 4, "weights, main parameters and two moments of two matrices and two biases"
-    assert largest_difference(moving, fixed) <= TOLERANCE
+    assert largest_difference(moving, fixed) == 0
 
 
 def test_state_is_really_elsewhere_and_moved_in_memory(ranks, profiles) -> None:
