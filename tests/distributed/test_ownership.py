@@ -48,7 +48,7 @@ HALF = {
     "EP4-bf16": (4, "--bf16 --clip-grad 0"),
     "EP2xDP2-bf16-distributed-optimizer": (2, "--bf16 --clip-grad 0 --use-distributed-optimizer"),
 }
-"""Without clipping: the last bits of the gradients' norm depend on who holds what, and would make weights round apart."""
+"""Unclipped: the last bits of the gradients' norm depend on who holds what, and would make weights round apart."""
 
 
 @dataclass
