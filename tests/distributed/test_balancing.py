@@ -72,9 +72,9 @@ PAIRS = list(itertools.product(WORKLOADS, POLICIES))
 
 ELSEWHERE = (
     *("EP2xDP2-distributed-optimizer", "PP2xEP2"),
-    *("overlap", "interleaved"),
+    *("overlap", "interleaved", "EP4-recompute-full"),
 )
-"""What test_layouts.py trains for fewer iterations."""
+"""What test_layouts.py and tests/hostcuda/test_features.py train for fewer iterations."""
 
 
 def is_quick(layout: str, mode: str, pair: tuple[str, str]) -> bool:

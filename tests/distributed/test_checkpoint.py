@@ -36,6 +36,9 @@ LAYOUTS = {
     ),
 }
 
+ALIKE = ("pp2 ep2", "ep4 bf16")
+"""Nearly other ones."""
+
 
 HOT = f"--moe-router-force-workload rotating_hotspot --global-batch-size 16 {DROPOUT}"
 POLICIES = {
@@ -61,6 +64,7 @@ def forget_chunks(run: Run) -> None:
     run.chunks.restore({})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_chunks(ranks, tmp_path):
     assert ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "kept"), FEW) == [[]] * 4
     assert all(ranks(4).run(straight_against_resumed, CHUNKS, str(tmp_path / "forgotten"), FEW, forget_chunks))
@@ -82,7 +86,10 @@ def test_a_resumed_run_without_its_placements_differs(ranks, tmp_path):
     assert all(ranks(4).run(straight_against_resumed, flags, str(tmp_path), ITERATIONS, forget_placements))
 
 
-@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in ALIKE else []) for name, case in LAYOUTS.items()],
+)
 def test_a_resumed_run_is_the_straight_run(ranks, tmp_path, world_size, flags):
     differing = ranks(world_size).run(straight_against_resumed, flags, str(tmp_path), ITERATIONS)
     assert differing == [[]] * world_size
@@ -131,7 +138,7 @@ def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16"}
 
-QUICK = (("ep2 distributed", "fp32"), ("one process", "fp32"), ("pp2 ep2", "fp32"), ("pp2 ep2", "bf16"))
+QUICK = (("ep2 distributed", "fp32"), ("one process", "fp32"), ("pp2 ep2", "bf16"))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def with_delays(seed: int, run: Run) -> None:
     balancer.transfer.trans, balancer.transfer.agg = late(trans, 0.5), late(agg, 0.5)
 
 
-@pytest.mark.parametrize("iterations", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("iterations", [FEW, MANY])
 def test_ranks_that_are_late_now_and_then(ranks, curve_of, profiles, iterations: int) -> None:
     """Late in two ways, hosts changing all the time."""
     flags = f"{EP4} --moe-router-force-workload rotating_hotspot --seq-length 16"

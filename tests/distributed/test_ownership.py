@@ -157,7 +157,7 @@ def fields_of(outcomes: list[Trained]) -> int:
     return len({key[1] for outcome in outcomes for key, *_ in outcome.pieces})
 
 
-QUICK = ("EP4-blockwise", "EP2xDP2-distributed-optimizer", "TP2xEP2", "EP2xDP2-bf16-distributed-optimizer")
+QUICK = ("EP4-blockwise", "EP2xDP2-distributed-optimizer", "EP2xDP2-bf16-distributed-optimizer")
 """Optimizer state whole and in shards, main parameters and moments."""
 
 

@@ -10,7 +10,7 @@ ITERATIONS = 4
 
 TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) and features.refusal(*pair) is None]
 
-QUICK = (("baseline", "capacity"), ("s1", "ownership"))
+QUICK = (("s1", "ownership"),)
 
 
 @pytest.mark.parametrize(

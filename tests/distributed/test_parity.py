@@ -51,7 +51,17 @@ def deviation_from_megatron(curve_of, flags: str, iterations: int) -> float:
     return deviation(ours, theirs)
 
 
-@pytest.mark.parametrize("flags", LAYOUTS.values(), ids=LAYOUTS)
+ALIKE = ("PP2xEP2", "EP4-accumulation")
+"""Interleaved stages have as much of both."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.slow] if name in ALIKE else [])
+        for name, flags in LAYOUTS.items()
+    ],
+)
 def test_balanced_follows_megatron_in_every_layout(curve_of, flags: str) -> None:
     assert deviation_from_megatron(curve_of, flags, ITERATIONS) <= TOLERANCE
     ours = curve_of(f"{flags} --moe-layer-impl balanced", ITERATIONS)
