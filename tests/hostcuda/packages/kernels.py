@@ -1,4 +1,4 @@
-"""What kernels of both packages ask of their arguments, and what those with many tensors compute.
+"""What kernels of both packages ask of their arguments, and those with many tensors, which both have.
 
 A kernel takes addresses: it refuses little, and computes nonsense with what is elsewhere or strided. All of that is
 refused here.
@@ -7,6 +7,8 @@ refused here.
 import torch
 
 HALVES = (torch.float16, torch.bfloat16)
+
+Lists = list[list[torch.Tensor]]
 
 
 def require(condition: bool, message: str) -> None:
@@ -28,7 +30,7 @@ def dense(**tensors: torch.Tensor | None) -> None:
         require(tensor is None or tensor.is_contiguous(), f"{name}: the kernel takes contiguous memory")
 
 
-def check_lists(overflow: torch.Tensor, lists: list[list[torch.Tensor]], depth: int) -> None:
+def check_lists(overflow: torch.Tensor, lists: Lists, depth: int) -> None:
     """Refuse what a kernel over lists of tensors does not take: each list has a tensor of each place's size."""
     on_device(overflow=overflow)
     require(overflow.dtype == torch.int32 and overflow.numel() == 1, "the overflow buffer holds one int32")
@@ -42,16 +44,23 @@ def check_lists(overflow: torch.Tensor, lists: list[list[torch.Tensor]], depth: 
             require(tensor.device == overflow.device, "tensors and the overflow buffer are on different devices")
 
 
-def norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of all together, in single precision, shape [1]."""
-    each = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(each)).view(1)
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None, /
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of all tensors, shape [1], and none of each."""
+    check_lists(noop_flag, tensor_lists, 1)
+    if per_tensor_python:
+        raise NotImplementedError("multi_tensor_l2norm: a norm of each tensor")
+    each = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensor_lists[0]]
+    total = torch.linalg.vector_norm(torch.stack(each)).view(1)
+    return total, total.new_empty(0)
 
 
-def scale(sources: list[torch.Tensor], targets: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Write `factor` times each source into its target."""
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source.float() * factor if source.dtype in HALVES else source * factor)
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float, /) -> None:
+    """Write the first list's tensors, times `scale`, into those of the second."""
+    check_lists(noop_flag, tensor_lists, 2)
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source.float() * scale if source.dtype in HALVES else source * scale)
 
 
 def adam(

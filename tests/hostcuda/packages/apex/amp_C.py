@@ -3,25 +3,9 @@
 import torch
 
 from tests.hostcuda.packages import kernels
+from tests.hostcuda.packages.kernels import Lists, multi_tensor_l2norm, multi_tensor_scale
 
-Lists = list[list[torch.Tensor]]
-
-
-def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None, /
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all tensors, shape [1], and none of each."""
-    kernels.check_lists(noop_flag, tensor_lists, 1)
-    if per_tensor_python:
-        raise NotImplementedError("multi_tensor_l2norm: a norm of each tensor")
-    total = kernels.norm(tensor_lists[0])
-    return total, total.new_empty(0)
-
-
-def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float, /) -> None:
-    """Write the first list's tensors, times `scale`, into those of the second."""
-    kernels.check_lists(noop_flag, tensor_lists, 2)
-    kernels.scale(*tensor_lists, scale)
+__all__ = ["multi_tensor_adam", "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_sgd"]
 
 
 def multi_tensor_adam(
