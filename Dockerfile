@@ -35,7 +35,8 @@ RUN grep '^torch==' requirements-ci.txt | pip install -r /dev/stdin
 
 
 FROM cuda-base AS cuda-wheels
-# megatron-core 0.16.1 asks for Transformer Engine 2.9 to 2.11. apex of PyPI is something else: NVIDIA's is source only
+# megatron-core 0.16.1 asks for Transformer Engine 2.9 to 2.11. NVIDIA's apex is source only: what `pip install apex`
+# brings is something else
 ARG TRANSFORMER_ENGINE=2.11.0
 ARG APEX=10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4
 ARG TORCH_CUDA_ARCH_LIST="8.0;8.9;9.0;10.0"
