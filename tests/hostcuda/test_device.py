@@ -148,7 +148,7 @@ def synchronisations() -> None:
 
 
 def collectives() -> None:
-    """Collectives run beside the stream that begins them until somebody waits; the tensors are theirs until then."""
+    """A collective runs on its own stream and uses its tensors until the calling stream waits for it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.full((4,), float(rank), device="cuda")
     with watching() as checker:

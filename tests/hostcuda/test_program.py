@@ -55,7 +55,7 @@ GATHERED = layouts.layout_of(*layouts.REPLICAS, *layouts.GATHER, "top2", "blockw
 
 
 def test_layers_compute_with_weights_that_are_there(device_ranks, curve_of, profiles: dict[int, Path]) -> None:
-    """Replicas that plan for themselves gather parameters in several buckets, beside the experts' weights."""
+    """Replicas plan independently and all-gather parameters in several buckets while experts' weights are sent."""
     flags = f"{layouts.flags_of(GATHERED)} --balance-profile {profiles[2]} {SAME_KERNELS}"
     outcomes = device_ranks(4).run(watched, flags, 4, plan_apart)
     assert not complaints(outcomes)
