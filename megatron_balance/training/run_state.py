@@ -4,10 +4,12 @@ Weights and optimizer state are named by global layer and logical expert, so a r
 only makes sense on the same layout (random number generators) is kept per rank.
 """
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -103,7 +105,8 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     state: dict[str, Any] = dict(models)
     if "optimizer" in parts:
         allocate(run.optimizer)
-        optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+        with _shown_by_name():
+            optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         half = run.config.transformer.bf16 or run.config.transformer.fp16
         _name_main_parameters(optimizer, models, half, is_loading)
         # Hyperparameters come from the flags, and their structure depends on the layout
@@ -114,6 +117,17 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     if "rng" in parts:
         state["rng_state"] = _of_this_rank("rng_state", random_states())
     return state
+
+
+@contextlib.contextmanager
+def _shown_by_name() -> Iterator[None]:
+    """megatron-core formats tensors for a debug line; their values would each cost a wait for the device."""
+
+    def name(shard: ShardedBase) -> str:
+        return shard.key
+
+    with mock.patch.object(ShardedTensor, "__repr__", name), mock.patch.object(ShardedTensorFactory, "__repr__", name):
+        yield
 
 
 def balancer_state(run: Run) -> ShardedStateDict:

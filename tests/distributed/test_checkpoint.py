@@ -5,12 +5,16 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from megatron_balance.training import run_state
 from megatron_balance.training.loop import Run
 from tests import features
 from tests.distributed.checkpoints import forget_placements, losses_of, straight_against_resumed, unequal_tensors
+from tests.distributed.runs import build
 
 ITERATIONS = 14
 """Half of them before saving, which is amid an interval of three. The hot spot rotates after ten."""
@@ -62,6 +66,19 @@ def forget_chunks(run: Run) -> None:
     """Choose anew."""
     assert run.chunks is not None and run.chunks.chosen
     run.chunks.restore({})
+
+
+def shown_while_saving() -> int:
+    """How many tensors are formatted while a checkpoint's state is collected."""
+    run = build("--num-layers 1 --expert-model-parallel-size 2")
+    with mock.patch.object(torch.Tensor, "__repr__", return_value="") as shown:
+        run_state.sharded_state(run, frozenset({"optimizer"}), is_loading=False)
+    return shown.call_count
+
+
+def test_a_save_formats_no_tensor(ranks) -> None:
+    """On a device, each would be a wait."""
+    assert ranks(2).run(shown_while_saving) == [0, 0]
 
 
 @pytest.mark.slow
