@@ -27,6 +27,7 @@ LEVELS = (
         "build_comm",
         "memory",
         "dry_run",
+        "facts",
         "launch",
         "layer_frequency",
         "machine",
