@@ -2,10 +2,14 @@
 
 import sys
 
-from megatron_balance.device import cpu, quiet
+from megatron_balance.device import launcher
 
 
 def main(argv: list[str]) -> None:
+    # Before torch is imported, which takes seconds
+    launcher.follow()
+    from megatron_balance.device import cpu, quiet
+
     # Both before megatron.core is imported
     quiet.silence_expected_warnings()
     cpu.install(always="--dry-run" in argv)

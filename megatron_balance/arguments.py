@@ -6,6 +6,7 @@ checking need no process group: every rank does both before it joins the job, so
 
 import argparse
 import dataclasses
+import enum
 import functools
 import math
 import shlex
@@ -133,6 +134,9 @@ class Parsed(NamedTuple):
     notices: list[str]
     """What was decided for the user, one sentence each, to be logged once."""
 
+    flags: dict[str, str]
+    """Every flag that has an effect, and its value, whatever it was given by, or is left at."""
+
 
 class Parser(argparse.ArgumentParser):
     """Knows why it refuses a flag, and where the flags come from if not from the command line."""
@@ -220,7 +224,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     values = vars(args)
     layout, notices = check(values, given, machine)
     try:
-        return Parsed(_run_config(values, layout), _without_effect(given) + notices)
+        return Parsed(_run_config(values, layout), _without_effect(given) + notices, _as_written(parser, values))
     except (AssertionError, ImportError, RuntimeError) as error:
         raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
 
@@ -250,6 +254,28 @@ def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
         numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             parser.error(f"argument {action.option_strings[0]}: {value} is not a finite number")
+
+
+def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
+    flags: dict[str, argparse.Action] = {}
+    for action in parser._actions:
+        # Those without an effect go by their flags, not by a field
+        if action.dest in values and not action.dest.startswith("--") and action.dest != "yaml_cfg":
+            flags.setdefault(action.dest, action)
+    return {
+        action.option_strings[0]: _in_words(values[dest]) if action.nargs != 0 else _given(values[dest] == action.const)
+        for dest, action in flags.items()
+    }
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(_in_words, value))
+    return "not given" if value is None else value.name if isinstance(value, enum.Enum) else str(value)
+
+
+def _given(given: bool) -> str:
+    return "given" if given else "not given"
 
 
 def _without_effect(given: Collection[str]) -> list[str]:

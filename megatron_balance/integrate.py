@@ -34,6 +34,7 @@ from megatron_balance.build_comm import build_chunk_choice, build_exchange, buil
 from megatron_balance.checks import at_least_one, refuse_idle
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.device import groups as device_groups
+from megatron_balance.device import job
 from megatron_balance.flags import add_flags, flag_of
 from megatron_balance.flags import build as build_config
 from megatron_balance.flow.chunk_choice import ChunkChoice
@@ -295,7 +296,7 @@ def _refuse(values: Mapping[str, Any], given: set[str]) -> None:
 def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> ours.RunConfig:
     """Settings as the builders take them; what none of them reads keeps its default."""
     comm = build_config(ours.CommConfig, values)
-    topology = device_groups.node_topology(device_groups.Launch.from_environment(), comm.moe_comm_node_size)
+    topology = job.node_topology(job.Launch.from_environment(), comm.moe_comm_node_size)
     expert_tp = transformer.expert_tensor_parallel_size or transformer.tensor_model_parallel_size
     device_groups.expert_node_size(topology, transformer.expert_model_parallel_size, expert_tp)
     return ours.RunConfig(

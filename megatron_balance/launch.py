@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
+from megatron_balance import facts
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import build_run
 from megatron_balance.config import RunConfig
-from megatron_balance.device import groups
+from megatron_balance.device import groups, job, limits
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.dry_run import dry_run
 from megatron_balance.machine import Machine
@@ -21,7 +23,7 @@ from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.timeline import Timeline
 from megatron_balance.training.checkpoint import CheckpointError, Checkpoints, raise_everywhere
-from megatron_balance.training.data import prefixes_of
+from megatron_balance.training.data import batch_bytes, prefixes_of
 from megatron_balance.training.data_files import check_samples
 from megatron_balance.training.hang_guard import HangGuard
 from megatron_balance.training.logging import RunLog
@@ -32,11 +34,12 @@ from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 
 def pretrain(argv: list[str]) -> None:
-    """Parse, check, join the job, build, train. A user's mistake ends every rank before it joins."""
-    launch = groups.Launch.from_environment()
+    """Parse, check, join the job, build, train. A user's mistake ends every rank before anything is built."""
     with _leaving_together(ValueError):
-        config, notices = parse_args(argv, Machine.here(launch.world_size))
-        topology = groups.node_topology(launch, config.comm.moe_comm_node_size)
+        launch = job.Launch.from_environment()
+        parsed = parse_args(argv, Machine.here(launch.world_size))
+        config, notices = parsed.config, parsed.notices
+        topology = job.node_topology(launch, config.comm.moe_comm_node_size)
         if config.balance.balance_policy != "none":
             shape = config.transformer
             groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
@@ -49,14 +52,17 @@ def pretrain(argv: list[str]) -> None:
     torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
     timeout_minutes = config.launch.distributed_timeout_minutes
     with _leaving_together(ValueError):
-        store = groups.start(launch, config.launch.distributed_backend, timeout_minutes)
+        microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
+        limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
+        gather = functools.partial(facts.gather, parsed, topology)
+        store = job.start(launch, config.launch.distributed_backend, timeout_minutes, gather)
     stopping = Stopping(config.train)
     with (
         Collectives().recorded() as collectives,
         HangGuard(store, launch.rank, launch.world_size, timeout_minutes * 60, launch.store_rank, collectives) as guard,
     ):
         with stopping.listening():
-            with _leaving_together(ValueError, CheckpointError):
+            with _leaving_together(ValueError, CheckpointError), limits.explained():
                 run, log, checkpoints = _prepare(config, tokenizer, notices, guard)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None

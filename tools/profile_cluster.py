@@ -40,24 +40,24 @@ def main(argv: list[str]) -> None:
     from megatron_balance.arguments import parse_args
     from megatron_balance.build_comm import measure_cluster
     from megatron_balance.checks import Machine
-    from megatron_balance.device import groups
+    from megatron_balance.device import groups, job
     from megatron_balance.device.layout import build_groups
 
-    launch = groups.Launch.from_environment()
+    launch = job.Launch.from_environment()
     try:
-        config, _ = parse_args(with_stand_ins(flags), Machine.here(launch.world_size))
+        config = parse_args(with_stand_ins(flags), Machine.here(launch.world_size)).config
         shape = config.transformer
         expert_parallel, expert_tensor = shape.expert_model_parallel_size, shape.expert_tensor_parallel_size
         if expert_parallel == 1:
             raise ValueError(
                 "--expert-model-parallel-size 1: nothing to measure; give the training run's, with experts"
             )
-        topology = groups.node_topology(launch, config.comm.moe_comm_node_size)
+        topology = job.node_topology(launch, config.comm.moe_comm_node_size)
         node_size = groups.expert_node_size(topology, expert_parallel, expert_tensor)
     except ValueError as error:
         raise SystemExit(f"profile_cluster.py: error: {error}") from error
 
-    groups.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
+    job.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
     process_groups = build_groups(shape, config.train.seed, config.launch.distributed_timeout_minutes)
     speaks = launch.rank == 0
     profile = measure_cluster(config, process_groups, node_size, say if speaks else None)

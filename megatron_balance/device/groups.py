@@ -3,12 +3,10 @@
 import contextlib
 import datetime
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
@@ -18,38 +16,6 @@ Members = tuple[int, ...]
 
 BACKSTOP_SECONDS = 6.0
 """Collectives time out this much after `--distributed-timeout-minutes`: first the hang guard names the stalled rank."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher (torchrun, srun) told this process through its environment."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    store_rank: int | None = 0
-    """The rank whose process holds the key-value store; None: the launcher does."""
-
-    attempt: int = 0
-    """How often the launcher has started the job again."""
-
-    rendezvous: bool = True
-    """Whether the launcher has set the address where processes meet."""
-
-    @classmethod
-    def from_environment(cls) -> "Launch":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's; without them, a single process."""
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=world_size,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
-            store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            rendezvous={"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys(),
-        )
 
 
 @dataclass(frozen=True)
@@ -65,14 +31,6 @@ class Topology:
     @property
     def num_nodes(self) -> int:
         return -(-self.world_size // self.node_size)
-
-
-def node_topology(launch: Launch, node_size: int | None) -> Topology:
-    """`--moe-comm-node-size` if given, else LOCAL_WORLD_SIZE."""
-    size = node_size if node_size is not None else launch.local_world_size
-    if not 1 <= size <= launch.world_size:
-        raise ValueError(f"--moe-comm-node-size {size}: choose 1 to {launch.world_size} (the number of processes)")
-    return Topology(launch.world_size, size)
 
 
 def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_parallel: int) -> int:
@@ -98,37 +56,6 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
                 f"the expert-parallel group of ranks {[*ranks]} unevenly; choose a multiple or a divisor of {block}"
             )
     return size
-
-
-def start(launch: Launch, backend: str, timeout_minutes: float) -> dist.Store:
-    """Join the job: pick this process's device and initialise torch.distributed (rendezvous by environment).
-
-    A process that no launcher has started is a job of its own, with a key-value store on a free local port.
-
-    Returns:
-        The job's key-value store.
-
-    Raises:
-        ValueError: processes that belong together, but without an address where they meet.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local_rank)
-    if dist.is_initialized():
-        return dist.group.WORLD.get_group_store()
-    timeout = datetime.timedelta(minutes=backend_minutes(timeout_minutes))
-    if launch.rendezvous:
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    elif launch.world_size > 1:
-        raise ValueError(
-            f"WORLD_SIZE {launch.world_size}: MASTER_ADDR and MASTER_PORT are not set; start the processes by torchrun"
-        )
-    else:
-        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
-    store.set_timeout(timeout)
-    # A launcher's store outlives the attempt: without the prefix, ranks would look for addresses of the last attempt
-    store = dist.PrefixStore(f"attempt{launch.attempt}", store)
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-    return store
 
 
 @contextlib.contextmanager

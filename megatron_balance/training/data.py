@@ -194,6 +194,11 @@ def _iterate(
         position = 0
 
 
+def batch_bytes(micro_batch_size: int, seq_length: int) -> int:
+    """Of a Batch: three tensors of int64 and one of float32."""
+    return micro_batch_size * seq_length * 28
+
+
 def check_batch(batch: Batch, dataset: Dataset, size: int) -> None:
     """Refuse a microbatch with token ids outside a vocabulary of `size`, before it is on its way to the device.
 

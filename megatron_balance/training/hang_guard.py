@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device import collective_order
+from megatron_balance.device import collective_order, limits
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.training.stall import (
     Position,
@@ -136,7 +136,7 @@ class HangGuard:
         self._failure = error
         with self._speaking:
             # After the verdict, an exception only tells that another rank has exited already
-            if not self._spoken:
+            if not self._spoken and not isinstance(error, limits.OutOfResources):
                 traceback.print_exception(error)
         self._wake.set()
         # The threads end the process
@@ -179,7 +179,8 @@ class HangGuard:
                 return
             self._spoken = True
             report = self._report or self._own_report()
-            if report.activity != "failed":
+            # Where a machine is too small, no place in the program is to blame
+            if report.activity != "failed" and limits.OutOfResources.__name__ not in sentence:
                 faulthandler.dump_traceback(all_threads=True)
             sys.stderr.write(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
             sys.stdout.flush()

@@ -28,7 +28,7 @@ Hosts = list[float]
 
 def build(flags: str, base: str = BASE) -> Run:
     """Build the run of `base` and `flags` on this rank."""
-    config, _ = parse_args(f"{base} {flags}".split(), Machine.here(dist.get_world_size()))
+    config = parse_args(f"{base} {flags}".split(), Machine.here(dist.get_world_size())).config
     return build_run(config)
 
 

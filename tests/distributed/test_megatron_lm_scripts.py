@@ -19,7 +19,7 @@ OFF = "--sequence-parallel is off: it has no effect with --tensor-model-parallel
 def test_nvidias_mixtral_is_understood_at_its_own_size() -> None:
     world_size = 8 * MIXTRAL_NODES
     flags = [*MIXTRAL.split(), *MIXTRAL_FILES.split()]
-    config, notices = parse_args(flags, Machine(world_size, cuda=False, transformer_engine=False, apex=False))
+    config, notices, _ = parse_args(flags, Machine(world_size, cuda=False, transformer_engine=False, apex=False))
     assert not config.transformer.sequence_parallel and OFF in notices
     assert config.model.position_embedding_type == "rope"
     assert any(notice.startswith("--no-position-embedding: ") for notice in notices)

@@ -226,7 +226,7 @@ def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
 
 def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     """A profile with the project's own experts, and whether random numbers are as if nothing had been measured."""
-    config, _ = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4))
+    config = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()
     with mock.patch("megatron_balance.build_comm.SIZES", SIZES):
@@ -236,7 +236,7 @@ def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
 
 def measure_in_shards() -> ClusterProfile:
     flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear"
-    config, _ = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4))
+    config = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     with mock.patch("megatron_balance.build_comm.SIZES", SIZES):
         return measure_cluster(config, groups, 2)

@@ -191,7 +191,7 @@ EP8 = "--expert-model-parallel-size 8"
     ],
 )
 def test_the_dispatcher_that_an_all_to_all_implies(flags: str, dispatcher: str, noticed: str | None) -> None:
-    config, notices = parse_args(argv(flags), CPU)
+    config, notices, _ = parse_args(argv(flags), CPU)
     assert config.transformer.moe_token_dispatcher_type == dispatcher
     found = [notice for notice in notices if "--moe-comm" in notice]
     assert [noticed in notice for notice in found] == ([] if noticed is None else [True])

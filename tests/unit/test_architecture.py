@@ -12,7 +12,7 @@ PACKAGE = Path(megatron_balance.config.__file__).parent
 NAME = PACKAGE.name
 
 LEVELS = (
-    {"config", "training_config", "flags", "device"},
+    {"config", "training_config", "flags", "device", "messages"},
     {"placement", "comm", "profile"},
     {"training", "flow", "timeline", "simulate", "observe"},
     {
@@ -27,6 +27,7 @@ LEVELS = (
         "build_comm",
         "memory",
         "dry_run",
+        "facts",
         "launch",
         "layer_frequency",
         "machine",

@@ -71,7 +71,7 @@ def test_fusions_are_those_that_the_machine_has(
 def test_models_are_built_without_the_kernel_of_weight_gradients(computer: Machine) -> None:
     """megatron-core's layers look for it, and the output layer is one of them whatever the others are."""
     flags = argv("--bf16 --no-rope-fusion")
-    config, _ = parse_args(flags, dataclasses.replace(computer, world_size=1))
+    config = parse_args(flags, dataclasses.replace(computer, world_size=1)).config
     with imagined_run(config, 0, 1) as run:
         assert run.model
 
@@ -182,7 +182,7 @@ def test_megatron_core_is_completed_on_cuda_too(monkeypatch: pytest.MonkeyPatch)
 def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core ends the block in apex's layer norm, which refuses any other normalization."""
     monkeypatch.setattr(gpt_layer_specs, "LNImpl", FusedLayerNorm)
-    config, _ = parse_args(argv(f"--normalization {normalization} --moe-layer-impl megatron"), CPU)
+    config = parse_args(argv(f"--normalization {normalization} --moe-layer-impl megatron"), CPU).config
     path = SimpleNamespace(groups=SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0)))
     block = build.build_block_spec(config, path, exchange=None)
     assert block.layer_norm is norm

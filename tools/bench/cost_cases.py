@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 def measure(task: dict, machine: Machine) -> dict:
     """Kind and label of every case, and seconds [rounds][cases] predicted and measured."""
-    config, _ = parse_args(task["flags"].split(), machine)
+    config = parse_args(task["flags"].split(), machine).config
     groups = build_groups(config.transformer, config.train.seed)
     transformer = copy.copy(config.transformer)
     # Random weights would differ from rank to rank for nothing

@@ -52,12 +52,12 @@ def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
     import torch.distributed as dist
 
     from megatron_balance.checks import Machine
-    from megatron_balance.device import groups
+    from megatron_balance.device import job
 
     task = json.loads(worker)
-    launch = groups.Launch.from_environment()
+    launch = job.Launch.from_environment()
     machine = Machine.here(launch.world_size)
-    groups.start(launch, "nccl" if machine.cuda else "gloo", 10)
+    job.start(launch, "nccl" if machine.cuda else "gloo", 10)
     result = measure(task, machine)
     if launch.rank == 0:
         Path(task["output"]).write_text(json.dumps(result))

@@ -37,17 +37,17 @@ def main() -> int:
     from megatron_balance.arguments import parse_args
     from megatron_balance.build import build_run
     from megatron_balance.checks import Machine
-    from megatron_balance.device import groups
+    from megatron_balance.device import job
     from megatron_balance.training import manifest
     from megatron_balance.training.checkpoint import Checkpoints
     from megatron_balance.training.logging import RunLog
     from megatron_balance.training.loop import train_step
 
-    launch = groups.Launch.from_environment()
+    launch = job.Launch.from_environment()
     machine = Machine.here(launch.world_size)
     flags = f"{FLAGS} --hidden-size {args.hidden_size} --expert-model-parallel-size {launch.world_size} {args.flags}"
-    config, _ = parse_args(f"{flags} --save {args.directory} --keep-last 1".split(), machine)
-    groups.start(launch, config.launch.distributed_backend, 10)
+    config = parse_args(f"{flags} --save {args.directory} --keep-last 1".split(), machine).config
+    job.start(launch, config.launch.distributed_backend, 10)
     run = build_run(config)
     quiet_log = RunLog(config, run.length.iterations, run.vocab_size)
     quiet_log.speaks = False

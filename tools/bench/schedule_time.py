@@ -113,7 +113,7 @@ def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iteration
     from megatron_balance.flow.parallel_schedule import SCHEDULES
 
     machine = Machine.here(dist.get_world_size())
-    config, _ = parse_args(common.split(), machine)
+    config = parse_args(common.split(), machine).config
     device, groups = device_of(config, cluster.gflops), build_groups(config.transformer, config.train.seed)
     lines = measure_schedules(config, groups)
     if dist.get_rank() == 0:
