@@ -37,18 +37,29 @@ class Launch:
     rendezvous: bool = True
     """Whether the launcher has set the address where processes meet."""
 
+    job: str | None = None
+    """The launcher's name of the job, kept when it starts the job again; None: it has none."""
+
+    restarts: int = 0
+    """How often the job was started again, by torchrun and by SLURM."""
+
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's; without them, a single process."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, torchrun's and SLURM's; none: a single process."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # torchrun calls jobs "none" that nobody has named
+        torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
             store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            attempt=attempt,
             rendezvous={"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys(),
+            job=os.environ.get("SLURM_JOB_ID", None if torchrun == "none" else torchrun),
+            restarts=attempt + int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         )
 
 
