@@ -22,10 +22,12 @@ from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.timeline import Timeline
-from megatron_balance.training.checkpoint import CheckpointError, Checkpoints, raise_everywhere
+from megatron_balance.training.agreement import CheckpointError, raise_everywhere
+from megatron_balance.training.checkpoint import Checkpoints
 from megatron_balance.training.data import batch_bytes, prefixes_of
 from megatron_balance.training.data_files import check_samples
 from megatron_balance.training.hang_guard import HangGuard
+from megatron_balance.training.held_directory import HeldDirectory
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import Run, StepReport, train
 from megatron_balance.training.loss_guard import PoisonedRun
@@ -61,9 +63,12 @@ def pretrain(argv: list[str]) -> None:
         Collectives().recorded() as collectives,
         HangGuard(store, launch.rank, launch.world_size, timeout_minutes * 60, launch.store_rank, collectives) as guard,
     ):
-        with stopping.listening():
+        held = HeldDirectory(Path(config.checkpoint.save) if config.checkpoint.save else None, launch)
+        with stopping.listening(), contextlib.closing(held):
             with _leaving_together(ValueError, CheckpointError), limits.explained():
-                run, log, checkpoints = _prepare(config, tokenizer, notices, guard)
+                # Before the model is built, which takes minutes
+                held.prepare()
+                run, log, checkpoints = _prepare(config, tokenizer, notices, guard, held)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
             with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
@@ -76,7 +81,7 @@ def pretrain(argv: list[str]) -> None:
 
 
 def _prepare(
-    config: RunConfig, tokenizer: MegatronTokenizerBase, notices: list[str], guard: HangGuard
+    config: RunConfig, tokenizer: MegatronTokenizerBase, notices: list[str], guard: HangGuard, held: HeldDirectory
 ) -> tuple[Run, RunLog, Checkpoints]:
     run = build_run(config, tokenizer=tokenizer)
     guard.follow(run.position)
@@ -87,7 +92,7 @@ def _prepare(
         megabytes = run.balancer.guest_bytes / 1e6
         log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
     # A writer that stalls is to be named before the ranks that wait for it
-    checkpoints = Checkpoints(run, log, patience=config.launch.distributed_timeout_minutes * 60 / 2)
+    checkpoints = Checkpoints(run, log, patience=config.launch.distributed_timeout_minutes * 60 / 2, held=held)
     checkpoints.prepare()
     checkpoints.load()
     return run, log, checkpoints

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from megatron_balance.training import lease
 from megatron_balance.training.checkpoint_directory import UNFINISHED
 
 CHANGES = ("rename", "replace", "mkdir", "rmdir", "unlink")
@@ -99,6 +100,9 @@ class Recorder:
             directory = waiting.pop()
             entries = event.directories.setdefault(directory.stat().st_ino, {})
             for entry in os.scandir(directory):
+                if lease.NAME.fullmatch(entry.name):
+                    # It is about processes that live: after a crash, whatever it says, they do not
+                    continue
                 if entry.is_dir():
                     waiting.append(Path(entry.path))
                 else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from textfiles import staged
+from megatron_balance.files import staged, writing
 
 # pydoc_data is the English domain once more, as a Python string.
 EXCLUDED_FOLDERS = frozenset(
@@ -84,7 +84,7 @@ def json_lines(documents: list[tuple[str, str]]) -> Iterator[bytes]:
 def write_domain(path: Path, documents: list[tuple[str, str]], max_mb: float | None) -> Written:
     """Write documents up to the first that would exceed `max_mb` megabytes (10^6 bytes; None: all)."""
     written = Written()
-    with path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
         for line in json_lines(documents):
             if max_mb is not None and written.size + len(line) > max_mb * 1e6:
                 break

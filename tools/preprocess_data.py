@@ -27,9 +27,10 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from textfiles import BadLine, existing_file, parse_line, positive_int, staged
+from textfiles import BadLine, existing_file, parse_line, positive_int
 
 from megatron_balance.config import TokenizerConfig
+from megatron_balance.files import staged, writing
 from megatron_balance.flags import add_flags, build
 from megatron_balance.training.tokenizer import build_tokenizer
 
@@ -189,9 +190,10 @@ class Output:
     def add(self, encoded: EncodedChunk) -> None:
         """Append a chunk's documents."""
         for key, documents in encoded.documents.items():
-            for tokens in documents:
-                self.builders[key].add_document(tokens, [tokens.size])
-                self.tokens[key] += tokens.size
+            with writing(f"{self.stems[key]}.bin"):
+                for tokens in documents:
+                    self.builders[key].add_document(tokens, [tokens.size])
+                    self.tokens[key] += tokens.size
             self.documents[key] += len(documents)
 
     def finish(self) -> None:
@@ -199,7 +201,8 @@ class Output:
         for key, builder in self.builders.items():
             if not self.documents[key]:
                 raise PreprocessingError(f"--input: no line has text under --json-keys {key}; check both flags")
-            builder.finalize(f"{self.stems[key]}.idx")
+            with writing(f"{self.stems[key]}.idx"):
+                builder.finalize(f"{self.stems[key]}.idx")
 
     def close(self) -> None:
         """Close the data files, finished or not."""

@@ -1,11 +1,8 @@
-"""What the text tools share: JSONL lines -> strings, output that appears only when complete, argument types."""
+"""What the text tools share: JSONL lines -> strings, argument types."""
 
 import argparse
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -46,19 +43,6 @@ def _string(record: dict[str, object], key: str) -> str:
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
         raise ValueError(f"key {key!r} is not Unicode text: {error.reason} at character {error.start + 1}") from error
     return value
-
-
-@contextmanager
-def staged(directory: Path) -> Iterator[Path]:
-    """A temporary folder inside `directory`; its files move up, replacing older ones, when the block succeeds.
-
-    Whatever ends the block early, Ctrl-C included, leaves `directory` as it was. OSError where it cannot be written.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".incomplete-") as staging:
-        yield Path(staging)
-        for file in sorted(Path(staging).iterdir()):
-            os.replace(file, directory / file.name)
 
 
 def existing_file(text: str) -> Path:

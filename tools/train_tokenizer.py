@@ -18,7 +18,9 @@ from pathlib import Path
 import sentencepiece
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from textfiles import BadLine, existing_file, parse_line, positive_int, staged
+from textfiles import BadLine, existing_file, parse_line, positive_int
+
+from megatron_balance.files import staged, writing
 
 # SentencePiece drops sentences above 4192 bytes; a character takes up to 4.
 SENTENCE_CHARACTERS = 1000
@@ -39,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with staged(output.parent) as staging:
             model = train_with_progress(args)
-            (staging / output.name).write_bytes(model)
+            with writing(staging / output.name):
+                (staging / output.name).write_bytes(model)
     except (BadLine, TrainingError, OSError) as error:
         print(f"{error}\n{output} was not written", file=sys.stderr)
         return 1

@@ -1,8 +1,10 @@
 """Hugging Face models and upstream's checkpoints -> checkpoints that training starts from -> Hugging Face models."""
 
 import contextlib
+import io
 import itertools
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,9 +17,14 @@ from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import Weights, read_json
+from megatron_balance.files import staged, writing
 from megatron_balance.machine import Machine
 from megatron_balance.training import manifest, saved_flags
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.training.held_directory import new_run, utc, versions
+from megatron_balance.training.lease import Lease, Owner
+from megatron_balance.training.manifest import Origin
+from megatron_balance.training.writer import COMMON
 
 BESIDE = "huggingface"
 """Directory beside the checkpoints of an imported model: its config.json, its tokenizer."""
@@ -51,11 +58,13 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
     def make(piece: Piece) -> torch.Tensor:
         return piece.join.join([weights.read(name) for name in piece.sources])
 
-    directory = _fresh(target)
-    with _new_directory(target):
-        safetensors_files.carry(source, target / BESIDE)
-        flags = saved_flags.to_json(config)
-        _begin(directory, _told(files, say), lambda piece: weights.dtypes[piece.sources[0]], make, flags)
+    def dtype(piece: Piece) -> torch.dtype:
+        return weights.dtypes[piece.sources[0]]
+
+    with _fresh(target) as lease:
+        with staged(target / BESIDE) as beside:
+            safetensors_files.carry(source, beside)
+        _begin(lease, _told(files, say), dtype, make, saved_flags.to_json(config), source)
 
 
 def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> None:
@@ -65,32 +74,57 @@ def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> N
         ValueError: the checkpoint is damaged, or holds something else; names what.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
-    checkpoint, directory = Checkpoint(source, step), _fresh(target)
-    with _new_directory(target):
-        _begin(directory, _told(checkpoint.files, say), checkpoint.dtype, checkpoint.make, checkpoint.flags())
+    checkpoint = Checkpoint(source, step)
+    with _fresh(target) as lease:
+        files = _told(checkpoint.files, say)
+        _begin(lease, files, checkpoint.dtype, checkpoint.make, checkpoint.flags(), checkpoint.path)
 
 
-def _fresh(target: Path) -> CheckpointDirectory:
-    directory = CheckpointDirectory(target)
-    if directory.iterations():
+@contextlib.contextmanager
+def _fresh(target: Path) -> Iterator[Lease]:
+    """A directory without checkpoints that nobody else writes to; as it was before, if what is done inside fails."""
+    if CheckpointDirectory(target).iterations():
         raise ValueError(f"--save-dir {target}: holds checkpoints already; choose another")
-    return directory
+    existed = target.is_dir()
+    target.mkdir(parents=True, exist_ok=True)
+    lease = Lease(target, Owner.here("of convert_checkpoint.py"), f"--save-dir {target}")
+    lease.acquire()
+    lease.keep()
+    before = {path.name for path in target.iterdir()}
+    try:
+        yield lease
+        lease.release()
+    except BaseException:
+        lease.release()
+        for path in target.iterdir():
+            if path.name not in before or not existed:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not existed:
+            target.rmdir()
+        raise
 
 
 def _begin(
-    directory: CheckpointDirectory,
+    lease: Lease,
     files: Iterable[Sequence[Piece]],
     dtype: Callable[[Piece], torch.dtype],
     make: Callable[[Piece], torch.Tensor],
     flags: str,
+    source: Path,
 ) -> None:
     """Write the checkpoint of iteration 0."""
-    staged = directory.stage(0)
-    torch_dist.write(staged, files, dtype, make)
-    torch.save({"checkpoint_version": 3.0, "iteration": 0, "parts": []}, staged / "common.pt")
-    (staged / saved_flags.FILE).write_text(flags, encoding="utf-8")
-    manifest.write(staged, 0, {path.name: manifest.sync_and_digest(path) for path in staged.iterdir()})
-    directory.commit(staged, 0)
+    directory, started = CheckpointDirectory(lease.root), utc()
+    path = directory.stage(0)
+    torch_dist.write(path, files, dtype, make)
+    common = io.BytesIO()
+    torch.save({"checkpoint_version": 3.0, "iteration": 0, "parts": []}, common)
+    for name, content in ((COMMON, common.getvalue()), (saved_flags.FILE, flags.encode())):
+        with writing(path / name):
+            (path / name).write_bytes(content)
+    origin = Origin(new_run(), socket.gethostname(), started, utc(), f"{source.resolve()}, converted", versions())
+    manifest.write(path, 0, origin, {file.name: manifest.sync_and_digest(file) for file in path.iterdir()})
+    lease.check()
+    directory.commit(path, 0)
 
 
 def export_model(source: Path, target: Path, files_of: Path | None, step: int | None, say: Say) -> None:
@@ -124,10 +158,10 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
         for piece in pieces:
             yield from zip(piece.sources, piece.join.split(reader.read(piece)), strict=True)
 
-    with _new_directory(target):
-        target.mkdir(parents=True, exist_ok=True)
-        safetensors_files.write(target, [tensors(pieces) for pieces in _told(files, say)])
-        safetensors_files.carry(beside, target)
+    # Without its config.json, nobody takes the rest for a model
+    with staged(target, last="config.json") as model_files:
+        safetensors_files.carry(beside, model_files)
+        safetensors_files.write(model_files, [tensors(pieces) for pieces in _told(files, say)])
 
 
 def newest(source: Path, step: int | None) -> Path:
@@ -181,18 +215,3 @@ def _told(files: Sequence[Sequence[Piece]], say: Say) -> Iterator[Sequence[Piece
     for number, pieces in enumerate(files):
         yield pieces
         say(f"{number + 1} of {len(files)} files")
-
-
-@contextlib.contextmanager
-def _new_directory(target: Path) -> Iterator[None]:
-    """Removes what was written into `target` inside, if that fails."""
-    before = {path.name for path in target.iterdir()} if target.is_dir() else None
-    try:
-        yield
-    except BaseException:
-        for path in target.iterdir() if target.is_dir() else ():
-            if path.name not in (before or ()):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if before is None and target.is_dir():
-            target.rmdir()
-        raise

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron_balance.files import writing
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -79,12 +81,16 @@ class Weights:
         """One tensor.
 
         Raises:
-            ValueError: it has NaN or infinity in it.
+            ValueError: it cannot be read any more, or has NaN or infinity in it.
         """
-        with safe_open(self.directory / self.file_of[name], "pt") as opened:
-            tensor = opened.get_tensor(name)
+        path = self.directory / self.file_of[name]
+        try:
+            with safe_open(path, "pt") as opened:
+                tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: damaged: {error}") from error
         if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{self.directory / self.file_of[name]}: {name} is not finite everywhere")
+            raise ValueError(f"{path}: {name} is not finite everywhere")
         return tensor
 
 
@@ -110,12 +116,14 @@ def write(directory: Path, files: Sequence[Iterable[tuple[str, torch.Tensor]]]) 
     for number, tensors in enumerate(files):
         file = SINGLE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         content = {name: tensor.contiguous() for name, tensor in tensors}
-        save_file(content, directory / file, metadata={"format": "pt"})
+        with writing(directory / file):
+            save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
         total += sum(tensor.nbytes for tensor in content.values())
     if len(files) > 1:
         index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        with writing(directory / INDEX):
+            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def carry(source: Path, target: Path) -> None:
@@ -124,4 +132,5 @@ def carry(source: Path, target: Path) -> None:
     for pattern in (*CARRIED, *CARRIED_TOO):
         for path in source.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, target / path.name)
+                with writing(target / path.name):
+                    shutil.copyfile(path, target / path.name)

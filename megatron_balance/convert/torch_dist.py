@@ -31,7 +31,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_balance.convert.pieces import Piece
+from megatron_balance.files import writing
 from megatron_balance.training.safe_pickle import check_pickles
+from megatron_balance.training.writer import CONFIG, METADATA
 
 
 class Reader:
@@ -137,6 +139,9 @@ def write(
                 WriteItem(_index(piece), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
             )
         plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
-        results.append(writer.write_data(plan, cast(SavePlanner, _From(pieces, make))).wait())
-    writer.finish(Metadata(state_dict_metadata=cast(Any, described)), results)
-    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+        with writing(directory / f"__{number}_0.distcp"):
+            results.append(writer.write_data(plan, cast(SavePlanner, _From(pieces, make))).wait())
+    with writing(directory / METADATA):
+        writer.finish(Metadata(state_dict_metadata=cast(Any, described)), results)
+    with writing(directory / CONFIG):
+        save_config(CheckpointingConfig("torch_dist", 1), str(directory))

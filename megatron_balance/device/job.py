@@ -37,6 +37,12 @@ class Launch:
     name: str = "job"
     """The same on all ranks of this start of the job, and on no others that might find its store."""
 
+    job: str | None = None
+    """The launcher's name of the job, kept when it starts the job again; None: it has none."""
+
+    restarts: int = 0
+    """How often the job was started again, by torchrun and by SLURM."""
+
     @classmethod
     def from_environment(cls) -> "Launch":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's; without them, a single process.
@@ -47,6 +53,8 @@ class Launch:
         world_size = _number("WORLD_SIZE", 1, 1)
         local_world_size = _number("LOCAL_WORLD_SIZE", world_size, 1)
         meets = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        # torchrun calls jobs "none" that nobody has named
+        torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         return cls(
             rank=_number("RANK", 0, 0, world_size, "WORLD_SIZE"),
             world_size=world_size,
@@ -56,6 +64,8 @@ class Launch:
             address=os.environ["MASTER_ADDR"] if meets else None,
             port=_number("MASTER_PORT", 0, 1, 2**16, "65536") if meets else 0,
             name=_name(world_size, local_world_size),
+            job=os.environ.get("SLURM_JOB_ID", None if torchrun == "none" else torchrun),
+            restarts=_number("TORCHELASTIC_RESTART_COUNT", 0, 0) + _number("SLURM_RESTART_COUNT", 0, 0),
         )
 
 

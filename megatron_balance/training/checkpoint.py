@@ -5,11 +5,12 @@ pruning. Load: newest checkpoint first; one that its manifest does not confirm i
 """
 
 import contextlib
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,27 +20,23 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_balance.device.groups import on_first_rank
+from megatron_balance.files import writing
 from megatron_balance.training import manifest, run_state, saved_flags
+from megatron_balance.training.agreement import CheckpointError, gather, outcome, raise_everywhere
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.training.checkpoint_search import find_sound
+from megatron_balance.training.held_directory import HeldDirectory, unseen
+from megatron_balance.training.lease import LeaseLost
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import Run
-from megatron_balance.training.safe_pickle import check_pickles
-from megatron_balance.training.writer import PartWriter, ShardStrategy
+from megatron_balance.training.writer import COMMON, CONFIG, METADATA, PartWriter, ShardStrategy, common_state_in_memory
 
 POLL_SECONDS = 0.02
-COMMON_FILES = ("common.pt", "metadata.json", ".metadata", saved_flags.FILE)
-"""What rank 0 writes beside the shards; since megatron-core 0.19, what was in common.pt is in its shards."""
-
-Result = TypeVar("Result")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded; the message names the file and says what is left.
-
-    Every rank raises it, and at the same place.
-    """
+COMMON_FILES = (COMMON, CONFIG, METADATA, saved_flags.FILE)
+"""What rank 0 writes beside the shards."""
 
 
 @dataclass
@@ -48,8 +45,9 @@ class _Save:
 
     iteration: int
     staged: Path
-    writer: PartWriter
     start: float
+    writer: PartWriter | None = None
+    """None: not even planned."""
 
 
 @dataclass
@@ -61,36 +59,30 @@ class Checkpoints:
     patience: float
     """Seconds without progress after which a writer counts as stalled."""
 
+    held: InitVar[HeldDirectory | None] = None
+    """Where it saves; default: `--save`, taken by `prepare` or the first save."""
+
     in_flight: _Save | None = None
     saved_iteration: int | None = None
     """Of the last save or load in `--save`."""
 
     _strategy: ShardStrategy | FullyParallelSaveStrategyWrapper | None = field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, held: HeldDirectory | None) -> None:
         self.settings = self.run.config.checkpoint
-        self.directory = CheckpointDirectory(Path(self.settings.save)) if self.settings.save else None
+        save = self.settings.save
+        self.place = held or HeldDirectory(Path(save) if save else None)
+        self.directory = self.place.directory
 
     def prepare(self) -> None:
-        """Find out before the first step whether `--save` can be written; clean up after earlier processes.
+        """Take `--save` for this job, unless it was taken before, and say what was found there.
 
         Raises:
-            ValueError: it cannot; names the flag and the reason.
+            ValueError: another run has it, or it cannot be written; names the flag and the reason.
         """
-        if self.directory is None:
-            return
-        directory = self.directory
-
-        def try_it() -> list[str]:
-            try:
-                directory.root.mkdir(parents=True, exist_ok=True)
-                notices = directory.recover()
-                directory.stage(0).rmdir()
-            except OSError as error:
-                raise ValueError(f"--save {directory.root}: cannot write there ({error}); choose another") from error
-            return notices
-
-        for notice in on_first_rank(try_it):
+        if not self.place.is_held:
+            self.place.prepare()
+        for notice in self.place.notices:
             self.log.message(f"note: {notice}")
 
     def after_step(self, last: bool) -> None:
@@ -116,13 +108,26 @@ class Checkpoints:
             f"saving checkpoint at iteration {iteration:7d} to {self.directory.root} in {self.settings.ckpt_format} "
             "format"
         )
-        with _failing_as(self._failure(iteration)):
+        if not self.place.is_held:
+            self.place.prepare()
+        with self._failing(iteration):
             self.in_flight = self._start(self.directory, iteration)
         if not self.settings.async_save:
             self.finish()
 
     def _start(self, directory: CheckpointDirectory, iteration: int) -> _Save:
         start = time.perf_counter()
+        staged = on_first_rank(lambda: self._owned(directory).stage(iteration))
+        save = _Save(iteration, staged, start)
+        with self._undoing(save):
+            reason = unseen(staged)
+            raise_everywhere(OSError(reason) if reason else None)
+            save.writer = self._plan(staged)
+            raise_everywhere(outcome(save.writer.start))
+        return save
+
+    def _plan(self, staged: Path) -> PartWriter:
+        """Agree with all ranks on who writes what."""
         parts = frozenset(
             part
             for part, kept in (
@@ -133,7 +138,6 @@ class Checkpoints:
             )
             if kept
         )
-        staged = on_first_rank(lambda: directory.stage(iteration))
         state = run_state.sharded_state(self.run, parts, is_loading=False)
         if "balancer" in parts:
             state |= run_state.balancer_state(self.run)
@@ -142,18 +146,21 @@ class Checkpoints:
             # Strategies keep who writes what from the first save on, and owners may have changed
             self._strategy = None
         first = self._strategy is None
-        request = dist_checkpointing.save(
-            state | run_state.common_state(self.run, parts),
-            str(staged),
-            self._save_strategy(),
-            # The structure is the same every time; comparing it across ranks once is enough
-            validate_access_integrity=first,
-            async_sharded_save=True,
-            content_metadata=run_state.CONTENT,
-        )
-        writer = PartWriter(request, self.patience)
-        raise_everywhere(_outcome(writer.start))
-        return _Save(iteration, staged, writer, start)
+        try:
+            with common_state_in_memory() as common:
+                request = dist_checkpointing.save(
+                    state | run_state.common_state(self.run, parts),
+                    str(staged),
+                    self._save_strategy(),
+                    # The structure is the same every time; comparing it across ranks once is enough
+                    validate_access_integrity=first,
+                    async_sharded_save=True,
+                    content_metadata=run_state.CONTENT,
+                )
+        except OSError as error:
+            # This rank alone has it: the others are in a collective of megatron-core's, and the hang guard ends them
+            raise RuntimeError(f"{staged}: planning the checkpoint failed: {error}") from error
+        return PartWriter(request, self.patience, *common)
 
     def poll(self) -> None:
         """Complete an asynchronous save once every rank has written its part."""
@@ -168,6 +175,7 @@ class Checkpoints:
 
     def _written(self, save: _Save) -> bool:
         """Whether all ranks' parts are on disk."""
+        assert save.writer is not None
         error, done = None, False
         try:
             done = save.writer.poll()
@@ -178,20 +186,19 @@ class Checkpoints:
         dist.all_reduce(state)
         writing, failed = state.tolist()
         if failed:
-            save.writer.stop()
             self.in_flight = None
-            with _failing_as(self._failure(save.iteration)):
+            with self._failing(save.iteration), self._undoing(save):
                 raise_everywhere(error)
         return not writing
 
     def _complete(self, save: _Save) -> None:
-        directory = self.directory
-        assert directory is not None
+        directory, writer = self.directory, save.writer
+        assert directory is not None and writer is not None
         self.in_flight = None
-        with _failing_as(self._failure(save.iteration)):
+        with self._failing(save.iteration), self._undoing(save):
             written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object((save.writer.results(), save.writer.entries()), written)
-            save.writer.stop()
+            dist.gather_object((writer.results(), writer.entries()), written)
+            writer.stop()
             pruned = on_first_rank(lambda: self._commit(directory, save, written))
         self.saved_iteration = save.iteration
         seconds = time.perf_counter() - save.start
@@ -202,20 +209,51 @@ class Checkpoints:
             self.log.message(f"  deleted checkpoints of iterations {', '.join(map(str, pruned))}")
 
     def _commit(self, directory: CheckpointDirectory, save: _Save, written: list[tuple[list, dict]]) -> list[int]:
+        assert save.writer is not None
         save.writer.describe([results for results, _ in written])
-        (save.staged / saved_flags.FILE).write_text(saved_flags.to_json(self.run.config), encoding="utf-8")
+        flags = save.staged / saved_flags.FILE
+        with writing(flags):
+            flags.write_text(saved_flags.to_json(self.run.config), encoding="utf-8")
         files = {name: entry for _, entries in written for name, entry in entries.items()}
         common = [save.staged / name for name in COMMON_FILES if (save.staged / name).exists()]
         files |= {path.name: manifest.sync_and_digest(path) for path in common}
-        manifest.write(save.staged, save.iteration, files)
-        directory.commit(save.staged, save.iteration)
-        return directory.prune(save.iteration, self.settings.keep_last, self.settings.save_retain_interval)
+        origin = self.place.origin()
+        manifest.write(save.staged, save.iteration, origin, files)
+        self._owned(directory).commit(save.staged, save.iteration)
+        limits = self.settings.keep_last, self.settings.save_retain_interval
+        return self._owned(directory).prune(origin.run, save.iteration, *limits)
 
-    def _failure(self, iteration: int) -> str:
+    def _owned(self, directory: CheckpointDirectory) -> CheckpointDirectory:
+        """The directory, once it is certain that it is still this job's. On rank 0."""
+        assert self.place.lease is not None
+        self.place.lease.check()
+        return directory
+
+    @contextlib.contextmanager
+    def _failing(self, iteration: int) -> Iterator[None]:
+        """Turn what all ranks agreed has gone wrong inside into a CheckpointError that says what is left."""
         assert self.directory is not None
-        left = [str(self.directory.path(older)) for older in self.directory.iterations()[:1]]
-        remains = f"{left[0]} is intact" if left else "there is no earlier one"
-        return f"saving the checkpoint of iteration {iteration} failed ({remains})"
+        try:
+            yield
+        except (CheckpointError, LeaseLost, OSError, ValueError) as error:
+            left = [str(self.directory.path(older)) for older in self.directory.iterations()[:1]]
+            remains = f"{left[0]} is intact" if left else "there is no earlier one"
+            text = f"saving the checkpoint of iteration {iteration} failed ({remains}): {error}"
+            raise CheckpointError(text) from error
+
+    @contextlib.contextmanager
+    def _undoing(self, save: _Save) -> Iterator[None]:
+        """Remove what was written if all ranks agree that something has gone wrong inside."""
+        try:
+            yield
+        except (CheckpointError, LeaseLost, OSError, ValueError) as error:
+            if save.writer is not None:
+                save.writer.stop()
+            # No writer of any rank is left to write into the directory
+            gather(None)
+            if not on_first_rank(lambda: _removed(save.staged)):
+                raise CheckpointError(f"{error}; {save.staged} could not be removed") from error
+            raise
 
     def _save_strategy(self) -> ShardStrategy | FullyParallelSaveStrategyWrapper:
         if self._strategy is None:
@@ -237,22 +275,33 @@ class Checkpoints:
                 continue
             found = find_sound(CheckpointDirectory(Path(root)), settings.ckpt_step, self.log)
             if found is not None:
-                self._load(found, weights_only)
+                with _reading(found):
+                    self._load(found, weights_only)
+                self._tell_runs_apart()
                 return
+        self._tell_runs_apart()
         if settings.load is None:
             return
         if settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
         self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
 
+    def _tell_runs_apart(self) -> None:
+        if self.place.is_held and (others := on_first_rank(self.place.others)):
+            self.log.message(
+                f"WARNING: --save {self.settings.save}: holds {others}, and this is run {self.place.run}; they stay, "
+                "but are replaced where this run saves the same iteration: another directory keeps runs apart"
+            )
+
     def _load(self, path: Path, weights_only: bool) -> None:
-        self._compare_flags(path)
+        origin = on_first_rank(lambda: manifest.read(path).origin)
+        self._compare_flags(path, origin)
         # common.pt again below, with the shards: this is a few kilobytes
         common = dist_checkpointing.load_common_state_dict(str(path))
         # A converted model has nothing else
         weights_only = weights_only or (not common["parts"] and "opt_param_scheduler" not in common)
         parts = self._parts_to_load(common, weights_only)
-        self.log.message(f" loading checkpoint from {path} at iteration {common['iteration']}")
+        self.log.message(f" loading checkpoint from {path} at iteration {common['iteration']} ({origin})")
         if "balancer" in parts:
             assert self.run.balancer is not None
             found = dist_checkpointing.load(run_state.balancer_state(self.run), str(path))
@@ -265,13 +314,16 @@ class Checkpoints:
         run_state.restore(self.run, loaded, parts, weights_only)
         if self.directory is not None and path.parent.resolve() == self.directory.root.resolve() and not weights_only:
             self.saved_iteration = self.run.progress.iteration
+        self.place.resumed(path, origin, not weights_only)
         self.log.message(f"  successfully loaded checkpoint from {path}")
 
-    def _compare_flags(self, path: Path) -> None:
+    def _compare_flags(self, path: Path, origin: manifest.Origin) -> None:
         saved = on_first_rank(lambda: saved_flags.read(path))
         refused, reported = saved_flags.differences(saved, self.run.config)
         if refused:
-            raise ValueError(f"{'; '.join(refused)} ({path}); change the flag, or give --use-checkpoint-args")
+            raise ValueError(
+                f"{'; '.join(refused)} ({path} of {origin}); change the flag, or give --use-checkpoint-args"
+            )
         for difference in reported:
             self.log.message(f"WARNING: {difference} ({path})")
 
@@ -297,99 +349,20 @@ class Checkpoints:
         return frozenset(parts)
 
 
-def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) -> Path | None:
-    """The checkpoint to load: the one of `step`, else what the tracker names or the newest before it that is sound.
-
-    All files are read once, each by one rank, before anything is loaded.
-
-    Raises:
-        CheckpointError: checkpoints are there, but none is sound (or that of `step` is not).
-    """
-    candidates, notices = on_first_rank(lambda: _candidates(directory, step))
-    for notice in notices:
-        log.message(f"WARNING: {notice}")
-    for iteration in candidates:
-        path = directory.path(iteration)
-        damage = _damage(path)
-        if damage is None:
-            return path
-        log.message(f"WARNING: the checkpoint of iteration {iteration} is damaged: {damage}")
-    if candidates:
-        raise CheckpointError(
-            f"{directory.root}: no sound checkpoint among iterations {candidates}; the damaged files are named above. "
-            "Restore them, choose one with --ckpt-step, or start afresh with another directory"
-        )
-    return None
-
-
-def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[int], list[str]]:
-    iterations, notices = directory.iterations(), []
-    if step is not None:
-        if step not in iterations:
-            raise CheckpointError(f"--ckpt-step {step}: {directory.root} holds iterations {iterations}")
-        return [step], []
-    try:
-        tracked = directory.tracked()
-    except ValueError as error:
-        tracked = None
-        notices.append(f"{error}; taking the newest checkpoint")
-    if tracked is None:
-        return iterations, notices
-    unnamed = directory.finished_after_tracker(tracked)
-    later = [iteration for iteration in iterations if iteration > tracked and iteration not in unnamed]
-    if unnamed:
-        notices.append(f"{directory.root}: iterations {unnamed} were saved after the tracker's {tracked}; taking them")
-    if later:
-        notices.append(
-            f"{directory.root}: checkpoints of iterations {later} are later than the tracker's {tracked} and are left "
-            "alone; --ckpt-step chooses one"
-        )
-    if tracked not in iterations:
-        notices.append(f"{directory.path(tracked)}: missing, although the tracker names it")
-    return unnamed + [iteration for iteration in iterations if iteration <= tracked], notices
-
-
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. The ranks share the files."""
-
-    def check() -> None:
-        files = manifest.read(path).files
-        by_size = sorted(files, key=lambda name: (-files[name].bytes, name))
-        manifest.verify(path, by_size[dist.get_rank() :: dist.get_world_size()])
-
-    errors = [error for error in gather(_outcome(check)) if error is not None]
-    if not errors:
-        # Only once the bytes are known to be what was saved; a large .metadata takes seconds
-        errors = [error] if (error := on_first_rank(lambda: _outcome(lambda: check_pickles(path)))) else []
-    return str(errors[0]) if errors else None
-
-
-def _outcome(action: Callable[[], object]) -> Exception | None:
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
-
-
-def gather(value: Result) -> list[Result]:
-    """Every rank's value, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def raise_everywhere(error: Exception | None) -> None:
-    """Raise on every rank if any rank has an error: the first rank's that has one."""
-    for rank, failure in enumerate(gather(None if error is None else f"{type(error).__name__}: {error}")):
-        if failure is not None:
-            raise CheckpointError(f"rank {rank}: {failure}") from error
-
-
 @contextlib.contextmanager
-def _failing_as(text: str) -> Iterator[None]:
-    """Turn what all ranks agreed has gone wrong inside into a CheckpointError that begins with `text`."""
+def _reading(path: Path) -> Iterator[None]:
+    """Say so if what goes wrong inside is that the checkpoint is not there any more."""
     try:
         yield
-    except (CheckpointError, OSError, ValueError) as error:
-        raise CheckpointError(f"{text}: {error}") from error
+    except (Exception, CheckpointException) as error:
+        if path.is_dir():
+            raise
+        raise CheckpointError(
+            f"{path}: was deleted while it was being loaded, by the run that saves there or by hand; start again to "
+            "load the newest, or keep more with --keep-last"
+        ) from error
+
+
+def _removed(directory: Path) -> bool:
+    shutil.rmtree(directory, ignore_errors=True)
+    return not directory.exists()

@@ -5,6 +5,7 @@
     iter_0000020.saving-xxxxxxxx/        being written, or left by a process that died
     iter_0000020.replaced-xxxxxxxx/      a checkpoint that another of the same iteration is about to replace
     iter_0000020.deleting-xxxxxxxx/      being pruned
+    lease.000007                         who may change all this (lease.py), or who did last
 
 A directory gets its final name only when all its files and the manifest are on disk; the tracker names it only then,
 and only after that are older ones pruned. So a process may die at any point: what the tracker names is complete.
@@ -17,6 +18,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_balance.files import sync, writing
 from megatron_balance.training import manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,7 +31,7 @@ UNFINISHED = re.compile(r"(iter_\d{7,})\.(saving|replaced|deleting)-[0-9a-f]{8}"
 
 @dataclass(frozen=True)
 class CheckpointDirectory:
-    """A directory of checkpoints. One process at a time may change it."""
+    """A directory of checkpoints. One process at a time may change it: the one that holds its lease."""
 
     root: Path
 
@@ -78,12 +80,13 @@ class CheckpointDirectory:
             OSError: no place for it, or hardly any.
         """
         path = self._aside(iteration, "saving")
-        path.mkdir(parents=True)
+        path.mkdir()
         probe = path / "probe"
         try:
-            probe.write_bytes(b"\1" * PROBE_BYTES)
-            sync(probe)
-            probe.unlink()
+            with writing(probe):
+                probe.write_bytes(b"\1" * PROBE_BYTES)
+                sync(probe)
+                probe.unlink()
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -96,7 +99,12 @@ class CheckpointDirectory:
         if final.exists():
             replaced = self._aside(iteration, "replaced")
             os.rename(final, replaced)
-        os.rename(staged, final)
+        try:
+            os.rename(staged, final)
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, final)
+            raise
         sync(self.root)
         self._track(iteration)
         if replaced is not None:
@@ -104,22 +112,28 @@ class CheckpointDirectory:
 
     def _track(self, iteration: int) -> None:
         new = self.root / f"{TRACKER}.new"
-        with open(new, "w", encoding="ascii") as file:
-            file.write(str(iteration))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with writing(new), open(new, "w", encoding="ascii") as file:
+                file.write(str(iteration))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
         os.replace(new, self.root / TRACKER)
         sync(self.root)
 
-    def prune(self, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
-        """Delete old checkpoints and return their iterations.
+    def prune(self, run: str, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
+        """Delete old checkpoints of this run and return their iterations.
 
         Of those up to `newest`, the last `keep_last` stay, and those at multiples of `retain_interval`; later ones,
-        which a run that went back has left behind, are not touched. With neither limit, everything stays.
+        which a run that went back has left behind, and those of other runs are not touched. With neither limit,
+        everything stays.
         """
         if keep_last is None and retain_interval is None:
             return []
-        old = [iteration for iteration in self.iterations() if iteration <= newest][keep_last or 1 :]
+        own = [iteration for iteration in self.iterations() if manifest.run_of(self.path(iteration)) == run]
+        old = [iteration for iteration in own if iteration <= newest][keep_last or 1 :]
         doomed = [iteration for iteration in old if not retain_interval or iteration % retain_interval]
         for iteration in doomed:
             aside = self._aside(iteration, "deleting")
@@ -127,6 +141,15 @@ class CheckpointDirectory:
             os.rename(self.path(iteration), aside)
             shutil.rmtree(aside)
         return doomed
+
+    def of_others(self, run: str) -> dict[str, list[int]]:
+        """Iterations of checkpoints that are not from this run, by their runs."""
+        found: dict[str, list[int]] = {}
+        for iteration in self.iterations():
+            other = manifest.run_of(self.path(iteration))
+            if other is not None and other != run:
+                found.setdefault(other, []).append(iteration)
+        return found
 
     def recover(self) -> list[str]:
         """Clean up after processes that died, and return what was found, one sentence each."""
@@ -156,12 +179,3 @@ def _finished(path: Path) -> int:
         return (path / manifest.NAME).stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's data, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

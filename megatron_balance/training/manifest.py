@@ -11,9 +11,12 @@ import re
 import stat
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from megatron_balance.files import writing
+from megatron_balance.messages import cleaned
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -22,6 +25,9 @@ _DIGEST_BYTES = 32
 _CHUNK_BYTES = 4 << 20
 _MAX_BYTES = 64 << 20
 """A file takes about 150 bytes of the manifest; 100,000 ranks stay far below."""
+
+_HEAD_BYTES = 1 << 14
+"""More than everything before the files."""
 
 
 class Damaged(ValueError):
@@ -45,10 +51,35 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a checkpoint is from, for people and for telling runs apart."""
+
+    run: str
+    """Made when a run starts for the first time, and kept when it is resumed."""
+
+    host: str
+    """Of the process that wrote the manifest; `started` and `saved` are by its clock, in UTC."""
+
+    started: str
+    """When that process started."""
+
+    saved: str
+    parent: str
+    """What that process began with: a checkpoint and its run; empty: random weights."""
+
+    versions: Mapping[str, str]
+    """Of packages, by name."""
+
+    def __str__(self) -> str:
+        return f"run {cleaned(self.run)}, saved on {cleaned(self.host)} at {cleaned(self.saved)}"
+
+
+@dataclass(frozen=True)
 class Manifest:
     """`files` maps each file's name inside the directory to its entry."""
 
     iteration: int
+    origin: Origin
     files: Mapping[str, Entry]
 
 
@@ -90,15 +121,16 @@ def is_plain_name(name: object) -> bool:
     return name.isprintable() and not {"/", "\\"} & set(name)
 
 
-def write(directory: str | Path, iteration: int, entries: Mapping[str, Entry]) -> None:
+def write(directory: str | Path, iteration: int, origin: Origin, entries: Mapping[str, Entry]) -> None:
     """Write the manifest of `directory` and wait until it is on disk.
 
     The durability of the files, and of the directory's entries, the manifest's included, is the caller's.
     """
     for name in entries:
         assert is_plain_name(name) and name != NAME, name
-    with open(Path(directory) / NAME, "wb") as file:
-        file.write(_render(Manifest(iteration, entries)))
+    path = Path(directory) / NAME
+    with writing(path), open(path, "wb") as file:
+        file.write(_render(Manifest(iteration, origin, entries)))
         file.flush()
         os.fsync(file.fileno())
 
@@ -119,6 +151,16 @@ def read(directory: str | Path) -> Manifest:
     if _render(manifest) != raw:
         raise Damaged(path, "was changed after it was written: content and digest disagree")
     return manifest
+
+
+def run_of(directory: str | Path) -> str | None:
+    """The run that a checkpoint is from, by the beginning of its manifest alone; None if that does not tell."""
+    try:
+        with open(Path(directory) / NAME, "rb") as file:
+            origin = re.search(rb'^  "origin": (\{.*\}),$', file.read(_HEAD_BYTES), re.MULTILINE)
+        return str(json.loads(origin[1])["run"]) if origin else None
+    except (OSError, ValueError, KeyError, RecursionError):
+        return None
 
 
 def verify(directory: str | Path, names: Iterable[str]) -> None:
@@ -172,15 +214,27 @@ def _read_small(path: Path) -> bytes:
 
 def _parse(content: Any) -> Manifest:
     """The typed manifest; ValueError for any other shape of JSON."""
-    if not isinstance(content, dict) or content.keys() != {"format", "iteration", "files", "manifest"}:
-        raise ValueError("wants the keys format, iteration, files and manifest")
+    if not isinstance(content, dict) or content.keys() != {"format", "iteration", "origin", "files", "manifest"}:
+        raise ValueError("wants the keys format, iteration, origin, files and manifest")
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']!r}, this version reads {FORMAT}")
     if type(content["iteration"]) is not int or content["iteration"] < 0:
         raise ValueError(f"iteration {content['iteration']!r}")
     if not isinstance(content["files"], dict):
         raise ValueError("files is not an object")
-    return Manifest(content["iteration"], {name: _parse_entry(name, entry) for name, entry in content["files"].items()})
+    files = {name: _parse_entry(name, entry) for name, entry in content["files"].items()}
+    return Manifest(content["iteration"], _parse_origin(content["origin"]), files)
+
+
+def _parse_origin(content: Any) -> Origin:
+    names = [field.name for field in fields(Origin)]
+    if not isinstance(content, dict) or content.keys() != set(names):
+        raise ValueError(f"origin wants the keys {', '.join(names)}")
+    versions = content["versions"]
+    texts = [content[name] for name in names if name != "versions"]
+    if not isinstance(versions, dict) or not all(isinstance(text, str) for text in (*texts, *versions.values())):
+        raise ValueError("origin holds something else than texts")
+    return Origin(**content)
 
 
 def _parse_entry(name: str, entry: Any) -> Entry:
@@ -199,11 +253,13 @@ def _parse_entry(name: str, entry: Any) -> Entry:
 def _render(manifest: Manifest) -> bytes:
     """The one form of a manifest: sorted, a file a line, sealed by the digest over everything else."""
     files = {name: asdict(entry) for name, entry in sorted(manifest.files.items())}
-    content = {"format": FORMAT, "iteration": manifest.iteration, "files": files}
+    origin = asdict(manifest.origin)
+    content = {"format": FORMAT, "iteration": manifest.iteration, "origin": origin, "files": files}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     seal = hashlib.blake2b(canonical, digest_size=_DIGEST_BYTES).hexdigest()
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in files.items())
     return (
         f'{{\n  "format": {FORMAT},\n  "iteration": {manifest.iteration},\n'
+        f'  "origin": {json.dumps(origin, sort_keys=True)},\n'
         f'  "files": {{\n{lines}\n  }},\n  "manifest": "{seal}"\n}}\n'
     ).encode()

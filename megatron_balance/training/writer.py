@@ -4,20 +4,25 @@ The processes are forked, so they see the tensors as they are now while training
 were made on the host. A process that dies or stalls is an error of the save, never a wait for ever.
 """
 
+import contextlib
 import gc
+import importlib
 import inspect
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import queue
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -26,10 +31,43 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_balance.files import system_error, writing
 from megatron_balance.training import manifest
 
 # megatron-core would start a server process for a queue that is not used here
 filesystem_async._results_queue = queue.SimpleQueue()
+
+
+METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
+"""What rank 0 writes; since megatron-core 0.19, what was in common.pt is in its shards."""
+
+
+@contextlib.contextmanager
+def common_state_in_memory() -> Iterator[list[bytes]]:
+    """Inside, `dist_checkpointing.save` does not write common.pt but gives its content, on rank 0.
+
+    It would write it in the collective part of a save, where a rank that fails alone leaves the others waiting.
+    """
+    kept: list[bytes] = []
+    strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
+    if not hasattr(strategies, "base"):
+        yield kept
+        return
+
+    class InMemory(strategies.common.TorchCommonSaveStrategy):
+        def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+            if torch.distributed.get_rank() == 0:
+                content = io.BytesIO()
+                torch.save(common_state_dict, content)
+                kept.append(content.getvalue())
+
+    kind = strategies.base.StrategyAction.SAVE_COMMON, "torch", 1
+    before = strategies.base.get_default_strategy(*kind)
+    strategies.base.register_default_strategy(*kind, InMemory("torch", 1))
+    try:
+        yield kept
+    finally:
+        strategies.base.register_default_strategy(*kind, before)
 
 
 class ShardStrategy(TorchDistSaveShardedStrategy):
@@ -65,11 +103,13 @@ class PartWriter:
     Args:
         request: what `dist_checkpointing.save(async_sharded_save=True)` with a ShardStrategy returned.
         patience: seconds without a byte written after which a writer counts as stalled.
+        common: content of common.pt, if there is to be one.
     """
 
-    def __init__(self, request: AsyncRequest, patience: float) -> None:
+    def __init__(self, request: AsyncRequest, patience: float, common: bytes | None = None) -> None:
         self.patience = patience
         self.writer, self.metadata = request.async_fn_args
+        self.common = common
         self.parts: list[_Part] = []
         self.last_growth = time.monotonic()
 
@@ -81,7 +121,8 @@ class PartWriter:
         """
         transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
         buckets = self.writer.preload_tensors(self.writer.write_buckets) if self.writer.write_buckets else []
-        self.parts = [_start(bucket, transforms) for bucket in buckets]
+        for bucket in buckets:
+            self.parts.append(_start(bucket, transforms))
 
     def poll(self) -> bool:
         """Whether everything is on disk.
@@ -115,8 +156,14 @@ class PartWriter:
     def describe(self, results: list[list]) -> None:
         """On rank 0: write the files that describe the whole checkpoint, given every rank's `results`."""
         assert isinstance(self.metadata, Metadata)
-        self.writer.finish(self.metadata, results)
-        save_config(CheckpointingConfig("torch_dist", 1), str(self.writer.checkpoint_dir))
+        directory = Path(self.writer.checkpoint_dir)
+        with writing(directory / METADATA):
+            self.writer.finish(self.metadata, results)
+        with writing(directory / CONFIG):
+            save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+        if self.common is not None:
+            with writing(directory / COMMON):
+                (directory / COMMON).write_bytes(self.common)
 
     def stop(self) -> None:
         """End all processes."""
@@ -166,7 +213,8 @@ def _serve(pipe: Connection, bucket: tuple, transforms: list) -> None:
     try:
         pipe.send((None, _write(bucket, transforms)))
     except Exception as error:
-        pipe.send((f"{type(error).__name__}: {error}", None))
+        reason = system_error(error)
+        pipe.send((f"{type(error).__name__}: {error}" if reason is None else reason.strerror, None))
 
 
 def _write(bucket: tuple, transforms: list) -> tuple[list, manifest.Entry]:

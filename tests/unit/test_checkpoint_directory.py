@@ -19,11 +19,16 @@ class Killed(BaseException):
 
 def save(directory: CheckpointDirectory, iteration: int, keep_last: int | None = 2) -> None:
     """What rank 0 does, with one file of data."""
+    directory.root.mkdir(exist_ok=True)
     staged = directory.stage(iteration)
     (staged / "data").write_text(f"iteration {iteration}")
-    manifest.write(staged, iteration, {"data": manifest.digest(staged / "data")})
+    manifest.write(staged, iteration, origin(), {"data": manifest.digest(staged / "data")})
     directory.commit(staged, iteration)
-    directory.prune(iteration, keep_last, None)
+    directory.prune("this", iteration, keep_last, None)
+
+
+def origin(run: str = "this") -> manifest.Origin:
+    return manifest.Origin(run, "node7", "yesterday", "today", "", {})
 
 
 def newest(directory: CheckpointDirectory) -> int:
@@ -81,17 +86,22 @@ def test_death_at_any_operation_loses_nothing(tmp_path, monkeypatch, again):
 
 @given(
     iterations=st.sets(st.integers(1, 60), min_size=1, max_size=12),
+    foreign=st.sets(st.integers(1, 60), max_size=6),
     keep_last=st.none() | st.integers(1, 5),
     interval=st.none() | st.integers(1, 7),
 )
-def test_pruning_keeps_the_newest_and_the_retained(tmp_path_factory, iterations, keep_last, interval):
+def test_pruning_keeps_the_newest_and_the_retained(tmp_path_factory, iterations, foreign, keep_last, interval):
     directory = CheckpointDirectory(tmp_path_factory.mktemp("prune"))
-    for iteration in iterations:
+    foreign -= iterations
+    for iteration in iterations | foreign:
         directory.path(iteration).mkdir()
+        run = "this" if iteration in iterations else "another"
+        manifest.write(directory.path(iteration), iteration, origin(run), {})
+    assert directory.of_others("this") == ({"another": sorted(foreign, reverse=True)} if foreign else {})
     newest = sorted(iterations)[len(iterations) // 2]
-    deleted = directory.prune(newest, keep_last, interval)
+    deleted = directory.prune("this", newest, keep_last, interval)
     left = set(directory.iterations())
-    assert left == iterations - set(deleted)
+    assert left == (iterations | foreign) - set(deleted) and not foreign & set(deleted)
     assert {iteration for iteration in iterations if iteration >= newest} <= left
     if keep_last is None and interval is None:
         assert not deleted

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.training import manifest
-from megatron_balance.training.manifest import Damaged, Entry, Manifest
+from megatron_balance.training.manifest import Damaged, Entry, Manifest, Origin
 
 CONTENT = {
     ".metadata": b"\x80\x04metadata",
@@ -21,6 +21,7 @@ CONTENT = {
     "common.pt": b"common" * 100,
     "empty": b"",
 }
+ORIGIN = Origin("first-run", "node7", "2026-11-23 10:00:00 UTC", "2026-11-23 11:00:00 UTC", "", {"torch": "2.13.0"})
 EVERY = (*CONTENT, manifest.NAME)
 names = st.sampled_from(EVERY)
 offsets = st.integers(0, 1 << 20)
@@ -30,7 +31,7 @@ def save(directory: Path) -> Path:
     """A complete small checkpoint."""
     for name, content in CONTENT.items():
         (directory / name).write_bytes(content)
-    manifest.write(directory, 20, {name: manifest.digest(directory / name) for name in CONTENT})
+    manifest.write(directory, 20, ORIGIN, {name: manifest.digest(directory / name) for name in CONTENT})
     return directory
 
 
@@ -75,14 +76,20 @@ def test_round_trip(checkpoint: Path) -> None:
         name: Entry(len(content), hashlib.blake2b(content, digest_size=32).hexdigest())
         for name, content in CONTENT.items()
     }
-    assert manifest.read(checkpoint) == Manifest(20, expected)
+    assert manifest.read(checkpoint) == Manifest(20, ORIGIN, expected)
     manifest.verify(checkpoint, CONTENT)
 
 
 def test_the_file_is_sorted_readable_json(checkpoint: Path) -> None:
     text = (checkpoint / manifest.NAME).read_text()
-    assert list(json.loads(text)) == ["format", "iteration", "files", "manifest"]
+    assert list(json.loads(text)) == ["format", "iteration", "origin", "files", "manifest"]
     assert [line.split('"')[1] for line in text.splitlines() if "blake2b" in line] == sorted(CONTENT)
+
+
+def test_the_head_tells_the_run(own: Path) -> None:
+    assert manifest.run_of(own) == ORIGIN.run and str(ORIGIN).startswith("run first-run, saved on node7 at 2026")
+    (own / manifest.NAME).write_bytes((own / manifest.NAME).read_bytes().replace(b'"run"', b'"nur"'))
+    assert manifest.run_of(own) is None and manifest.run_of(own / "absent") is None
 
 
 def test_a_digest_spans_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +205,10 @@ def shapes() -> Iterator[tuple[str, Callable[[dict], object], str]]:
     for iteration in (-1, 2.0, True, "20", None):
         yield f"iteration {iteration!r}", lambda m, it=iteration: m.update(iteration=it), "iteration"
     yield "another format", lambda m: m.update(format=2), "format 2, this version reads 1"
+    yield "no origin", lambda m: m.pop("origin"), "wants the keys"
+    yield "origin without a host", lambda m: m["origin"].pop("host"), "origin wants the keys"
+    yield "a run of numbers", lambda m: m["origin"].update(run=7), "something else than texts"
+    yield "a version of numbers", lambda m: m["origin"]["versions"].update(torch=2), "something else than texts"
     yield "no files", lambda m: m.pop("files"), "wants the keys"
     yield "files is a list", lambda m: m.update(files=[]), "not an object"
     yield "an entry is a list", lambda m: m["files"].update(empty=[]), "wants the keys"

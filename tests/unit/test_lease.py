@@ -1,0 +1,377 @@
+"""The lease of a directory: one holder at a time, whoever wants it, dies, stops or comes back."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.training import lease
+from megatron_balance.training.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner, Record
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def elsewhere(name: str, job: str | None = None, attempt: int = 0) -> Owner:
+    """A process on a host of its own."""
+    return Owner(f"run-{name}", f"host-{name}", 77, "some time ago", job, attempt, machine=f"machine {name}", started=1)
+
+
+def wanted(root: Path, owner: Owner, clock: Clock | None = None) -> Lease:
+    return Lease(root, owner, f"--save {root}", clock or Clock())
+
+
+def held(root: Path, name: str = "a") -> Lease:
+    holder = wanted(root, elsewhere(name))
+    assert holder.attempt()
+    return holder
+
+
+def left(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+def test_a_released_lease_is_free_at_once(tmp_path: Path) -> None:
+    first = held(tmp_path)
+    first.release()
+    second = held(tmp_path, "b")
+    assert second.generation == 2 and left(tmp_path) == ["lease.000002"]
+    # What the first does now changes nothing
+    first.release()
+    assert not first.renew()
+    second.check()
+
+
+def test_whoever_renews_is_told_about(tmp_path: Path) -> None:
+    holder, clock = held(tmp_path), Clock()
+    other = wanted(tmp_path, elsewhere("b"), clock)
+    assert not other.attempt()
+    assert other.waiting_for().endswith("process 77 on host host-a, since some time ago still renews its lease")
+    holder.renew()
+    with pytest.raises(
+        ValueError, match=r"--save .*run-a, process 77 on host host-a, since .*another directory, or wait"
+    ):
+        other.attempt()
+
+
+def test_a_check_by_the_holder_counts_as_a_renewal(tmp_path: Path) -> None:
+    holder, other = held(tmp_path), wanted(tmp_path, elsewhere("b"))
+    assert not other.attempt()
+    holder.check()
+    with pytest.raises(ValueError, match="run-a"):
+        other.attempt()
+
+
+@pytest.mark.parametrize(
+    ("owner", "seconds"),
+    [
+        (elsewhere("b"), STALE_SECONDS),
+        (elsewhere("b", "job 7", 1), RESTART_SECONDS),
+        (elsewhere("b", "job 8", 1), STALE_SECONDS),
+        (elsewhere("b", "job 7", 0), STALE_SECONDS),
+    ],
+    ids=["another job", "the job again", "another job again", "the job twice"],
+)
+def test_a_lease_that_nobody_renews_is_stale(tmp_path: Path, owner: Owner, seconds: float) -> None:
+    assert wanted(tmp_path, elsewhere("a", "job 7", 0)).attempt()
+    clock = Clock()
+    other = wanted(tmp_path, owner, clock)
+    for now in (0.0, seconds / 2, seconds - 1):
+        clock.now = now
+        assert not other.attempt()
+    clock.now = seconds
+    assert other.attempt()
+
+
+def test_times_of_files_and_clocks_of_hosts_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held(tmp_path)
+    os.utime(tmp_path / "lease.000001", (0, 0))
+    monkeypatch.setattr(lease.time, "time", lambda: 1e12)
+    assert not wanted(tmp_path, elsewhere("b")).attempt()
+
+
+def test_a_taken_lease_is_lost_and_nothing_is_touched(tmp_path: Path) -> None:
+    first, clock = held(tmp_path), Clock()
+    second = wanted(tmp_path, elsewhere("b"), clock)
+    second.attempt()
+    clock.now = STALE_SECONDS
+    assert second.attempt()
+    content = (tmp_path / "lease.000002").read_bytes()
+    with pytest.raises(LeaseLost, match=r"another run saves there .run run-b, process 77 on host host-b"):
+        first.check()
+    assert not first.renew()
+    first.release()
+    assert left(tmp_path) == ["lease.000002"] and (tmp_path / "lease.000002").read_bytes() == content
+    second.check()
+
+
+def test_a_removed_directory_is_a_lost_lease(tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    root.mkdir()
+    holder = held(root)
+    (root / "lease.000001").unlink()
+    with pytest.raises(LeaseLost, match="is gone from there"):
+        holder.check()
+    root.rmdir()
+    with pytest.raises(LeaseLost, match="is gone from there"):
+        holder.check()
+    # Another run's of the same number, too
+    root.mkdir()
+    other = held(root, "b")
+    with pytest.raises(LeaseLost, match="run-b"):
+        holder.check()
+    assert not holder.renew()
+    other.check()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 9000, b"[" * 5000, b'{"owner": {"process": 1}}', b"null"])
+def test_what_says_nothing_becomes_stale(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lease.000009").write_bytes(content)
+    other = wanted(tmp_path, elsewhere("b"), clock := Clock())
+    assert not other.attempt() and other.waiting_for() == ""
+    clock.now = STALE_SECONDS
+    assert other.attempt() and other.generation == 10
+
+
+def test_numbers_and_names_from_a_file_do_no_harm(tmp_path: Path) -> None:
+    owner = dataclasses.asdict(Owner.here("x\n\x1b[31mred" + "y" * 500))
+    owner["process"] = 10**30
+    (tmp_path / "lease.000001").write_text(
+        json.dumps({"owner": owner, "token": "t", "renewals": 0, "released": False}), encoding="utf-8"
+    )
+    other = wanted(tmp_path, Owner.here("b"))
+    assert not other.attempt()
+    assert other.waiting_for().isprintable() and len(other.waiting_for()) < 700
+
+
+def test_a_full_disk_leaves_no_half_of_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Record) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    holder = held(tmp_path)
+    monkeypatch.setattr(Record, "render", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*lease.000002'"):
+        holder.check()
+    monkeypatch.undo()
+    assert left(tmp_path) == ["lease.000001"]
+    holder.check()
+
+
+def hold(root: Path, pipe, stopping: bool) -> None:
+    """A process that holds a lease, is stopped, and tries to save when it comes to life again."""
+    holder = Lease(root, Owner.here("first", "job", 0), f"--save {root}")
+    holder.acquire()
+    holder.keep()
+    pipe.send(holder.generation)
+    if stopping:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            holder.check()
+        except LeaseLost as error:
+            pipe.send(str(error))
+        else:
+            pipe.send("still mine")
+        return
+    signal.pause()
+
+
+@contextmanager
+def holding(root: Path, stopping: bool = False) -> Iterator[tuple[multiprocessing.Process, object]]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(root, theirs, stopping))
+    process.start()
+    assert ours.poll(30) and ours.recv() == 1
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_on_one_host_the_process_tells(tmp_path: Path) -> None:
+    with holding(tmp_path) as (process, _):
+        with pytest.raises(ValueError, match=f"run first, process {process.pid} on host"):
+            wanted(tmp_path, Owner.here("second")).attempt()
+        process.kill()
+        # Dead, though nobody has asked for its exit status
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert wanted(tmp_path, Owner.here("second")).attempt()
+
+
+def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> None:
+    owner = Owner.here("first")
+    assert owner.started and owner.machine
+    assert wanted(tmp_path, dataclasses.replace(owner, started=owner.started - 1)).attempt()
+    assert wanted(tmp_path, Owner.here("second")).attempt()
+
+
+def test_a_process_is_one_writer(tmp_path: Path) -> None:
+    first = wanted(tmp_path, Owner.here("first"))
+    assert first.attempt() and wanted(tmp_path, Owner.here("second")).attempt()
+    with pytest.raises(LeaseLost, match="run second"):
+        first.check()
+
+
+def test_a_stopped_holder_that_wakes_does_not_go_on(tmp_path: Path) -> None:
+    with holding(tmp_path, stopping=True) as (process, pipe):
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        clock = Clock()
+        taker = wanted(tmp_path, elsewhere("b"), clock)
+        assert not taker.attempt()
+        clock.now = STALE_SECONDS
+        assert taker.attempt()
+        before = left(tmp_path), (tmp_path / "lease.000002").read_bytes()
+        process_wakes = os.kill(process.pid, signal.SIGCONT)
+        assert process_wakes is None and pipe.poll(30) and "another run saves there (run run-b" in pipe.recv()
+        process.join(30)
+        assert (left(tmp_path), (tmp_path / "lease.000002").read_bytes()) == before
+
+
+def test_the_thread_renews_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.05)
+    holder = held(tmp_path)
+    holder.keep()
+    with pytest.raises(ValueError, match="run-a"):
+        wanted(tmp_path, elsewhere("b")).acquire()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == f"lease of {tmp_path}"]
+    assert thread.daemon
+    (tmp_path / "lease.000001").unlink()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+class Turns:
+    """Runs functions in threads of which only one moves at a time, and only from one file operation to the next."""
+
+    def __init__(self, functions: list[Callable[[], object]]) -> None:
+        self.results: list[object] = [None] * len(functions)
+        self._go = [threading.Semaphore(0) for _ in functions]
+        self._paused = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=self._run, args=item) for item in enumerate(functions)]
+        self._number = threading.local()
+
+    def pause(self) -> None:
+        """Before an operation: wait for the next turn."""
+        number = getattr(self._number, "value", None)
+        if number is not None:
+            self._paused.release()
+            self._go[number].acquire()
+
+    def _run(self, number: int, function: Callable[[], object]) -> None:
+        self._number.value = number
+        self._go[number].acquire()
+        try:
+            self.results[number] = function()
+        except (ValueError, LeaseLost) as error:
+            self.results[number] = error
+        self._paused.release()
+
+    def play(self, order: list[int]) -> list[object]:
+        """Let threads move in this order, and then each to its end."""
+        for thread in self._threads:
+            thread.start()
+        for number in [*order, *sorted(range(len(self._threads))) * 200]:
+            if self._threads[number].is_alive() and self.results[number] is None:
+                self._go[number].release()
+                self._paused.acquire()
+        for thread in self._threads:
+            thread.join()
+        return self.results
+
+
+OPERATIONS = ("_generations", "_read", "_create", "_remove", "_write")
+
+
+@settings(deadline=None, max_examples=300)
+@given(order=st.lists(st.integers(0, 3), max_size=60), wakes=st.booleans(), freed=st.booleans())
+def test_of_all_that_take_a_stale_lease_one_wins(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], wakes: bool, freed: bool
+) -> None:
+    """Three takers and the old holder, who releases it, or saves once more, at any moment in between."""
+    root = tmp_path_factory.mktemp("takers")
+    old, clocks = held(root, "old"), [Clock() for _ in range(3)]
+    takers = [wanted(root, elsewhere(f"taker{number}"), clock) for number, clock in enumerate(clocks)]
+    for taker, clock in zip(takers, clocks, strict=True):
+        assert not taker.attempt()
+        clock.now = STALE_SECONDS
+
+    def old_holder() -> str:
+        if wakes:
+            old.check()
+        if freed:
+            old.release()
+        return "went on"
+
+    def save(taker: Lease) -> bool:
+        if taker.attempt():
+            taker.check()
+            return True
+        return False
+
+    turns = Turns([*(lambda taker=taker: save(taker) for taker in takers), old_holder])
+    originals = {name: getattr(Lease, name) for name in OPERATIONS}
+
+    def pausing(name: str) -> Callable:
+        def operation(self: Lease, *args: object, **kwargs: object) -> object:
+            turns.pause()
+            return originals[name](self, *args, **kwargs)
+
+        return operation
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(Lease, name, pausing(name))
+        results = turns.play(order)
+    winners = [taker for taker, result in zip(takers, results, strict=False) if result is True]
+    assert len(winners) <= 1, results
+    if winners:
+        winners[0].check()
+    elif wakes and not freed:
+        assert results[3] == "went on"
+        old.check()
+    for other in [taker for taker in takers if taker not in winners and taker.generation is not None]:
+        with pytest.raises(LeaseLost):
+            other.check()
+    if winners and not freed:
+        with pytest.raises(LeaseLost):
+            old.check()
+
+
+def test_two_processes_race_for_a_directory(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from megatron_balance.training.lease import Lease, Owner\n"
+        "root = pathlib.Path(sys.argv[1]); sys.stdin.readline()\n"
+        "try: print(Lease(root, Owner.here('x'), '--save').attempt(), flush=True)\n"
+        "except ValueError: print('refused', flush=True)\n"
+        "sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    try:
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        said = sorted(process.stdout.readline().strip() for process in processes)
+    finally:
+        for process in processes:
+            process.communicate("end\n")
+    assert said.count("True") == 1 and set(said) <= {"True", "False", "refused"}
