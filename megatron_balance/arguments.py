@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_balance import config as ours
 from megatron_balance.checks import Layout, check
-from megatron_balance.flags import PRECISIONS, add_flags, build, did_you_mean, flag_names
+from megatron_balance.flags import add_flags, build, did_you_mean, flag_names
 from megatron_balance.layer_frequency import parse_layer_frequency
 from megatron_balance.machine import Machine
 from megatron_balance.training import saved_flags
@@ -40,6 +40,13 @@ INTERNAL_FIELDS = {
     *("use_inference_optimized_layers",),
 }
 """Fields of megatron-core's dataclasses that no flag sets: derived below, or megatron-core's own business."""
+
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
 
 OPTIMIZER_PRECISIONS = {
     "main_grads_dtype": ("fp32", "bf16"),

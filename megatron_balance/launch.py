@@ -11,6 +11,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import build_run
+from megatron_balance.build_balancer import planning_patience
 from megatron_balance.config import RunConfig
 from megatron_balance.device import groups
 from megatron_balance.device.collectives import Collectives
@@ -20,6 +21,7 @@ from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.timeline import Timeline
+from megatron_balance.placement.policy_process import PolicyProcess
 from megatron_balance.training.checkpoint import CheckpointError, Checkpoints, raise_everywhere
 from megatron_balance.training.data import prefixes_of
 from megatron_balance.training.data_files import check_samples
@@ -40,8 +42,11 @@ def pretrain(argv: list[str]) -> None:
         if config.balance.balance_policy != "none":
             shape = config.transformer
             groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
+        policy = _start_policy(config)
         tokenizer = build_tokenizer(config.tokenizer)
         check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
+        if policy is not None:
+            policy.ready(planning_patience(config.launch.distributed_timeout_minutes))
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
     if config.launch.dry_run:
         with _leaving_together(ValueError):
@@ -57,7 +62,7 @@ def pretrain(argv: list[str]) -> None:
     ):
         with stopping.listening():
             with _leaving_together(ValueError, CheckpointError):
-                run, log, checkpoints = _prepare(config, tokenizer, notices, guard)
+                run, log, checkpoints = _prepare(config, tokenizer, notices, guard, policy)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
             with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
@@ -69,10 +74,23 @@ def pretrain(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def _start_policy(config: RunConfig) -> PolicyProcess | None:
+    """The policy's process, if it gets one: it imports and makes the policy while the rank does the same with others.
+
+    A dry run has one for each stage that it imagines.
+    """
+    name = config.balance.balance_policy
+    return PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
+
+
 def _prepare(
-    config: RunConfig, tokenizer: MegatronTokenizerBase, notices: list[str], guard: HangGuard
+    config: RunConfig,
+    tokenizer: MegatronTokenizerBase,
+    notices: list[str],
+    guard: HangGuard,
+    policy: PolicyProcess | None,
 ) -> tuple[Run, RunLog, Checkpoints]:
-    run = build_run(config, tokenizer=tokenizer)
+    run = build_run(config, tokenizer=tokenizer, policy=policy)
     guard.follow(run.position)
     log = RunLog(config, run.length.iterations, run.vocab_size)
     for notice in notices:
