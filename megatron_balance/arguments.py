@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_balance import config as ours
 from megatron_balance.checks import Layout, check
+from megatron_balance.endings import Ending
 from megatron_balance.flags import add_flags, build, did_you_mean, flag_names
 from megatron_balance.layer_frequency import parse_layer_frequency
 from megatron_balance.machine import Machine
@@ -156,6 +158,12 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("@"):
                 self.error(f"{word[:80]!r} in a file given as @FILE: such files do not name others; give both")
         return words
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """As argparse does, with an Ending."""
+        if message:
+            self._print_message(message, sys.stderr)
+        raise Ending(status)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
         """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""

@@ -16,6 +16,7 @@ from megatron_balance.config import RunConfig
 from megatron_balance.device import groups
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.dry_run import dry_run
+from megatron_balance.endings import Ending, only_our_own
 from megatron_balance.machine import Machine
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
@@ -32,7 +33,10 @@ from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.stopping import Stopping
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
+PROGRAM = "pretrain_gpt_moe.py"
 
+
+@only_our_own(PROGRAM)
 def pretrain(argv: list[str]) -> None:
     """Parse, check, join the job, build, train. A user's mistake ends every rank before it joins."""
     launch = groups.Launch.from_environment()
@@ -151,7 +155,7 @@ def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise SystemExit(f"pretrain_gpt_moe.py: error: {error}") from error
+        raise Ending(f"{PROGRAM}: error: {error}") from error
 
 
 def _finish_together() -> None:
