@@ -10,6 +10,7 @@ import enum
 import functools
 import math
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +25,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_balance import config as ours
 from megatron_balance.checks import Layout, check
-from megatron_balance.flags import PRECISIONS, add_flags, build, did_you_mean, flag_names
+from megatron_balance.endings import Ending
+from megatron_balance.flags import add_flags, build, did_you_mean, flag_names
 from megatron_balance.layer_frequency import parse_layer_frequency
 from megatron_balance.machine import Machine
 from megatron_balance.training import saved_flags
@@ -41,6 +43,13 @@ INTERNAL_FIELDS = {
     *("use_inference_optimized_layers",),
 }
 """Fields of megatron-core's dataclasses that no flag sets: derived below, or megatron-core's own business."""
+
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
 
 OPTIMIZER_PRECISIONS = {
     "main_grads_dtype": ("fp32", "bf16"),
@@ -153,6 +162,12 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("@"):
                 self.error(f"{word[:80]!r} in a file given as @FILE: such files do not name others; give both")
         return words
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """As argparse does, with an Ending."""
+        if message:
+            self._print_message(message, sys.stderr)
+        raise Ending(status)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
         """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""

@@ -42,6 +42,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import TokenPath
 from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
+from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loop import Progress, Run
 from megatron_balance.training.loss_guard import LossGuard
@@ -52,11 +53,16 @@ MINIMAL_LOAD = 64
 """Tokens per rank below which experts are not worth timing."""
 
 
-def build_run(config: RunConfig, with_data: bool = True, tokenizer: MegatronTokenizerBase | None = None) -> Run:
+def build_run(
+    config: RunConfig,
+    with_data: bool = True,
+    tokenizer: MegatronTokenizerBase | None = None,
+    policy: Policy | None = None,
+) -> Run:
     """Build one training run in an initialised job; every rank calls it. Without data, it cannot train.
 
     Args:
-        tokenizer: the one of the flags, if it has been built before.
+        tokenizer, policy: those of the flags, if they have been built or started before.
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
@@ -90,7 +96,7 @@ def build_run(config: RunConfig, with_data: bool = True, tokenizer: MegatronToke
         data=build_data(config, tokenizer, groups, length, consumed) if with_data else Data([], None, None),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
-        balancer=build_balancer(config, groups, model, optimizer, batches.get, profile),
+        balancer=build_balancer(config, groups, model, optimizer, batches.get, profile, policy),
         chunks=chunks,
         progress=progress,
     )

@@ -18,8 +18,9 @@ from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.placement.cost_model import CostModel, Overlap
 from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy, policy_options
+from megatron_balance.placement.policies import policy_options, split_of
 from megatron_balance.placement.policies.interface import Policy
+from megatron_balance.placement.policy_process import PolicyProcess, start_policy
 from megatron_balance.placement.predictor import Predictor
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.flops import non_expert_seconds
@@ -27,6 +28,7 @@ from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Schedule
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import lower
+from megatron_balance.timeline.planner import Planner
 from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.optimizer_state import expert_fields, state_bytes
 
@@ -38,11 +40,16 @@ def build_balancer(
     optimizer: MegatronOptimizer | None,
     microbatches: Callable[[], int],
     profile: Callable[[], ClusterProfile],
+    policy: Policy | None = None,
 ) -> Balancer | None:
     """The balancer of this rank's layers; None without a policy. Every rank of the job calls it.
 
     Allocates the guest slots. `connect_hooks` comes before: gradients are aggregated before they are finalized.
     `optimizer` is that of experts which change their owners; None: they do not.
+    `policy` is what `start_policy` returned for the flags, if it has been called before.
+
+    Raises:
+        ValueError: the policy cannot be made.
     """
     settings, transformer = config.balance, config.transformer
     if settings.balance_policy == "none":
@@ -53,7 +60,7 @@ def build_balancer(
     slots = min(settings.balance_guest_slots, num_experts - num_experts // num_ranks)
     owners = Placement.identity(num_experts, num_ranks, slots)
     guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
-    policy = load_policy(settings.balance_policy, **policy_options(settings.balance_policy, vars(settings)))
+    policy, planner = _planning(config, policy)
     sharers = groups.expt_dp.size() if config.ddp.use_distributed_optimizer else 1
     states = {}
     for number, layer in layers.items():
@@ -67,11 +74,7 @@ def build_balancer(
     minutes = config.launch.distributed_timeout_minutes
     twin = device_groups.new_twin(groups.ep, dist.group.WORLD, minutes)
     connect(twin)
-    ownership = None
-    if settings.balance_ownership == "transfer":
-        stage = device_groups.new_group_of_like(groups.pp.rank(), dist.group.WORLD, minutes, "PIPELINE_STAGE")
-        connect(stage)
-        ownership = OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
+    ownership = _ownership(groups, minutes) if settings.balance_ownership == "transfer" else None
 
     @functools.cache
     def schedule(microbatches: int) -> Schedule:
@@ -85,10 +88,31 @@ def build_balancer(
 
     explain, transfer = settings.balance_explain, ExpertTransfer(twin)
     balancer = Balancer(
-        groups.ep, transfer, states, schedule, microbatches, guest_bytes, ownership, explain, groups.tp_ep
+        groups.ep, transfer, states, schedule, microbatches, guest_bytes, ownership, explain, groups.tp_ep, planner
     )
     hooks.install(balancer, layers, model, transformer)
     return balancer
+
+
+def _ownership(groups: ProcessGroupCollection, timeout_minutes: float) -> OwnershipTransfer:
+    stage = device_groups.new_group_of_like(groups.pp.rank(), dist.group.WORLD, timeout_minutes, "PIPELINE_STAGE")
+    connect(stage)
+    return OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
+
+
+def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:
+    """The policy, ready to plan, and what asks it."""
+    name, minutes = config.balance.balance_policy, config.launch.distributed_timeout_minutes
+    policy = policy or start_policy(name, **policy_options(name, vars(config.balance)))
+    if not isinstance(policy, PolicyProcess):
+        return policy, Planner(planning_patience(minutes), name=name)
+    policy.ready(planning_patience(minutes))
+    return policy, Planner(planning_patience(minutes), policy.stop, name)
+
+
+def planning_patience(timeout_minutes: float) -> float:
+    """Seconds to wait for a policy: one that stalls is to be given up before the ranks that wait for it are named."""
+    return timeout_minutes * 60 / 2
 
 
 def _manager(
@@ -108,7 +132,7 @@ def _manager(
     settings, transformer = config.balance, config.transformer
     layer.split = settings.balance_token_split
     if layer.split == "policy":
-        layer.split = getattr(policy, "split", "local_first")
+        layer.split = split_of(policy)
     parameters = list(layer.experts.parameters())
     cost = CostModel(
         profile,

@@ -20,14 +20,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
-PRECISIONS = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.uint8,
-}
+from megatron_balance.messages import described
 
 
 def flag_field(default: Any, **argparse_meta: Any) -> Any:
@@ -172,5 +165,7 @@ def named(flag: str, name: str, known: Mapping[str, Any]) -> Any:
     module_name, _, class_name = name.partition(":")
     try:
         return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{flag} {name}: cannot be imported: {error}; {remedy}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # anybody's module: its SystemExit must not end this program in silence
+        raise ValueError(f"{flag} {name}: cannot be imported: {described(error)}; {remedy}") from error

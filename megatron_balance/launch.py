@@ -13,15 +13,18 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron_balance import facts
 from megatron_balance.arguments import parse_args
 from megatron_balance.build import build_run
+from megatron_balance.build_balancer import planning_patience
 from megatron_balance.config import RunConfig
 from megatron_balance.device import groups, job, limits
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.dry_run import dry_run
+from megatron_balance.endings import Ending, only_our_own
 from megatron_balance.machine import Machine
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.timeline import Timeline
+from megatron_balance.placement.policy_process import PolicyProcess
 from megatron_balance.training.agreement import CheckpointError, raise_everywhere
 from megatron_balance.training.checkpoint import Checkpoints
 from megatron_balance.training.data import batch_bytes, prefixes_of
@@ -34,7 +37,10 @@ from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.stopping import Stopping
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
+PROGRAM = "pretrain_gpt_moe.py"
 
+
+@only_our_own(PROGRAM)
 def pretrain(argv: list[str]) -> None:
     """Parse, check, join the job, build, train. A user's mistake ends every rank before anything is built."""
     with _leaving_together(ValueError):
@@ -45,8 +51,11 @@ def pretrain(argv: list[str]) -> None:
         if config.balance.balance_policy != "none":
             shape = config.transformer
             groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
+        policy = _start_policy(config)
         tokenizer = build_tokenizer(config.tokenizer)
         check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
+        if policy is not None:
+            policy.ready(planning_patience(config.launch.distributed_timeout_minutes))
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
     if config.launch.dry_run:
         with _leaving_together(ValueError):
@@ -68,7 +77,7 @@ def pretrain(argv: list[str]) -> None:
             with _leaving_together(ValueError, CheckpointError), limits.explained():
                 # Before the model is built, which takes minutes
                 held.prepare()
-                run, log, checkpoints = _prepare(config, tokenizer, notices, guard, held)
+                run, log, checkpoints = _prepare(config, tokenizer, notices, guard, held, policy)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
             with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
@@ -80,10 +89,24 @@ def pretrain(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def _start_policy(config: RunConfig) -> PolicyProcess | None:
+    """The policy's process, if it gets one: it imports and makes the policy while the rank does the same with others.
+
+    A dry run has one for each stage that it imagines.
+    """
+    name = config.balance.balance_policy
+    return PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
+
+
 def _prepare(
-    config: RunConfig, tokenizer: MegatronTokenizerBase, notices: list[str], guard: HangGuard, held: HeldDirectory
+    config: RunConfig,
+    tokenizer: MegatronTokenizerBase,
+    notices: list[str],
+    guard: HangGuard,
+    held: HeldDirectory,
+    policy: PolicyProcess | None,
 ) -> tuple[Run, RunLog, Checkpoints]:
-    run = build_run(config, tokenizer=tokenizer)
+    run = build_run(config, tokenizer=tokenizer, policy=policy)
     guard.follow(run.position)
     log = RunLog(config, run.length.iterations, run.vocab_size)
     for notice in notices:
@@ -144,7 +167,7 @@ def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise SystemExit(f"pretrain_gpt_moe.py: error: {error}") from error
+        raise Ending(f"{PROGRAM}: error: {error}") from error
 
 
 def _finish_together() -> None:

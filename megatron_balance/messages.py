@@ -32,3 +32,9 @@ def cleaned(text: object, limit: int = 200) -> str:
     if len(line) <= limit and length <= len(start):
         return line
     return (line[: limit - len(_CUT)].rstrip() + _CUT).lstrip()
+
+
+def described(error: BaseException, limit: int = 200) -> str:
+    """An exception in one line, `TypeError: its message`, as `cleaned` makes it."""
+    message = cleaned(error, limit)
+    return cleaned(f"{type(error).__name__}: {message}" if message else type(error).__name__, limit)

@@ -141,7 +141,8 @@ def _schedule(
 def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
     """What a placement policy needs."""
     policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
-    made = load_policy(policy, **policy_options(policy, values))
+    # One from elsewhere is made in its own process only
+    made = None if ":" in policy else load_policy(policy, **policy_options(policy, values))
     flag = f"--balance-policy {policy}"
     if values["moe_layer_impl"] != "balanced":
         raise ValueError(f"{flag}: needs --moe-layer-impl balanced")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.ownership import Guest, Settlement, lasting, settle
 from megatron_balance.placement.placement import Placement
@@ -18,8 +19,20 @@ from megatron_balance.placement.predictor import History, Predictor, prediction_
 INVALID = bytes(16)
 """The digest of no placement."""
 
+GIVEN_UP = bytes(15) + b"\1"
+"""The digest of no placement, nor any in this run."""
+
 LONGEST_PAUSE = 1024
 """Iterations, between attempts to change owners."""
+
+
+class PolicyFailure(Exception):
+    """Why a policy has no placement, as the end of a sentence: what it did, a colon and details."""
+
+    def __init__(self, problem: str, final: bool = False) -> None:
+        """`final`: there is no use in asking again."""
+        super().__init__(problem)
+        self.final = final
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +49,15 @@ class Decision:
     settlement: Settlement | None = None
     """Why owners are others than before."""
 
+    final: bool = False
+    """Whether the policy is not to be asked again."""
+
     @property
     def digest(self) -> bytes:
-        """16 bytes, equal on ranks that decided alike; zeros where there is no placement."""
-        return INVALID if self.placement is None else bytes.fromhex(self.placement.digest())
+        """16 bytes, equal on ranks that decided alike; INVALID or GIVEN_UP where there is no placement."""
+        if self.placement is None:
+            return GIVEN_UP if self.final else INVALID
+        return bytes.fromhex(self.placement.digest())
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +84,14 @@ class Question:
         """The policy's placement."""
         try:
             answer = self.policy.plan(self.expected_DE.copy(), self.placement, self.cost)
-        except Exception as error:  # anybody's policy: a failing one must not end a run
-            return Decision(self.expected_DE, None, f"raised {type(error).__name__}: {error}")
+        except PolicyFailure as failure:
+            return Decision(self.expected_DE, None, str(failure), final=failure.final)
+        except BaseException as error:  # a failing policy must not end a run
+            return Decision(self.expected_DE, None, f"raised {described(error)}")
         if not isinstance(answer, Placement):
-            return Decision(self.expected_DE, None, f"returned no Placement: {answer!r}")
+            return Decision(self.expected_DE, None, f"returned no Placement: a {type(answer).__qualname__}")
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
-            return Decision(self.expected_DE, None, f"changed owners or guest slots: {answer}")
+            return Decision(self.expected_DE, None, f"changed owners or guest slots: {cleaned(answer)}")
         if not self.transfers:
             return Decision(self.expected_DE, answer)
         placement, settlement = settle(answer, self.expected_DE, self.held, self.cost)

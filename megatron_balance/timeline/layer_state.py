@@ -4,47 +4,31 @@ Shape suffixes: D expert-parallel ranks, E logical experts.
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.comm.ownership import Field
 from megatron_balance.comm.transfer import Slots
 from megatron_balance.device import clock
+from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import LayerReport, evenness
 from megatron_balance.placement.cost_model import Overlap
-from megatron_balance.placement.manager import Decision, Manager, Question
+from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.timeline.actions import Action, Operation
 
 logger = logging.getLogger(__name__)
 
+MOST_KINDS = 10
+"""Of problems with a layer's plans that the log is told."""
+
+MOST_CHARACTERS = 300
+"""Of a problem."""
+
 Span = tuple[clock.Mark, clock.Mark]
-
-
-class Plan(NamedTuple):
-    """What planning came to, and when."""
-
-    decision: Decision
-    transfers: TransferPlan | None
-    """Of the decision's placement; None if it is the present one, or none."""
-
-    start: float
-    end: float
-
-
-def make_plan(question: Question) -> Plan:
-    """The policy's answer, and how its experts travel; on any thread, because nothing but the question is read."""
-    start = time.perf_counter()
-    decision = question.answer()
-    placement, transfers = decision.placement, None
-    if placement is not None and placement != question.placement:
-        transfers = question.cost.transfers(placement)
-    return Plan(decision, transfers, start, time.perf_counter())
 
 
 @dataclass(eq=False)
@@ -138,9 +122,15 @@ class LayerState:
     def warn(self, number: int, problem: str) -> None:
         """Once for each kind of problem: a policy that fails is likely to fail in every iteration."""
         kind = problem.partition(":")[0]
-        if kind not in self.told:
+        if kind not in self.told and len(self.told) < MOST_KINDS:
             self.told.add(kind)
+            problem = cleaned(problem, MOST_CHARACTERS)
             logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
+
+    def give_up(self, number: int, problem: str) -> None:
+        """Nobody plans any more, for any layer."""
+        message = "layer %d: %s; all placements stay, and the policy is not asked again in this run"
+        logger.warning(message, number, cleaned(problem, MOST_CHARACTERS))
 
     def postpone_transfer(self, number: int, problem: str, tell: bool) -> None:
         """Experts could not change owners, on any rank; each failure is logged, since they grow rare."""

@@ -11,7 +11,6 @@ Shape suffixes: D expert-parallel ranks, E logical experts.
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,12 @@ from megatron_balance.device import clock
 from megatron_balance.device.lane import Flight, Lane
 from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.timeline import Span, Stream, Timeline
-from megatron_balance.placement.manager import INVALID
+from megatron_balance.placement.manager import GIVEN_UP, INVALID
 from megatron_balance.placement.ownership import moves
 from megatron_balance.placement.placement import Placement
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
-from megatron_balance.timeline.layer_state import LayerState, Plan, make_plan
+from megatron_balance.timeline.layer_state import LayerState
+from megatron_balance.timeline.planner import Asked, Plan, Planner
 
 EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
 """What an MoE layer computes itself."""
@@ -51,6 +51,7 @@ class Balancer:
         ownership: OwnershipTransfer | None = None,
         explain: bool = False,
         shards: dist.ProcessGroup | None = None,
+        planner: Planner | None = None,
     ) -> None:
         """
         Args:
@@ -64,6 +65,7 @@ class Balancer:
                 placement, planned for their mean load.
             explain: say what each plan is expected to change.
             shards: the groups like this one of all shards of these experts, which have one placement; None: this one.
+            planner: what makes the plans; None: a thread that is waited for as long as it takes.
         """
         self.group, self.transfer, self.layers = group, transfer, dict(layers)
         self.schedule, self.microbatches, self.guest_bytes = schedule, microbatches, guest_bytes
@@ -74,14 +76,14 @@ class Balancer:
         """Keeps what happened when."""
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
-        self._lane, self._planner = Lane("Trans and Agg"), ThreadPoolExecutor(1, thread_name_prefix="Plan")
+        self._lane, self._planner = Lane("Trans and Agg"), planner or Planner()
         self._iteration = 0
         self._steps: deque[Step] = deque()
         """Those of this iteration that are to come; none between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
         """The present computation, and when it began."""
         self._flights: dict[Action, Flight | None] = {}
-        self._plans: dict[Action, Future[Plan] | None] = {}
+        self._plans: dict[Action, Asked | None] = {}
         self._new_owners: dict[int, Plan] = {}
         """Plans that wait for the optimizer, by layer number."""
         self._entered: Counter[Action] = Counter()
@@ -217,7 +219,7 @@ class Balancer:
         else:
             self._flights[action] = None
 
-    def _start_plan(self, state: LayerState, ahead: int) -> "Future[Plan] | None":
+    def _start_plan(self, state: LayerState, ahead: int) -> Asked | None:
         """Let the policy plan for this iteration or the next one, if a plan is due."""
         manager, microbatches = state.manager, self.microbatches()
         if ahead:
@@ -229,7 +231,7 @@ class Balancer:
             return None
         assert expected_DE is not None
         manager.expected_DE = expected_DE
-        return self._planner.submit(make_plan, manager.question(expected_DE, microbatches))
+        return None if self._planner.given_up else self._planner.ask(manager.question(expected_DE, microbatches))
 
     def _observe(self, state: LayerState) -> None:
         """Tell the manager the iteration's load: where replicas have one placement, the mean of theirs."""
@@ -272,13 +274,14 @@ class Balancer:
 
     def _conclude(self, actions: Iterable[Action]) -> None:
         """Placements change where all ranks of the group want the same, however long one of them plans."""
-        due = {action: future for action in actions if (future := self._plans.pop(action)) is not None}
+        due = {action: asked for action in actions if (asked := self._plans.pop(action)) is not None}
         if not due:
             return
         plans: dict[int, Plan] = {}
-        for action, future in due.items():
+        deadline = self._planner.deadline()
+        for action, asked in due.items():
             start = clock.mark()
-            plans[action.block] = plan = future.result()
+            plans[action.block] = plan = self._planner.result(asked, deadline)
             self._waited(action, start)
             self._keep("planning", action, plan.start, plan.end)
             self.layers[action.block].plan_seconds = plan.end - plan.start
@@ -290,10 +293,20 @@ class Balancer:
                     self._adopt(number, state, plan)
                 else:
                     self._new_owners[number] = plan
+            elif GIVEN_UP in ranks:
+                self._give_up(number, plan, ranks.index(GIVEN_UP))
             elif INVALID not in ranks and self.deciders.rank() == 0:
                 state.warn(number, "the policy plans differently on different ranks")
             elif INVALID in ranks and self.deciders.rank() == ranks.index(INVALID):
                 state.warn(number, f"the policy {plan.decision.problem}")
+
+    def _give_up(self, number: int, plan: Plan, rank: int) -> None:
+        """A rank cannot ask its policy any more; from here on none does."""
+        if self._planner.given_up:
+            return
+        self._planner.give_up()
+        if self.deciders.rank() == rank:
+            self.layers[number].give_up(number, f"--balance-policy {self._planner.name} {plan.decision.problem}")
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
         before = state.placement

@@ -16,6 +16,7 @@ longer than the limit, that fails, or that loses the store raises it.
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from megatron_balance.device import collective_order, limits
 from megatron_balance.device.collectives import Collectives
+from megatron_balance.endings import INTERRUPTED, Ending, raised_in
 from megatron_balance.training.stall import (
     Position,
     Pulse,
@@ -36,6 +38,7 @@ from megatron_balance.training.stall import (
     deciding_frame,
     error_place,
     is_communication_error,
+    is_interruption,
     stack_of,
     verdict,
     waits_in,
@@ -110,9 +113,9 @@ class HangGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if error is None:
             self._end()
-        elif isinstance(error, SystemExit):
+        elif isinstance(error, Ending):
             self._leave(error)
         else:
             self._fail(error)
@@ -123,7 +126,7 @@ class HangGuard:
         for thread in self._threads:
             thread.join(MAX_PERIOD)
 
-    def _leave(self, error: SystemExit) -> NoReturn:
+    def _leave(self, error: Ending) -> NoReturn:
         """End the process for a reason that every rank has found alike: one of them says it."""
         self._end()
         if self._rank == 0:
@@ -133,15 +136,21 @@ class HangGuard:
         os._exit(EXIT_STATUS)
 
     def _fail(self, error: BaseException) -> NoReturn:
+        # Who asks for the end twice gets it no sooner
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._failure = error
         with self._speaking:
             # After the verdict, an exception only tells that another rank has exited already
-            if not self._spoken and not isinstance(error, limits.OutOfResources):
+            if not self._spoken and not isinstance(error, limits.OutOfResources | KeyboardInterrupt):
                 traceback.print_exception(error)
         self._wake.set()
         # The threads end the process
         time.sleep(BACKSTOP_SECONDS)
-        os._exit(EXIT_STATUS)
+        self._exit()
+
+    def _exit(self) -> NoReturn:
+        os._exit(INTERRUPTED if isinstance(self._failure, KeyboardInterrupt) else EXIT_STATUS)
 
     # The watch
 
@@ -164,7 +173,7 @@ class HangGuard:
         if time.monotonic() - self._answered < REPORT_SECONDS:
             self._concluded.wait(REPORT_SECONDS + 3 * FAREWELL_SECONDS)
         self._speak(self._store_verdict())
-        os._exit(EXIT_STATUS)
+        self._exit()
 
     def _store_verdict(self) -> str:
         silence = "is gone" if self._lost else f"does not answer for {time.monotonic() - self._answered:.0f} s"
@@ -173,14 +182,18 @@ class HangGuard:
         return f"rank {self._store_rank} stalled or died: the key-value store, which it holds, {silence}"
 
     def _speak(self, sentence: str) -> None:
-        """Print all stacks (after an exception of our own, its traceback has told all) and the verdict, once."""
+        """Print the verdict, once, after all stacks.
+
+        An exception of our own has told all by its traceback, and after an interruption nobody looks for a cause.
+        """
         with self._speaking:
             if self._spoken:
                 return
             self._spoken = True
             report = self._report or self._own_report()
             # Where a machine is too small, no place in the program is to blame
-            if report.activity != "failed" and limits.OutOfResources.__name__ not in sentence:
+            blameless = is_interruption(sentence) or limits.OutOfResources.__name__ in sentence
+            if not report.is_failure and not blameless:
                 faulthandler.dump_traceback(all_threads=True)
             sys.stderr.write(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
             sys.stdout.flush()
@@ -193,6 +206,8 @@ class HangGuard:
         return Report(position.iteration, position.phase, activity, place, idle, time.time())
 
     def _activity(self) -> tuple[str, str]:
+        if isinstance(self._failure, KeyboardInterrupt):
+            return "interrupted", raised_in(self._failure)
         if self._failure is not None:
             return "waited" if is_communication_error(self._failure) else "failed", error_place(self._failure)
         frame = _frame()
@@ -277,7 +292,7 @@ class HangGuard:
         said = verdict(
             found, [None if text is None else Pulse.from_json(text) for text in pulses], time.time(), self._limit
         )
-        if any(report is not None and report.activity == "failed" for report in found):
+        if any(report is not None and report.is_failure for report in found):
             # The others wait for the rank that failed, wherever they are
             return said
         records = {rank: collective_order.unpack(text) for rank, text in enumerate(entered) if text is not None}

@@ -4,7 +4,6 @@ import contextlib
 import json
 import linecache
 import re
-import textwrap
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,8 @@ from typing import Literal
 import torch.distributed as dist
 
 from megatron_balance.device import collectives
+from megatron_balance.endings import raised_in
+from megatron_balance.messages import cleaned
 
 MAX_NAMED = 4
 """Ranks that a verdict names one by one."""
@@ -76,8 +77,8 @@ class Report:
 
     iteration: int
     phase: str
-    activity: Literal["waited", "busy", "failed"]
-    """In a collective or for the device; in code of its own; ended by an exception of its own."""
+    activity: Literal["waited", "busy", "failed", "interrupted"]
+    """In a collective or for the device; in code of its own; ended by an exception of its own; ended by a user."""
 
     place: str
     """The collective, the code or the exception."""
@@ -95,9 +96,26 @@ class Report:
     def from_json(cls, text: bytes | str) -> "Report":
         return cls(**json.loads(text))
 
+    @property
+    def is_failure(self) -> bool:
+        """Whether the rank ends by itself."""
+        return self.activity in ("failed", "interrupted")
+
     def __str__(self) -> str:
-        verb = {"waited": "waited in", "busy": "was busy in", "failed": "failed with"}[self.activity]
-        return f"{verb} {self.place}"
+        return f"{_VERBS[self.activity]} {self.place}"
+
+
+_VERBS = {
+    "waited": "waited in",
+    "busy": "was busy in",
+    "failed": "failed with",
+    "interrupted": "was interrupted (SIGINT) in",
+}
+
+
+def is_interruption(said: str) -> bool:
+    """Whether a verdict is that a user has ended the job."""
+    return re.match(rf"rank \d+ {re.escape(_VERBS['interrupted'])} ", said) is not None
 
 
 def verdict(reports: Sequence[Report | None], pulses: Sequence[Pulse | None], now: float, limit: float) -> str:
@@ -113,7 +131,7 @@ def verdict(reports: Sequence[Report | None], pulses: Sequence[Pulse | None], no
         limit: seconds after which a wait counts as a stall.
     """
     present = {rank: report for rank, report in enumerate(reports) if report is not None}
-    failed = [rank for rank in present if present[rank].activity == "failed"]
+    failed = [rank for rank in present if present[rank].is_failure]
     first = min(failed, key=lambda rank: present[rank].time, default=None)
     named = [] if first is None else [f"rank {first} {present[first]} ({_position(present[first])})"]
     silent = [rank for rank, report in enumerate(reports) if report is None]
@@ -219,7 +237,10 @@ def error_place(error: BaseException) -> str:
     collective = _collective(*frames[-1]) if frames else None
     text = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
     # gloo starts with a line of its own source
-    text = textwrap.shorten(re.sub(r"\[\S+:\d+\] ", "", text), MAX_ERROR_CHARACTERS, placeholder=" ...")
+    text = cleaned(re.sub(r"\[\S+:\d+\] ", "", text), MAX_ERROR_CHARACTERS)
+    if not isinstance(error, Exception):
+        # Such as SystemExit, whose text tells nothing
+        return f"{text} raised in {raised_in(error)}"
     return text if collective is None else f"{collective} ({text})"
 
 

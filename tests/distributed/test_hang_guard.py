@@ -56,6 +56,11 @@ def fail_in_rank_1(rank: int) -> None:
     replace_forward(fail, (1,), 20, rank)
 
 
+def leave_in_rank_1(rank: int) -> None:
+    """As a user's data loader or codec might, with the exit status of success."""
+    replace_forward(sys.exit, (1,), 20, rank)
+
+
 def fail_beside_the_computation_of_rank_1(rank: int) -> None:
     from megatron_balance.comm.transfer import ExpertTransfer
 
@@ -153,13 +158,35 @@ def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None
         )
 
 
-def test_a_failing_rank_is_named(start) -> None:
-    job = start(fail_in_rank_1, FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
+FAILS = {
+    "raises": (fail_in_rank_1, "ValueError: a bad sample"),
+    "leaves": (leave_in_rank_1, f"SystemExit raised in forward_step ({__file__}:"),
+}
+
+
+@pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.slow), "leaves"])
+def test_a_failing_rank_is_named(start, how: str) -> None:
+    mischief, said = FAILS[how]
+    job = start(mischief, FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
     job.await_iteration(4)
     assert job.join([0, 1, 2], 15) == [1, 1, 1]
     for rank in (0, 1, 2):
-        assert job.verdict(rank).startswith("rank 1 failed with ValueError: a bad sample (iteration 5, forward-")
+        assert job.verdict(rank).startswith(f"rank 1 failed with {said}")
+        assert "(iteration 5, forward-backward)" in job.verdict(rank)
     assert "Traceback" in job.output(1)
+
+
+@pytest.mark.parametrize("ranks", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
+def test_an_interruption_ends_the_job_with_a_line(start, ranks: tuple[int, ...]) -> None:
+    job = start(flags=FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
+    job.await_iteration(5)
+    for rank in ranks:
+        job.signal(rank, signal.SIGINT)
+    assert job.join([0, 1, 2], 15) == [130 if rank in ranks else 1 for rank in (0, 1, 2)]
+    for rank in (0, 1, 2):
+        lines = [line for line in job.output(rank).splitlines() if " iteration " not in line]
+        assert re.match(r"rank \d was interrupted \(SIGINT\) in .* \(iteration \d+, [\w-]+\); this rank", lines[-1])
+        assert not any("Thread" in line or "Traceback" in line for line in lines), job.output(rank)
 
 
 def test_a_rank_that_fails_beside_its_computation_is_named(start) -> None:

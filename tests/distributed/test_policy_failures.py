@@ -1,21 +1,33 @@
 """Anybody's policy may fail, and a profile may be wrong: the run goes on, or every rank ends with one message."""
 
 import logging
+import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import owners_host
 from megatron_balance.placement.policies.top_k import Top2
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.training.loop import train_step
 from tests.distributed import runs
+from tests.distributed.failing_policies import (
+    GOOD,
+    LAYERS,
+    PLANS,
+    RANK,
+    ExitsOnRank1,
+    LoopsOnRank1,
+    NoPlacement,
+    OneRankRaises,
+    OtherOwners,
+    OtherSlots,
+    OwnMind,
+    TooManyGuests,
+    Turning,
+    TwoFaults,
+)
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE
 from tests.distributed.test_parity import deviation
@@ -23,78 +35,14 @@ from tests.distributed.test_parity import deviation
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
 
-LAYERS = 2
-GOOD, ITERATIONS = 3, 8
-"""Iterations whose plans are good, and all that are trained."""
+ITERATIONS = 8
 
 FLAGS = "--expert-model-parallel-size 4 --moe-router-force-workload rotating_hotspot"
 
 
-class Turning:
-    """top2 for the first iterations, and after them what `go_wrong` returns."""
-
-    def __init__(self) -> None:
-        self.plans = 0
-
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        self.plans += 1
-        good = Top2().plan(counts_DE, current, cost)
-        return good if self.plans <= GOOD * LAYERS else self.go_wrong(current, good)
-
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        """Instead of `good`."""
-        raise NotImplementedError
-
-
-class TooManyGuests(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        return owners_host(current, [(expert, rank) for expert in range(8) for rank in range(4) if rank != expert // 2])
-
-
-class NoPlacement(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        return good.hosts
-
-
-class OtherOwners(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        owners = owners_host(current)
-        back = [(rank,) for rank in reversed(owners.primary)]
-        return replace(owners, home=owners.home[::-1], hosts=tuple(back), primary=owners.primary[::-1])
-
-
-class OtherSlots(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        return Placement.identity(8, 4, guest_slots=1)
-
-
-class TwoFaults(Turning):
-    """Of one kind in one iteration, of the other in the next."""
-
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        if (self.plans - 1) // LAYERS % 2:
-            raise KeyError(self.plans)
-        return TooManyGuests().go_wrong(current, good)
-
-
-class OwnMind(Turning):
-    """Every rank would host another expert as a guest."""
-
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        rank = dist.get_rank()
-        return owners_host(current, [((2 * rank + 2) % 8, rank)])
-
-
-class OneRankRaises(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        if dist.get_rank() == 2:
-            raise ZeroDivisionError("on this rank only")
-        return owners_host(current)
-
-
 FAILURES: dict[type[Turning], tuple[int, set[str]]] = {
     TooManyGuests: (0, {"raised ValueError: rank 0: no free guest slot of 2 for experts"}),
-    NoPlacement: (0, {"returned no Placement: (("}),
+    NoPlacement: (0, {"returned no Placement: a tuple"}),
     OtherOwners: (0, {"changed owners or guest slots: 6 7 + . . | 4 5"}),
     OtherSlots: (0, {"changed owners or guest slots: 0 1 + . | 2 3"}),
     TwoFaults: (0, {"raised ValueError: rank 0", "raised KeyError: "}),
@@ -115,13 +63,16 @@ class Captured(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def train_with(policy: str, load: str) -> dict[str, list]:
+def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:
     """Train a run; what was learned, which placements it had and what this rank logged."""
     captured, placements = Captured(), []
+    os.environ |= {RANK: str(dist.get_rank()), PLANS: "0"}
     logger = logging.getLogger("megatron_balance")
     logger.addHandler(captured)
     try:
-        run = runs.build(f"{FLAGS} --balance-policy {policy} --balance-load {load}")
+        run = runs.build(f"{flags} --balance-policy {policy} --balance-load {load}")
+        # For processes that are started later
+        os.environ[PLANS] = str(GOOD * LAYERS)
         reports = []
         for _ in range(ITERATIONS):
             reports.append(train_step(run))
@@ -142,11 +93,20 @@ def baseline(ranks) -> runs.Curve:
 
 
 CASES = [*((policy, "predicted") for policy in FAILURES), (OwnMind, "exact"), (OneRankRaises, "exact")]
+AS_IN_UNIT_TESTS = {NoPlacement, OtherOwners, OtherSlots}
 
 
-@pytest.mark.parametrize(("policy", "load"), CASES, ids=[f"{policy.__name__}-{load}" for policy, load in CASES])
+@pytest.mark.parametrize(
+    ("policy", "load"),
+    [
+        pytest.param(
+            policy, load, id=f"{policy.__name__}-{load}", marks=[pytest.mark.slow] * (policy in AS_IN_UNIT_TESTS)
+        )
+        for policy, load in CASES
+    ],
+)
 def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, policy: type[Turning], load: str) -> None:
-    outcomes = ranks(4).run(train_with, f"{__name__}:{policy.__name__}", load)
+    outcomes = ranks(4).run(train_with, f"{policy.__module__}:{policy.__name__}", load)
     for outcome in outcomes:
         assert deviation(outcome["curve"], baseline) <= TOLERANCE
         assert outcome["placements"] == outcomes[0]["placements"]
@@ -161,6 +121,31 @@ def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, polic
             begins = f"layer {layer}: the policy {text}"
             assert sum(line.startswith(begins) for line in outcome["lines"]) == 1, outcome["lines"]
         assert all("its last placement stays" in line for line in outcome["lines"])
+
+
+@pytest.mark.parametrize("load", ["predicted", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (LoopsOnRank1, "made no plan within 1.5 s, half of --distributed-timeout-minutes 0.05"),
+        (ExitsOnRank1, "ended its process: exit status 0 (3 times in a row)"),
+    ],
+)
+def test_a_policy_that_ends_or_stalls_on_one_rank_is_given_up_on_all(
+    ranks, policy: type[Turning], said: str, load: str
+) -> None:
+    """They keep the last placement of all."""
+    flags = f"{FLAGS} --expert-model-parallel-size 2 --distributed-timeout-minutes 0.05"
+    name = f"{policy.__module__}:{policy.__name__}"
+    outcomes = ranks(2).run(train_with, name, load, flags)
+    assert [outcome["placements"] == outcomes[0]["placements"] for outcome in outcomes] == [True, True]
+    placements = outcomes[0]["placements"]
+    assert all(after == placements[GOOD - 1] for after in placements[GOOD:])
+    assert all(hosts > 0 for hosts in outcomes[0]["hosts"][1:])
+    assert outcomes[0]["lines"] == []
+    *warnings, last = outcomes[1]["lines"]
+    assert f": --balance-policy {name} {said}; all placements stay, and the policy is not asked again" in last
+    assert len(warnings) <= LAYERS
 
 
 def test_a_good_policy_is_not_warned_of(ranks, baseline) -> None:

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megatron_balance.device.lane import Flight
 from megatron_balance.placement.cost_model import CostModel, Overlap
-from megatron_balance.placement.manager import Manager
+from megatron_balance.placement.manager import Manager, Question
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.interface import Policy, owners_host
 from megatron_balance.placement.predictor import Predictor
@@ -25,6 +25,7 @@ from megatron_balance.timeline import runtime
 from megatron_balance.timeline.actions import Operation
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import Overlapping, Pass, lower, one_forward_one_backward
+from megatron_balance.timeline.planner import Asked, Plan, Planner, make_plan
 from megatron_balance.timeline.runtime import Balancer
 
 RANKS, EXPERTS, SLOTS, MICROBATCHES = 3, 12, 2, 5
@@ -101,7 +102,7 @@ class Slots:
 
 
 class AtOnce:
-    """Stands for the lane and for the planner's thread: does at once what it is to start."""
+    """Stands for the lane: does at once what it is to start."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -117,16 +118,25 @@ class AtOnce:
 
         return Flight(0.0, wait)
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        journal, answer = self.journal, function(*arguments)
-        entry = journal[-1]
 
-        class Answered(Future):
-            def result(self, timeout: float | None = None) -> Any:
-                journal.append(("waited", *entry))
-                return answer
+class PlansAtOnce(Planner):
+    """Does at once what it is asked."""
 
-        return Answered()
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self.journal = journal
+        self.entries: dict[int, tuple] = {}
+        """What the journal says of the questions."""
+
+    def ask(self, question: Question) -> Asked:
+        asked = Asked(question, Future())
+        asked.plan.set_result(make_plan(question))
+        self.entries[id(asked)] = self.journal[-1]
+        return asked
+
+    def result(self, asked: Asked, deadline: float) -> Plan:
+        self.journal.append(("waited", *self.entries.pop(id(asked))))
+        return super().result(asked, deadline)
 
 
 @dataclass
@@ -225,7 +235,7 @@ def build(
     with monkeypatch.context() as patched:
         if not threads:
             patched.setattr(runtime, "Lane", lambda name: AtOnce(journal))
-            patched.setattr(runtime, "ThreadPoolExecutor", lambda *_, **__: AtOnce(journal))
+            more.setdefault("planner", PlansAtOnce(journal))
         states = {
             number: LayerState(
                 Manager(policy(number, journal), COST, Predictor(predictor), OWNERS, interval), Slots(number), BESIDE

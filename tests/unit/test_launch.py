@@ -9,6 +9,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_balance import launch
+from megatron_balance.endings import Ending
 from tests.distributed.runs import BASE
 
 
@@ -17,7 +18,7 @@ def error_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What ends a run with these flags before it joins; `joined` if nothing does."""
 
     def join(*_: Any) -> None:
-        raise SystemExit("joined")
+        raise Ending("joined")
 
     monkeypatch.setattr(launch.groups, "start", join)
     monkeypatch.setattr(launch, "dry_run", join)
@@ -56,3 +57,41 @@ def test_data_of_another_tokenizer(error_of: Callable[..., str], tmp_path: Path,
     base = BASE.replace("--mock-data", f"{dry} --data-path 0.5 {prefix} 0.5 {tmp_path / 'elsewhere'}")
     assert f"error: {prefix}.bin: token 128, number 1 of the file, is outside" in error_of("--vocab-size 127", base)
     assert error_of("--vocab-size 128", base) == "joined"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (SystemExit(0), 1, "pretrain_gpt_moe.py: error: SystemExit: 0 raised in fail (" + __file__),
+        (SystemExit(), 1, "pretrain_gpt_moe.py: error: SystemExit raised in fail ("),
+        (GeneratorExit("x"), 1, "pretrain_gpt_moe.py: error: GeneratorExit: x raised in fail ("),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_nobody_else_ends_the_program_as_if_it_were_done(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, said: str
+) -> None:
+    """Such as a user's module that calls sys.exit()."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "build_tokenizer", fail)
+    with pytest.raises(SystemExit) as ended:
+        launch.pretrain(BASE.split())
+    assert ended.value.code == status if not said else str(ended.value.code).startswith(said)
+
+
+def test_a_module_that_leaves_when_it_is_imported_is_a_users_mistake(
+    error_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_codecs.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = error_of("--moe-comm-codec my_codecs:Mine --expert-model-parallel-size 1 --moe-layer-impl balanced")
+    assert "--moe-comm-codec my_codecs:Mine: cannot be imported: SystemExit: 0; choose from" in said
+
+
+def test_help_is_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.pretrain(["--help"])
+    assert not ended.value.code and "--balance-policy" in capsys.readouterr().out

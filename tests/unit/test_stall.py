@@ -288,4 +288,5 @@ def test_errors_of_other_ranks_are_told_from_own_ones() -> None:
 def test_an_error_takes_one_line() -> None:
     assert error_place(caught(lose_connection)) == "RuntimeError: Connection closed by peer [10.0.0.1]:1"
     assert error_place(ValueError("a\nb")) == "ValueError: a"
+    assert error_place(ValueError("\x1b[31mred\0")) == "ValueError: red?"
     assert len(error_place(ValueError("word " * 100))) <= 120

@@ -155,8 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
     build_run = launch.build_run
 
-    def build_emulated(config: Any) -> Any:
-        run = build_run(config)
+    def build_emulated(config: Any, **known: Any) -> Any:
+        run = build_run(config, **known)
         emulate(run.model, device, functools.partial(print, flush=True) if last else lambda line: None)
         return run
 

@@ -11,8 +11,7 @@ experts' parts in proportion to their tokens, and (4), (5a), (5b), (6a) and (6c)
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csc_array
+import scipy  # whose parts are imported by their first use: a process that plans without them starts sooner
 
 from megatron_balance.placement.demi.listing import Pace
 from megatron_balance.placement.demi.problem import Problem
@@ -76,9 +75,9 @@ class Rows:
         exist = (variables != ABSENT) & (factors != 0)
         self.entries.append((rows[exist], variables[exist], factors[exist]))
 
-    def matrix(self, variables: int) -> csc_array:
+    def matrix(self, variables: int) -> "scipy.sparse.csc_array":
         rows, columns, values = map(np.concatenate, zip(*self.entries, strict=True))
-        return csc_array((values, (rows, columns)), shape=(self.count, variables))
+        return scipy.sparse.csc_array((values, (rows, columns)), shape=(self.count, variables))
 
     @property
     def bound(self) -> np.ndarray:
@@ -207,7 +206,7 @@ class _Program:
             exist = task != ABSENT
             costs[task[exist]] = np.broadcast_to(weight_T, task.shape)[exist]
         matrices = self.most.matrix(self.count), self.most.bound, self.equal.matrix(self.count), self.equal.bound
-        answer = linprog(costs, *matrices, method="highs-ds")
+        answer = scipy.optimize.linprog(costs, *matrices, method="highs-ds")
         if answer.x is None:
             return None
         # An absent variable is the last one

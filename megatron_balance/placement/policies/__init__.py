@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_balance.flags import named
+from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.placement.policies.demi_baselines import DemiS1, DemiS2, DemiS3
 from megatron_balance.placement.policies.fastermoe import FasterMoE
@@ -12,6 +13,7 @@ from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.policies.none import NoPolicy
 from megatron_balance.placement.policies.pro_prophet import ProProphet
 from megatron_balance.placement.policies.top_k import Top2, Top3
+from megatron_balance.placement.splits import SPLITS
 
 POLICIES: dict[str, type[Policy]] = {
     "none": NoPolicy,
@@ -58,8 +60,25 @@ def load_policy(name: str, **options: Any) -> Policy:
     factory = named("--balance-policy", name, POLICIES)
     try:
         policy = factory(**options)
+        plan = getattr(policy, "plan", None)
     except TypeError as error:
-        raise ValueError(f"{flag}: cannot be made with options {sorted(options)}: {error}") from error
-    if not callable(getattr(policy, "plan", None)):
+        raise ValueError(f"{flag}: cannot be made with options {sorted(options)}: {cleaned(error)}") from error
+    except BaseException as error:  # anybody's constructor
+        if name in POLICIES:
+            raise
+        raise ValueError(f"{flag}: cannot be made: {described(error)}") from error
+    if not callable(plan):
         raise ValueError(f"{flag}: has no method plan(counts_DE, current, cost)")
     return policy
+
+
+def split_of(policy: Policy) -> str:
+    """How a policy wants tokens to be shared, `Policy.split`.
+
+    Raises:
+        ValueError: not a name in SPLITS.
+    """
+    split = getattr(policy, "split", "local_first")
+    if type(split) is not str or split not in SPLITS:
+        raise ValueError(f"{type(policy).__qualname__}.split is {cleaned(split, 60)}: choose from {', '.join(SPLITS)}")
+    return split

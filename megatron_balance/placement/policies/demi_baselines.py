@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment, milp
-from scipy.sparse import block_array, csr_array, eye_array, kron
+import scipy  # whose parts are imported by their first use: a process that plans without them starts sooner
 
 from megatron_balance.placement.cost_model import CostModel, owners
 from megatron_balance.placement.placement import Placement
@@ -82,7 +81,9 @@ def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.nd
     rank_C = np.repeat(np.arange(num_ranks), guest_slots)
     gain_EC = np.where(rank_C == owner_E[:, None], 0.0, saved_ED[:, rank_C]).clip(0.0)
     # Everyone may stay at home
-    experts, columns = linear_sum_assignment(np.hstack([gain_EC, np.zeros((num_experts, num_experts))]), maximize=True)
+    experts, columns = scipy.optimize.linear_sum_assignment(
+        np.hstack([gain_EC, np.zeros((num_experts, num_experts))]), maximize=True
+    )
     hosts_E = owner_E.copy()
     lent = columns < len(rank_C)
     lent[lent] = gain_EC[experts[lent], columns[lent]] > 0
@@ -104,21 +105,24 @@ def _least_traffic_and_load(
     """
     num_experts, num_ranks = saved_ED.shape
     scale = max(float(load_E.max()), float(np.abs(saved_ED).max())) or 1.0
-    of_rank = eye_array(num_ranks, format="csr")
-    loads = kron(csr_array(load_E[None] / scale), of_rank)
+    of_rank = scipy.sparse.eye_array(num_ranks, format="csr")
+    loads = scipy.sparse.kron(scipy.sparse.csr_array(load_E[None] / scale), of_rank)
     foreign_ED = owner_E[:, None] != np.arange(num_ranks)
-    matrix = block_array(
+    matrix = scipy.sparse.block_array(
         [
-            [kron(eye_array(num_experts), np.ones((1, num_ranks))), None],
-            [kron(np.ones((1, num_experts)), of_rank).multiply(foreign_ED.ravel()[None].astype(float)), None],
-            [loads, csr_array(-np.ones((num_ranks, 1)))],
+            [scipy.sparse.kron(scipy.sparse.eye_array(num_experts), np.ones((1, num_ranks))), None],
+            [
+                scipy.sparse.kron(np.ones((1, num_experts)), of_rank).multiply(foreign_ED.ravel()[None].astype(float)),
+                None,
+            ],
+            [loads, scipy.sparse.csr_array(-np.ones((num_ranks, 1)))],
         ],
         format="csc",
     )
     most = np.concatenate([np.ones(num_experts), np.full(num_ranks, float(guest_slots)), np.zeros(num_ranks)])
     least = np.concatenate([np.ones(num_experts), np.full(2 * num_ranks, -np.inf)])
     pairs = saved_ED.size
-    answer = milp(
+    answer = scipy.optimize.milp(
         np.append(-saved_ED.ravel() / scale, 1.0),
         integrality=np.append(np.ones(pairs), 0.0),
         constraints=(matrix, least, most),

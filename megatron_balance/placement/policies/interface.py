@@ -4,7 +4,7 @@ Shape suffixes: D expert-parallel ranks, E logical experts.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from megatron_balance.placement.placement import Placement
 
 
 class Policy(Protocol):
-    """Decides who hosts which experts. Every rank runs it on the same values and must get the same result."""
+    """Decides who hosts which experts. Every rank runs it on the same values and must get the same result.
 
-    split: ClassVar[str]
-    """How hosts share an expert's tokens where --balance-token-split is `policy`: a name in splits.SPLITS. A policy
-    without this attribute gets `local_first`."""
+    It may have an attribute `split`, how hosts share an expert's tokens where --balance-token-split is `policy`: a name
+    in splits.SPLITS; `local_first` without it.
+    """
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """The next placement: the same owners and guest slots as `current`, other hosts.

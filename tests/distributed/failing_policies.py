@@ -1,0 +1,103 @@
+"""Policies that plan well at first; a module of their own, which their processes import quickly."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.placement.policies.top_k import Top2
+
+LAYERS = 2
+GOOD = 3
+"""Iterations whose plans are good."""
+
+RANK = "RANK_OF_A_TEST"
+"""The environment variable that tells a policy its rank, as a launcher's RANK would."""
+
+PLANS = "PLANS_OF_A_TEST"
+"""... and how many plans it is to have made."""
+
+
+class Turning:
+    """top2 for the first iterations, and after them what `go_wrong` returns."""
+
+    def __init__(self) -> None:
+        self.plans = 0
+
+    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        self.plans += 1
+        good = Top2().plan(counts_DE, current, cost)
+        return good if self.plans <= GOOD * LAYERS else self.go_wrong(current, good)
+
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        """Instead of `good`."""
+        raise NotImplementedError
+
+
+class TooManyGuests(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        return owners_host(current, [(expert, rank) for expert in range(8) for rank in range(4) if rank != expert // 2])
+
+
+class NoPlacement(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        return good.hosts
+
+
+class OtherOwners(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        owners = owners_host(current)
+        back = [(rank,) for rank in reversed(owners.primary)]
+        return replace(owners, home=owners.home[::-1], hosts=tuple(back), primary=owners.primary[::-1])
+
+
+class OtherSlots(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        return Placement.identity(8, 4, guest_slots=1)
+
+
+class TwoFaults(Turning):
+    """Of one kind in one iteration, of the other in the next."""
+
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        if (self.plans - 1) // LAYERS % 2:
+            raise KeyError(self.plans)
+        return TooManyGuests().go_wrong(current, good)
+
+
+class OwnMind(Turning):
+    """Every rank would host another expert as a guest."""
+
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        rank = int(os.environ[RANK])
+        return owners_host(current, [((2 * rank + 2) % 8, rank)])
+
+
+class OneRankRaises(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        if int(os.environ[RANK]) == 2:
+            raise ZeroDivisionError("on this rank only")
+        return owners_host(current)
+
+
+class LoopsOnRank1(Turning):
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        while os.environ[RANK] == "1":
+            pass
+        return owners_host(current)
+
+
+class ExitsOnRank1(Turning):
+    """Again in every process that is started instead of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans = int(os.environ[PLANS])
+
+    def go_wrong(self, current: Placement, good: Placement) -> Placement:
+        if os.environ[RANK] == "1":
+            os._exit(0)
+        return owners_host(current)

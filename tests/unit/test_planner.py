@@ -1,0 +1,110 @@
+"""A planner does not wait for a policy for ever, and what one rank gives up, all do."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_balance.placement.manager import GIVEN_UP, Manager
+from megatron_balance.placement.predictor import Predictor
+from megatron_balance.timeline.planner import Planner
+from tests.unit.balancers import COST, LAYERS, OWNERS, Hottest, World, build, hottest, loads, total
+
+AHEAD = {"blocking": {"overlap": "none"}, "blockwise": {"overlap": "blockwise"}}
+
+
+class Stalls(Hottest):
+    """From iteration 2 on, layer 5 gets no plan."""
+
+    def plan(self, counts_DE, current, cost):
+        if self.number == 5 and np.array_equal(counts_DE, total(loads(2), 5)):
+            threading.Event().wait()
+        return super().plan(counts_DE, current, cost)
+
+
+def others_give_up(world: World) -> None:
+    """Rank 2 has no plan for layer 5 in iteration 2, nor later."""
+
+    def others(rank: int, own: torch.Tensor) -> torch.Tensor:
+        if rank == 2 and world.balancer.layers[5].manager.iterations == 2:
+            own.view(-1, 16)[LAYERS.index(5)] = torch.tensor(list(GIVEN_UP))
+        return own
+
+    world.group.others = others
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("mode", AHEAD)
+def test_a_policy_that_is_given_up_on_any_rank_is_asked_no_more(monkeypatch, caplog, mode: str, here: bool) -> None:
+    stopped: list[bool] = []
+    planner = Planner(0.3, lambda: stopped.append(True), "mine:Policy")
+    world = build(monkeypatch, **AHEAD[mode], policy=Stalls if here else Hottest, planner=planner)
+    world.group.rank_ = 0
+    if not here:
+        others_give_up(world)
+    history = []
+    for iteration in (1, 2, 3, 4, 5):
+        world.journal.clear()
+        world.iterate(iteration, loads(iteration))
+        assert iteration <= 2 or not [entry for entry in world.journal if entry[0] == "PLAN"]
+        history.append([state.placement for state in world.balancer.layers.values()])
+    assert history[0] == [hottest(total(loads(1), layer)) for layer in LAYERS]
+    assert history[1] == history[2] == history[4]
+    assert history[1][LAYERS.index(5)] == history[0][LAYERS.index(5)] != hottest(total(loads(2), 5))
+    assert history[1][LAYERS.index(2)] == hottest(total(loads(2), 2))
+    assert stopped == [True]
+    said = (
+        "layer 5: --balance-policy mine:Policy made no plan within 0.3 s, half of --distributed-timeout-minutes 0.01; "
+        "all placements stay, and the policy is not asked again in this run"
+    )
+    assert [record.getMessage() for record in caplog.records] == ([said] if here else [])
+
+
+def test_the_log_is_not_flooded_by_a_policy(monkeypatch, caplog) -> None:
+    class Inventive(Hottest):
+        def plan(self, counts_DE, current, cost):
+            raise type(f"\x1b[31mError{counts_DE.sum()}", (Exception,), {})("x" * 1000)
+
+    world = build(monkeypatch, policy=Inventive)
+    world.group.rank_ = 0
+    for iteration in range(1, 15):
+        world.iterate(iteration, loads(iteration))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 10 * len(LAYERS)
+    assert all(line.isprintable() and len(line) < 400 for line in lines)
+
+
+def test_all_that_is_needed_at_one_time_has_one_deadline() -> None:
+    """Ranks that wait for this one's plans do so for the patience, not for that of every plan."""
+
+    class Slow(Hottest):
+        def plan(self, *arguments):
+            time.sleep(0.2)
+            return super().plan(*arguments)
+
+    manager, planner = Manager(Slow(2, []), COST, Predictor("last"), OWNERS), Planner(0.3)
+    start = time.monotonic()
+    asked = [planner.ask(manager.question(total(loads(1), 2), 1)) for _ in range(4)]
+    deadline = planner.deadline()
+    decisions = [planner.result(one, deadline).decision for one in asked]
+    assert time.monotonic() - start < 0.6
+    assert [decision.placement is None for decision in decisions] == [False, True, True, True]
+    assert {decision.digest for decision in decisions[1:]} == {GIVEN_UP}
+
+
+def test_a_planner_that_nobody_keeps_leaves_no_thread() -> None:
+    def plans() -> int:
+        return sum(thread.name == "Plan" for thread in threading.enumerate())
+
+    gc.collect()
+    before = plans()
+    planner = Planner()
+    assert plans() == before + 1
+    del planner
+    deadline = time.monotonic() + 5
+    while plans() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert plans() <= before

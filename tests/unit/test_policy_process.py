@@ -1,0 +1,205 @@
+"""Whatever a policy from elsewhere does, the rank goes on and says it in one short line."""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.manager import Decision, Manager
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import load_policy
+from megatron_balance.placement.policy_process import MOST_DEATHS, PolicyProcess, start_policy
+from megatron_balance.placement.predictor import Predictor
+from megatron_balance.profile.cluster_profile import builtin
+from tests.unit import misbehaving
+
+OWNERS = Placement.identity(8, 4, 3)
+COST = CostModel(builtin(4, 4, 64, 64), 1, 1, 1)
+LOAD = np.arange(32).reshape(4, 8)
+SOON = 20.0
+"""Seconds in which a process starts, on a busy machine."""
+
+
+def policy(name: str) -> PolicyProcess:
+    made = PolicyProcess(f"{misbehaving.__name__}:{name}", {})
+    made.ready(SOON)
+    return made
+
+
+def decide(one: PolicyProcess) -> Decision:
+    return Manager(one, COST, Predictor("last"), OWNERS).decide(LOAD, 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process outlives its policy, which nobody keeps."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert psutil.wait_procs(left, timeout=5)[1] == []
+
+
+def test_it_plans_as_it_would_on_the_rank() -> None:
+    top2 = load_policy("top2")
+    one = policy("Good")
+    assert one.split == "proportional"
+    for load_DE in (LOAD, LOAD[::-1].copy()):
+        planned = one.plan(load_DE, OWNERS, COST)
+        assert planned == top2.plan(load_DE, OWNERS, COST) != OWNERS and type(planned) is Placement
+    assert decide(one).placement == top2.plan(LOAD, OWNERS, COST)
+
+
+def test_it_shares_nothing_with_the_rank() -> None:
+    lock = threading.Lock()
+    waiting = threading.Thread(target=lock.acquire, daemon=True)
+    with lock:
+        waiting.start()
+        problem = decide(policy("IsHere")).problem
+    assert problem is not None and problem.startswith("raised ValueError: ")
+    process, modules, threads, files = problem.removeprefix("raised ValueError: ").rsplit(" ", 3)
+    assert int(process) != os.getpid()
+    # The directory itself is open while it is listed
+    assert (modules, threads, files) == ("[]", "1", "5")
+
+
+PLANS = {
+    "Leaves": "raised SystemExit: 0",
+    "Interrupts": "raised KeyboardInterrupt",
+    "Recurses": "raised RecursionError: maximum recursion depth exceeded",
+    "TakesMemory": "raised MemoryError",
+    "Exits": "ended its process: exit status 0",
+    "Crashes": "ended its process: Segmentation fault (signal 11)",
+    "Babbles": "broke its connection: OSError: its answer cannot be read (UnpicklingError",
+    # Whichever the rank notices first
+    "Truncates": ("broke its connection: OSError: got end of file during message", "ended its process: "),
+    "Floods": "broke its connection: OSError: bad message length",
+    "Closes": "broke its connection: ",
+    "RaisesColours": "raised Coloured: red and ?longggg",
+    "RaisesMute": "raised Mute: (its text cannot be shown)",
+    "ReturnsALock": "returned no Placement: a lock",
+    "ReturnsAGigabyte": "returned no Placement: a bytes",
+    "ReturnsAHomeless": "raised ",
+    "ReturnsAnInvalid": "raised ValueError: expert 0",
+}
+"""What the log is told of a plan."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_failed_plan_is_a_problem_of_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_balance.placement.policy_process._LAST_SECONDS", 0.5)
+    decision = decide(policy(name))
+    assert decision.placement is None and not decision.final
+    assert decision.problem is not None and decision.problem.startswith(PLANS[name])
+    assert decision.problem.isprintable() and len(decision.problem) < 250
+
+
+def test_a_placement_of_another_class_counts_as_what_it_describes() -> None:
+    planned = policy("ReturnsASubclass").plan(LOAD, OWNERS, COST)
+    assert type(planned) is Placement and planned == load_policy("top2").plan(LOAD, OWNERS, COST)
+    assert all(type(rank) is int for ranks in planned.hosts for rank in ranks)
+
+
+MAKING = {
+    f"{misbehaving.__name__}:ConstructorLeaves": "cannot be made: SystemExit: 0",
+    f"{misbehaving.__name__}:ConstructorExits": "ended its process: exit status 0",
+    f"{misbehaving.__name__}:ConstructorFails": "cannot be made: Coloured: red and ?longggg",
+    f"{misbehaving.__name__}:NeedsArguments": "cannot be made with options []: ",
+    f"{misbehaving.__name__}:SplitIsATuple": "SplitIsATuple.split is ('local_first',): choose from local_first",
+    f"{misbehaving.__name__}:SplitIsCalled": "SplitIsCalled.split is <bound method",
+    f"{misbehaving.__name__}:SplitRaises": "raised SystemExit: 0",
+    f"{misbehaving.__name__}:SplitIsUnknown": "SplitIsUnknown.split is best: choose from local_first, proportional",
+    f"{misbehaving.__name__}:NoPlan": "has no method plan(counts_DE, current, cost)",
+    f"{misbehaving.__name__}:PlanRaises": "cannot be made: SystemExit: 0",
+    f"{misbehaving.__name__}:Missing": "cannot be imported: AttributeError: module",
+    "leaves_at_import:Policy": "cannot be imported: SystemExit: 0; choose from none, pro_prophet",
+    "exits_at_import:Policy": "ended its process: exit status 0",
+    "nowhere.at_all:Policy": "cannot be imported: ModuleNotFoundError: No module named 'nowhere'; choose from",
+    ".relative:Policy": "cannot be imported: TypeError: ",
+    ":Policy": "cannot be imported: ValueError: Empty module name",
+    "math:pi": "cannot be made with options []: 'float' object is not callable",
+    "collections:Counter": "has no method plan",
+}
+"""What a policy is that cannot be made, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", MAKING)
+def test_a_policy_that_cannot_be_made_is_a_users_mistake(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves_at_import.py").write_text("import sys; sys.exit(0)")
+    (tmp_path / "exits_at_import.py").write_text("import os; os._exit(0)")
+    # Found as the rank would find it
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        start_policy(name).ready(SOON)
+    text = str(raised.value)
+    assert text.startswith(f"--balance-policy {name}: {MAKING[name]}") and text.isprintable()
+    assert name.partition(":")[0] not in sys.modules or "at_import" not in name
+
+
+def test_a_policy_that_is_not_made_in_time() -> None:
+    name = f"{misbehaving.__name__}:ConstructorLoops"
+    with pytest.raises(ValueError, match=f"^--balance-policy {name}: was not imported and made within 1 s"):
+        PolicyProcess(name, {}).ready(1.0)
+
+
+@pytest.mark.parametrize("name", ["Loops", "HoldsTheLock", "Stops"])
+def test_a_policy_that_never_answers_can_be_stopped(name: str) -> None:
+    one, decisions = policy(name), []
+    thread = threading.Thread(target=lambda: decisions.append(decide(one)))
+    thread.start()
+    time.sleep(0.2)
+    one.stop()
+    thread.join(5)
+    assert [decision.problem for decision in decisions] == ["ended its process: Killed (signal 9)"]
+    assert decide(one).placement is None, "it is not started again"
+
+
+def test_a_process_that_ended_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARK_OF_A_TEST", str(tmp_path / "mark"))
+    one = policy("ExitsOnce")
+    assert decide(one).problem == "ended its process: exit status 3"
+    assert [decide(one).placement for _ in range(2)] == [load_policy("top2").plan(LOAD, OWNERS, COST)] * 2
+
+
+def test_it_is_given_up_after_some_deaths_in_a_row() -> None:
+    one = policy("Exits")
+    decisions = [decide(one) for _ in range(MOST_DEATHS)]
+    assert [decision.final for decision in decisions] == [False, False, True]
+    assert decisions[-1].problem == "ended its process: exit status 0 (3 times in a row)"
+
+
+def test_what_it_prints_goes_where_the_rank_prints(tmp_path: Path) -> None:
+    code = "from tests.unit import test_policy_process as t; print(t.decide(t.policy('Prints')).placement)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    planned = load_policy("top2").plan(LOAD, OWNERS, COST)
+    assert done.stdout == f"a policy prints\npast the interpreter, too\n{planned}\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["Good", "Loops", pytest.param("HoldsTheLock", marks=pytest.mark.slow)])
+def test_it_ends_with_a_rank_that_is_killed(name: str) -> None:
+    code = (
+        "from tests.unit import test_policy_process as t; one = t.policy(__import__('sys').argv[1]);"
+        "print(one._process.pid, flush=True); t.decide(one); input()"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+    assert rank.stdout is not None
+    planner = psutil.Process(int(rank.stdout.readline()))
+    time.sleep(0.2)
+    rank.kill()
+    rank.wait()
+    gone = functools.partial(psutil.pid_exists, planner.pid)
+    deadline = time.monotonic() + 5
+    while gone() and planner.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not gone() or planner.status() == psutil.STATUS_ZOMBIE
+    rank.stdout.close()
