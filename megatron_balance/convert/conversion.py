@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
-from megatron_balance.convert.safetensors_files import Weights, read_json
+from megatron_balance.convert.safetensors_files import Weights
+from megatron_balance.input_files import MIB, inside, read_object
 from megatron_balance.machine import Machine
 from megatron_balance.training import manifest, saved_flags
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
@@ -24,6 +26,9 @@ BESIDE = "huggingface"
 
 LISTED = 20
 """Tensors that an error names, at most."""
+
+MAX_CONFIG_BYTES = MIB
+"""Of a config.json; published ones have a few kilobytes."""
 
 Say = Callable[[str], object]
 
@@ -39,23 +44,21 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
             says; names them.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
-    model, weights = Model(read_json(source / "config.json")), Weights(source)
-    files = model.pieces()
+    directory, model, weights = _fresh(target), _model(source), Weights(source)
     for prefix in without:
         if not any(name.startswith(prefix) for name in weights.shapes):
             raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
     shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
-    _compare(shapes, _sources(files), str(source))
+    _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
     config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
         return piece.join.join([weights.read(name) for name in piece.sources])
 
-    directory = _fresh(target)
     with _new_directory(target):
         safetensors_files.carry(source, target / BESIDE)
         flags = saved_flags.to_json(config)
-        _begin(directory, _told(files, say), lambda piece: weights.dtypes[piece.sources[0]], make, flags)
+        _begin(directory, _told(model.pieces(), say), lambda piece: weights.dtypes[piece.sources[0]], make, flags)
 
 
 def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> None:
@@ -65,16 +68,26 @@ def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> N
         ValueError: the checkpoint is damaged, or holds something else; names what.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
-    checkpoint, directory = Checkpoint(source, step), _fresh(target)
+    directory, checkpoint = _fresh(target), Checkpoint(source, step)
     with _new_directory(target):
         _begin(directory, _told(checkpoint.files, say), checkpoint.dtype, checkpoint.make, checkpoint.flags())
 
 
+def _model(directory: Path) -> Model:
+    """The model that a directory's config.json describes; ValueError names what is wrong with it."""
+    path = inside(directory, "config.json")
+    content = read_object(path, MAX_CONFIG_BYTES)
+    try:
+        return Model(content)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+
+
 def _fresh(target: Path) -> CheckpointDirectory:
-    directory = CheckpointDirectory(target)
-    if directory.iterations():
-        raise ValueError(f"--save-dir {target}: holds checkpoints already; choose another")
-    return directory
+    """A directory with nothing in it, not even a link that would be written through."""
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--save-dir {target}: is not empty; choose another")
+    return CheckpointDirectory(target)
 
 
 def _begin(
@@ -105,19 +118,18 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
     beside = files_of or source / BESIDE
-    if not (beside / "config.json").is_file():
+    if not (beside / "config.json").exists():
         raise ValueError(f"{beside}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"--save-dir {target}: is not empty; choose another")
-    model, path = Model(read_json(beside / "config.json")), newest(source, step)
-    reader, files = torch_dist.Reader(path), model.pieces()
-    weights = {name: tuple(entry.size) for name, entry in reader.tensors.items() if not name.startswith("optimizer.")}
+    _fresh(target)
+    model, path = _model(beside), newest(source, step)
+    reader = torch_dist.Reader(path)
+    weights = {name: tuple(entry.size) for name, entry in reader.weights.items()}
     tables = {"embedding.word_embeddings.weight", "output_layer.weight"}
-    wanted = {
+    wanted = (
         # More rows than words: padding
-        piece.key: weights.get(piece.key, piece.shape) if piece.key in tables else piece.shape
-        for piece in itertools.chain(*files)
-    }
+        (piece.key, weights.get(piece.key, piece.shape) if piece.key in tables else piece.shape)
+        for piece in itertools.chain.from_iterable(model.files(experts=1))
+    )
     _compare(weights, wanted, str(path))
 
     def tensors(pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,7 +138,7 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
 
     with _new_directory(target):
         target.mkdir(parents=True, exist_ok=True)
-        safetensors_files.write(target, [tensors(pieces) for pieces in _told(files, say)])
+        safetensors_files.write(target, [tensors(pieces) for pieces in _told(model.pieces(), say)])
         safetensors_files.carry(beside, target)
 
 
@@ -155,12 +167,22 @@ def run_config(model: Model, tokenizer: Path | None) -> RunConfig:
     return parse_args(flags, Machine(1, cuda=False, transformer_engine=False, apex=False)).config
 
 
-def _sources(files: Iterable[Iterable[Piece]]) -> dict[str, Size]:
-    return {name: size for piece in itertools.chain(*files) for name, size in piece.source_sizes.items()}
+def _sources(pieces: Iterable[Piece]) -> Iterator[tuple[str, Size]]:
+    return itertools.chain.from_iterable(piece.source_sizes.items() for piece in pieces)
 
 
-def _compare(found: Mapping[str, Size], wanted: Mapping[str, Size], where: str) -> None:
-    """ValueError unless both have the same tensors of the same sizes."""
+def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str) -> None:
+    """ValueError unless these are the tensors that were found, of the same sizes.
+
+    Args:
+        tensors: names and sizes; so many more than were found that an error could not name them are not counted.
+    """
+    wanted: dict[str, Size] = {}
+    for name, size in tensors:
+        wanted[name] = size
+        if len(wanted) > len(found) + LISTED:
+            absent = list(itertools.islice((name for name in wanted if name not in found), LISTED))
+            raise ValueError(f"{where}: more than {LISTED} tensors missing: {', '.join(absent)}, ...")
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     other = [
         f"{name} {found[name]} instead of {wanted[name]}"
