@@ -27,11 +27,16 @@ from megatron_balance import config as ours
 from megatron_balance.checks import Layout, check
 from megatron_balance.endings import Ending
 from megatron_balance.flags import add_flags, build, did_you_mean, flag_names
+from megatron_balance.input_files import KIB, read_text
 from megatron_balance.layer_frequency import parse_layer_frequency
 from megatron_balance.machine import Machine
+from megatron_balance.messages import cleaned
 from megatron_balance.training import saved_flags
 from megatron_balance.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.yaml_file import read_flags
+
+MAX_FILE_BYTES = 64 * KIB
+"""Of a file of flags."""
 
 INTERNAL_FIELDS = {
     *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
@@ -152,16 +157,25 @@ class Parser(argparse.ArgumentParser):
 
     source = ""
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """The words of a line of a file that was given as `@FILE`; `#` begins a comment."""
+    def expanded(self, words: Iterable[str]) -> list[str]:
+        """A command line with the flags of each `@FILE` in its place; `#` begins a comment there."""
+        return [flag for word in words for flag in (self._flags_in(word[1:]) if word.startswith("@") else [word])]
+
+    def _flags_in(self, path: str) -> list[str]:
         try:
-            words = shlex.split(arg_line, comments=True)
+            lines = read_text(path, MAX_FILE_BYTES).splitlines()
         except ValueError as error:
-            self.error(f"{arg_line[:80]!r} in a file given as @FILE: {error}")
-        for word in words:
-            if word.startswith("@"):
-                self.error(f"{word[:80]!r} in a file given as @FILE: such files do not name others; give both")
-        return words
+            self.error(f"@{error}")
+        flags = []
+        for number, line in enumerate(lines, 1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                self.error(f"@{path}: line {number}: {cleaned(line, 80)!r}: {error}")
+            if other := next((word for word in words if word.startswith("@")), None):
+                self.error(f"@{path}: line {number}: {cleaned(other, 80)!r}: such files do not name others; give both")
+            flags += words
+        return flags
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """As argparse does, with an Ending."""
@@ -171,7 +185,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
         """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""
-        values, unknown = self.parse_known_args(None if args is None else list(args), namespace)
+        values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
         for flag in (text.partition("=")[0] for text in unknown):
             if reason := refusal(flag):
                 self.error(f"{flag}: {reason}")
@@ -190,7 +204,6 @@ def build_parser() -> Parser:
         usage="pretrain_gpt_moe.py [@FILE] [flags]  (--help shows them)",
         description="Train a GPT with mixture-of-experts layers on megatron-core. @FILE stands for the flags in FILE.",
         allow_abbrev=False,
-        fromfile_prefix_chars="@",
     )
     parser.add_argument("--yaml-cfg", metavar="FILE", help="Flags from a YAML file; those given here win.")
     skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
@@ -225,16 +238,20 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
         SystemExit: argparse's own errors (unknown flag, not a number) and `--help`.
     """
     parser = build_parser()
+    argv = parser.expanded(argv)
     argv = [*yaml_flags(parser, argv), *argv]
     args = parser.parse_args(argv)
-    if args.use_checkpoint_args:
-        if args.load is None:
-            raise ValueError("--use-checkpoint-args: also give --load")
-        parser.set_defaults(**saved_flags.of_newest(Path(args.load), args.ckpt_step))
-        args = parser.parse_args(argv)
     unset = object()
     blank = argparse.Namespace(**dict.fromkeys(vars(args), unset))
     given = {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
+    if args.use_checkpoint_args:
+        if args.load is None:
+            raise ValueError("--use-checkpoint-args: also give --load")
+        saved = saved_flags.of_newest(Path(args.load), args.ckpt_step)
+        # Of several flags for one field, shorthands come last
+        actions = {action.dest: action for action in reversed(parser._actions)}
+        taken = (saved.keys() & actions.keys()) - given
+        vars(args).update({name: saved_flags.as_flag(actions[name], saved[name]) for name in taken})
     _check_finite(parser, args)
     values = vars(args)
     layout, notices = check(values, given, machine)
@@ -402,7 +419,7 @@ def _single(value: Any) -> Any:
 def _window(text: str) -> tuple[int, int]:
     """`--window-size`: `128,0` or `(128,0)`."""
     try:
-        left, right = (int(part) for part in text.strip("() ").split(","))
+        left, right = (int(part) for part in text.strip("()[] ").split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r}: give two integers such as 128,0") from error
     return left, right

@@ -12,6 +12,7 @@ from megatron_balance.machine import Machine
 from megatron_balance.machine_checks import ACTIVATIONS, backends, fusions
 from megatron_balance.moe_checks import check_moe, token_dispatcher
 from megatron_balance.placement.policies import OPTION_FIELDS
+from megatron_balance.training import saved_flags
 from megatron_balance.upstream_flags import NO_EFFECT_WITHOUT
 
 DEFAULT_SPLIT = "969,30,1"
@@ -30,6 +31,17 @@ AT_LEAST_ONE = (
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
     *("max_consecutive_bad_iterations", "balance_interval", "moe_comm_refit_interval"),
 )
+
+AT_MOST = {
+    "num_layers": 4096,
+    "num_moe_experts": 1 << 16,
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "kv_channels"), 1 << 20),
+    **dict.fromkeys(("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 1 << 24),
+    "vocab_size": 1 << 28,
+    **dict.fromkeys(("seq_length", "max_position_embeddings"), 1 << 30),
+    **dict.fromkeys(("micro_batch_size", "global_batch_size"), 1 << 24),
+}
+"""Far above every published model: what is larger is a mistake, and would be counted out for hours."""
 
 NO_EFFECT_WITHOUT_POLICY = (
     *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
@@ -123,6 +135,9 @@ def _required(values: Mapping[str, Any]) -> None:
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
     at_least_one(values, AT_LEAST_ONE)
+    for name, most in AT_MOST.items():
+        if values[name] is not None and values[name] > most:
+            raise ValueError(f"{saved_flags.flag_of(name)} {values[name]}: give at most {most}")
     if values["distributed_timeout_minutes"] <= 0:
         raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
 

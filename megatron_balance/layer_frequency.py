@@ -8,6 +8,9 @@ from typing import Any
 FREQUENCY_LIMIT = 100_000
 """Longest list that a --moe-layer-freq expression may build."""
 
+TEXT_LIMIT = 20_000
+"""Characters of an expression: a list of all layers that a model may have takes 12,000."""
+
 _OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
 
 
@@ -20,6 +23,8 @@ def parse_layer_frequency(text: str) -> int | list[int]:
         argparse.ArgumentTypeError: anything else.
     """
     try:
+        if len(text) > TEXT_LIMIT:
+            raise ValueError("too long")
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r}: give an integer or a list like ([0]*1+[1]*23)") from error

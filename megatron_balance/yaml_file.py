@@ -6,18 +6,12 @@ every check holds and no object is ever constructed from it.
 
 import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import yaml
 
 from megatron_balance.flags import did_you_mean
-
-MAX_BYTES = 64 * 1024
-MAX_EVENTS = 4000
-"""Scalars, and ends of mappings and lists; PyYAML reads so many in less than a second."""
-
-MAX_DEPTH = 8
-"""Sections within sections, and the list in the innermost."""
+from megatron_balance.input_files import read_yaml
+from megatron_balance.messages import cleaned
 
 BOOL, NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 
@@ -32,31 +26,11 @@ def read_flags(path: str, parser: argparse.ArgumentParser, refusal: Callable[[st
     Raises:
         ValueError: anything else; names the file, the key and the remedy.
     """
+    root = read_yaml(path, "--yaml-cfg")
     try:
-        root = _parse(path)
         return [token for flag in _Flags(parser, refusal).of(root) for token in flag] if root else []
-    except (OSError, ValueError, OverflowError, yaml.YAMLError) as error:
-        raise ValueError(f"--yaml-cfg {path}: {' '.join(str(error).split())[:300]}") from error
-
-
-def _parse(path: str) -> yaml.Node | None:
-    with Path(path).open("rb") as file:
-        text = file.read(MAX_BYTES + 1)
-    if len(text) > MAX_BYTES:
-        raise ValueError(f"is larger than {MAX_BYTES // 1024} KiB; a file of flags is small")
-    depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        line = f"line {event.start_mark.line + 1}"
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{line}: nested more than {MAX_DEPTH} deep; use fewer sections")
-        if count > MAX_EVENTS:
-            raise ValueError(f"{line}: more than {MAX_EVENTS} keys and values; a file of flags is small")
-        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-            raise ValueError(f"{line}: anchors and aliases are not understood; write it out")
-        if tag := getattr(event, "tag", None):
-            raise ValueError(f"{line}: tags ({tag[:80]}) are not understood; leave it out")
-    return yaml.compose(text, Loader=yaml.SafeLoader)
+    except ValueError as error:
+        raise ValueError(f"--yaml-cfg {path}: {cleaned(error, 300)}") from error
 
 
 class _Flags:

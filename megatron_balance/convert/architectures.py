@@ -3,13 +3,16 @@
 An `Architecture` is data: which flags its config.json means, and what its tensors are called.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_balance.convert.config_fields import ROPE, Fields, read_config
 from megatron_balance.convert.pieces import Join, Piece, QueryKeyValue, Rows, Same, Size
+from megatron_balance.input_files import shown
+from megatron_balance.messages import cleaned
 
-Config = Mapping[str, Any]
+Config = Fields
 """A model's config.json."""
 
 
@@ -133,32 +136,33 @@ REQUIRED = {"hidden_act": "silu", "attention_bias": False}
 class Model:
     """One model: its flags and its pieces."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, content: Mapping[str, Any]) -> None:
         """
         Args:
-            config: its config.json.
+            content: its config.json.
 
         Raises:
-            ValueError: no model of this kind is known, or it needs something that is not supported; names it.
+            ValueError: no model of this kind is known, an entry is not what it should be, or the model needs something
+                that is not supported; names it.
         """
-        kind = config.get("model_type")
-        if kind not in ARCHITECTURES:
-            raise ValueError(f"model_type {kind!r}: not known; choose from {', '.join(sorted(ARCHITECTURES))}")
+        kind = content.get("model_type")
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
+            raise ValueError(f"model_type {shown(kind)}: not known; choose from {', '.join(sorted(ARCHITECTURES))}")
+        config = read_config(content)
         self.config, self.kind = config, ARCHITECTURES[kind]
         for name, value in {**REQUIRED, **self.kind.required}.items():
             if config.get(name, value) != value:
-                raise ValueError(f"{name} {config[name]!r}: only {value!r} is supported for {kind}")
+                raise ValueError(f"{name} {shown(config[name])}: only {value!r} is supported for {kind}")
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         self.rope_type = rope.get("rope_type", rope.get("type", "default"))
         if self.rope_type not in ("default", "yarn" if self.kind.latent else "default"):
-            raise ValueError(f"rope scaling {rope!r}: only unscaled rotary embeddings are supported for {kind}")
-        self.rope = rope
-        try:
-            self._read(rope)
-        except KeyError as error:
-            raise ValueError(f"config.json has no {error}") from error
+            raise ValueError(
+                f"rope scaling {cleaned(dict(rope))}: only unscaled rotary embeddings are supported for {kind}"
+            )
+        self.rope = Fields(rope, ROPE, "rope scaling: ")
+        self._read()
 
-    def _read(self, rope: Mapping[str, Any]) -> None:
+    def _read(self) -> None:
         config, kind = self.config, self.kind
         self.layers, self.hidden, self.vocabulary = (
             config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")
@@ -172,7 +176,7 @@ class Model:
         self.dense_width = config["intermediate_size"]
         self.shared_width = kind.shared_width(config)
         self.tied = bool(config.get("tie_word_embeddings", False))
-        self.rotary_base = rope.get("rope_theta") or config["rope_theta"]
+        self.rotary_base = self.rope.get("rope_theta") or config["rope_theta"]
         self.normalized = kind.normalized(config)
 
     def flags(self) -> list[str]:
@@ -188,7 +192,7 @@ class Model:
             "max-position-embeddings": config["max_position_embeddings"],
             "seq-length": min(4096, config["max_position_embeddings"]),
             "position-embedding-type": "rope",
-            "rotary-base": int(self.rotary_base),
+            "rotary-base": self.rotary_base,
             "normalization": "RMSNorm",
             "norm-epsilon": config["rms_norm_eps"],
             "attention-dropout": 0,
@@ -244,14 +248,25 @@ class Model:
 
     def pieces(self) -> list[list[Piece]]:
         """All weights: those before the first layer, those of each layer, and those after the last one."""
+        return [list(pieces) for pieces in self.files()]
+
+    def files(self, experts: int | None = None) -> Iterator[Iterable[Piece]]:
+        """What `pieces` returns, made while it is asked for: a config.json may mean more pieces than memory can hold.
+
+        Args:
+            experts: of each layer, so many at most; default: all.
+        """
         table = (self.vocabulary, self.hidden)
         before = Piece("embedding.word_embeddings.weight", table, (), ("model.embed_tokens.weight",))
         after = [Piece("decoder.final_layernorm.weight", (self.hidden,), (), ("model.norm.weight",))]
         if not self.tied:
             after.append(Piece("output_layer.weight", table, (), ("lm_head.weight",)))
-        return [[before], *(list(self._layer(layer)) for layer in range(self.layers)), after]
+        yield [before]
+        for layer in range(self.layers):
+            yield self._layer(layer, min(self.experts, experts or self.experts))
+        yield after
 
-    def _layer(self, layer: int) -> Iterator[Piece]:
+    def _layer(self, layer: int, experts: int) -> Iterator[Piece]:
         kind, hidden = self.kind, self.hidden
 
         def piece(name: str, size: Size, join: Join, *sources: str) -> Piece:
@@ -274,7 +289,7 @@ class Model:
             yield from self._gated(piece, "mlp.shared_experts", kind.shared_expert, self.shared_width, GATED)
         if kind.shared_gate:
             yield piece("mlp.shared_experts.gate_weight", (1, hidden), Same(), f"{kind.shared_expert}_gate.weight")
-        for expert in range(self.experts):
+        for expert in range(experts):
             for one in self._gated(piece, "mlp.experts.experts", f"{kind.experts}.{expert}", self.width, kind.expert):
                 at, size = (*one.at, expert), one.size
                 yield Piece(one.key, (*one.shape[: len(one.at)], self.experts, *size), at, one.sources, one.join)

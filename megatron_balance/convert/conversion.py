@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,14 @@ from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
-from megatron_balance.convert.safetensors_files import Weights, read_json
+from megatron_balance.convert.safetensors_files import Weights
 from megatron_balance.files import staged, writing
+from megatron_balance.input_files import MIB, inside, read_object
 from megatron_balance.machine import Machine
 from megatron_balance.training import manifest, saved_flags
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.training.checkpoint_directory import UNFINISHED, CheckpointDirectory
 from megatron_balance.training.held_directory import new_run, utc, versions
+from megatron_balance.training.lease import NAME as LEASE
 from megatron_balance.training.lease import Lease, Owner
 from megatron_balance.training.manifest import Origin
 from megatron_balance.training.writer import COMMON
@@ -31,6 +34,9 @@ BESIDE = "huggingface"
 
 LISTED = 20
 """Tensors that an error names, at most."""
+
+MAX_CONFIG_BYTES = MIB
+"""Of a config.json; published ones have a few kilobytes."""
 
 Say = Callable[[str], object]
 
@@ -46,13 +52,12 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
             says; names them.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
-    model, weights = Model(read_json(source / "config.json")), Weights(source)
-    files = model.pieces()
+    model, weights = _model(source), Weights(source)
     for prefix in without:
         if not any(name.startswith(prefix) for name in weights.shapes):
             raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
     shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
-    _compare(shapes, _sources(files), str(source))
+    _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
     config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
@@ -64,7 +69,7 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
     with _fresh(target) as lease:
         with staged(target / BESIDE) as beside:
             safetensors_files.carry(source, beside)
-        _begin(lease, _told(files, say), dtype, make, saved_flags.to_json(config), source)
+        _begin(lease, _told(model.pieces(), say), dtype, make, saved_flags.to_json(config), source)
 
 
 def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> None:
@@ -80,11 +85,21 @@ def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> N
         _begin(lease, files, checkpoint.dtype, checkpoint.make, checkpoint.flags(), checkpoint.path)
 
 
+def _model(directory: Path) -> Model:
+    """The model that a directory's config.json describes; ValueError names what is wrong with it."""
+    path = inside(directory, "config.json")
+    content = read_object(path, MAX_CONFIG_BYTES)
+    try:
+        return Model(content)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+
+
 @contextlib.contextmanager
 def _fresh(target: Path) -> Iterator[Lease]:
     """A directory without checkpoints that nobody else writes to; as it was before, if what is done inside fails."""
-    if CheckpointDirectory(target).iterations():
-        raise ValueError(f"--save-dir {target}: holds checkpoints already; choose another")
+    if os.path.lexists(target) and (not target.is_dir() or any(not _is_left_over(path) for path in target.iterdir())):
+        raise ValueError(f"--save-dir {target}: is not empty; choose another")
     existed = target.is_dir()
     target.mkdir(parents=True, exist_ok=True)
     lease = Lease(target, Owner.here("of convert_checkpoint.py"), f"--save-dir {target}")
@@ -102,6 +117,13 @@ def _fresh(target: Path) -> Iterator[Lease]:
         if not existed:
             target.rmdir()
         raise
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether an import that was killed has left it, of which the next one takes the place."""
+    return not path.is_symlink() and (
+        path.name == BESIDE or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
+    )
 
 
 def _begin(
@@ -139,19 +161,18 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
     beside = files_of or source / BESIDE
-    if not (beside / "config.json").is_file():
+    if not (beside / "config.json").exists():
         raise ValueError(f"{beside}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"--save-dir {target}: is not empty; choose another")
-    model, path = Model(read_json(beside / "config.json")), newest(source, step)
-    reader, files = torch_dist.Reader(path), model.pieces()
-    weights = {name: tuple(entry.size) for name, entry in reader.tensors.items() if not name.startswith("optimizer.")}
+    _fresh(target)
+    model, path = _model(beside), newest(source, step)
+    reader = torch_dist.Reader(path)
+    weights = {name: tuple(entry.size) for name, entry in reader.weights.items()}
     tables = {"embedding.word_embeddings.weight", "output_layer.weight"}
-    wanted = {
+    wanted = (
         # More rows than words: padding
-        piece.key: weights.get(piece.key, piece.shape) if piece.key in tables else piece.shape
-        for piece in itertools.chain(*files)
-    }
+        (piece.key, weights.get(piece.key, piece.shape) if piece.key in tables else piece.shape)
+        for piece in itertools.chain.from_iterable(model.files(experts=1))
+    )
     _compare(weights, wanted, str(path))
 
     def tensors(pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,7 +182,7 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
     # Without its config.json, nobody takes the rest for a model
     with staged(target, last="config.json") as model_files:
         safetensors_files.carry(beside, model_files)
-        safetensors_files.write(model_files, [tensors(pieces) for pieces in _told(files, say)])
+        safetensors_files.write(model_files, [tensors(pieces) for pieces in _told(model.pieces(), say)])
 
 
 def newest(source: Path, step: int | None) -> Path:
@@ -189,12 +210,22 @@ def run_config(model: Model, tokenizer: Path | None) -> RunConfig:
     return parse_args(flags, Machine(1, cuda=False, transformer_engine=False, apex=False)).config
 
 
-def _sources(files: Iterable[Iterable[Piece]]) -> dict[str, Size]:
-    return {name: size for piece in itertools.chain(*files) for name, size in piece.source_sizes.items()}
+def _sources(pieces: Iterable[Piece]) -> Iterator[tuple[str, Size]]:
+    return itertools.chain.from_iterable(piece.source_sizes.items() for piece in pieces)
 
 
-def _compare(found: Mapping[str, Size], wanted: Mapping[str, Size], where: str) -> None:
-    """ValueError unless both have the same tensors of the same sizes."""
+def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str) -> None:
+    """ValueError unless these are the tensors that were found, of the same sizes.
+
+    Args:
+        tensors: names and sizes; so many more than were found that an error could not name them are not counted.
+    """
+    wanted: dict[str, Size] = {}
+    for name, size in tensors:
+        wanted[name] = size
+        if len(wanted) > len(found) + LISTED:
+            absent = list(itertools.islice((name for name in wanted if name not in found), LISTED))
+            raise ValueError(f"{where}: more than {LISTED} tensors missing: {', '.join(absent)}, ...")
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     other = [
         f"{name} {found[name]} instead of {wanted[name]}"

@@ -4,19 +4,21 @@ Both have megatron-core's tensors under its names. What differs: experts may be 
 are an object in the checkpoint, and no manifest says what belongs to it.
 """
 
+import argparse
 import itertools
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 
 from megatron_balance.convert import torch_dist
 from megatron_balance.convert.pieces import Piece, Rows, Same, Size
+from megatron_balance.input_files import shown
+from megatron_balance.messages import cleaned
 from megatron_balance.training import saved_flags
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 
@@ -63,13 +65,17 @@ class Checkpoint:
             raise ValueError(f"--load-dir {source}: holds no checkpoint of iteration {iteration}")
         self.path = directory.path(iteration)
         self._reader = torch_dist.Reader(self.path)
-        self.tensors = {name: entry for name, entry in self._reader.tensors.items() if name.startswith(MODEL)}
+        self.tensors = {name: entry for name, entry in self._reader.weights.items() if name.startswith(MODEL)}
         if not self.tensors:
             raise ValueError(f"{self.path}: has no GPT's weights ({', '.join(MODEL)}...)")
         args = dist_checkpointing.load_common_state_dict(str(self.path)).get("args")
-        if args is None:
+        if not isinstance(args, argparse.Namespace):
             raise ValueError(f"{self.path}: has no args, which say what the model is")
-        self._args: dict[str, Any] = vars(args)
+        names = {name: UPSTREAM_NAMES.get(name, name) for name in saved_flags.CHECKPOINT_FIELDS}
+        self._args = {name: vars(args)[theirs] for name, theirs in names.items() if theirs in vars(args)}
+        for name, value in self._args.items():
+            if not saved_flags.is_plain(value):
+                raise ValueError(f"{self.path}: args.{names[name]} is {shown(value)} instead of a number or text")
         alike = self._args.get("moe_layer_freq", 1) == 1
         self.files = pieces_of({name: tuple(entry.size) for name, entry in self.tensors.items()}, alike)
 
@@ -92,9 +98,7 @@ class Checkpoint:
 
     def flags(self) -> str:
         """Upstream's args as `saved_flags` writes them."""
-        names = {name: UPSTREAM_NAMES.get(name, name) for name in saved_flags.CHECKPOINT_FIELDS}
-        values = {name: self._args[theirs] for name, theirs in names.items() if theirs in self._args}
-        return json.dumps({"upstream": values})
+        return json.dumps({"upstream": self._args})
 
 
 def pieces_of(sizes: Mapping[str, Size], stack: bool) -> list[list[Piece]]:
@@ -129,8 +133,12 @@ def _pieces(key: str, names: Mapping[_Own, list[str]], sizes: Mapping[str, Size]
     """Of one tensor, from the tensors that it is upstream."""
     own, first = next(iter(names.items()))
     inner, axes = sizes[first[0]], []
+    if len(inner) < 1 or any(sizes[name] != inner for parts in names.values() for name in parts):
+        raise ValueError(f"{cleaned(key)}: its layers or experts are of different shapes")
     for number, there in enumerate((STACKED.match(key), ".experts.experts." in key)):
         if there and own[number] is None:
+            if len(inner) < 2:
+                raise ValueError(f"{cleaned(key)}: is {list(sizes[first[0]])}, without an axis for layers or experts")
             axes.append(inner[0])
             inner = inner[1:]
         elif there:

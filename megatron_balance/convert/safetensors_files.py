@@ -4,7 +4,7 @@ Only safetensors are read, never pickles, and no code that comes with a model is
 """
 
 import json
-import shutil
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_balance.files import writing
+from megatron_balance.input_files import MIB, check_regular, inside, read_bounded, read_object
+from megatron_balance.messages import cleaned
+from megatron_balance.training.manifest import is_plain_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,6 +24,15 @@ SINGLE = "model.safetensors"
 CARRIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 CARRIED_TOO = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "spiece.model")
 """Names of files that go along with a model's weights."""
+
+MAX_INDEX_BYTES = 24 * MIB
+"""A tensor takes about 100 bytes: room for 250,000 of them."""
+
+MAX_HEADER_BYTES = 24 * MIB
+"""Of a safetensors file, the same; the library itself reads up to 100 MB."""
+
+MAX_CARRIED_BYTES = 256 * MIB
+"""Of a tokenizer's file; large ones have 40 MiB."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -42,40 +54,39 @@ class Weights:
             self._look_into(file)
         for name, file in listed.items():
             if self.file_of.get(name) != file:
-                raise ValueError(f"{directory / INDEX}: {name} is not in {file}")
+                raise ValueError(f"{directory / INDEX}: {cleaned(name)} is not in {file}")
         if unlisted := sorted(self.file_of.keys() - listed.keys()) if listed else []:
-            raise ValueError(f"{directory / INDEX}: does not list {', '.join(unlisted[:20])}")
+            raise ValueError(f"{directory / INDEX}: does not list {cleaned(', '.join(unlisted[:20]), 1000)}")
 
     def _listed(self) -> dict[str, str]:
         path = self.directory / INDEX
-        if not path.exists():
+        if not os.path.lexists(path):
             return {}
-        listed = read_json(path).get("weight_map")
-        plain = isinstance(listed, dict) and all(
-            isinstance(file, str) and Path(file).name == file for file in listed.values()
-        )
+        listed = read_object(inside(self.directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
+        plain = isinstance(listed, dict) and all(is_plain_name(file) for file in listed.values())
         if not listed or not plain:
             raise ValueError(f"{path}: has no weight_map of names and files beside it")
         return listed
 
     def _look_into(self, file: str) -> None:
-        path = self.directory / file
-        if not path.is_file():
-            raise ValueError(f"{path}: missing")
+        path = inside(self.directory, file)
+        if not path.exists():
+            raise ValueError(f"{self.directory / file}: missing")
+        _check_header(path)
         try:
             with safe_open(path, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it cannot be iterated
                     part = opened.get_slice(name)
                     if part.get_dtype() not in DTYPES:
                         raise ValueError(
-                            f"{path}: {name} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported"
+                            f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported"
                         )
                     if name in self.file_of:
-                        raise ValueError(f"{path}: {name} is also in {self.file_of[name]}")
+                        raise ValueError(f"{path}: {cleaned(name)} is also in {self.file_of[name]}")
                     self.file_of[name], self.shapes[name] = file, tuple(part.get_shape())
                     self.dtypes[name] = DTYPES[part.get_dtype()]
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: damaged: {error}") from error
+            raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor.
@@ -83,30 +94,15 @@ class Weights:
         Raises:
             ValueError: it cannot be read any more, or has NaN or infinity in it.
         """
-        path = self.directory / self.file_of[name]
+        path = inside(self.directory, self.file_of[name])
         try:
             with safe_open(path, "pt") as opened:
                 tensor = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: damaged: {error}") from error
+            raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{path}: {name} is not finite everywhere")
         return tensor
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file.
-
-    Raises:
-        ValueError: the file is missing or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__} instead of an object")
-    return content
 
 
 def write(directory: Path, files: Sequence[Iterable[tuple[str, torch.Tensor]]]) -> None:
@@ -127,10 +123,26 @@ def write(directory: Path, files: Sequence[Iterable[tuple[str, torch.Tensor]]]) 
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside its weights."""
+    """Copy what belongs to a model beside its weights.
+
+    Raises:
+        ValueError: a file is a link that leads out of the model, not a regular file, or too large; names it.
+        OSError: `target` cannot be written, or has such a file, or a link in its place.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in (*CARRIED, *CARRIED_TOO):
         for path in source.glob(pattern):
-            if path.is_file():
-                with writing(target / path.name):
-                    shutil.copyfile(path, target / path.name)
+            if not path.is_dir():
+                content = read_bounded(inside(source, path.name), MAX_CARRIED_BYTES)
+                with writing(target / path.name), open(target / path.name, "xb") as file:
+                    file.write(content)
+
+
+def _check_header(path: Path) -> None:
+    """ValueError where the library would read more of a safetensors file than it should, or something else."""
+    if check_regular(path) < 8:
+        raise ValueError(f"{path}: damaged: is shorter than the length of its header")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"{path}: damaged: its header has {length} bytes; {MAX_HEADER_BYTES} are the most")

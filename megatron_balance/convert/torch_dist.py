@@ -3,14 +3,15 @@
 The format is torch.distributed.checkpoint's; its own reader and writer do the work here too.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,6 +33,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_balance.convert.pieces import Piece
 from megatron_balance.files import writing
+from megatron_balance.messages import cleaned
+from megatron_balance.training.manifest import Damaged
 from megatron_balance.training.safe_pickle import check_pickles
 from megatron_balance.training.writer import CONFIG, METADATA
 
@@ -45,13 +48,16 @@ class Reader:
             Damaged: a file is not what it should be, or would run code; names it.
         """
         metadata = check_pickles(directory)
-        self._storage = FileSystemReader(directory)
-        self._storage.set_up_storage_reader(metadata, is_coordinator=True)
-        self.tensors: dict[str, TensorStorageMetadata] = {
+        weights = {
             name: entry
             for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.")
         }
+        _check_extents(directory / ".metadata", weights, metadata.storage_data)
+        self._storage = FileSystemReader(directory)
+        self._storage.set_up_storage_reader(metadata, is_coordinator=True)
+        self.weights = weights
+        """Tensors other than the optimizer's state."""
 
     def read(self, piece: Piece) -> torch.Tensor:
         """A piece of one tensor; its first rows, if the checkpoint has more of them (a padded vocabulary).
@@ -59,7 +65,7 @@ class Reader:
         Raises:
             ValueError: the tensor is not there, or is smaller.
         """
-        found = self.tensors.get(piece.key)
+        found = self.weights.get(piece.key)
         if found is None:
             raise ValueError(f"{piece.key}: not in the checkpoint")
         rows, *inner = found.size
@@ -71,6 +77,28 @@ class Reader:
         plan = LoadPlan(create_read_items_for_chunk_list(piece.key, found, [chunk]))
         self._storage.read_data(plan, cast(LoadPlanner, _Into(target))).wait()
         return target.reshape(piece.size)
+
+
+def _check_extents(
+    path: Path, weights: Mapping[str, TensorStorageMetadata], storage: Mapping[MetadataIndex, _StorageInfo]
+) -> None:
+    """Damaged unless the parts of every weight are as large as the weight, and the files have bytes for them.
+
+    Sizes are what a file says; memory is allocated by them, and what no part covers would keep what memory held.
+    """
+    for name, entry in weights.items():
+        there, itemsize = 0, entry.properties.dtype.itemsize
+        for chunk in entry.chunks:
+            extents = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=False))
+            same_axes = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+            if not same_axes or any(not 0 <= start < start + length <= size for start, length, size in extents):
+                raise Damaged(path, f"{cleaned(name)}: has a part that lies outside of it")
+            numbers, info = math.prod(chunk.sizes), storage.get(MetadataIndex(name, chunk.offsets))
+            if info is None or info.length < numbers * itemsize:
+                raise Damaged(path, f"{cleaned(name)}: its part at {list(chunk.offsets)} is not in the files")
+            there += numbers
+        if there != math.prod(entry.size):
+            raise Damaged(path, f"{cleaned(name)}: its parts have {there} numbers of {math.prod(entry.size)}")
 
 
 class _Into:

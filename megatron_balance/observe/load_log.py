@@ -8,6 +8,7 @@ Shape suffixes: N iterations, D expert-parallel ranks, E logical experts.
 
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_balance.input_files import MIB, check_regular
+from megatron_balance.messages import cleaned
 from megatron_balance.placement.placement import Placement
+
+MAX_BYTES = 4 * 1024 * MIB
+"""Of a file's arrays; 100 iterations of 60 layers with 64 ranks and 256 experts have 800 MB."""
+
+MOST_TOKENS = 2**40
+"""Of one rank for one expert in an iteration: sums of many still fit into 64 bits."""
 
 _FILE = re.compile(r"loads_rank(\d{5,})_iter(\d{7,})\.npz")
 _LAYER = re.compile(r"layer_(\d+)")
@@ -140,7 +149,12 @@ def _shapes(loads: Loads) -> dict[int, tuple[int, ...]]:
 
 def _read(path: Path, first: int) -> Loads:
     """One file, checked."""
+    check_regular(path)
     try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+        if unpacked > MAX_BYTES:
+            raise ValueError(f"would unpack to {unpacked} bytes; {MAX_BYTES} are the most")
         with np.load(path, allow_pickle=False) as arrays:
             layers = sorted(int(match[1]) for match in map(_LAYER.fullmatch, arrays) if match)
             if len(arrays) != 1 + 2 * len(layers):
@@ -151,7 +165,7 @@ def _read(path: Path, first: int) -> Loads:
                 {layer: arrays[f"placement_{layer}"] for layer in layers},
             )
     except Exception as error:  # a damaged archive makes zipfile, zlib and numpy raise almost anything
-        raise ValueError(f"{path}: is no log of --balance-log-dir ({error}); remove it") from error
+        raise ValueError(f"{path}: is no log of --balance-log-dir ({cleaned(error)}); remove it") from error
     problem = _problem(loads, first)
     if problem is not None:
         raise ValueError(f"{path}: {problem}; remove it")
@@ -168,6 +182,8 @@ def _problem(loads: Loads, first: int) -> str | None:
         texts_N = loads.placements[layer]
         if counts_NDE.dtype != np.int64 or counts_NDE.ndim != 3 or len(counts_NDE) != len(iterations):
             return f"layer {layer} has loads {counts_NDE.dtype} {counts_NDE.shape} for {len(iterations)} iterations"
+        if counts_NDE.size and not 0 <= int(counts_NDE.min()) <= int(counts_NDE.max()) <= MOST_TOKENS:
+            return f"layer {layer} has loads outside of 0 to {MOST_TOKENS}"
         if texts_N.dtype.kind != "U" or texts_N.shape != iterations.shape:
             return f"layer {layer} has placements {texts_N.dtype} {texts_N.shape} for {len(iterations)} iterations"
     return None

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from megatron_balance.device import clock
+from megatron_balance.input_files import MIB, number_in, read_object, shown
 
 Stream = Literal["computation", "waits", "communication", "planning"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
@@ -29,6 +30,15 @@ _TICKS = 8
 
 _THREADS = 1000
 """Thread ids for each stream."""
+
+MAX_BYTES = 512 * MIB
+"""Of a file; an event takes about 200 bytes."""
+
+_MOST_US = 2e6 * _ERA_SECONDS
+"""Of a time in a file: two eras, because a run may go on into the next one."""
+
+_MOST = {"pid": 10**6, "iteration": 10**12, "bytes": 2**60}
+"""Of whole numbers in a file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,12 +202,14 @@ def load_timeline(path: Path) -> list[Record]:
     Raises:
         ValueError: it is not as `Timeline` writes it; names the path.
     """
+    content = read_object(path, MAX_BYTES)
+    events = content.get("traceEvents")
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return [_read(event) for event in events if event["ph"] == "X"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path}: is no timeline of --balance-timeline ({problem})") from error
+        if not isinstance(events, list):
+            raise ValueError("no list of traceEvents")
+        return [_read(event) for event in events if not isinstance(event, dict) or event.get("ph") == "X"]
+    except ValueError as error:
+        raise ValueError(f"{path}: is no timeline of --balance-timeline ({error})") from error
 
 
 def _metadata(rank: int, thread: int, kind: str, **args: Any) -> dict[str, Any]:
@@ -225,19 +237,26 @@ def _complete_event(record: Record, thread: int) -> dict[str, Any]:
     }
 
 
-def _read(event: dict[str, Any]) -> Record:
-    args, start = event["args"], float(event["ts"])
-    if event["cat"] not in STREAMS:
-        raise ValueError(f"has a stream {event['cat']!r}")
+def _read(event: Any) -> Record:
+    args = event.get("args") if isinstance(event, dict) else None
+    if not isinstance(args, dict):
+        raise ValueError(f"{shown(event)} among the traceEvents is no event with args")
+
+    def number(of: dict[str, Any], name: str, high: float = 0) -> Any:
+        return number_in(of.get(name), 0, high or _MOST[name], name, whole=name in _MOST)
+
+    if event.get("cat") not in STREAMS or not isinstance(event.get("name"), str):
+        raise ValueError(f"an event {shown(event.get('name'))} of a stream {shown(event.get('cat'))}")
+    start = float(number(event, "ts", _MOST_US))
     return Record(
-        rank=int(event["pid"]),
-        iteration=int(args["iteration"]),
+        rank=number(event, "pid"),
+        iteration=number(args, "iteration"),
         stream=event["cat"],
-        name=str(event["name"]),
+        name=event["name"],
         start_us=start,
-        end_us=start + float(event["dur"]),
-        issued_us=float(args["issued_us"]) if "issued_us" in args else None,
-        num_bytes=int(args.get("bytes", 0)),
+        end_us=start + float(number(event, "dur", _MOST_US)),
+        issued_us=float(number(args, "issued_us", _MOST_US)) if "issued_us" in args else None,
+        num_bytes=number(args, "bytes") if "bytes" in args else 0,
     )
 
 

@@ -5,7 +5,6 @@ data sheets, which a run does not reach.
 """
 
 import dataclasses
-import math
 import types
 import typing
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megatron_balance.input_files import number_in, read_yaml, shown
+from megatron_balance.messages import cleaned
 from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, Fit, Throughput, builtin
-
-MAX_BYTES = 64 * 1024
-"""Of a file; PyYAML reads so much in less than a second."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,17 @@ class Ranks(NamedTuple):
     """Ranks next to each other that have shards of the same experts."""
 
 
-WHOLE = {"nodes", "gpus_per_node", "adapters"}
+WHOLE = {"nodes": 10**6, "gpus_per_node": 10**4, "adapters": 10**4}
+"""Counts, from 1 to so many: the largest machines have tens of thousands of nodes (top500.org)."""
+
+RANGES = {
+    "gb_per_second": (1e-6, 1e5),  # 1 kB/s to 100 TB/s; NVLink 5.0 has 900 GB/s in each direction
+    "latency_us": (1e-3, 1e7),  # what light takes for 30 cm, to 10 s
+    "memory_gb": (1e-3, 1e6),
+    "fp32_tflops": (1e-6, 1e6),  # a million to 10^18 operations per second
+    "half_tflops": (1e-6, 1e6),
+}
+"""What a number can be, far beyond what there is: outside is a slip of units or of the keyboard."""
 
 
 def read(path: Path) -> Cluster:
@@ -95,18 +103,27 @@ def read(path: Path) -> Cluster:
     Raises:
         ValueError: a file that cannot be read, or a field that is missing, unknown or no number with its source.
     """
+    root = read_yaml(path)
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"is larger than {MAX_BYTES // 1024} KiB; a cluster is small")
-        return _parse(Cluster, yaml.safe_load(text), "")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: lists within lists; see docs/clusters.md") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from error
+        return _parse(Cluster, _plain(root), "")
+    except ValueError as error:
+        raise ValueError(f"{path}: {cleaned(error, 300)}") from error
+
+
+def _plain(node: yaml.Node | None) -> Any:
+    """What a YAML document holds; ValueError where a mapping has a key twice."""
+    if isinstance(node, yaml.MappingNode):
+        content: dict[Any, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ValueError(f"line {key.start_mark.line + 1}: a key is not a name")
+            if key.value in content:
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value}: is there twice; keep one of them")
+            content[key.value] = _plain(value)
+        return content
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(entry) for entry in node.value]
+    return None if node is None else yaml.SafeLoader("").construct_object(node)
 
 
 def _parse(wanted: Any, content: Any, where: str) -> Any:
@@ -119,13 +136,12 @@ def _parse(wanted: Any, content: Any, where: str) -> Any:
         return tuple(_parse(typing.get_args(wanted)[0], entry, f"{where}[{i}]") for i, entry in enumerate(content))
     if wanted is str:
         if not isinstance(content, str) or not content:
-            raise ValueError(f"{where}: write a text")
+            raise ValueError(f"{where}: {shown(content)} is not a text; write one")
         return content
     if wanted is float:
-        whole = where.split(".")[-2] in WHOLE
-        if type(content) not in (int, float) or not 0 < content < math.inf or (whole and type(content) is not int):
-            raise ValueError(f"{where}: {content!r} is not a {'whole ' if whole else ''}number above 0")
-        return content
+        name = where.split(".")[-2]
+        low, high = (1, WHOLE[name]) if name in WHOLE else RANGES[name]
+        return number_in(content, low, high, where, whole=name in WHOLE)
     if not isinstance(content, dict):
         fields = ", ".join(field.name for field in dataclasses.fields(wanted))
         raise ValueError(f"{where or 'the file'}: write a mapping of {fields}")

@@ -13,10 +13,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_balance.input_files import MIB, number_in, read_object, shown
+from megatron_balance.messages import cleaned
+
 VERSION = 2
 COLLECTIVES = ("p2p", "all_to_all", "broadcast", "reduce", "all_gather", "all_reduce")
 GROUPS = ("intra", "inter", "ep")
 """Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
+
+MAX_BYTES = 4 * MIB
+"""Of a file; 60 kB are a group of 64 ranks."""
+
+_SECONDS, _ERROR, _COUNT = (0, 60, "seconds"), (0, 1e9, "times"), (1, 10**6, "")
+RANGES: Mapping[str, tuple[float, float, str]] = {
+    "alpha": _SECONDS,
+    "beta": (0, 1e-3, "seconds per byte"),
+    "overhead": _SECONDS,
+    "seconds_per_token": _SECONDS,
+    "bytes_per_second": (1e3, 1e14, "bytes per second"),
+    **dict.fromkeys(("residual", "held_out"), _ERROR),
+    **dict.fromkeys(("num_ranks", "node_size", "ranks", "nodes", "mp", "esp"), _COUNT),
+}
+"""What a number in a file may be, from least to most; a count has no unit.
+
+A link carries 1 kB/s or more, and at most 100 TB/s (NVLink 5.0: 0.9 TB/s), but `fit` makes a line flat where noise is
+all there is. Nothing takes a minute for a message, or for one token.
+"""
 
 
 class Fit(NamedTuple):
@@ -226,21 +248,16 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
         ValueError: a file that cannot be read or is damaged, another version, or another size of cluster or node.
     """
     where = f"--balance-profile {path}"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{where}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        found = content.get("version") if isinstance(content, dict) else None
+    content = read_object(path, MAX_BYTES, "--balance-profile")
+    if content.get("version") != VERSION:
         raise ValueError(
-            f"{where}: version {found}, but this program reads version {VERSION}; measure the cluster again"
+            f"{where}: version {shown(content.get('version'))}, but this program reads version {VERSION}; measure the "
+            "cluster again"
         )
     try:
         profile = _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{where}: damaged profile ({type(error).__name__}: {error}); measure again") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: damaged profile ({error}); measure again") from error
     if (profile.num_ranks, profile.node_size) != (num_ranks, node_size):
         raise ValueError(
             f"{where}: is for {profile.num_ranks} expert-parallel ranks in nodes of {profile.node_size}, but this job "
@@ -249,42 +266,68 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
     return profile
 
 
-def _parse(content: dict[str, Any]) -> ClusterProfile:
-    links = {kind: {group: Fit(**content["links"][kind][group]) for group in GROUPS} for kind in COLLECTIVES}
-    profile = ClusterProfile(
-        num_ranks=content["num_ranks"],
-        node_size=content["node_size"],
-        links=links,
-        forward=Throughput(**content["forward"]),
-        backward=Throughput(**content["backward"]),
-        all_reduce=tuple(Bandwidth(**group) for group in content["all_reduce"]),
-        codecs={
-            name: CodecTimes(**{way: Throughput(**line) for way, line in times.items()})
-            for name, times in content["codecs"].items()
+def _parse(content: Any) -> ClusterProfile:
+    _keys(content, ("version", *(field.name for field in dataclasses.fields(ClusterProfile))), "the file")
+    links = _keys(content["links"], COLLECTIVES, "links")
+    codecs, groups = content["codecs"], content["all_reduce"]
+    if not isinstance(codecs, dict) or not isinstance(groups, list):
+        raise ValueError("codecs, all_reduce: are not an object and a list")
+    parallel = content["parallel"]
+    return ClusterProfile(
+        num_ranks=_number(content["num_ranks"], "num_ranks"),
+        node_size=_number(content["node_size"], "node_size"),
+        links={
+            kind: {
+                group: _numbers(Fit, line, f"links.{kind}.{group}")
+                for group, line in _keys(lines, GROUPS, f"links.{kind}").items()
+            }
+            for kind, lines in links.items()
         },
-        parallel=_parse_parallel(content["parallel"]),
+        forward=_numbers(Throughput, content["forward"], "forward"),
+        backward=_numbers(Throughput, content["backward"], "backward"),
+        all_reduce=tuple(_numbers(Bandwidth, group, f"all_reduce[{at}]") for at, group in enumerate(groups)),
+        codecs={
+            name: CodecTimes(
+                **{
+                    way: _numbers(Throughput, line, f"codecs.{cleaned(name)}.{way}")
+                    for way, line in _keys(times, CodecTimes._fields, f"codecs.{cleaned(name)}").items()
+                }
+            )
+            for name, times in codecs.items()
+        },
+        parallel=None if parallel is None else _parallel(parallel),
     )
-    numbers = [value for groups in links.values() for line in groups.values() for value in line]
-    numbers += [*profile.forward, *profile.backward]
-    numbers += [value for times in profile.codecs.values() for line in times for value in line]
-    positive = [profile.num_ranks, profile.node_size, *(value for group in profile.all_reduce for value in group)]
-    if profile.parallel is not None:
-        mp, esp, *lines = profile.parallel
-        positive, numbers = [mp, esp, *positive], [*numbers, *(value for line in lines for value in line)]
-    for value in [*numbers, *positive]:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{value!r} is not a number of at least 0")
-    whole = positive[: 2 if profile.parallel is None else 4]
-    if not all(value > 0 for value in positive) or not all(type(value) is int for value in whole):
-        raise ValueError("ranks, nodes and bandwidths must be above 0")
-    return profile
 
 
-def _parse_parallel(content: dict[str, Any] | None) -> ParallelLines | None:
-    if content is None:
-        return None
-    lines: dict[str, Any] = {name: Fit(**line) if isinstance(line, dict) else line for name, line in content.items()}
-    return ParallelLines(**lines)
+def _parallel(content: Any) -> ParallelLines:
+    _keys(content, ParallelLines._fields, "parallel")
+    return ParallelLines(
+        **{
+            name: _number(value, f"parallel.{name}") if name in RANGES else _numbers(Fit, value, f"parallel.{name}")
+            for name, value in content.items()
+        }
+    )
+
+
+def _keys(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:
+    """`content`, if it is an object with these keys and no others, in their order."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: {shown(content)} is not an object with {', '.join(names)}")
+    if wrong := sorted(content.keys() ^ set(names)):
+        state = "is unknown" if wrong[0] in content else "is missing"
+        raise ValueError(f"{where}: {cleaned(wrong[0])} {state}")
+    return {name: content[name] for name in names}
+
+
+def _numbers(kind: Any, content: Any, where: str) -> Any:
+    """A named tuple of numbers."""
+    fields = _keys(content, kind._fields, where)
+    return kind(**{name: _number(value, f"{where}.{name}") for name, value in fields.items()})
+
+
+def _number(value: Any, where: str) -> Any:
+    low, high, unit = RANGES[where.rpartition(".")[2]]
+    return number_in(value, low, high, where, unit, whole=not unit)
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

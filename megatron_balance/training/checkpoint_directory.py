@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_balance.files import sync, writing
+from megatron_balance.input_files import KIB, read_bounded
 from megatron_balance.training import manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER_BYTES = KIB
 COMPLETE = re.compile(r"iter_(\d{7,})")
 PROBE_BYTES = 1 << 20
 """A full disk is better found before the collective part of a save; what rank 0 writes in that part is smaller."""
@@ -52,10 +54,9 @@ class CheckpointDirectory:
             ValueError: the tracker holds something else; names the file.
         """
         path = self.root / TRACKER
-        try:
-            text = path.read_bytes()[:100]
-        except FileNotFoundError:
+        if not path.exists():
             return None
+        text = read_bounded(path, TRACKER_BYTES)
         if not re.fullmatch(rb"\d{1,15}\s*", text):
             raise ValueError(f"{path}: holds {text[:20]!r} instead of an iteration")
         return int(text)

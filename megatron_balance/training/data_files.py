@@ -2,6 +2,7 @@
 
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -160,6 +161,10 @@ class _Index:
 
 
 def _check_index(idx_path: str, bin_path: str, thorough: bool) -> None:
+    for path in (bin_path, idx_path):
+        # What is absent is told by its own exception
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError(f"{path} is no regular file")
     index = _read_header(idx_path, os.stat(bin_path).st_size)
     if thorough:
         _check_sequences(index)

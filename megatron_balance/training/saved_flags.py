@@ -1,5 +1,6 @@
 """The flags a checkpoint was made with, as `arguments.json` beside its data."""
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -7,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.config import RunConfig
+from megatron_balance.input_files import MIB, read_object, shown
+from megatron_balance.messages import cleaned
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 
 FILE = "arguments.json"
+MAX_BYTES = MIB
 
 MODEL_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
@@ -65,16 +69,17 @@ def to_json(config: RunConfig) -> str:
         name: {
             field.name: value
             for field in dataclasses.fields(section)
-            if _is_plain(value := getattr(section, field.name))
+            if is_plain(value := getattr(section, field.name))
         }
         for name, section in sections.items()
     }
     return json.dumps(plain, indent=1)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value has a text form: a number or text, or a list of them."""
     if isinstance(value, list | tuple):
-        return all(_is_plain(entry) for entry in value)
+        return all(is_plain(entry) for entry in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -85,12 +90,34 @@ def read(checkpoint: Path) -> dict[str, Any]:
         ValueError: the file is missing or not what `to_json` wrote; names it.
     """
     path = checkpoint / FILE
-    try:
-        sections = json.loads(path.read_text(encoding="utf-8"))
-        fields = {name: value for section in sections.values() for name, value in section.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: cannot read the checkpoint's flags: {error}") from error
+    sections = read_object(path, MAX_BYTES)
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            raise ValueError(f"{path}: {cleaned(name)}: {shown(section)} is no section of flags")
+    fields = {name: value for section in sections.values() for name, value in section.items()}
     return {name: fields[name] for name in CHECKPOINT_FIELDS if name in fields}
+
+
+def as_flag(action: argparse.Action, value: Any) -> Any:
+    """A checkpoint's value as if it had been given with a flag.
+
+    Raises:
+        ValueError: the flag does not take it.
+    """
+    if value is None or (action.nargs == 0 and type(value) is bool):
+        return value
+    entries = value if isinstance(value, list) and action.nargs is not None else [value]
+    try:
+        if action.nargs == 0 or isinstance(value, bool):
+            raise ValueError("switches are true or false, other flags are not")
+        # The converter of a flag whose value is a list takes it as one text
+        words = [str(entry).replace(" ", "") if isinstance(entry, list) else str(entry) for entry in entries]
+        converted = [action.type(word) if callable(action.type) else word for word in words]
+        if action.choices is not None and any(one not in action.choices for one in converted):
+            raise ValueError(f"choose from {', '.join(map(str, action.choices))}")
+    except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError) as error:
+        raise ValueError(f"{flag_of(action.dest)}: the checkpoint has {shown(value)} ({cleaned(error)})") from error
+    return converted if entries is value else converted[0]
 
 
 def of_newest(root: Path, step: int | None) -> dict[str, Any]:

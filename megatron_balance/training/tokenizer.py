@@ -13,6 +13,8 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
 from megatron_balance.config import TokenizerConfig
+from megatron_balance.input_files import check_regular
+from megatron_balance.messages import cleaned
 
 try:
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
@@ -36,14 +38,22 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         raise ValueError(f"--tokenizer-type {kind}: also give --tokenizer-model")
     if kind in FROM_A_FILE and not Path(str(model)).is_file():
         raise ValueError(f"--tokenizer-model {model}: no such file; give the model of a {kind}")
+    for flag, path in _other_files(config).items():
+        check_regular(path, flag)
     try:
         return _build(config)
     except Exception as error:  # each library raises types of its own
-        reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"--tokenizer-model {model}: no tokenizer of --tokenizer-type {kind} ({reason}); give the model that "
-            "belongs to the type"
+            f"--tokenizer-model {model}: no tokenizer of --tokenizer-type {kind} ({cleaned(error, 300)}); give the "
+            "model that belongs to the type"
         ) from error
+
+
+def _other_files(config: TokenizerConfig) -> dict[str, str]:
+    """By flag; a FIFO among them would be waited for without end."""
+    files = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
+    files["--tokenizer-metadata"] = config.tokenizer_metadata
+    return {flag: path for flag, path in files.items() if path is not None}
 
 
 def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int:

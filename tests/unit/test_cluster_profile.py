@@ -86,12 +86,12 @@ def test_builtin_has_every_link_and_knows_where_nodes_end() -> None:
 
 
 def test_lines_of_tensor_parallel_ranks_are_kept(tmp_path: Path) -> None:
-    lines = ParallelLines(2, 4, *(Fit(float(number), 0.5, 0.0, 0.0) for number in range(4)))
+    lines = ParallelLines(2, 4, *(Fit(float(number), 5e-4, 0.0, 0.0) for number in range(4)))
     profile, path = dataclasses.replace(builtin(8, 4, 64, 128), parallel=lines), tmp_path / "profile.json"
     profile.save(path)
     assert load(path, 8, 4) == profile
     path.write_text(path.read_text().replace('"mp": 2', '"mp": 0'))
-    with pytest.raises(ValueError, match="must be above 0"):
+    with pytest.raises(ValueError, match=r"parallel\.mp: 0 is not an integer from 1"):
         load(path, 8, 4)
 
 
@@ -105,14 +105,32 @@ def _damage(content: dict, key: str, value: object) -> str:
         ("version", VERSION + 1, f"version {VERSION + 1}"),
         ("num_ranks", 16, "for 16 expert-parallel ranks"),
         ("node_size", 2, "nodes of 2"),
-        ("links", {}, "damaged profile .*p2p"),
-        ("forward", THROUGHPUT | {"seconds_per_token": -1}, "-1 is not a number of at least 0"),
+        ("links", {}, "damaged profile .links: all_gather is missing"),
+        (
+            "forward",
+            THROUGHPUT | {"seconds_per_token": -1},
+            "forward.seconds_per_token: -1 is not a number from 0 to 60",
+        ),
         ("forward", THROUGHPUT | {"seconds_per_token": "fast"}, "'fast' is not a number"),
-        ("forward", {"seconds_per_token": 1, "overhead": 0}, "damaged profile .*residual"),
-        ("backward", THROUGHPUT | {"held_out": -1}, "-1 is not a number of at least 0"),
-        ("num_ranks", 0, "above 0"),
-        ("all_reduce", [{"ranks": 2, "nodes": 1, "bytes_per_second": 0}], "above 0"),
+        ("forward", THROUGHPUT | {"seconds_per_token": True}, "True is not a number"),
+        ("forward", THROUGHPUT | {"seconds_per_token": 1e30}, "1e.30 is not a number from 0 to 60 seconds"),
+        ("forward", {"seconds_per_token": 1, "overhead": 0}, "forward: held_out is missing"),
+        ("forward", THROUGHPUT | {"speed": 1}, "forward: speed is unknown"),
+        ("forward", 10**400, "a number of 401 digits"),
+        ("forward", [], "forward: a list is not an object with seconds_per_token"),
+        ("backward", THROUGHPUT | {"held_out": -1}, "backward.held_out: -1 is not a number from 0"),
+        ("num_ranks", 0, "num_ranks: 0 is not an integer from 1"),
+        ("num_ranks", 8.0, "num_ranks: 8.0 is not an integer from 1"),
+        (
+            "all_reduce",
+            [{"ranks": 2, "nodes": 1, "bytes_per_second": 0}],
+            r"all_reduce\[0\].bytes_per_second: 0 is not",
+        ),
+        ("all_reduce", [{"ranks": 2, "nodes": 1, "bytes_per_second": 1e308}], "from 1000 to 1e.14 bytes per second"),
         ("all_reduce", 3, "damaged profile"),
+        ("codecs", {"a\nb": {}}, "codecs.a b: decode is missing"),
+        ("parallel", {"mp": 2}, "parallel: all_gather is missing"),
+        ("more", 1, "the file: more is unknown"),
     ],
 )
 def test_a_file_that_does_not_fit_says_why(tmp_path: Path, key: str, value: object, message: str) -> None:
@@ -126,7 +144,14 @@ def test_a_file_that_does_not_fit_says_why(tmp_path: Path, key: str, value: obje
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--balance-profile .*cannot be read"):
         load(tmp_path / "none.json", 8, 4)
-    for text, message in (("{", "is not JSON"), ("[]", "version None")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "holds a list instead of a JSON object"),
+        ("[" * 100_000, "has more than 32 objects and arrays within each other"),
+        ('{"version": 2, "version": 2}', "has the key 'version' twice"),
+        ('{"version": NaN}', "NaN is no number"),
+        ('{"version": 1e400}', "1e400, which is too large"),
+    ):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             load(tmp_path / "bad.json", 8, 4)

@@ -18,12 +18,16 @@ from safetensors.torch import load_file, save_file
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.conversion import export_model, import_model, run_config
 from megatron_balance.convert.pieces import QueryKeyValue, Rows
-from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, read_json, write
+from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
 from megatron_balance.dry_run import imagined_run
 from tests import hf_models
 from tests.unit.published_models import PUBLISHED
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
 
 
 def quiet(text: str) -> None:
@@ -146,13 +150,14 @@ SPOILED = {
     "truncated": (truncate, [SINGLE, "damaged"]),
     "missing shard": (list_another, ["model.other is not in", SINGLE]),
     "elsewhere": (list_elsewhere, [INDEX, "files beside it"]),
-    "no config": (lambda directory: (directory / "config.json").write_text("{"), ["config.json", "cannot be read"]),
+    "no config": (lambda directory: (directory / "config.json").write_text("{"), ["config.json", "is not JSON"]),
     "unknown": (reconfigure(model_type="llama"), ["'llama'", "choose from deepseek_v2"]),
     "activation": (reconfigure(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
     "window": (reconfigure(sliding_window=128), ["sliding_window 128"]),
     "scaled": (reconfigure(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), ["rope scaling", "yarn"]),
     "other size": (reconfigure(hidden_size=64), ["of another shape", "(96, 32) instead of (96, 64)"]),
-    "no heads": (reconfigure(num_attention_heads=5), ["of another shape", "q_proj"]),
+    "odd heads": (reconfigure(num_attention_heads=5), ["config.json: num_key_value_heads 2", "does not divide"]),
+    "more heads": (reconfigure(num_attention_heads=8), ["of another shape", "k_proj"]),
 }
 
 

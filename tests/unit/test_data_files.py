@@ -160,7 +160,7 @@ def test_a_missing_file(prefix: Path, missing: str, thorough: bool) -> None:
 def test_a_directory_in_place_of_a_file(prefix: Path) -> None:
     os.unlink(f"{prefix}.idx")
     os.mkdir(f"{prefix}.idx")
-    with pytest.raises(ValueError, match=r"data\.idx: cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match=r"data\.idx is no regular file; build it again"):
         check_indices([str(prefix)], thorough=False)
 
 

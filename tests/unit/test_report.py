@@ -235,7 +235,7 @@ def test_wrong_input(tmp_path: Path, written: dict[str, Path]) -> None:
     assert f"{loads}: is no log of --balance-log-dir" in problem("--balance-log-dir", loads.parent)
     timeline = write_timeline(tmp_path / "timeline") / "rank00001.json"
     timeline.write_text(timeline.read_text()[:-20])
-    assert f"{timeline}: is no timeline" in problem("--balance-timeline", timeline.parent)
+    assert f"{timeline}: is not JSON" in problem("--balance-timeline", timeline.parent)
     assert "--picture: needs --balance-log-dir" in problem(
         "--tensorboard-dir", written["--tensorboard-dir"], "--picture", str(tmp_path / "picture.png")
     )

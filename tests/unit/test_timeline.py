@@ -241,24 +241,29 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
 
 EVENT = {"ph": "X", "pid": 0, "tid": 1, "cat": "waits", "name": "L0", "ts": 1, "dur": 1, "args": {"iteration": 0}}
 STRANGE = {
-    "no JSON": "{",
-    "no object": "[]",
-    "no events": "{}",
-    "another's event": json.dumps({"traceEvents": [EVENT | {"cat": "kernel"}]}),
-    "no iteration": json.dumps({"traceEvents": [EVENT | {"args": {}}]}),
-    "no number": json.dumps({"traceEvents": [EVENT | {"ts": None}]}),
+    "no JSON": ("{", "is not JSON"),
+    "no object": ("[]", "holds a list instead of a JSON object"),
+    "nested": ("[" * 100_000, "more than 32 objects and arrays"),
+    "no events": ("{}", "is no timeline .*no list of traceEvents"),
+    "no event": ('{"traceEvents": [1]}', "is no timeline .*1 among the traceEvents"),
+    "another's event": (json.dumps({"traceEvents": [EVENT | {"cat": "kernel"}]}), "is no timeline .*stream 'kernel'"),
+    "a list of a stream": (json.dumps({"traceEvents": [EVENT | {"cat": []}]}), "is no timeline .*stream a list"),
+    "no iteration": (json.dumps({"traceEvents": [EVENT | {"args": {}}]}), "iteration: None is not an integer"),
+    "no number": (json.dumps({"traceEvents": [EVENT | {"ts": None}]}), "ts: None is not a number"),
+    "too late": (json.dumps({"traceEvents": [EVENT | {"ts": 1e308}]}), "ts: 1e.308 is not a number"),
+    "backwards": (json.dumps({"traceEvents": [EVENT | {"dur": -1}]}), "dur: -1 is not a number"),
 }
 
 
-@pytest.mark.parametrize("text", STRANGE.values(), ids=STRANGE)
-def test_files_that_are_no_timelines(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("text", "said"), STRANGE.values(), ids=STRANGE)
+def test_files_that_are_no_timelines(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "rank00000.json"
-    with pytest.raises(ValueError, match=f"{path}: is no timeline"):
+    with pytest.raises(ValueError, match=f"{path}: cannot be read"):
         load_timeline(path)
     path.write_text(json.dumps({"traceEvents": [EVENT]}), encoding="utf-8")
     assert load_timeline(path) == [Record(0, 0, "waits", "L0", 1.0, 2.0, None, 0)]
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{path}: is no timeline"):
+    with pytest.raises(ValueError, match=f"{path}: .*{said}"):
         load_timeline(path)
 
 

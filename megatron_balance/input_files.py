@@ -1,0 +1,270 @@
+"""Files that others wrote, read with bounds: how long it takes and how much memory depends on limits, not on the file.
+
+Only regular files are opened. A FIFO (what a shell makes of `<(...)`) may never end, every rank would have to read it,
+and it can be read only once; so it is refused like a device, and the message says to write a file.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from megatron_balance.messages import cleaned
+
+KIB, MIB = 1 << 10, 1 << 20
+
+MAX_DEPTH = 32
+"""Arrays and objects of JSON within each other."""
+
+MAX_DIGITS = 20
+"""Of an integer in JSON."""
+
+MAX_YAML_BYTES = 64 * KIB
+MAX_YAML_EVENTS = 4000
+"""Scalars, and ends of mappings and lists; PyYAML reads so many in less than a second."""
+
+MAX_YAML_DEPTH = 8
+"""Sections within sections, and the list in the innermost."""
+
+_KINDS = {
+    stat.S_IFDIR: "a directory; name the file in it",
+    stat.S_IFIFO: "a FIFO, as `<(...)` makes them; write the content into a file and name that",
+    stat.S_IFCHR: "a device; name a regular file",
+    stat.S_IFBLK: "a device; name a regular file",
+    stat.S_IFSOCK: "a socket; name a regular file",
+}
+"""What is not a regular file, and the remedy."""
+
+_CHUNK_BYTES = 4 * MIB
+_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"')
+_BRACES_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_regular(path: str | Path, flag: str = "") -> int:
+    """The size of a regular file in bytes.
+
+    Args:
+        flag: that named the path, for the message.
+
+    Raises:
+        ValueError: it is something else, or not there.
+    """
+    try:
+        return _regular(os.stat(path))
+    except (OSError, ValueError) as error:
+        _refuse(path, flag, error)
+
+
+def read_bounded(path: str | Path, limit: int, flag: str = "") -> bytes:
+    """The content of a regular file.
+
+    Args:
+        limit: bytes that it may have. A file that grows meanwhile is read no further.
+        flag: that named the path, for the message.
+
+    Raises:
+        ValueError: it is larger, not a regular file, or cannot be read.
+    """
+    try:
+        # Opening a device may already do something
+        _check_size(_regular(os.stat(path)), limit)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _regular(os.fstat(descriptor))
+            content = bytearray()
+            while len(content) <= limit:
+                piece = os.read(descriptor, min(_CHUNK_BYTES, limit + 1 - len(content)))
+                if not piece:
+                    return bytes(content)
+                content += piece
+        finally:
+            os.close(descriptor)
+        _check_size(len(content), limit)
+    except (OSError, ValueError) as error:
+        _refuse(path, flag, error)
+    raise AssertionError("more than the limit was read")
+
+
+def read_text(path: str | Path, limit: int, flag: str = "") -> str:
+    """The text in a file; errors as of `read_bounded`, and where it is not UTF-8 or has a zero byte in it."""
+    content = read_bounded(path, limit, flag)
+    try:
+        if (zero := content.find(0)) >= 0:
+            raise ValueError(f"is not text: byte {zero + 1} is zero")
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(path, flag, ValueError(f"is not text in UTF-8: {error.reason} at byte {error.start + 1}"))
+    except ValueError as error:
+        _refuse(path, flag, error)
+
+
+def read_json(path: str | Path, limit: int, flag: str = "") -> Any:
+    """What `parse_json` makes of a file; errors as of `read_text` and of `parse_json`."""
+    text = read_text(path, limit, flag)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        _refuse(path, flag, error)
+
+
+def read_object(path: str | Path, limit: int, flag: str = "") -> dict[str, Any]:
+    """`read_json` of a file that holds an object; ValueError where it holds something else."""
+    content = read_json(path, limit, flag)
+    if not isinstance(content, dict):
+        _refuse(path, flag, ValueError(f"holds {shown(content)} instead of a JSON object"))
+    return content
+
+
+def parse_json(text: str) -> Any:
+    """JSON by its standard: no NaN, no infinity, no number that becomes one, no key twice in an object.
+
+    Raises:
+        ValueError: something else, or more than `MAX_DEPTH` objects and arrays within each other.
+    """
+    deep = f"has more than {MAX_DEPTH} objects and arrays within each other"
+    try:
+        content = json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(deep) from error
+    if _deeper(text.encode("utf-8", "surrogatepass"), MAX_DEPTH):
+        raise ValueError(deep)
+    return content
+
+
+def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
+    """The nodes of a small YAML document, which nothing is constructed from; None if it is empty.
+
+    Raises:
+        ValueError: as of `read_bounded`; not one YAML document; more than `MAX_YAML_DEPTH` mappings and lists within
+            each other, or more than `MAX_YAML_EVENTS`; anchors, aliases or tags.
+    """
+    text = read_bounded(path, MAX_YAML_BYTES, flag)
+    depth = 0
+    try:
+        for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+            line = f"line {event.start_mark.line + 1}"
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH:
+                raise ValueError(f"{line}: nested more than {MAX_YAML_DEPTH} deep; use fewer sections")
+            if count > MAX_YAML_EVENTS:
+                raise ValueError(f"{line}: more than {MAX_YAML_EVENTS} keys and values; such a file is small")
+            if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+                raise ValueError(f"{line}: anchors and aliases are not understood; write it out")
+            if tag := getattr(event, "tag", None):
+                raise ValueError(f"{line}: tags ({cleaned(tag, 80)}) are not understood; leave it out")
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        _refuse(path, flag, ValueError(cleaned(error, 300)))
+
+
+def inside(directory: Path, name: str) -> Path:
+    """Where `directory / name` really lies, links followed.
+
+    A model that somebody made may have a link in the place of any file. Hugging Face's cache consists of links, from
+    `snapshots/REVISION` to `blobs` beside it; nothing else may lie outside of the directory.
+
+    Raises:
+        ValueError: a link leads out of the directory, or to itself.
+    """
+    path, root = directory / name, directory.resolve()
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path}: is a link that leads nowhere; put the file there") from error
+    roots = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    if not any(target.is_relative_to(allowed) for allowed in roots):
+        raise ValueError(
+            f"{path}: is a link to {cleaned(target)}, outside of the directory; put the file itself there (cp -L)"
+        )
+    return target
+
+
+def shown(value: object) -> str:
+    """A value out of a file, short enough for a message."""
+    if isinstance(value, str | int | float | bool) or value is None:
+        return cleaned(repr(value), 80)
+    return {dict: "an object", list: "a list"}.get(type(value), type(value).__name__)
+
+
+def number_in(value: object, low: float, high: float, where: str, unit: str = "", whole: bool = False) -> Any:
+    """`value`, if it is a number of at least `low` and at most `high`.
+
+    Args:
+        where: it stands, for the message.
+        unit: of it, for the message.
+        whole: whether it has to be an integer.
+
+    Raises:
+        ValueError: it is something else, a boolean among others.
+    """
+    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:  # type: ignore[operator]
+        kind = "an integer" if whole else "a number"
+        unit = f" {unit}" if unit else ""
+        raise ValueError(f"{where}: {shown(value)} is not {kind} from {low:.12g} to {high:.12g}{unit}")
+    return value
+
+
+def _regular(status: os.stat_result) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'no regular file')}")
+    return status.st_size
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        words = f"{limit // MIB} MiB" if limit >= MIB else f"{limit // KIB} KiB"
+        raise ValueError(f"is larger than {words}, the most that such a file may have")
+
+
+def _refuse(path: str | Path, flag: str, error: Exception) -> NoReturn:
+    reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+    raise ValueError(f"{flag} {cleaned(path, 500)}: {reason}".lstrip()) from error
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) == len(pairs):
+        return content
+    seen: set[str] = set()
+    name = next(name for name, _ in pairs if name in seen or seen.add(name))
+    raise ValueError(f"has the key {shown(name)} twice in one object; keep one of them")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"is not JSON: {name} is no number there")
+
+
+def _integer(text: str) -> int:
+    if len(text.lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"has a number of {len(text)} digits, {text[:10]}...; integers have at most {MAX_DIGITS}")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"has the number {cleaned(text, 30)}, which is too large")
+    return value
+
+
+def _deeper(json_text: bytes, depth: int) -> bool:
+    """Whether objects and arrays are nested deeper in valid JSON: peels off the innermost ones so many times."""
+    brackets = _STRING.sub(b"", json_text).translate(_BRACES_TO_BRACKETS, _NO_BRACKETS)
+    for _ in range(depth):
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
