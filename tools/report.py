@@ -24,9 +24,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from report_runs import Run, aligned, read_run
 from rich.table import Table
-from textfiles import positive_int, staged
+from textfiles import positive_int
 from timeline_picture import picture
 
+from megatron_balance.files import staged
 from megatron_balance.flow.plan import Split
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
