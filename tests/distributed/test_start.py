@@ -167,3 +167,27 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     for rank in (0, 2):
         assert "rank 1 of 3 has not joined at 127.0.0.1:" in ended.output[rank]
         assert "Traceback" not in ended.output[rank]
+
+
+def with_too_large_a_model_on_rank_1(rank: int) -> None:
+    launch, torch = importlib.import_module("megatron_balance.launch"), importlib.import_module("torch")
+    build_run = launch.build_run
+
+    def build(*args, **kwargs):
+        if rank == 1:
+            torch.empty(2**55, dtype=torch.uint8)
+        return build_run(*args, **kwargs)
+
+    launch.build_run = build
+
+
+def test_a_rank_without_memory(tmp_path: Path) -> None:
+    ended = Job(2, FLAGS.replace("0.05", "10"), tmp_path, with_too_large_a_model_on_rank_1).wait(40)
+    assert ended.codes == [1, 1]
+    told = (
+        "rank 1 failed with OutOfResources: this machine's memory is too small for this run; "
+        "--dry-run shows what each rank needs for what (iteration 0, start); this rank ("
+    )
+    for rank, output in enumerate(ended.output):
+        assert output.splitlines()[-1].startswith(f"{told}{rank}) ")
+        assert "Traceback" not in output and "Thread 0x" not in output
