@@ -66,7 +66,6 @@ def agree(store: dist.Store, me: Member, facts: Facts, timeout_minutes: float, w
     Raises:
         ValueError: ranks differ, are missing or there twice, or the store is gone; all that are there raise the same.
     """
-    store = dist.PrefixStore("agreement", store)
     deadline = time.monotonic() + timeout_minutes * 60
     try:
         try:
@@ -103,8 +102,7 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
         )
     if digest != _digest(facts):
         reference = json.loads(_await(store, "facts", deadline))
-        own = {fact: facts.get(fact) for fact in {**facts, **reference} if facts.get(fact) != reference.get(fact)}
-        store.set(f"differs/{me.rank}", json.dumps(own))
+        store.set(f"differs/{me.rank}", json.dumps(_their_own(facts, reference)))
         store.append("differing", f"{me.rank} ")
     if store.add("compared", 1) == me.world_size:
         return _decide(store, _conclusion(store, me.world_size, deadline))
@@ -168,6 +166,11 @@ def _in_person() -> str:
 
 def _digest(facts: Facts) -> str:
     return hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _their_own(facts: Facts, reference: Facts) -> dict[str, str | None]:
+    """Facts that are not the reference's; None: the reference has it alone."""
+    return {name: facts.get(name) for name in {**facts, **reference} if facts.get(name) != reference.get(name)}
 
 
 def difference(reference: Facts, others: Others, world_size: int) -> str:

@@ -5,6 +5,7 @@ import datetime
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from megatron_balance.device import agreement, launcher, limits
 from megatron_balance.device.groups import Topology, backend_minutes
 from megatron_balance.messages import cleaned
+
+SPARE_SECONDS = 2.0
+"""A connection is waited for so much longer than it waits itself, because its own error may say more."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,9 @@ def start(
     store = dist.PrefixStore(launch.name, _meet(launch, timeout_minutes))
     if launch.world_size > 1:
         me = agreement.Member(launch.rank, launch.world_size, launch.rank == launch.store_rank)
-        agreement.agree(store, me, facts(), timeout_minutes, f"{launch.address}:{launch.port}")
+        agreement.agree(
+            dist.PrefixStore("agreement", store), me, facts(), timeout_minutes, f"{launch.address}:{launch.port}"
+        )
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     return store
@@ -175,11 +181,24 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
     return _connect(launch, launch.address, timeout_minutes)
 
 
+def _is_heard(address: str, port: int, deadline: float) -> bool:
+    """Wait until somebody listens there; torch, too, would wait, but write pages of its own stack meanwhile."""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left).close()
+            return True
+        except OSError:
+            time.sleep(0.1)
+    return False
+
+
 def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store:
     """A connection to the store. Something else that listens there may accept one and never answer."""
     found: list[dist.Store] = []
     errors: list[Exception] = []
-    holds, seconds = launch.rank == launch.store_rank, timeout_minutes * 60
+    holds, deadline = launch.rank == launch.store_rank, time.monotonic() + timeout_minutes * 60
+    heard = holds or _is_heard(address, launch.port, deadline)
+    seconds = max(1.0, deadline - time.monotonic())
 
     def connect() -> None:
         try:
@@ -190,16 +209,17 @@ def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store
         except RuntimeError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    # A little longer than the constructor, whose own error may say more
-    thread.join(seconds + 2)
+    if heard:
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(seconds + SPARE_SECONDS)
     if found:
         return found[0]
     where = f"{address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
     if errors and holds and "EADDRINUSE" in str(errors[0]):
         raise ValueError(f"MASTER_PORT={launch.port}: another program listens on this port here; choose another port")
-    reason = cleaned(errors[0]) if errors else "something listens there and does not answer"
+    reason = "something listens there and does not answer" if heard else "nothing listens there"
+    reason = cleaned(errors[0]) if errors else reason
     holder = "the launcher" if launch.store_rank is None else f"rank {launch.store_rank}"
     raise ValueError(
         f"{where}: no key-value store of {holder} there within {timeout_minutes:g} minutes "

@@ -26,6 +26,9 @@ FROM_THE_AGENT = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
 
 PR_SET_PDEATHSIG = 1
 
+SIGNAL = getattr(signal, "SIGSTKFLT", None)
+"""What the kernel sends when the parent ends: a signal that nothing else uses. Its number, 16, are seconds."""
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -76,15 +79,17 @@ def _watch(launcher: Launcher) -> None:
 def _ask_the_kernel() -> None:
     """Have the kernel end this process, too, some seconds after its parent.
 
-    The thread above has to wait for the interpreter's lock, which indexing a dataset may hold for minutes. The kernel's
-    signal is one that nothing else uses, and its handler a function of the C library: `alarm(16)`, as 16 is the
-    signal's number. So the thread has 16 seconds to say why this process ends.
+    The thread above has to wait for the interpreter's lock, which indexing a dataset may hold for minutes. So the
+    signal's handler is a function of the C library: `alarm(16)`, because a handler is called with the signal's number.
+    The thread has these 16 seconds to say why this process ends.
     """
-    with contextlib.suppress(AttributeError, OSError):  # another system than Linux, another C library
+    if SIGNAL is None:  # another system than Linux
+        return
+    with contextlib.suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
         library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-        library.signal(signal.SIGSTKFLT, ctypes.cast(library.alarm, ctypes.c_void_p))
-        library.prctl(PR_SET_PDEATHSIG, int(signal.SIGSTKFLT), 0, 0, 0)
+        library.signal(int(SIGNAL), ctypes.cast(library.alarm, ctypes.c_void_p))
+        library.prctl(PR_SET_PDEATHSIG, int(SIGNAL), 0, 0, 0)
 
 
 def _has_our_variables(process: int) -> bool:

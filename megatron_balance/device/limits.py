@@ -35,14 +35,14 @@ def open_files(backend: str, world_size: int, holds_store: bool) -> None:
     """
     per_rank = DESCRIPTORS_PER_RANK[backend] + STORE_CONNECTIONS * holds_store
     needed = BASE_DESCRIPTORS[backend] + per_rank * world_size
-    soft, hard = (_as_number(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    if hard < needed:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _as_number(hard) < needed:
         raise ValueError(
             f"ulimit -n {hard}: a job of {world_size} processes needs about {needed} file descriptors in each; raise "
             f"the limit with ulimit -n {AMPLE * needed} (as root, or in the settings of the service or container)"
         )
-    if soft < AMPLE * needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, AMPLE * needed)), hard))
+    if _as_number(soft) < AMPLE * needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_as_number(hard), AMPLE * needed), hard))
 
 
 def _as_number(limit: int) -> int:

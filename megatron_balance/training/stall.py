@@ -235,7 +235,7 @@ def error_place(error: BaseException) -> str:
     """The exception in one line, after the collective that it came out of."""
     frames = list(traceback.walk_tb(error.__traceback__))
     collective = _collective(*frames[-1]) if frames else None
-    text = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+    text = f"{type(error).__name__}: {error}".strip().partition("\n")[0].removesuffix(":")
     # gloo starts with a line of its own source
     text = cleaned(re.sub(r"\[\S+:\d+\] ", "", text), MAX_ERROR_CHARACTERS)
     if not isinstance(error, Exception):

@@ -42,21 +42,21 @@ class Job:
     def __init__(
         self,
         world_size: int,
-        flags: str,
+        flags: str | Callable[[int], str],
         directory: Path,
         prepare: Prepare | None = None,
         start: Callable[[BaseProcess], None] = BaseProcess.start,
     ) -> None:
-        """`start` starts a rank, perhaps on another device."""
+        """`flags` may be others for each rank; `start` starts a rank, perhaps on another device."""
         directory.mkdir(parents=True, exist_ok=True)
         self.logs = [directory / f"rank{rank}.txt" for rank in range(world_size)]
         for log in self.logs:
             log.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        port = free_port()
+        port, flags_of = free_port(), (lambda _: flags) if isinstance(flags, str) else flags
         self.ranks: list[BaseProcess] = [
-            context.Process(target=_rank, args=(rank, world_size, port, self.logs[rank], flags, prepare))
+            context.Process(target=_rank, args=(rank, world_size, port, self.logs[rank], flags_of(rank), prepare))
             for rank in range(world_size)
         ]
         for process in self.ranks:

@@ -20,7 +20,7 @@ def error_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def join(*_: Any) -> None:
         raise Ending("joined")
 
-    monkeypatch.setattr(launch.groups, "start", join)
+    monkeypatch.setattr(launch.job, "start", join)
     monkeypatch.setattr(launch, "dry_run", join)
 
     def of(flags: str, base: str = BASE) -> str:

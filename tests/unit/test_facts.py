@@ -1,0 +1,117 @@
+"""What ranks compare: everything that decides what they train, found without importing what others wrote."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_balance import facts
+from megatron_balance.arguments import Parsed, parse_args
+from megatron_balance.config import RunConfig
+from megatron_balance.device.groups import Topology
+from megatron_balance.machine import Machine
+from tests.distributed.runs import BASE
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "running.md"
+
+
+def parsed(flags: str = "", cuda: bool = False) -> Parsed:
+    return parse_args(f"{BASE} {flags}".split(), Machine(1, cuda, False, False))
+
+
+def changed(flags: str = "", ours: str = "") -> dict[str, str]:
+    """Facts that these flags change, without those that follow from others."""
+    topology = Topology(1, 1)
+    before, after = (facts.gather(parsed(one), topology) for one in (ours, f"{ours} {flags}"))
+    own = {name: value for name, value in after.items() if before.get(name) != value}
+    return {name: value for name, value in own.items() if not name.startswith(facts.CONSEQUENCE)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--seed 7", {"--seed": "7"}),
+        ("--hidden-size 64", {"--hidden-size": "64"}),
+        ("--use-distributed-optimizer", {"--use-distributed-optimizer": "given"}),
+        ("--no-mmap-bin-files", {"--no-mmap-bin-files": "given"}),
+        ("--moe-layer-freq [0,1]", {"--moe-layer-freq": "0 1"}),
+        ("--exit-signal SIGUSR1", {"--exit-signal": "SIGUSR1"}),
+        ("--recompute-activations", {"--recompute-granularity": "selective"}),
+        ("--tensorboard-dir here --num-workers 3", {}),
+    ],
+)
+def test_flags_are_facts_as_they_are_written(flags: str, expected: dict[str, str]) -> None:
+    assert changed(flags) == expected
+
+
+def test_a_file_of_flags_counts_by_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text("seed: 7\n")
+    assert changed(f"--yaml-cfg {tmp_path / 'flags.yaml'}") == {"--seed": "7"}
+
+
+def test_every_setting_of_a_run_is_a_fact() -> None:
+    names = {name.rpartition(".")[2] for name in facts.gather(parsed(), Topology(1, 1)) if facts.CONSEQUENCE in name}
+    fields = {
+        field.name
+        for part in dataclasses.fields(RunConfig)
+        for field in dataclasses.fields(getattr(parsed().config, part.name))
+    }
+    assert fields - names == facts.MAY_DIFFER.keys()
+
+
+def test_a_machine_with_other_devices_is_another_fact() -> None:
+    with_cuda, without = (facts.gather(parsed(cuda=cuda), Topology(1, 1)) for cuda in (True, False))
+    assert with_cuda["setting launch.distributed_backend"] != without["setting launch.distributed_backend"]
+
+
+def test_facts_have_no_addresses_in_them() -> None:
+    assert not [value for value in facts.gather(parsed(), Topology(1, 1)).values() if " at 0x" in value]
+
+
+def test_the_documents_say_what_may_differ() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert all(f"--{name.replace('_', '-')}" in text for name in facts.MAY_DIFFER)
+
+
+def test_the_content_of_files(tmp_path: Path) -> None:
+    file, directory = tmp_path / "file", tmp_path / "directory"
+    directory.mkdir()
+    file.write_text("a")
+    first = facts.content_of(file)
+    file.write_text("b")
+    assert facts.content_of(file) != first == facts.content_of(_written(tmp_path / "other", "a"))
+    empty = facts.content_of(directory)
+    _written(directory / "tokenizer.json", "a")
+    assert facts.content_of(directory) != empty
+    assert facts.content_of(tmp_path / "nowhere") == "No such file or directory"
+    os.mkfifo(tmp_path / "fifo")
+    assert facts.content_of(tmp_path / "fifo") == facts.content_of(Path("/dev/zero")) == "no file"
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_module_is_found_without_importing_what_it_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "somebodys"
+    package.mkdir()
+    _written(package / "__init__.py", "raise SystemExit('imported')")
+    policy = _written(package / "policy.py", "raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert facts.source_of("somebodys.policy") == facts.content_of(policy)
+    assert facts.source_of("somebodys.nothing") == facts.source_of("nobodys.policy") == "not found"
+    assert "somebodys" not in sys.modules
+
+
+def test_the_source_of_a_policy_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parsed().config
+    config = config.replace(balance=dataclasses.replace(config.balance, balance_policy="planner:Policy"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = []
+    for text in ("one = 1", "two = 2"):
+        _written(tmp_path / "planner.py", text)
+        sources.append(facts._modules(config)["the source of planner"])
+    assert len({*sources, "not found"}) == 3

@@ -1,0 +1,117 @@
+"""A process ends when torchrun's agent, which has started it, ends; any other one goes on."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_balance.device import launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "MASTER_PORT": "1"}
+
+AGENT = """
+import os, subprocess, sys, time
+subprocess.Popen(sys.argv[2:], env=os.environ | eval(sys.argv[1])).wait()
+"""
+
+RANK = """
+import os, signal, time
+from megatron_balance.device import launcher
+if {number}:
+    launcher.SIGNAL = signal.Signals({number})
+launcher.follow()
+print(os.getpid(), flush=True)
+{then}
+"""
+
+WAIT = "time.sleep(60)"
+WITH_THE_LOCK = "sum(range(10**12))"
+"""As code that indexes a dataset: the interpreter does nothing else meanwhile."""
+
+Start = Callable[..., tuple[subprocess.Popen, psutil.Process]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """An agent, and the rank that it starts."""
+    processes: list[psutil.Process] = []
+
+    def of(
+        variables: dict[str, str], then: str = WAIT, wrapper: tuple[str, ...] = (), number: int = 0
+    ) -> tuple[subprocess.Popen, psutil.Process]:
+        rank = [*wrapper, sys.executable, "-c", RANK.format(then=then, number=number)]
+        with (tmp_path / "errors").open("w") as errors:
+            agent = subprocess.Popen(
+                [sys.executable, "-c", AGENT, repr(variables), *rank],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert agent.stdout is not None
+        processes.extend([psutil.Process(int(agent.stdout.readline())), psutil.Process(agent.pid)])
+        return agent, processes[0]
+
+    yield of
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def seconds_until_gone(process: psutil.Process, limit: float) -> float:
+    since = time.monotonic()
+    psutil.wait_procs([process], timeout=limit)
+    return time.monotonic() - since
+
+
+# The shell has something to do afterwards, so that it does not become the rank itself
+@pytest.mark.parametrize("wrapper", [(), ("sh", "-c", '"$@"; true', "sh")], ids=["agent", "script"])
+def test_a_rank_ends_with_the_agent(start: Start, tmp_path: Path, wrapper: tuple[str, ...]) -> None:
+    agent, rank = start(VARIABLES, wrapper=wrapper)
+    time.sleep(2 * launcher.PERIOD)
+    assert rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
+    agent.kill()
+    assert seconds_until_gone(rank, 10) < 3
+    assert (tmp_path / "errors").read_text() == (
+        f"the launcher (process {agent.pid}) has ended; this rank (3) ends, too\n"
+    )
+    agent.wait()
+
+
+def test_a_rank_that_holds_the_lock_ends_by_the_kernel(start: Start) -> None:
+    agent, rank = start(VARIABLES, WITH_THE_LOCK, number=3)
+    time.sleep(0.5)
+    agent.kill()
+    assert 2 < seconds_until_gone(rank, 20) < 6
+    agent.wait()
+
+
+def test_what_was_started_otherwise_goes_on(start: Start) -> None:
+    agent, rank = start({"RANK": "3", "MASTER_PORT": "1"})
+    agent.kill()
+    agent.wait()
+    assert seconds_until_gone(rank, 4 * launcher.PERIOD) >= 4 * launcher.PERIOD
+    assert rank.is_running()
+
+
+def test_it_imports_nothing_that_takes_time() -> None:
+    code = "import sys; from megatron_balance.device import launcher; print({'torch', 'numpy'} & {*sys.modules})"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert told == "set()\n"
+
+
+def test_no_agent_above_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in launcher.FROM_THE_AGENT:
+        monkeypatch.delenv(name, raising=False)
+    assert launcher.find() is None
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    found = launcher.find()
+    assert found is not None and (found.process, found.child) == (os.getppid(), os.getpid())
+    assert not found.has_ended()
