@@ -206,8 +206,9 @@ class Output:
 
     def close(self) -> None:
         """Close the data files, finished or not."""
-        for builder in self.builders.values():
-            builder.data_file.close()
+        for key, builder in self.builders.items():
+            with writing(f"{self.stems[key]}.bin"):
+                builder.data_file.close()
 
 
 class Display:

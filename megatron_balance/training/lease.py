@@ -18,6 +18,7 @@ tells neither which run holds it nor since when, and lets no restarted job follo
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -327,7 +328,19 @@ class Lease:
         except OSError as error:
             if created:
                 self._remove(generation)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and generation > 1:
+                return self._inherit(generation)
             raise OSError(error.errno, error.strerror, str(path)) from error
+        return True
+
+    def _inherit(self, generation: int) -> bool:
+        """Create a lease out of the one before, which is given up: a full disk can only be cleaned up by a holder."""
+        try:
+            os.link(self._path(generation - 1), self._path(generation))
+        except FileExistsError:
+            return False
+        with open(self._path(generation), "r+b", buffering=0) as file:
+            file.write(Record(self.owner, self._token, self._renewals).render())
         return True
 
     def _remove(self, generation: int) -> None:

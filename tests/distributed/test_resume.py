@@ -1,5 +1,6 @@
 """How a run stops, and from what it goes on: the flags around checkpoints, as a user meets them."""
 
+import errno
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatron_balance.config import TrainConfig
-from megatron_balance.training import writer
+from megatron_balance.training import checkpoint, manifest, writer
 from megatron_balance.training.checkpoint import CheckpointError, Checkpoints
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.loop import train_step
@@ -180,46 +181,80 @@ def save_one(directory: str, flags: str, sabotage: str = "") -> str:
     if not sabotage:
         return ""
     train_step(run)
-    original = writer._write
+    holder, name = PLACES.get(sabotage, (writer, "_write"))
+    original = getattr(holder, name)
 
-    def write(bucket: tuple, transforms: list):
-        if os.path.basename(bucket[0]) == "__1_0.distcp":
-            SABOTAGE[sabotage]()
-        return original(bucket, transforms)
+    def sabotaged(*args):
+        if holder is not writer or os.path.basename(args[0][0]) == "__1_0.distcp":
+            SABOTAGE[sabotage](*args)
+        return original(*args)
 
-    writer._write = write
+    setattr(holder, name, sabotaged)
     try:
         checkpoints.save()
         checkpoints.finish()
     except CheckpointError as error:
         return str(error)
     finally:
-        writer._write = original
+        setattr(holder, name, original)
     return ""
 
 
-def fail() -> None:
-    raise OSError(28, "No space left on device")
+def fill_the_disk(bucket: tuple, *_: object) -> None:
+    """As a full disk does: the file ends somewhere, and torch complains about its archive."""
+    Path(bucket[0]).write_bytes(b"half")
+    with open("/dev/full", "wb") as file:
+        torch.save(torch.zeros(1 << 20), file)
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
 SABOTAGE = {
-    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stall": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "fail": fail,
+    "die": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+    "stall": lambda *_: os.kill(os.getpid(), signal.SIGSTOP),
+    "fill": fill_the_disk,
+    "quota": refuse,
+    "manifest": refuse,
+    "common": refuse,
+    "rm": lambda directory, *_: shutil.rmtree(directory.root),
+    "unseen": lambda staged, *_: shutil.rmtree(staged, ignore_errors=True),
 }
-"""What happens to one writer of rank 1."""
+"""What happens to one writer of rank 1, or at one of the places below."""
+
+PLACES = {
+    "manifest": (manifest, "_render"),
+    "common": (writer.PartWriter, "describe"),
+    "rm": (CheckpointDirectory, "stage"),
+    "unseen": (checkpoint, "unseen"),
+}
 
 
 @pytest.mark.parametrize("flags", ["", "--async-save"], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("sabotage", "text"),
-    [("die", "its writer died (exit code -9)"), ("stall", "the writer has stalled"), ("fail", "No space left")],
+    [
+        ("die", "__1_0.distcp: its writer died (exit code -9)"),
+        ("stall", "__1_0.distcp: nothing was written for 2 s; the writer has stalled"),
+        ("fill", "__1_0.distcp: No space left on device"),
+        ("quota", "__1_0.distcp: Disk quota exceeded"),
+        ("manifest", "Disk quota exceeded: '{}/iter_0000002.saving-"),
+        ("common", "Disk quota exceeded"),
+        ("unseen", ": No such file or directory"),
+    ],
 )
-def test_a_failing_writer_ends_the_save(sabotage, text, flags, ranks, tmp_path):
+def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, text, flags, ranks, tmp_path):
     messages = ranks(2).run(save_one, str(tmp_path), flags, sabotage, timeout=60.0)
-    for message in messages:
-        assert text in message and ".distcp" in message and f"{tmp_path}/iter_0000001 is intact" in message
-    assert iterations(tmp_path) == [1]
+    assert messages[0] == messages[1]
+    assert text.format(tmp_path) in messages[0] and f"{tmp_path}/iter_0000001 is intact" in messages[0], messages
+    assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
+
+
+def test_a_removed_directory_is_not_made_again(ranks, tmp_path):
+    for message in ranks(2).run(save_one, str(tmp_path / "c"), "", "rm"):
+        assert "No such file or directory" in message and f"{tmp_path}/c/iter_0000002.saving" in message
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(ranks, tmp_path):

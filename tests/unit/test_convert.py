@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 import shutil
 import subprocess
@@ -20,7 +21,10 @@ from megatron_balance.convert.conversion import export_model, import_model, run_
 from megatron_balance.convert.pieces import QueryKeyValue, Rows
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
 from megatron_balance.dry_run import imagined_run
+from megatron_balance.training.lease import Lease, Owner, Record
+from megatron_balance.training.manifest import read as read_manifest
 from tests import hf_models
+from tests.disks import small_disk
 from tests.unit.published_models import PUBLISHED
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
@@ -214,6 +218,38 @@ def test_damaged_checkpoints_are_not_exported(models, tmp_path) -> None:
     (there / "huggingface" / "config.json").unlink()
     with pytest.raises(ValueError, match="--hf-dir"):
         export_model(there, back, None, None, quiet)
+
+
+@pytest.mark.parametrize("kilobytes", range(8, 200, 48))
+def test_a_full_disk_is_named_and_nothing_is_left(models, tmp_path, kilobytes: int) -> None:
+    """Wherever in an import or an export the room ends."""
+    there = tmp_path / "there"
+    import_model(models("mixtral"), there, quiet)
+    with small_disk(tmp_path / "disk", kilobytes) as disk:
+        for convert in (lambda target: import_model(models("mixtral"), target, quiet),
+                        lambda target: export_model(there, target, None, None, quiet)):  # fmt: skip
+            with pytest.raises(OSError) as refused:
+                convert(disk / "target")
+            assert "No space left on device" in str(refused.value) and f"'{disk}/target/" in str(refused.value)
+            assert list(disk.iterdir()) == []
+
+
+def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path) -> None:
+    holder = Lease(tmp_path, Owner.here("first"), "")
+    holder.acquire()
+    command = [sys.executable, str(TOOL), "import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert f"error: --save-dir {tmp_path}: another run saves there (run first, process {os.getpid()}" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.000001"]
+    holder.check()
+
+
+def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
+    import_model(models("mixtral"), tmp_path / "there", quiet)
+    origin = read_manifest(tmp_path / "there" / "iter_0000000").origin
+    assert origin.run and origin.parent == f"{models('mixtral')}, converted"
+    assert Record.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
 
 
 def test_every_tensor_has_one_place(models) -> None:

@@ -1,5 +1,6 @@
 """The lease of a directory: one holder at a time, whoever wants it, dies, stops or comes back."""
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.training import lease
-from megatron_balance.training.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner, Record
+from megatron_balance.training.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner
+from tests.disks import fill, small_disk
 
 
 class Clock:
@@ -162,17 +163,27 @@ def test_numbers_and_names_from_a_file_do_no_harm(tmp_path: Path) -> None:
     assert other.waiting_for().isprintable() and len(other.waiting_for()) < 700
 
 
-def test_a_full_disk_leaves_no_half_of_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Record) -> bytes:
-        raise OSError(28, "No space left on device")
+def test_a_full_disk_has_no_room_for_a_first_lease(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64):
+        fill(tmp_path)
+        with pytest.raises(OSError, match=r"No space left on device: '.*lease.000001'"):
+            wanted(tmp_path, elsewhere("a")).attempt()
+        assert left(tmp_path) == ["fill"]
 
-    holder = held(tmp_path)
-    monkeypatch.setattr(Record, "render", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*lease.000002'"):
-        holder.check()
-    monkeypatch.undo()
-    assert left(tmp_path) == ["lease.000001"]
-    holder.check()
+
+def test_who_cleans_up_a_full_disk_gets_the_lease(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64):
+        first = wanted(tmp_path, dataclasses.replace(Owner.here("first"), started=1))
+        assert first.attempt()
+        fill(tmp_path)
+        second = wanted(tmp_path, Owner.here("second"))
+        assert second.attempt() and left(tmp_path) == ["fill", "lease.000002"]
+        # Both have their numbers from one file, and it is the second's
+        assert not first.renew()
+        with pytest.raises(LeaseLost, match="run second"):
+            first.check()
+        second.check()
+        assert second.renew() and left(tmp_path) == ["fill", "lease.000003"]
 
 
 def hold(root: Path, pipe, stopping: bool) -> None:
@@ -193,7 +204,7 @@ def hold(root: Path, pipe, stopping: bool) -> None:
     signal.pause()
 
 
-@contextmanager
+@contextlib.contextmanager
 def holding(root: Path, stopping: bool = False) -> Iterator[tuple[multiprocessing.Process, object]]:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(root, theirs, stopping))

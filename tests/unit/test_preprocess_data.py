@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from tests.disks import small_disk
 from tests.unit.tools_loader import TOOLS, load_tool
 
 tool = load_tool("preprocess_data")
@@ -243,6 +244,16 @@ def test_no_trace_of_a_run_that_was_cut_short(
     assert run(numbers[0], output, *NULL, "--workers", "2") == status
     assert "nothing was written" in capsys.readouterr().err
     assert not names(output.parent)
+
+
+@pytest.mark.parametrize("kilobytes", [4, 400])
+def test_a_disk_without_room(
+    numbers: tuple[Path, list[list[int]]], tmp_path: Path, capsys: pytest.CaptureFixture[str], kilobytes: int
+) -> None:
+    with small_disk(tmp_path / "disk", kilobytes) as disk:
+        assert run(numbers[0], disk / "out" / "run", *NULL) == 1
+        assert f"No space left on device: '{disk}/out/run_text_document.bin'; nothing" in capsys.readouterr().err
+        assert not names(disk / "out")
 
 
 def test_dead_worker(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from tests.unit.tools_loader import load_tool
 
 tool = load_tool("make_sample_corpus")
@@ -77,6 +78,13 @@ def test_output_dir_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert tool.main(["--output-dir", str(tmp_path / "file")]) == 1
     assert "--output-dir" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_disk_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path / "disk", 400) as disk:
+        assert tool.main(["--output-dir", str(disk / "out")]) == 1
+        assert f"No space left on device: '{disk}/out/code.jsonl'" in capsys.readouterr().err
+        assert not list(disk.iterdir())
 
 
 def test_files_in_other_encodings_are_left_out(tmp_path: Path) -> None:

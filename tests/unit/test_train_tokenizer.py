@@ -9,6 +9,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.disks import small_disk
 from tests.unit.tools_loader import load_tool
 
 tool = load_tool("train_tokenizer")
@@ -72,6 +73,13 @@ def test_json_keys(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(corpus, tmp_path / "b", "--json-keys", "body") == 1
     assert f"{corpus}:1: no key 'body'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.model"]
+
+
+def test_a_disk_without_room(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path / "disk", 4) as disk:
+        assert run(corpus, disk / "m") == 1
+        assert f"No space left on device: '{disk}/m.model'\n{disk}/m.model was not written" in capsys.readouterr().err
+        assert not list(disk.iterdir())
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])

@@ -1,0 +1,204 @@
+"""Runs and directories: one run at a time saves, readers are not disturbed, and checkpoints say whose they are."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_balance.training import checkpoint_search, held_directory, manifest, saved_flags
+from megatron_balance.training.agreement import CheckpointError
+from megatron_balance.training.checkpoint import Checkpoints
+from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
+from megatron_balance.training.lease import STALE_SECONDS, Lease, Owner, Record
+from megatron_balance.training.loop import train_step
+from tests.distributed.checkpoints import Said, _forget
+from tests.distributed.jobs import Job
+from tests.distributed.runs import BASE, build
+
+FLAGS = "--expert-model-parallel-size 2 --num-layers 1"
+SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1"
+
+
+def trained(flags: str, iterations: int = 1) -> tuple[Checkpoints, list[str]]:
+    """A run that has loaded what it is told to, trained and saved after each iteration."""
+    run = build(f"{FLAGS} {flags}")
+    checkpoints = Checkpoints(run, said := Said(), patience=30.0)
+    checkpoints.prepare()
+    checkpoints.load()
+    for _ in range(iterations):
+        train_step(run)
+        checkpoints.save()
+    return checkpoints, said.lines
+
+
+def origin(directory: str, iteration: int) -> manifest.Origin:
+    return manifest.read(CheckpointDirectory(Path(directory)).path(iteration)).origin
+
+
+def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    where = tmp_path / "c"
+    first = Job(2, f"{SMALL} --save {where} --save-interval 3 --train-iters 9999 --exit-signal-handler", tmp_path / "1")
+    try:
+        first.await_iteration()
+        ended = Job(2, f"{SMALL} --save {where} --load {where} --train-iters 4", tmp_path / "2").wait()
+        assert ended.codes == [1, 1] and "Traceback" not in ended.text, ended.text
+        assert f"error: --save {where}: another run saves there (run " in ended.text, ended.text
+        assert f"process {first.ranks[0].pid} on host" in ended.text
+        assert "give this one another directory, or wait" in ended.text
+        # Whoever only reads needs no lease
+        reader = Job(1, f"{SMALL} --load {where} --finetune --train-iters 1", tmp_path / "3").wait()
+        assert reader.codes == [0], reader.text
+        first.signal(0, signal.SIGTERM)
+        ended = first.wait()
+    finally:
+        first.kill()
+    assert ended.codes == [0, 0] and "another run" not in ended.text, ended.text
+    assert Record.parse(next(where.glob("lease.*")).read_bytes()).released
+
+
+def lose(directory: str) -> tuple[str, list[str], list[str]]:
+    """Save, lose the lease to a process on another host, save again: what is said, and the files before and after."""
+    checkpoints, _ = trained(f"--save {directory} --keep-last 1")
+    now = [0.0]
+    taker = Lease(Path(directory), Owner("other-run", "far", 7, "noon", machine="far"), "", lambda: now[0])
+
+    def take() -> None:
+        if dist.get_rank() == 0:
+            assert not taker.attempt()
+            now[0] = STALE_SECONDS
+            assert taker.attempt()
+            Path(directory, "iter_0000009.saving-00000000").mkdir()
+
+    original = checkpoints._commit
+
+    def commit(*args: object) -> object:
+        # Everything is written by now
+        take()
+        return original(*args)
+
+    checkpoints._commit = commit
+    before = sorted(os.listdir(directory))
+    train_step(checkpoints.run)
+    try:
+        checkpoints.save()
+    except CheckpointError as error:
+        return str(error), before, sorted(os.listdir(directory))
+    return "", before, []
+
+
+def test_a_run_that_lost_its_directory_changes_nothing_there(ranks, tmp_path: Path) -> None:
+    for message, before, after in ranks(2).run(lose, str(tmp_path)):
+        assert "another run saves there (run other-run, process 7 on host far, since noon)" in message
+        assert f"{tmp_path}/iter_0000001 is intact" in message
+        kept = [name for name in after if not name.startswith("lease.")]
+        assert kept == sorted([*(name for name in before if "lease" not in name), "iter_0000009.saving-00000000"])
+
+
+def resume(directory: str) -> list[tuple[str, list[str]]]:
+    """The names of runs and what is said: of a new run, one that goes on, one with its weights, and a stranger."""
+    flags = ("", f"--load {directory}", f"--load {directory} --finetune", "--keep-last 1")
+    found = []
+    for more in flags:
+        checkpoints, said = trained(f"--save {directory} {more}")
+        found.append((checkpoints.place.run, said))
+        checkpoints.place.close()
+        _forget()
+    return found
+
+
+def test_checkpoints_say_which_run_they_are_from(ranks, tmp_path: Path) -> None:
+    results = ranks(2).run(resume, str(tmp_path))
+    assert [[run for run, _ in result] for result in results] == [[run for run, _ in results[0]]] * 2
+    (new, _), (same, resumed), (tuned, tuning), (strange, _) = results[0]
+    assert new == same and len({new, tuned, strange}) == 3
+    second = origin(str(tmp_path), 2)
+    assert second.run == new and "iter_0000001" in second.parent and new in second.parent
+    assert second.versions.keys() >= {"megatron-core", "torch"} and second.saved >= second.started
+    assert any(f"loading checkpoint from {tmp_path}/iter_0000001 at iteration 1 (run {new}, saved on" in line
+               for line in resumed)  # fmt: skip
+    assert not any("WARNING" in line for line in resumed)
+    assert any(f"holds iterations [2, 1] of run {new}, and this is run {tuned}" in line for line in tuning)
+    # The last two have saved an iteration 1 of their own; the first's second is not theirs to delete
+    assert origin(str(tmp_path), 1).run == strange and origin(str(tmp_path), 1).parent == ""
+    assert CheckpointDirectory(tmp_path).iterations() == [2, 1]
+
+
+def read_while_pruning(directory: str) -> tuple[str, list[str]]:
+    """Once it is clear what there is, another run saves a new checkpoint and deletes the one that is to be read."""
+    root, original = CheckpointDirectory(Path(directory)), checkpoint_search._candidates
+
+    def candidates(*args: object) -> object:
+        found = original(*args)
+        if root.path(1).exists():
+            os.rename(root.path(1), root.path(5))
+            (root.root / TRACKER).write_text("5")
+        return found
+
+    checkpoint_search._candidates = candidates
+    said = Said()
+    try:
+        return checkpoint_search.find_sound(root, None, said).name, said.lines
+    finally:
+        checkpoint_search._candidates = original
+
+
+def load_while_pruning(directory: str) -> str:
+    original = saved_flags.read
+
+    def read(path: Path) -> dict:
+        found = original(path)
+        shutil.rmtree(path)
+        return found
+
+    saved_flags.read = read
+    try:
+        trained(f"--load {directory}")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        saved_flags.read = original
+    return ""
+
+
+def save_once(directory: str) -> None:
+    trained(f"--save {directory}")[0].place.close()
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_once, str(tmp_path))
+    for name, said in ranks(2).run(read_while_pruning, str(tmp_path)):
+        assert name == "iter_0000005"
+        assert any("iteration 1 was deleted while it was being read" in line for line in said)
+    for message in ranks(2).run(load_while_pruning, str(tmp_path)):
+        assert f"{tmp_path}/iter_0000005: was deleted while it was being loaded" in message
+
+
+def prepare_apart(directory: str) -> str:
+    """Rank 1 is on a host where the directory is another one."""
+    original = held_directory.unseen
+    if dist.get_rank() == 1:
+        held_directory.unseen = lambda staged: original(staged.with_name("elsewhere"))
+    try:
+        held_directory.HeldDirectory(Path(directory)).prepare()
+    except ValueError as error:
+        return str(error)
+    finally:
+        held_directory.unseen = original
+    return ""
+
+
+def test_every_host_has_to_see_the_directory(ranks, tmp_path: Path) -> None:
+    for message in ranks(2).run(prepare_apart, str(tmp_path)):
+        assert f"--save {tmp_path}: rank 1 cannot write into what rank 0 has made there" in message
+        assert "No such file or directory" in message
+    (lease,) = tmp_path.iterdir()
+    assert Record.parse(lease.read_bytes()).released
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_unseen_directories_are_told_with_their_host(tmp_path: Path, text: str) -> None:
+    found = held_directory.unseen(tmp_path / text)
+    assert found is None if not text else "No such file or directory" in found and "on host" in found
