@@ -1,11 +1,13 @@
 """How the program ends. Exit status 0 says that what was asked for has been done, so nobody else may give it."""
 
 import contextlib
+import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from megatron_balance.messages import described
+from megatron_balance.messages import cleaned, described
 
 INTERRUPTED = 130
 """The exit status of a program that SIGINT ended, as shells have it."""
@@ -40,3 +42,57 @@ def raised_in(error: BaseException) -> str:
         return "an unknown place"
     last = frames[-1]
     return f"{last.name} ({last.filename}:{last.lineno})"
+
+
+@contextlib.contextmanager
+def unbreakable_output() -> Iterator[None]:
+    """Inside, a text that cannot be printed is lost and ends nothing: a pipe without reader, a full disk.
+
+    The stream that still works is told. What is printed comes through again as soon as it can.
+    """
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Unbreakable(streams[0], "standard output"), _Unbreakable(streams[1], "standard error")
+    sys.stdout.other, sys.stderr.other = reversed(streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream in streams:
+            _let_go(stream)
+
+
+class _Unbreakable:
+    """A text stream whose errors are told to another one, once."""
+
+    other: Any = None
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self._stream, self._name, self._told = stream, name, False
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                with contextlib.suppress(OSError):
+                    print(f"{self._name}: {cleaned(error)}; the program goes on without", file=self.other, flush=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _let_go(stream: Any) -> None:
+    """What a stream cannot write at the end would make the interpreter's exit status 120."""
+    try:
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

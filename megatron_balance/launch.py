@@ -18,7 +18,7 @@ from megatron_balance.config import RunConfig
 from megatron_balance.device import groups, job, limits
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.dry_run import dry_run
-from megatron_balance.endings import Ending, only_our_own
+from megatron_balance.endings import Ending, only_our_own, unbreakable_output
 from megatron_balance.machine import Machine
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
@@ -40,6 +40,7 @@ from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 PROGRAM = "pretrain_gpt_moe.py"
 
 
+@unbreakable_output()
 @only_our_own(PROGRAM)
 def pretrain(argv: list[str]) -> None:
     """Parse, check, join the job, build, train. A user's mistake ends every rank before anything is built."""
@@ -108,7 +109,7 @@ def _prepare(
 ) -> tuple[Run, RunLog, Checkpoints]:
     run = build_run(config, tokenizer=tokenizer, policy=policy)
     guard.follow(run.position)
-    log = RunLog(config, run.length.iterations, run.vocab_size)
+    log = _run_log(run)
     for notice in notices:
         log.message(f"note: {notice}")
     if run.balancer is not None:
@@ -119,6 +120,18 @@ def _prepare(
     checkpoints.prepare()
     checkpoints.load()
     return run, log, checkpoints
+
+
+def _run_log(run: Run) -> RunLog:
+    """The log of a run; one that cannot be written to ends all ranks."""
+    log, error = None, None
+    try:
+        log = RunLog(run.config, run.length.iterations, run.vocab_size)
+    except ValueError as failure:
+        error = failure
+    raise_everywhere(error)
+    assert log is not None
+    return log
 
 
 @contextlib.contextmanager
@@ -153,12 +166,9 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
     try:
         yield after_step
     finally:
-        if trace is not None:
-            trace.close()
-        if loads is not None:
-            loads.flush()
-        if timeline is not None:
-            timeline.flush()
+        for record in (trace, loads, timeline):
+            if record is not None:
+                record.flush(last=True)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ the arrays `iterations` [N] int64 and, for every MoE layer n, `layer_<n>` [N, D,
 Shape suffixes: N iterations, D expert-parallel ranks, E logical experts.
 """
 
-import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from megatron_balance.input_files import MIB, check_regular
 from megatron_balance.messages import cleaned
+from megatron_balance.observe.optional import MOST_BYTES, Attempts, write_whole
 from megatron_balance.placement.placement import Placement
 
 MAX_BYTES = 4 * 1024 * MIB
@@ -44,6 +44,7 @@ class LoadLog:
 
     def __init__(self, directory: Path, rank: int, first_iteration: int = 0) -> None:
         self.directory, self.rank = directory, rank
+        self._attempts = Attempts(f"--balance-log-dir {directory}")
         self._iterations: list[int] = []
         self._loads: dict[int, list[np.ndarray]] = {}
         self._placements: dict[int, list[str]] = {}
@@ -68,19 +69,34 @@ class LoadLog:
             self._loads.setdefault(layer, []).append(np.array(counts_DE, dtype=np.int64))
             self._placements.setdefault(layer, []).append(str(placement))
 
-    def flush(self) -> None:
-        """Write what was added since the last time, if anything; a file appears whole or not at all."""
+    def flush(self, last: bool = False) -> None:
+        """Write what was added since the last time, if anything; a file appears whole or not at all.
+
+        What cannot be written is kept for the next time, up to MOST_BYTES.
+        """
         if not self._iterations:
             return
+        if self._attempts.run(self._write, last):
+            self._iterations, self._loads, self._placements = [], {}, {}
+            return
+        each = sum(loads[0].nbytes for loads in self._loads.values())
+        excess = len(self._iterations) - max(1, MOST_BYTES // each)
+        if excess > 0:
+            self._attempts.dropped += excess
+            for values in (self._iterations, *self._loads.values(), *self._placements.values()):
+                del values[:excess]
+
+    def _write(self) -> None:
         arrays = {"iterations": np.array(self._iterations, dtype=np.int64)}
         arrays |= {f"layer_{layer}": np.stack(loads) for layer, loads in self._loads.items()}
         arrays |= {f"placement_{layer}": np.array(texts) for layer, texts in self._placements.items()}
         path = self.directory / f"loads_rank{self.rank:05d}_iter{self._iterations[0]:07d}.npz"
-        unfinished = path.with_suffix(".unfinished")
-        with unfinished.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
-        os.replace(unfinished, path)
-        self._iterations, self._loads, self._placements = [], {}, {}
+
+        def save(unfinished: Path) -> None:
+            with unfinished.open("wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+
+        write_whole(path, save)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_balance.observe.optional import AppendedFile
 
 _STEP = re.compile(rb'\{"step": (\d+), ')
 
@@ -50,7 +52,8 @@ class RoutingTrace:
         self._calls: list[_Call] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = _open(directory / f"router_trace_rank{rank}.jsonl", first_step)
+            path = directory / f"router_trace_rank{rank}.jsonl"
+            self._file = AppendedFile(path, f"--moe-routing-trace-path {directory}", _cut(path, first_step))
         except OSError as error:
             raise ValueError(f"--moe-routing-trace-path {directory}: {error}; choose a writable directory") from error
         for chunk in model:
@@ -58,7 +61,7 @@ class RoutingTrace:
                 if isinstance(module, TopKRouter):
                     module.register_forward_hook(self._note)
 
-    def flush(self) -> None:
+    def flush(self, last: bool = False) -> None:
         """Write the calls since the last time; after every iteration, so that none is written twice or not at all."""
         for call in self._calls:
             if call.complete.item():
@@ -72,14 +75,9 @@ class RoutingTrace:
                     "topk": call.choices_TK.shape[1],
                     "top_indices": call.choices_TK.tolist(),
                 }
-                self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
+                self._file.add(json.dumps(record).encode() + b"\n")
+        self._file.flush(last)
         self._calls = []
-
-    def close(self) -> None:
-        """Flush and let go of the file."""
-        self.flush()
-        self._file.close()
 
     def _note(self, router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Under recomputation the first pass runs without gradients; the second is the one to record
@@ -93,16 +91,15 @@ class RoutingTrace:
         self._calls.append(_Call(self.step(), router.layer_number - 1, choices_TK, complete))
 
 
-def _open(path: Path, first_step: int) -> BinaryIO:
-    """The trace, to append to, cut off where `first_step` begins or a line was not written to its end."""
+def _cut(path: Path, first_step: int) -> int:
+    """Cut a trace off where `first_step` begins or a line was not written to its end; returns its size."""
     path.touch()
-    file = path.open("r+b")
     end = 0
-    for line in file:
-        step = _STEP.match(line)
-        if step is None or int(step[1]) >= first_step or not line.endswith(b"\n"):
-            break
-        end += len(line)
-    file.seek(end)
-    file.truncate()
-    return file
+    with path.open("r+b") as file:
+        for line in file:
+            step = _STEP.match(line)
+            if step is None or int(step[1]) >= first_step or not line.endswith(b"\n"):
+                break
+            end += len(line)
+        file.truncate(end)
+    return end

@@ -6,7 +6,6 @@ ranks share a time axis, as far as their hosts' clocks agree, and may be merged 
 """
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 
 from megatron_balance.device import clock
 from megatron_balance.input_files import MIB, number_in, read_object, shown
+from megatron_balance.observe.optional import Attempts, write_whole
 
 Stream = Literal["computation", "waits", "communication", "planning"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
@@ -122,10 +122,10 @@ class Timeline:
     def __init__(self, directory: Path, rank: int, iterations: int = 10) -> None:
         self.path, self.rank, self.iterations = directory / f"rank{rank:05d}.json", rank, iterations
         self._base = time.time() // _ERA_SECONDS * _ERA_SECONDS
+        self._attempts = Attempts(f"--balance-timeline {directory}")
         self._pending: dict[int, _Iteration] = {}
         self._finished: dict[int, list[Record]] = {}
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             self._write()
         except OSError as error:
             raise ValueError(f"--balance-timeline {directory}: {error}; choose a writable directory") from error
@@ -138,12 +138,14 @@ class Timeline:
         if span.iteration in self._pending:
             self._pending[span.iteration].spans.append(span)
 
-    def flush(self) -> None:
+    def flush(self, last: bool = False) -> None:
         """Wait for the device and write the latest iterations, if any were added; a file appears whole or not at all.
+
+        What cannot be written may be the next time, if it still belongs to the latest iterations.
 
         The wall clock is read anew each time: over days, the device's and the hosts' clocks drift apart.
         """
-        if not self._pending:
+        if not self._pending and not self._attempts.failing:
             return
         now = _Moment.now(self._base)
         for number, iteration in self._pending.items():
@@ -151,7 +153,7 @@ class Timeline:
             self._finished.setdefault(number, []).extend(records)
         self._pending = {}
         _keep_latest(self._finished, self.iterations)
-        self._write()
+        self._attempts.run(self._write, last)
 
     def _record(self, span: Span, anchor: clock.Mark, now: _Moment) -> Record:
         start, end = now.microseconds(span.start, anchor), now.microseconds(span.end, anchor)
@@ -165,9 +167,8 @@ class Timeline:
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": int(self._base) * 10**9,
         }
-        unfinished = self.path.with_suffix(".new")
-        unfinished.write_text(json.dumps(trace), encoding="utf-8")
-        os.replace(unfinished, self.path)
+        text = json.dumps(trace)
+        write_whole(self.path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
 
 
 def _trace_events(rank: int, records: Iterable[Record]) -> list[dict[str, Any]]:

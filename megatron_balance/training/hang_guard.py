@@ -10,7 +10,8 @@ Two threads per rank, so that nothing that may block stands between a stall and 
 
 If the store is lost with the rank that holds it, the watch ends this rank without the voice. Silence alone is no alarm:
 a rank may hold the interpreter's lock for minutes, while it indexes a dataset for example. Only a rank that waits for
-longer than the limit, that fails, or that loses the store raises it.
+longer than the limit, that fails, or that loses the store raises it; and the first rank, if no rank at all has made a
+step of an iteration for IDLE_LIMITS limits.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from megatron_balance.device import collective_order, limits
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.endings import INTERRUPTED, Ending, raised_in
 from megatron_balance.training.stall import (
+    STEPPING,
     Position,
     Pulse,
     Report,
@@ -55,6 +57,9 @@ FAREWELL_SECONDS = 1.0
 
 BACKSTOP_SECONDS = 9
 """A rank exits that long after an alarm, whatever blocks."""
+
+IDLE_LIMITS = 10
+"""Limits after which ranks that all compute without a step count as stalled: no microbatch takes that long."""
 
 EXIT_STATUS = 1
 
@@ -91,6 +96,7 @@ class HangGuard:
         self._period = min(MAX_PERIOD, limit / 10)
         self._position = Position()
         self._progress = self._answered = time.monotonic()
+        self._idle, self._first_iteration = 0.0, 0
         self._failure: BaseException | None = None
         self._report: Report | None = None
         self._lost = self._ended = False
@@ -156,10 +162,13 @@ class HangGuard:
 
     def _watch(self) -> None:
         last_steps, last, since = -1, None, time.monotonic()
+        before = since
         while not self._wake.wait(self._period):
             now, steps = time.monotonic(), self._position.steps
             # The next layer's wait has the same stack, but comes after another operation
             here = steps, self._entered(), stack_of(_frame())
+            self._count_idle(steps != last_steps, now - before)
+            before = now
             if steps != last_steps:
                 self._progress = now
             if here != last:
@@ -174,6 +183,20 @@ class HangGuard:
             self._concluded.wait(REPORT_SECONDS + 3 * FAREWELL_SECONDS)
         self._speak(self._store_verdict())
         self._exit()
+
+    def _count_idle(self, stepped: bool, seconds: float) -> None:
+        """The first iteration compiles kernels, and does not count.
+
+        Args:
+            seconds: since the last call; many if the job was stopped and goes on, which is not idle either.
+        """
+        position = self._position
+        if stepped or position.phase not in STEPPING:
+            self._idle = 0.0
+            return
+        self._first_iteration = self._first_iteration or position.iteration
+        if position.iteration > self._first_iteration:
+            self._idle += min(seconds, self._limit / 2)
 
     def _store_verdict(self) -> str:
         silence = "is gone" if self._lost else f"does not answer for {time.monotonic() - self._answered:.0f} s"
@@ -242,9 +265,9 @@ class HangGuard:
         while not self._wake.wait(self._period):
             try:
                 position = self._position
-                pulse = Pulse(position.iteration, position.phase, time.time())
+                pulse = Pulse(position.iteration, position.phase, time.time(), self._idle)
                 self._store.set(f"pulse/{self._rank}", pulse.to_json())
-                alarm = self._store.check(["alarm"])
+                alarm = self._store.check(["alarm"]) or self._nobody_steps()
             except RuntimeError:
                 # A run that is about to end may lose the store before it has left the guarded block
                 alarm = time.monotonic() - self._answered > REPORT_SECONDS
@@ -261,6 +284,14 @@ class HangGuard:
             self._lost = True
         finally:
             self._concluded.set()
+
+    def _nobody_steps(self) -> bool:
+        """Whether all ranks are idle; asked by the first one, if it is."""
+        longest = IDLE_LIMITS * self._limit
+        if self._rank != 0 or self._idle <= longest:
+            return False
+        pulses = [None if text is None else Pulse.from_json(text) for text in self._told("pulse")]
+        return all(pulse is not None and pulse.idle > longest for pulse in pulses)
 
     def _conclude(self) -> None:
         """Report; draw the verdict or await it; print it; wait until all have. Who holds the store leaves last."""

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +13,16 @@ from megatron_balance.observe.balance import log_fields, tensorboard_scalars
 from megatron_balance.profile.flops import attended_width, attention_weights
 
 if TYPE_CHECKING:
+    from megatron_balance.observe.scalars import Scalars
     from megatron_balance.training.loop import Progress, StepReport
 
 
 class RunLog:
-    """Prints on the last rank, which holds the loss of the last pipeline stage, and records to TensorBoard there."""
+    """Prints on the last rank, which holds the loss of the last pipeline stage, and records to TensorBoard there.
+
+    Raises:
+        ValueError: there, TensorBoard's directory cannot be written to.
+    """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
         self.config = config
@@ -105,12 +111,13 @@ class RunLog:
         return self.flops_per_sample * report.global_batch_size / seconds / dist.get_world_size() / 1e12
 
 
-def _tensorboard(config: RunConfig):
-    if config.log.tensorboard_dir is None:
+def _tensorboard(config: RunConfig) -> "Scalars | None":
+    directory = config.log.tensorboard_dir
+    if directory is None:
         return None
-    from torch.utils.tensorboard import SummaryWriter
+    from megatron_balance.observe.scalars import Scalars
 
-    return SummaryWriter(config.log.tensorboard_dir, max_queue=config.log.tensorboard_queue_size)
+    return Scalars(Path(directory), config.log.tensorboard_queue_size)
 
 
 def flops_per_sample(config: RunConfig, vocab_size: int) -> float:

@@ -54,6 +54,10 @@ class Position:
         self.steps += 1
 
 
+STEPPING = ("forward-backward", "optimizer", "evaluation")
+"""Phases with many steps; a start or a checkpoint may take as long as it takes."""
+
+
 @dataclass(frozen=True)
 class Pulse:
     """The sign of life that a rank leaves behind every period."""
@@ -62,6 +66,9 @@ class Pulse:
     phase: str
     time: float
     """Unix time in seconds."""
+
+    idle: float = 0.0
+    """Seconds without a step where there should be one."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -81,6 +81,14 @@ def add_up_in_rank_1(rank: int) -> None:
     replace_forward(lambda: dist.all_reduce(torch.zeros(3)), (1,), 20, rank)
 
 
+def loop_on_all_ranks(rank: int) -> None:
+    def loop() -> None:
+        while True:
+            pass
+
+    replace_forward(loop, (0, 1, 2), 20, rank)
+
+
 def think_on_all_ranks(rank: int) -> None:
     replace_forward(lambda: time.sleep(5), tuple(range(WORLD_SIZE)), 20, rank)
 
@@ -212,6 +220,18 @@ def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:
     job = start(think_on_all_ranks, FLAGS.replace("100000", "8").replace(str(TIMEOUT_MINUTES), "0.05"))
     job.await_iteration(4)
     assert job.join([0, 1, 2], LIMIT + 20) == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_job_that_loops_everywhere_is_noticed(start) -> None:
+    """Outside collectives; after ten times the limit."""
+    job = start(loop_on_all_ranks, FLAGS.replace(str(TIMEOUT_MINUTES), "0.04"))
+    job.await_iteration(4)
+    assert job.join([0, 1, 2], LIMIT + 60) == [1, 1, 1]
+    for rank in (0, 1, 2):
+        for other in (0, 1, 2):
+            said = rf"rank {other} stalled: no progress for \d+ s, not in a collective but in loop \(test_hang_guard.py"
+            assert re.search(said, job.verdict(rank))
 
 
 def test_under_torchrun_all_ranks_speak_before_the_launcher_ends_them(tmp_path: Path) -> None:

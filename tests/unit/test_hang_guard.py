@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_balance.device.collectives import Collectives
 from megatron_balance.training import hang_guard
 from megatron_balance.training.hang_guard import HangGuard
-from megatron_balance.training.stall import Position
+from megatron_balance.training.stall import Position, Pulse
 
 LIMIT, RUN = 10.0, 60.0
 """Seconds."""
@@ -78,6 +78,47 @@ def test_a_device_that_hangs_blocks_any_operation(alarm_after) -> None:
     stays = alarm_after(lambda _: None, device_hangs=True)
     assert stays == pytest.approx(LIMIT, abs=2 * hang_guard.MAX_PERIOD)
     assert alarm_after(lambda _: None, steps=lambda now: int(now // 5), device_hangs=True) is None
+
+
+def idle_after(position: Position, periods: int, steps: bool = False, seconds: float = 0.5) -> float:
+    """What a guard counts in so many periods at a position of the second iteration."""
+    guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT)
+    guard.follow(Position(1, "forward-backward"))
+    guard._count_idle(False, 0.5)
+    guard.follow(position)
+    for _ in range(periods):
+        guard._count_idle(steps, seconds)
+    return guard._idle
+
+
+def test_idle_is_who_makes_no_step_where_there_should_be_one() -> None:
+    assert idle_after(Position(2, "forward-backward"), 6) == 3.0
+    assert idle_after(Position(2, "evaluation"), 6) == 3.0
+    assert idle_after(Position(2, "forward-backward"), 6, steps=True) == 0
+    # Stopped for an hour, and continued
+    assert idle_after(Position(2, "forward-backward"), 1, seconds=3600.0) == LIMIT / 2
+    for allowed in (Position(0, "start"), Position(1, "forward-backward"), Position(2, "checkpoint")):
+        assert idle_after(allowed, 1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "own", "others", "alarm"),
+    [
+        (0, 101.0, 101.0, True),
+        (0, 101.0, 99.0, False),
+        (0, 99.0, 101.0, False),
+        (0, 101.0, None, False),
+        (1, 101.0, 101.0, False),
+    ],
+)
+def test_no_step_on_any_rank_is_a_stall(rank: int, own: float, others: float | None, alarm: bool) -> None:
+    guard = HangGuard(dist.HashStore(), rank, world_size=3, limit=LIMIT)
+    guard._idle = own
+    for number in range(3):
+        idle = own if number == rank else others
+        if idle is not None:
+            guard._store.set(f"pulse/{number}", Pulse(2, "forward-backward", 0.0, idle).to_json())
+    assert guard._nobody_steps() is alarm
 
 
 class Stream:

@@ -167,10 +167,10 @@ def test_an_interrupted_write_leaves_nothing_to_read(tmp_path: Path, monkeypatch
         file.write(b"PK")
         raise OSError("no space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+    with monkeypatch.context() as patch:
         patch.setattr(np, "savez_compressed", interrupted)
         log.flush()
     assert read_loads(tmp_path)[0].iterations.tolist() == [0, 1, 2]
-    log.flush()
+    log.flush(last=True)
     assert read_loads(tmp_path)[0].iterations.tolist() == [0, 1, 2, 3]
     assert len(list(tmp_path.iterdir())) == 2

@@ -43,7 +43,7 @@ def write_steps(directory: Path, numbers: range, first_step: int = 0) -> None:
     for _ in numbers:
         route(trace, routing_map((1, 4), (0, 4)))
         trace.flush()
-    trace.close()
+    trace.flush(last=True)
 
 
 def test_format(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_format(tmp_path: Path) -> None:
     trace.flush()
     assert path_in(tmp_path / "new" / "directory").read_text() == RECORD
     route(trace, routing_map((2,)), layer=1, topk=1)
-    trace.close()
+    trace.flush(last=True)
     last = path_in(tmp_path / "new" / "directory").read_text().removeprefix(RECORD)
     assert last.count("\n") == 1 and '"layer": 0, "rank": 3, "num_tokens": 1, "topk": 1, "top_indices": [[2]]' in last
 
@@ -63,7 +63,7 @@ def test_only_training_passes_with_gradients(tmp_path: Path) -> None:
     route(trace, routing_map((0, 1)), training=False)
     with torch.no_grad():
         route(trace, routing_map((0, 1)))
-    trace.close()
+    trace.flush(last=True)
     assert path_in(tmp_path).read_text() == ""
 
 
@@ -76,14 +76,14 @@ def test_tokens_without_exactly_topk_experts_leave_no_record(tmp_path: Path, map
     trace = RoutingTrace([], tmp_path, 3, lambda: 4)
     route(trace, map_TE)
     route(trace, routing_map((1, 4), (0, 4)))
-    trace.close()
+    trace.flush(last=True)
     assert path_in(tmp_path).read_text() == RECORD
 
 
 def test_a_rank_without_tokens(tmp_path: Path) -> None:
     trace = RoutingTrace([], tmp_path, 3, lambda: 4)
     route(trace, routing_map())
-    trace.close()
+    trace.flush(last=True)
     assert json.loads(path_in(tmp_path).read_text())["top_indices"] == []
 
 

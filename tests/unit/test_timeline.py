@@ -221,12 +221,12 @@ def test_an_interrupted_write_leaves_the_file_before(tmp_path: Path, monkeypatch
         raise OSError("no space left on device")
 
     timeline.add(span_at(1, 1.0))
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", interrupted)
         timeline.flush()
     assert timeline.path.read_bytes() == before
     timeline.add(span_at(2, 2.0))
-    timeline.flush()
+    timeline.flush(last=True)
     assert [record.iteration for record in load_timeline(timeline.path)] == [0, 1, 2]
     assert os.listdir(tmp_path) == ["rank00000.json"]
 
