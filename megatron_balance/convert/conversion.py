@@ -44,12 +44,7 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
             says; names them.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
-    directory, model, weights = _fresh(target), _model(source), Weights(source)
-    for prefix in without:
-        if not any(name.startswith(prefix) for name in weights.shapes):
-            raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
-    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
-    _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
+    directory, (model, weights) = _fresh(target), checked_model(source, without)
     config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
@@ -59,6 +54,20 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
         safetensors_files.carry(source, target / BESIDE)
         flags = saved_flags.to_json(config)
         _begin(directory, _told(model.pieces(), say), lambda piece: weights.dtypes[piece.sources[0]], make, flags)
+
+
+def checked_model(source: Path, without: Sequence[str] = ()) -> tuple[Model, Weights]:
+    """A Hugging Face model whose tensors are those that its config.json means; none of them is read.
+
+    Arguments and errors as of `import_model`.
+    """
+    model, weights = _model(source), Weights(source)
+    for prefix in without:
+        if not any(name.startswith(prefix) for name in weights.shapes):
+            raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
+    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
+    _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
+    return model, weights
 
 
 def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> None:
