@@ -40,8 +40,12 @@ AT_MOST = {
     "vocab_size": 1 << 28,
     **dict.fromkeys(("seq_length", "max_position_embeddings"), 1 << 30),
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), 1 << 24),
+    "train_iters": 10**9,
+    "train_samples": 10**12,
 }
 """Far above every published model: what is larger is a mistake, and would be counted out for hours."""
+
+MOST_MICROBATCHES = 1 << 16
 
 NO_EFFECT_WITHOUT_POLICY = (
     *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
@@ -206,6 +210,9 @@ def _model_shape(values: Mapping[str, Any]) -> None:
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     if hidden % heads and values["kv_channels"] is None:
         raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
+    groups = values["num_query_groups"] if values["group_query_attention"] else None
+    if groups is not None and (groups < 1 or heads % groups):
+        raise ValueError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
     if heads % tensor:
         raise ValueError(f"--num-attention-heads {heads}: must be a multiple of --tensor-model-parallel-size {tensor}")
     if values["sequence_parallel"] and values["seq_length"] % tensor:
@@ -319,6 +326,11 @@ def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: i
         raise ValueError(
             f"--global-batch-size {total}: must be a multiple of --micro-batch-size {values['micro_batch_size']} "
             f"times the data-parallel size {data_parallel}, that is of {step}"
+        )
+    if total // step > MOST_MICROBATCHES:
+        raise ValueError(
+            f"--global-batch-size {total}: are {total // step} microbatches of {step}; give at most "
+            f"{MOST_MICROBATCHES * step}, or a larger --micro-batch-size"
         )
     stages = values["pipeline_model_parallel_size"]
     if virtual and total // step % stages:

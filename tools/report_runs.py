@@ -16,6 +16,7 @@ from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeE
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
 from megatron_balance.flow.plan import Split, make_plan
+from megatron_balance.messages import cleaned
 from megatron_balance.observe.load_log import Loads, read_loads
 from megatron_balance.observe.timeline import Record, load_timeline
 from megatron_balance.placement.placement import Placement
@@ -202,7 +203,14 @@ def layer_loads(by_rank: Mapping[int, Loads], directory: Path, split: Split) -> 
         try:
             placements = [[Placement.parse(text) for text in texts_N] for texts_N in texts]
         except ValueError as error:
-            raise ValueError(f"{directory}: layer {layer} has a placement that is none ({error})") from error
+            raise ValueError(f"{directory}: layer {layer} has a placement that is none ({cleaned(error)})") from error
+        sources, experts = counts[0].shape[1:]
+        sizes = {(placement.num_experts, placement.num_ranks) for group in placements for placement in group}
+        ranks = max(ranks for _, ranks in sizes)
+        if sizes != {(experts, ranks)} or not sources or sources % ranks:
+            raise ValueError(
+                f"{directory}: layer {layer} has loads {sources} x {experts} and placements of other sizes"
+            )
         layers[layer] = LayerLoads(common, np.stack(counts), placements, split)
     return layers
 

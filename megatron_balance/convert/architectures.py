@@ -178,6 +178,8 @@ class Model:
         self.tied = bool(config.get("tie_word_embeddings", False))
         self.rotary_base = self.rope.get("rope_theta") or config["rope_theta"]
         self.normalized = kind.normalized(config)
+        # Whatever a flag is made of has to be there
+        self.flags()
 
     def flags(self) -> list[str]:
         """The command line of such a model."""

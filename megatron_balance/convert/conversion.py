@@ -52,12 +52,7 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
             says; names them.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
-    model, weights = _model(source), Weights(source)
-    for prefix in without:
-        if not any(name.startswith(prefix) for name in weights.shapes):
-            raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
-    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
-    _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
+    model, weights = checked_model(source, without)
     config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
@@ -70,6 +65,20 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
         with staged(target / BESIDE) as beside:
             safetensors_files.carry(source, beside)
         _begin(lease, _told(model.pieces(), say), dtype, make, saved_flags.to_json(config), source)
+
+
+def checked_model(source: Path, without: Sequence[str] = ()) -> tuple[Model, Weights]:
+    """A Hugging Face model whose tensors are those that its config.json means; none of them is read.
+
+    Arguments and errors as of `import_model`.
+    """
+    model, weights = _model(source), Weights(source)
+    for prefix in without:
+        if not any(name.startswith(prefix) for name in weights.shapes):
+            raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
+    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
+    _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
+    return model, weights
 
 
 def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> None:

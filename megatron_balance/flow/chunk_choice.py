@@ -135,16 +135,20 @@ class ByMiniTasks:
         return Chunking(order, order, shares), f"as the mini-tasks are computed:\n{schedule}"
 
 
+MOST_CHUNKS = 1024
+"""Each chunk is a round of exchanges: more of them only cost time."""
+
+
 def find_degrees(chunks: str) -> tuple[int, ...]:
     """The numbers of chunks to choose from, by the value of `--moe-comm-chunks`.
 
     Raises:
-        ValueError: neither `auto` nor a number of at least 1.
+        ValueError: neither `auto` nor a number from 1 to `MOST_CHUNKS`.
     """
     if chunks == "auto":
         return DEGREES
-    if not (chunks.isdecimal() and int(chunks) > 0):
-        raise ValueError(f"--moe-comm-chunks {chunks}: give a number of at least 1, or auto")
+    if not (chunks.isdecimal() and len(chunks) < 10 and 1 <= int(chunks) <= MOST_CHUNKS):
+        raise ValueError(f"--moe-comm-chunks {chunks}: give 1 to {MOST_CHUNKS}, or auto")
     return (int(chunks),)
 
 

@@ -104,7 +104,9 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
     Raises:
         ValueError: the flag does not take it.
     """
-    if value is None or (action.nargs == 0 and type(value) is bool):
+    if (value is None and (action.default is None or not action.choices)) or (
+        action.nargs == 0 and type(value) is bool
+    ):
         return value
     entries = value if isinstance(value, list) and action.nargs is not None else [value]
     try:

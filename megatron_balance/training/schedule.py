@@ -54,6 +54,12 @@ class RampingBatches(NumMicroBatchesCalculator):
         self.current_global_batch_size = self.current_running_global_batch_size = size
         self.num_micro_batches = size // (self.micro_batch_size * self.data_parallel_size)
 
+    def grows_at(self, consumed_samples: int) -> int | None:
+        """The first number of consumed samples with a larger batch; None if there is none."""
+        increments = (self.final - self.start) // self.increment
+        done = min(increments, consumed_samples * increments // self.samples)
+        return None if done == increments else -(-(done + 1) * self.samples // increments)
+
 
 @dataclass(frozen=True)
 class Length:
@@ -70,12 +76,18 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
     """
     batches = build_batch_schedule(train, data_parallel_size)
     iterations = samples = 0
-    while train.train_iters is None or iterations < train.train_iters:
+    while True:
         batches.update(samples, consistency_check=False)
         batch = batches.get_current_running_global_batch_size()
-        if train.train_samples is not None and samples + batch > train.train_samples:
+        # As many as have this size, which may be more than could be counted one by one
+        limits = [] if train.train_iters is None else [train.train_iters - iterations]
+        if train.train_samples is not None:
+            limits.append((train.train_samples - samples) // batch)
+        if isinstance(batches, RampingBatches) and (grows_at := batches.grows_at(samples)) is not None:
+            limits.append(-(-(grows_at - samples) // batch))
+        if not (count := min(limits)):
             break
-        iterations, samples = iterations + 1, samples + batch
+        iterations, samples = iterations + count, samples + count * batch
     if not iterations:
         raise ValueError(f"--train-samples {train.train_samples}: give at least one global batch, {batch}")
     return Length(iterations, samples)

@@ -42,6 +42,12 @@ PARSER = build_parser()
 BAD = [
     # flags, what the message says: flag, value, remedy
     ("--train-samples 100", "--train-iters", "--train-samples", "only one"),
+    ("--num-experts 1000000000", "--num-experts 1000000000", "at most 65536"),
+    ("--num-layers 1000000000", "--num-layers 1000000000", "at most 4096"),
+    ("--vocab-size 1000000000000", "--vocab-size 1000000000000", "at most"),
+    ("--global-batch-size 16777216", "--global-batch-size 16777216", "microbatches", "at most"),
+    ("--group-query-attention --num-query-groups 1000000", "--num-query-groups 1000000", "must divide"),
+    ("--group-query-attention --num-query-groups 0", "--num-query-groups 0", "must divide"),
     ("--log-interval 0", "--log-interval 0", "at least 1"),
     ("--micro-batch-size 0", "--micro-batch-size 0", "at least 1"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0", "at least 1"),

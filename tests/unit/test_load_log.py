@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.observe import load_log
 from megatron_balance.observe.load_log import LoadLog, read_loads
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import loads, placements
@@ -109,6 +110,8 @@ MISTAKES = {
     "too few loads": {"layer_1": np.ones((1, 2, 4), dtype=np.int64)},
     "flat loads": {"layer_1": np.ones((2, 8), dtype=np.int64)},
     "a layer under another name": {"layer_1": None, "mayer_1": np.ones((2, 2, 4), dtype=np.int64)},
+    "negative loads": {"layer_1": -np.ones((2, 2, 4), dtype=np.int64)},
+    "loads whose sum overflows": {"layer_1": np.full((2, 2, 4), 2**62)},
     "objects": {"layer_1": np.array([[{}]], dtype=object)},
 }
 
@@ -120,6 +123,15 @@ def test_arrays_that_are_not_ours(tmp_path: Path, change: dict[str, np.ndarray |
     assert read_loads(tmp_path)[0].iterations.tolist() == [3, 4]
     np.savez(path, **{name: value for name, value in (good_arrays() | change).items() if value is not None})
     with pytest.raises(ValueError, match=str(path)):
+        read_loads(tmp_path)
+
+
+def test_a_file_that_would_unpack_to_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "loads_rank00000_iter0000003.npz"
+    np.savez_compressed(path, **good_arrays() | {"layer_1": np.zeros((2, 2, 1_000_000), dtype=np.int64)})
+    assert path.stat().st_size < 100_000
+    monkeypatch.setattr(load_log, "MAX_BYTES", 1_000_000)
+    with pytest.raises(ValueError, match=f"{path}: is no log .*would unpack to 3200.* bytes; 1000000 are the most"):
         read_loads(tmp_path)
 
 

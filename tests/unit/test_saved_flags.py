@@ -139,3 +139,42 @@ def test_a_run_that_does_not_take_it_is_told(tmp_path: Path) -> None:
         ["--glu-linear-offset 0.0: the checkpoint has 0.75"],
         ["--activation-func-clamp-value 6.0: the checkpoint has 7.0"],
     )
+
+
+STRANGE = {
+    "num_layers": ["2.5", 2.5, True, [2], {}, "many", 10**9],
+    "num_moe_experts": [10**9, "x"],
+    "swiglu": [1, "true", [True]],
+    "layernorm_epsilon": ["x", [1e-5], {}],
+    "moe_layer_freq": [[2, 2], 0, [[1]], "print(1)", [1] * 5000],
+    "window_size": [[1], 5, [1, 2, 3]],
+    "tokenizer_type": ["Pickle", 3],
+    "normalization": ["None", None, 1],
+    "position_embedding_type": ["learned", [1]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in STRANGE.items() for value in values])
+def test_a_checkpoint_with_strange_flags(tmp_path: Path, name: str, value: Any) -> None:
+    path = checkpoint(tmp_path, "--window-size 8,0") / saved_flags.FILE
+    content = json.loads(path.read_text())
+    (section,) = [section for section in content.values() if name in section]
+    section[name] = value
+    path.write_text(json.dumps(content))
+    run = [*f"--micro-batch-size 2 --train-iters 20 --lr 1e-3 --mock-data --load {tmp_path}".split()]
+    with pytest.raises(ValueError, match=saved_flags.flag_of(name)):
+        parse_args([*run, "--use-checkpoint-args"], Machine(1, False, False, False))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "a list instead of a JSON object"),
+        ('{"model": 1}', "model: 1 is no section"),
+        ("{" * 9000, "is not JSON"),
+    ],
+)
+def test_a_file_that_holds_no_flags(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / saved_flags.FILE).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path / saved_flags.FILE}: .*{said}"):
+        saved_flags.read(tmp_path)

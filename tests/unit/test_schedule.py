@@ -83,6 +83,9 @@ def test_batch_schedule_follows_the_model(training: tuple[TrainConfig, int]) -> 
         (4, None, [4, 4, 8], Length(4, 4 + 4 + 8 + 8)),
         (None, 24, [4, 4, 8], Length(4, 24)),
         (None, 7, [4, 4, 8], Length(1, 4)),
+        # More than could be counted one by one
+        (10**15, None, None, Length(10**15, 8 * 10**15)),
+        (10**15, None, [4, 4, 8 * 10**12], Length(10**15, 8 * 10**15 - 8 * 10**12)),
     ],
 )
 def test_run_length_examples(

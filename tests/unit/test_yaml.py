@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_balance.arguments import build_parser, parse_args, yaml_flags
 from megatron_balance.checks import Machine
-from tests.unit.tools_loader import load_tool
 
 PARSER = build_parser()
 MACHINE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
@@ -207,10 +206,3 @@ def test_any_text_is_understood_or_refused(file: Path, text: str) -> None:
         flags_of(file, text)
     except (ValueError, SystemExit) as error:
         assert not isinstance(error, SystemExit) or error.code == 2
-
-
-@pytest.mark.parametrize("kind", ["yaml", "moe-layer-freq"])
-def test_mutated_inputs(kind: str) -> None:
-    result = load_tool("bench.mutate_inputs").campaign(kind, count=400, seed=7)
-    assert result.failures == []
-    assert result.accepted and result.refused

@@ -4,7 +4,8 @@
 
 Every reader must accept its input or refuse it with a clear error, within LIMIT_S seconds, and evaluate nothing:
 hostile inputs try to create a file, the canary. One summary line per kind; exit status 1 on any failure. Seconds are
-those of the processor, so that other work on the machine does not count.
+those of the processor, so that other work on the machine does not count. Memory is what the process's largest resident
+size (ru_maxrss) grew by after the valid inputs, and must not grow by more than LIMIT_MB in one input.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import contextlib
 import io
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -21,23 +23,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from file_kinds import FILE_KINDS
+from mutations import Kind, Refused, edited
+
 LIMIT_S = 2.0
+LIMIT_MB = 300
 HANG_S = 60
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One reader and what it is fed with."""
-
-    read: Callable[[bytes], None]
-    """Reads one input. A plain return accepts it, `Refused` is a clear refusal, anything else is a failure."""
-
-    valid: list[bytes]
-    hostile: list[bytes]
-
-
-class Refused(Exception):
-    """The reader refused its input as it should."""
 
 
 @dataclass
@@ -47,6 +38,7 @@ class Result:
     accepted: int = 0
     refused: int = 0
     worst_s: float = 0.0
+    grown_mb: float = 0.0
     failures: list[str] = field(default_factory=list)
 
 
@@ -218,28 +210,9 @@ KINDS: dict[str, Callable[[Path, Path], Kind]] = {
     "yaml": yaml_kind,
     "moe-layer-freq": layer_frequency_kind,
     "idx": index_kind,
+    **FILE_KINDS,
 }
 """Name -> builder, which gets a folder for files and the path of the canary."""
-
-
-def mutate(rng: random.Random, kind: Kind) -> bytes:
-    """A valid or (short) hostile input with a few random edits, pieces of other inputs among them."""
-    inputs = kind.valid + [text for text in kind.hostile if len(text) < 1000]
-    data = bytearray(rng.choice(inputs))
-    for _ in range(rng.randint(1, 3)):
-        start = rng.randint(0, len(data))
-        stop = min(len(data), start + rng.choice((0, 0, 1, 1, 2, 8, 64)))
-        piece = rng.choice(inputs)
-        cut = rng.randint(0, len(piece))
-        edits = (
-            b"",
-            rng.randbytes(rng.randint(1, 4)),
-            bytes(rng.choices(b"0123456789[]{}()+*-,:'\"\\ \n\t&!%#|>?@`_=.eE~<", k=rng.randint(1, 4))),
-            bytes(data[start:stop]) * rng.choice((2, 3, 200)),
-            piece[cut : cut + rng.randint(1, 40)],
-        )
-        data[start:stop] = rng.choice(edits)
-    return bytes(data)
 
 
 def inputs(rng: random.Random, kind: Kind, count: int) -> Iterator[bytes]:
@@ -247,7 +220,7 @@ def inputs(rng: random.Random, kind: Kind, count: int) -> Iterator[bytes]:
     corpus = kind.valid + kind.hostile
     yield from corpus
     for _ in range(count - len(corpus)):
-        yield mutate(rng, kind)
+        yield edited(rng, kind)
 
 
 def campaign(name: str, count: int, seed: int) -> Result:
@@ -257,6 +230,12 @@ def campaign(name: str, count: int, seed: int) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         canary = Path(folder) / "canary"
         kind = KINDS[name](Path(folder), canary)
+        for data in kind.valid:
+            with contextlib.suppress(Refused):
+                kind.read(data)
+                continue
+            result.failures.append(f"a valid input was refused: {data!r}")
+        start = _resident_mb()
         for data in inputs(random.Random(seed), kind, count):
             trouble = _attempt(kind, data, result)
             if canary.exists():
@@ -264,18 +243,14 @@ def campaign(name: str, count: int, seed: int) -> Result:
                 trouble = "code was evaluated"
             if trouble:
                 result.failures.append(f"{trouble}\ninput: {data[:300]!r}")
-        for data in kind.valid:
-            with contextlib.suppress(Refused):
-                kind.read(data)
-                continue
-            result.failures.append(f"a valid input was refused: {data!r}")
+        result.grown_mb = _resident_mb() - start
     return result
 
 
 def _attempt(kind: Kind, data: bytes, result: Result) -> str:
     """Read one input; returns what went wrong."""
     signal.alarm(HANG_S)
-    start = time.process_time()
+    start, before = time.process_time(), _resident_mb()
     trouble = ""
     try:
         kind.read(data)
@@ -288,7 +263,13 @@ def _attempt(kind: Kind, data: bytes, result: Result) -> str:
         signal.alarm(0)
     seconds = time.process_time() - start
     result.worst_s = max(result.worst_s, seconds)
+    if (grown := _resident_mb() - before) > LIMIT_MB:
+        trouble = trouble or f"took {grown:.0f} MB"
     return trouble or (f"took {seconds:.1f} s" if seconds > LIMIT_S else "")
+
+
+def _resident_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _hangs(*_: object) -> None:
@@ -307,7 +288,8 @@ def main() -> int:
         failed |= bool(result.failures)
         print(
             f"{name}: {result.accepted + result.refused} inputs answered ({result.accepted} accepted, "
-            f"{result.refused} refused), worst {result.worst_s:.2f} s, {len(result.failures)} failures",
+            f"{result.refused} refused), worst {result.worst_s:.2f} s, +{result.grown_mb:.0f} MB, "
+            f"{len(result.failures)} failures",
             flush=True,
         )
         for failure in result.failures[:5]:

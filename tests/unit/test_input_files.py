@@ -1,0 +1,258 @@
+"""Files of others: what is refused whatever the reader, at once and by name, and that spoilt ones are."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.arguments import build_parser, yaml_flags
+from megatron_balance.convert.conversion import import_model
+from megatron_balance.input_files import (
+    KIB,
+    MAX_DEPTH,
+    inside,
+    number_in,
+    parse_json,
+    read_bounded,
+    read_json,
+    read_text,
+)
+from megatron_balance.observe.load_log import read_loads
+from megatron_balance.observe.timeline import load_timeline
+from megatron_balance.profile import cluster, cluster_profile
+from megatron_balance.training import saved_flags
+from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
+from megatron_balance.training.data_files import check_indices
+from tests.unit.tools_loader import load_bench
+
+
+@pytest.fixture(autouse=True)
+def at_once() -> Iterator[None]:
+    start = time.process_time()
+    yield
+    assert time.process_time() - start < 5
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(10 << 30)
+
+
+SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "FIFO": (os.mkfifo, "is a FIFO, as `<(...)` makes them; write the content into a file and name that"),
+    "directory": (Path.mkdir, "is a directory; name the file in it"),
+    "socket": (bind, "is a socket; name a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is a device; name a regular file"),
+    "sparse": (sparse, "is larger than 4 KiB, the most that such a file may have"),
+    "absent": (lambda path: None, "cannot be read: No such file or directory"),
+    "loop": (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_only_small_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    make, said = SPECIAL[kind]
+    # The name of a socket is short
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "file")
+    with pytest.raises(ValueError) as refused:
+        read_bounded(tmp_path / "file", 4 * KIB, "--flag")
+    assert str(refused.value) == f"--flag {tmp_path / 'file'}: {said}"
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "timeline": ("rank0.json", load_timeline),
+    "profile": ("profile.json", lambda path: cluster_profile.load(path, 4, 2)),
+    "cluster": ("cluster.yaml", cluster.read),
+    "yaml": ("flags.yaml", lambda path: yaml_flags(build_parser(), ["--yaml-cfg", str(path)])),
+    "saved flags": (saved_flags.FILE, lambda path: saved_flags.read(path.parent)),
+    "tracker": (TRACKER, lambda path: CheckpointDirectory(path.parent).tracked()),
+    "loads": ("loads_rank00000_iter0000001.npz", lambda path: read_loads(path.parent)),
+    "config": ("config.json", lambda path: import_model(path.parent, path.parent / "new", str)),
+    "index": ("data.idx", lambda path: check_indices([str(path.with_suffix(""))], thorough=True)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_waits_for_a_fifo(tmp_path: Path, name: str) -> None:
+    file, read = READERS[name]
+    (tmp_path / "data.bin").write_bytes(b"1")
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(ValueError, match=f"{tmp_path / file}:? is (a FIFO|no regular file)"):
+        read(tmp_path / file)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "device", "sparse", "absent"])
+def test_files_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    SPECIAL[kind][0](tmp_path / "file")
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([f"@{tmp_path / 'file'}"])
+    assert ended.value.code == 2
+    said = SPECIAL[kind][1].replace("4 KiB", "64 KiB")
+    assert f"error: @{tmp_path / 'file'}: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"--lr\0 1", "byte 5 is zero"), (b"--l\xff", "invalid start byte at byte 4"), (b"'" * 9, "line 1: ")],
+)
+def test_files_of_flags_that_are_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, said: str
+) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([f"@{tmp_path / 'file'}"])
+    assert f"@{tmp_path / 'file'}: " in (text := capsys.readouterr().err) and said in text
+
+
+def test_a_file_that_grows_is_read_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = tmp_path / "file", os.read
+    path.write_bytes(b"x")
+    sizes = []
+
+    def growing(descriptor: int, length: int) -> bytes:
+        with path.open("ab") as file:
+            file.write(b"x" * KIB)
+        sizes.append(length)
+        return read(descriptor, length)
+
+    monkeypatch.setattr(os, "read", growing)
+    with pytest.raises(ValueError, match="is larger than 4 KiB"):
+        read_bounded(path, 4 * KIB)
+    assert sizes[0] == 4 * KIB + 1 and len(sizes) < 10
+
+
+def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "file", os.stat
+    path.write_bytes(b"x")
+    plain = real(path)
+    path.unlink()
+    os.mkfifo(path)
+    monkeypatch.setattr(os, "stat", lambda *_, **__: plain)
+
+    def read() -> None:
+        with pytest.raises(ValueError, match="is a FIFO"):
+            read_bounded(path, 10)
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=read, daemon=True).start()
+    assert done.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not JSON: Expecting value: line 1 column 1"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "has the key 'c' twice in one object; keep one of them"),
+        ("[NaN]", "NaN is no number there"),
+        ("[-Infinity]", "-Infinity is no number there"),
+        ("[1e400]", "has the number 1e400, which is too large"),
+        ("1" + "0" * 400, "has a number of 401 digits, 1000000000...; integers have at most 20"),
+        ("9" * 100_000, "has a number of 100000 digits"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "more than 32 objects and arrays within each other"),
+        ('{"a":' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1), "more than 32 objects and arrays within each other"),
+        ("[" * 100_000, "more than 32 objects and arrays within each other"),
+        ('{"a":' * 100_000, "more than 32 objects and arrays within each other"),
+    ],
+)
+def test_json_that_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse_json(text)
+    assert said in str(refused.value) and len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "content", [{"a": [1, -2.5, 'x\ud800\\"[{', None, True]}, [[[{"b": {}}]]], "[" * 50, 10**19, 1e308, {"": ""}]
+)
+def test_json_that_is_read(tmp_path: Path, content: object) -> None:
+    assert parse_json(json.dumps(content)) == content
+    (tmp_path / "file").write_text(json.dumps(content))
+    assert read_json(tmp_path / "file", 4 * KIB) == content
+
+
+def test_text_is_utf8(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes("ä".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"file: is not text in UTF-8: .* at byte 1"):
+        read_text(tmp_path / "file", 10)
+
+
+@pytest.mark.parametrize("value", [True, None, "1", [1], 0, 11, 1.5, float("nan"), 10**400])
+def test_numbers_out_of_range(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^here: .* is not an integer from 1 to 10 litres$"):
+        number_in(value, 1, 10, "here", "litres", whole=True)
+
+
+def cache(root: Path) -> Path:
+    """One model as Hugging Face's cache keeps it: a snapshot of links."""
+    snapshot = root / "models--a--b" / "snapshots" / "0123"
+    for folder in (root / "models--a--b" / "blobs", snapshot / "deeper"):
+        folder.mkdir(parents=True)
+    (root / "models--a--b" / "blobs" / "abc").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    (snapshot / "deeper" / "config.json").symlink_to("../../../blobs/abc")
+    return snapshot
+
+
+def test_links_within_a_model_or_its_cache(tmp_path: Path) -> None:
+    snapshot = cache(tmp_path)
+    blob = tmp_path.resolve() / "models--a--b" / "blobs" / "abc"
+    assert inside(snapshot, "config.json") == blob == inside(snapshot / "deeper", "config.json")
+    (tmp_path / "linked").symlink_to(snapshot)
+    assert inside(tmp_path / "linked", "config.json") == blob
+    (snapshot / "plain").touch()
+    (snapshot / "same").symlink_to("plain")
+    assert inside(snapshot, "same") == (snapshot / "plain").resolve()
+
+
+OUT = {
+    "absolute": "/etc/passwd",
+    "relative": "../../../secret",
+    "by way of a blob": "../../blobs/bad",
+    "another model's blob": "../../../models--c--d/blobs/abc",
+    "refs": "../../refs",
+    "itself": "link",
+}
+
+
+@pytest.mark.parametrize("kind", OUT)
+def test_links_that_lead_out(tmp_path: Path, kind: str) -> None:
+    snapshot = cache(tmp_path)
+    (tmp_path / "secret").touch()
+    (snapshot.parents[1] / "blobs" / "bad").symlink_to("/etc/passwd")
+    (snapshot / "link").symlink_to(OUT[kind])
+    with pytest.raises(ValueError, match=r"link: is a link (to .*, outside of the directory; put|that leads nowhere)"):
+        inside(snapshot, "link")
+
+
+def test_blobs_that_are_elsewhere_are_no_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blobs").symlink_to("/etc")
+    (snapshot / "tokenizer").symlink_to("../../blobs/passwd")
+    with pytest.raises(ValueError, match="is a link to /etc/passwd"):
+        inside(snapshot, "tokenizer")
+
+
+KINDS = {
+    **{"yaml": 300, "moe-layer-freq": 300, "config": 100, "saved-flags": 60},
+    **{"profile": 200, "cluster": 100, "timeline": 200, "loads": 520},
+}
+"""Inputs of each; tools/bench/mutate_inputs.py takes more of them."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutated_inputs(kind: str) -> None:
+    result = load_bench("mutate_inputs").campaign(kind, count=KINDS[kind], seed=7)
+    assert result.failures == []
+    assert result.accepted and result.refused

@@ -1,0 +1,297 @@
+"""Files that mutate_inputs.py spoils: config.json, saved flags, profiles, clusters, timelines, load logs.
+
+What a reader accepts is then used as a run would use it: a plan is made, a picture drawn, a model converted.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mutations import Kind, Refused
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+CONVERTED = 40
+"""Models that are converted in whole in a campaign; of more of them, all but the weights is read."""
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-6,
+    "intermediate_size": 24,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+SHARES = {"moe_intermediate_size": 8, "rope_theta": 10000.0}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "sliding_window": None, "rope_theta": 1e6, "num_key_value_heads": 2},
+    "qwen2_moe": {
+        **SHARES,
+        **{"num_experts": 4, "shared_expert_intermediate_size": 8, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+        **{"norm_topk_prob": False, "use_sliding_window": False, "router_aux_loss_coef": 0.001},
+    },
+    "deepseek_v3": {
+        **SHARES,
+        **LATENT,
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        **{"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_scaling": YARN, "attention_bias": False},
+    },
+}
+"""Of tiny models, by `model_type`."""
+
+
+def config_kind(folder: Path, _: Path) -> Kind:
+    """A Hugging Face model's config.json beside its weights; some of those accepted are converted there and back."""
+    import torch
+
+    from megatron_balance.convert import conversion
+    from megatron_balance.convert.architectures import Model
+    from megatron_balance.convert.safetensors_files import write
+
+    configs = {name: {"model_type": name, **SIZES, **config} for name, config in CONFIGS.items()}
+    for name, config in configs.items():
+        sizes = [{n: s for p in pieces for n, s in p.source_sizes.items()} for pieces in Model(config).pieces()]
+        (folder / name).mkdir()
+        write(folder / name, [[(key, torch.ones(size)) for key, size in file.items()] for file in sizes])
+    converted = itertools.count(1)
+
+    def read(data: bytes) -> None:
+        name = next((name for name in configs if f'"{name}"'.encode() in data), "mixtral")
+        (folder / name / "config.json").write_bytes(data)
+        there, back = folder / "there", folder / "back"
+        try:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                model, _ = conversion.checked_model(folder / name)
+                conversion.run_config(model, None)
+                if next(converted) <= CONVERTED:
+                    conversion.import_model(folder / name, there, str)
+                    conversion.export_model(there, back, None, None, str)
+        except ValueError as error:
+            assert not said.getvalue() and "\n" not in str(error), said.getvalue() or error
+            assert there.exists() is back.exists() is False, "something was left"
+            raise Refused from error
+        finally:
+            shutil.rmtree(there, ignore_errors=True)
+            shutil.rmtree(back, ignore_errors=True)
+
+    valid = [json.dumps(config).encode() for config in configs.values()]
+    hostile = [
+        b"",
+        b"[]",
+        b"\xff\xfe{}",
+        b"{" * 9000,
+        b'{"a":' * 60000,
+        b"\0" * 70000,
+        b" " * 1_200_000,
+        b"[" * 900_000,
+    ]
+    return Kind(read, valid, hostile, list(configs.values()))
+
+
+def saved_flags_kind(folder: Path, _: Path) -> Kind:
+    """arguments.json of a checkpoint, with `--load DIR --use-checkpoint-args`."""
+    from megatron_balance.arguments import parse_args
+    from megatron_balance.machine import Machine
+    from megatron_balance.training import saved_flags
+
+    run = "--micro-batch-size 1 --train-iters 2 --lr 1e-3 --mock-data"
+    model = "--hidden-size 48 --num-attention-heads 4 --seq-length 32 --num-layers 2 --num-experts 8 --window-size 8,0"
+    model += " --moe-layer-freq [0,1] --tokenizer-type NullTokenizer --vocab-size 127 --tokenizer-special-tokens a b"
+    alone, path = (
+        Machine(1, cuda=False, transformer_engine=False, apex=False),
+        folder / "iter_0000001" / "arguments.json",
+    )
+    saved = saved_flags.to_json(parse_args(f"{run} {model}".split(), alone).config)
+    path.parent.mkdir()
+    taken = [*run.split(), "--load", str(folder), "--use-checkpoint-args"]
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            parse_args(taken, alone)
+        except ValueError as error:
+            assert len(str(error)) < 2000
+            raise Refused from error
+
+    return Kind(read, [saved.encode()], [b"{}", b"[]", b'{"a": 1}', b"[" * 100_000], [json.loads(saved)])
+
+
+def profile_kind(folder: Path, _: Path) -> Kind:
+    """`--balance-profile FILE.json`; what is accepted makes a plan."""
+    from megatron_balance.profile.cluster_profile import (
+        Bandwidth,
+        CodecTimes,
+        Fit,
+        ParallelLines,
+        Throughput,
+        builtin,
+        load,
+    )
+
+    path, some = folder / "profile.json", Throughput(1e-8, 1e-5, 0.1, 0.2)
+    base = builtin(4, 2, 64, 128)
+    lines = ParallelLines(2, 2, *(Fit(1e-5, 1e-10, 0.0, 0.0) for _ in range(4)))
+    measured = {"all_reduce": (Bandwidth(2, 1, 1e9),), "codecs": {"fp8": CodecTimes(some, some)}, "parallel": lines}
+    valid = []
+    for more in ({}, measured):
+        type(base)(**(vars(base) | more)).save(path)
+        valid.append(path.read_bytes())
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            profile = load(path, 4, 2)
+        except ValueError as error:
+            assert str(error).startswith(f"--balance-profile {path}: ") and len(str(error)) < 1000, error
+            raise Refused from error
+        _plan(profile)
+
+    hostile = [b"", b"[" * 100_000, b'{"version":' * 20_000, b'{"version": 2}', b"\0" * 5_000_000, b"9" * 5000]
+    return Kind(read, valid, hostile, [json.loads(text) for text in valid])
+
+
+def cluster_kind(folder: Path, canary: Path) -> Kind:
+    """`--balance-profile FILE.yaml`; what is accepted makes a plan."""
+    from megatron_balance.input_files import read_yaml
+    from megatron_balance.profile.cluster import Ranks, _plain, load_profile
+
+    path, files = folder / "cluster.yaml", Path(__file__).parents[2] / "configs" / "clusters"
+    valid = [(files / f"{name}.yaml").read_bytes() for name in ("h100", "demi", "pro_prophet_hpnv", "parm_b")]
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            profile = load_profile(path, Ranks(4, 2, 2), 64, 128)
+        except ValueError as error:
+            assert str(error).startswith(f"--balance-profile {path}: ") and len(str(error)) < 1000, error
+            raise Refused from error
+        _plan(profile)
+
+    structures = []
+    for text in valid:
+        path.write_bytes(text)
+        structures.append(_plain(read_yaml(path)))
+    apply = f"!!python/object/apply:os.system ['touch {canary}']"
+    hostile = [
+        f"name: {apply}".encode(),
+        apply.encode(),
+        b"[" * 60_000,
+        b"{a: " * 10_000,
+        b"&a [*a]",
+        b"a: 1\n" * 12_000,
+    ]
+    return Kind(read, valid, hostile, structures)
+
+
+def _plan(profile: Any) -> None:
+    """What a run decides by a profile."""
+    from megatron_balance.placement.cost_model import CostModel
+    from megatron_balance.placement.placement import Placement
+    from megatron_balance.placement.policies import load_policy
+
+    counts_DE = np.random.default_rng(0).integers(0, 50, (4, 8)) ** 3
+    cost, current = CostModel(profile, token_bytes=128, param_bytes=1e5, grad_bytes=1e5), Placement.identity(8, 4, 2)
+    for name in ("pro_prophet", "flexmoe"):
+        found = load_policy(name).plan(counts_DE, current, cost)
+        assert np.isfinite(cost.layer_time(counts_DE, found).total), found
+
+
+def timeline_kind(folder: Path, _: Path) -> Kind:
+    """A file of `--balance-timeline`; what is accepted is drawn."""
+    from timeline_picture import picture
+
+    from megatron_balance.observe.timeline import Span, Timeline, load_timeline
+
+    timeline = Timeline(folder, 0)
+    for iteration, stream in ((1, "computation"), (1, "waits"), (2, "communication"), (2, "planning")):
+        timeline.add(Span(iteration, stream, f"L{iteration} FEC m0", 0.0, 0.25, issued=-0.5, num_bytes=8))
+    timeline.flush()
+    whole = timeline.path.read_bytes()
+
+    def read(data: bytes) -> None:
+        timeline.path.write_bytes(data)
+        try:
+            records = load_timeline(timeline.path)
+            if records:
+                picture(records, records[0].iteration)
+        except ValueError as error:
+            assert len(str(error)) < 1000
+            raise Refused from error
+
+    return Kind(read, [whole], [b"", b"[" * 100_000, b'{"traceEvents": [' * 20_000], [json.loads(whole)])
+
+
+def loads_kind(folder: Path, _: Path) -> Kind:
+    """A file of `--balance-log-dir`; what is accepted is counted as in a report."""
+    from report_runs import layer_loads
+
+    from megatron_balance.observe.load_log import LoadLog, read_loads
+    from megatron_balance.placement.placement import Placement
+
+    placement, log, rng = Placement.identity(8, 4, 1), LoadLog(folder, 0), random.Random(0)
+    for iteration in range(3):
+        log.add(iteration, {layer: (np.full((4, 8), iteration), placement) for layer in (1, 2)})
+    log.flush()
+    (path,) = folder.glob("*.npz")
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        arrays = dict(file)
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            for layer in layer_loads(read_loads(folder), folder, "local_first").values():
+                assert layer.computed_NR.sum() == layer.tokens_NE.sum() and layer.crossing_N.min() >= 0
+        except ValueError as error:
+            assert len(str(error)) < 2000
+            raise Refused from error
+
+    return Kind(read, [whole], [_spoilt_log(arrays, rng) for _ in range(500)])
+
+
+def _spoilt_log(arrays: dict[str, np.ndarray], rng: random.Random) -> bytes:
+    """A log with one or two arrays of other types, shapes or values."""
+    arrays, file = dict(arrays), io.BytesIO()
+    for name in rng.sample(sorted(arrays), rng.randint(1, 2)):
+        old = arrays[name]
+        edits: list[Callable[[], Any]] = [
+            lambda old=old: old.astype(rng.choice(("U1", "S3", "f8", "u8", "i4", "c16", "M8[s]", "?"))),
+            lambda old=old: old[:-1],
+            lambda old=old: old.T if old.ndim > 1 else old[::-1],
+            lambda old=old: np.full(old.shape, rng.choice((-1, 2**62, -(2**63)))),
+            lambda old=old: np.zeros((0, *old.shape[1:]), old.dtype),
+            lambda old=old: np.full(old.shape, rng.choice(("", "0 1|2 3", "0|0", "9" * 50, "0*9999999 1|2 3", "-1|+"))),
+            lambda old=old: np.zeros((*old.shape, 0), old.dtype),
+            lambda old=old: old[..., :-1],
+        ]
+        with contextlib.suppress(ValueError):
+            arrays[name] = rng.choice(edits)()
+    if rng.random() < 0.2:
+        arrays[rng.choice(("layer_999999999999", "layer_3", "placement_3", "x/../y"))] = arrays.pop("layer_1")
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+FILE_KINDS: dict[str, Callable[[Path, Path], Kind]] = {
+    "config": config_kind,
+    "saved-flags": saved_flags_kind,
+    "profile": profile_kind,
+    "cluster": cluster_kind,
+    "timeline": timeline_kind,
+    "loads": loads_kind,
+}
