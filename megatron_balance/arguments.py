@@ -9,11 +9,9 @@ import dataclasses
 import enum
 import functools
 import math
-import shlex
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +23,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_balance import config as ours
 from megatron_balance.checks import Layout, check
-from megatron_balance.endings import Ending
-from megatron_balance.flags import add_flags, build, did_you_mean, flag_names
-from megatron_balance.input_files import KIB, read_text
+from megatron_balance.flags import add_flags, build, flag_names
 from megatron_balance.layer_frequency import parse_layer_frequency
 from megatron_balance.machine import Machine
-from megatron_balance.messages import cleaned
+from megatron_balance.parser import Parser
 from megatron_balance.training import saved_flags
 from megatron_balance.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.yaml_file import read_flags
-
-MAX_FILE_BYTES = 64 * KIB
-"""Of a file of flags."""
 
 INTERNAL_FIELDS = {
     *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
@@ -150,52 +143,6 @@ class Parsed(NamedTuple):
 
     flags: dict[str, str]
     """Every flag that has an effect, and its value, whatever it was given by, or is left at."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Knows why it refuses a flag, and where the flags come from if not from the command line."""
-
-    source = ""
-
-    def expanded(self, words: Iterable[str]) -> list[str]:
-        """A command line with the flags of each `@FILE` in its place; `#` begins a comment there."""
-        return [flag for word in words for flag in (self._flags_in(word[1:]) if word.startswith("@") else [word])]
-
-    def _flags_in(self, path: str) -> list[str]:
-        try:
-            lines = read_text(path, MAX_FILE_BYTES).splitlines()
-        except ValueError as error:
-            self.error(f"@{error}")
-        flags = []
-        for number, line in enumerate(lines, 1):
-            try:
-                words = shlex.split(line, comments=True)
-            except ValueError as error:
-                self.error(f"@{path}: line {number}: {cleaned(line, 80)!r}: {error}")
-            if other := next((word for word in words if word.startswith("@")), None):
-                self.error(f"@{path}: line {number}: {cleaned(other, 80)!r}: such files do not name others; give both")
-            flags += words
-        return flags
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """As argparse does, with an Ending."""
-        if message:
-            self._print_message(message, sys.stderr)
-        raise Ending(status)
-
-    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""
-        values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
-        for flag in (text.partition("=")[0] for text in unknown):
-            if reason := refusal(flag):
-                self.error(f"{flag}: {reason}")
-        if unknown:
-            words = (word + did_you_mean(word.partition("=")[0], self) for word in unknown)
-            self.error(f"unrecognized arguments: {' '.join(words)}")
-        return values
-
-    def error(self, message: str) -> NoReturn:
-        super().error(f"{self.source}{message}")
 
 
 def build_parser() -> Parser:

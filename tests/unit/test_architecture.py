@@ -18,6 +18,7 @@ LEVELS = (
     {
         "__init__",
         "arguments",
+        "parser",
         "yaml_file",
         "checks",
         "moe_checks",

@@ -180,7 +180,7 @@ def test_missing_flags(without: str, flags: str, said: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_good_command_line(world_size: int) -> None:
-    config, notices = parse(f"--expert-model-parallel-size {world_size} --moe-ffn-hidden-size 64", world_size)
+    config, notices, _ = parse(f"--expert-model-parallel-size {world_size} --moe-ffn-hidden-size 64", world_size)
     assert config.train.global_batch_size == 2 * world_size
     assert config.transformer.expert_model_parallel_size == world_size
     assert config.transformer.num_moe_experts == 8
@@ -218,7 +218,7 @@ def test_global_batch_size(flags: str, expected: int) -> None:
     ],
 )
 def test_inner_widths(flags: str, dense: int, experts: int) -> None:
-    config, notices = parse(flags)
+    config, notices, _ = parse(flags)
     assert (config.transformer.ffn_hidden_size, config.transformer.moe_ffn_hidden_size) == (dense, experts)
     assert any("--moe-ffn-hidden-size" in notice for notice in notices) == ("--moe-ffn" not in flags)
 
@@ -266,7 +266,7 @@ def test_precision(flags: str, dtype: torch.dtype, grads_in_fp32: bool) -> None:
     ],
 )
 def test_virtual_pipeline_size(flags: str, expected: int | None) -> None:
-    config, _ = parse(f"{flags} --global-batch-size 32")
+    config, *_ = parse(f"{flags} --global-batch-size 32")
     assert config.transformer.virtual_pipeline_model_parallel_size == expected
     assert config.transformer.overlap_p2p_comm == (expected is not None)
     # Gathers are aligned by the interleaved schedule alone
@@ -287,11 +287,11 @@ def test_expert_tensor_parallel_size(flags: str, expected: int) -> None:
 
 
 def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
-    config, notices = parse("--sequence-parallel --moe-ffn-hidden-size 64")
+    config, notices, _ = parse("--sequence-parallel --moe-ffn-hidden-size 64")
     assert not config.transformer.sequence_parallel
     assert "--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1" in notices
     flags = "--sequence-parallel --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
-    config, notices = parse(flags)
+    config, notices, _ = parse(flags)
     assert config.transformer.sequence_parallel and not any("--sequence-parallel" in notice for notice in notices)
 
 
@@ -299,7 +299,7 @@ def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
     ("flags", "expected"), [("--data-path a", "969,30,1"), ("--data-path a --split 8,1,1", "8,1,1"), ("", None)]
 )
 def test_split(flags: str, expected: str | None) -> None:
-    config, notices = parse(flags)
+    config, notices, _ = parse(flags)
     assert config.data.split == expected
     assert any("--split" in notice and "969,30,1" in notice for notice in notices) == (expected == "969,30,1")
 
