@@ -1,0 +1,64 @@
+"""A conversion that is killed leaves nothing that looks finished; the next one makes what an undisturbed one makes."""
+
+import hashlib
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import hf_models
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = 6
+ABOUT = ("manifest.json", ".metadata")
+
+pytestmark = pytest.mark.slow
+
+
+def convert(action: str, source: Path, target: Path) -> subprocess.Popen:
+    command = [sys.executable, "tools/convert_checkpoint.py", action, "--load-dir", source, "--save-dir", target]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def finish(action: str, source: Path, target: Path) -> float:
+    start = time.monotonic()
+    with convert(action, source, target) as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+    return time.monotonic() - start
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """Digests of all files but those that say when and where they were written."""
+    paths = (path for path in directory.rglob("*") if path.is_file() and path.name not in ABOUT)
+    return {str(path.relative_to(directory)): hashlib.blake2b(path.read_bytes()).hexdigest() for path in paths}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("action", ["import", "export"])
+def test_a_killed_conversion_is_done_again(action: str, tmp_path: Path) -> None:
+    model, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
+    hf_models.save("qwen2_moe", model, shard_bytes=20_000)
+    if action == "export":
+        finish("import", model, checkpoint)
+    source, whole = (model, tmp_path / "whole") if action == "import" else (checkpoint, tmp_path / "whole")
+    seconds = finish(action, source, whole)
+    expected, chance, killed = contents(whole), random.Random(action), 0
+    for number in range(KILLS):
+        target = tmp_path / f"target{number}"
+        process = convert(action, source, target)
+        # The first half of the time passes in imports
+        time.sleep(chance.uniform(0.5, 1.0) * seconds)
+        process.kill()
+        process.communicate()
+        killed += process.returncode != 0
+        if process.returncode == 0 or target.exists():
+            found = contents(target)
+            print(f"killed with {len(found)} of {len(expected)} files there")
+        if process.returncode:
+            finish(action, source, target)
+        assert contents(target) == expected
+    assert killed
