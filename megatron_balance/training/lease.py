@@ -184,7 +184,13 @@ class Lease:
     def waiting_for(self) -> str:
         """Whom `attempt` waits for, for people; empty: nobody yet."""
         record = self._seen and Record.parse(self._seen[1])
-        return f"{self.named}: waiting to see whether {record.owner} still renews its lease" if record else ""
+        if not record:
+            return ""
+        limit = self._limit(record.owner)
+        return f"{self.named}: waiting at most {limit:.0f} s to see whether {record.owner} still renews its lease"
+
+    def _limit(self, other: Owner) -> float:
+        return RESTART_SECONDS if self.owner.follows(other) else STALE_SECONDS
 
     def _is_free(self, generation: int) -> bool:
         raw = self._read(generation)
@@ -201,7 +207,7 @@ class Lease:
                     f"{self.named}: another run saves there ({other.owner}); give this one another directory, or wait "
                     "until that one has ended"
                 )
-            limit = RESTART_SECONDS if self.owner.follows(other.owner) else limit
+            limit = self._limit(other.owner)
         if self._seen is None or self._seen[:2] != (generation, raw):
             self._seen = generation, raw, now
         return now - self._seen[2] >= limit

@@ -231,24 +231,53 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("flags", ["", "--async-save"], ids=["sync", "async"])
+FAILURES = {
+    "die": "__1_0.distcp: its writer died (exit code -9)",
+    "stall": "__1_0.distcp: nothing was written for 2 s; the writer has stalled",
+    "fill": "__1_0.distcp: No space left on device",
+    "quota": "__1_0.distcp: Disk quota exceeded",
+    "manifest": "Disk quota exceeded: '{}/iter_0000002.saving-",
+    "common": "Disk quota exceeded",
+    "unseen": ": No such file or directory",
+}
+
+
 @pytest.mark.parametrize(
-    ("sabotage", "text"),
+    ("sabotage", "flags"),
     [
-        ("die", "__1_0.distcp: its writer died (exit code -9)"),
-        ("stall", "__1_0.distcp: nothing was written for 2 s; the writer has stalled"),
-        ("fill", "__1_0.distcp: No space left on device"),
-        ("quota", "__1_0.distcp: Disk quota exceeded"),
-        ("manifest", "Disk quota exceeded: '{}/iter_0000002.saving-"),
-        ("common", "Disk quota exceeded"),
-        ("unseen", ": No such file or directory"),
+        pytest.param(sabotage, flags, marks=pytest.mark.slow if flags and sabotage != "fill" else (), id=id)
+        for sabotage in FAILURES
+        for flags, id in (("", f"{sabotage}-sync"), ("--async-save", f"{sabotage}-async"))
     ],
 )
-def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, text, flags, ranks, tmp_path):
+def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, flags, ranks, tmp_path):
     messages = ranks(2).run(save_one, str(tmp_path), flags, sabotage, timeout=60.0)
     assert messages[0] == messages[1]
-    assert text.format(tmp_path) in messages[0] and f"{tmp_path}/iter_0000001 is intact" in messages[0], messages
+    assert FAILURES[sabotage].format(tmp_path) in messages[0] and f"{tmp_path}/iter_0000001 is intact" in messages[0], (
+        messages
+    )
     assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
+
+
+def save_while_torch_refuses(directory: str) -> str:
+    """Save while no rank can write a file of its own where the others wait for it."""
+    original = torch.save
+
+    def save(content: object, file: object, *args: object, **kwargs: object) -> None:
+        if isinstance(file, str | Path):
+            refuse()
+        original(content, file, *args, **kwargs)
+
+    torch.save = save
+    try:
+        return save_one(directory, "")
+    finally:
+        torch.save = original
+
+
+def test_nothing_is_written_in_the_collective_part_of_a_save(ranks, tmp_path):
+    assert ranks(2).run(save_while_torch_refuses, str(tmp_path), timeout=30.0) == ["", ""]
+    assert iterations(tmp_path) == [1]
 
 
 def test_a_removed_directory_is_not_made_again(ranks, tmp_path):

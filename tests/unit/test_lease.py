@@ -228,10 +228,31 @@ def test_on_one_host_the_process_tells(tmp_path: Path) -> None:
 
 
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> None:
-    owner = Owner.here("first")
-    assert owner.started and owner.machine
-    assert wanted(tmp_path, dataclasses.replace(owner, started=owner.started - 1)).attempt()
+    state = lease._process_state(os.getppid())
+    parent = dataclasses.replace(Owner.here("first"), process=os.getppid(), started=state[1])
+    wanted(tmp_path, parent).attempt()
+    with pytest.raises(ValueError, match=f"run first, process {os.getppid()}"):
+        wanted(tmp_path, Owner.here("second")).attempt()
+    (tmp_path / "lease.000001").unlink()
+    assert wanted(tmp_path, dataclasses.replace(parent, started=state[1] - 1)).attempt()
     assert wanted(tmp_path, Owner.here("second")).attempt()
+
+
+def test_a_slow_taker_finds_that_another_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even though the number that it takes is free again."""
+    held(tmp_path).release()
+    fast, slow = wanted(tmp_path, elsewhere("fast")), wanted(tmp_path, elsewhere("slow"))
+    is_free = slow._is_free
+
+    def slowly(generation: int) -> bool:
+        found = is_free(generation)
+        assert fast.attempt()
+        fast.check()
+        return found
+
+    monkeypatch.setattr(slow, "_is_free", slowly)
+    assert not slow.attempt() and left(tmp_path) == ["lease.000003"]
+    fast.check()
 
 
 def test_a_process_is_one_writer(tmp_path: Path) -> None:
