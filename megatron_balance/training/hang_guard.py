@@ -191,11 +191,12 @@ class HangGuard:
             seconds: since the last call; many if the job was stopped and goes on, which is not idle either.
         """
         position = self._position
-        if stepped or position.phase not in STEPPING:
+        within = position.phase in STEPPING
+        if within and not self._first_iteration:
+            self._first_iteration = position.iteration
+        if stepped or not within:
             self._idle = 0.0
-            return
-        self._first_iteration = self._first_iteration or position.iteration
-        if position.iteration > self._first_iteration:
+        elif position.iteration > self._first_iteration:
             self._idle += min(seconds, self._limit / 2)
 
     def _store_verdict(self) -> str:

@@ -84,7 +84,7 @@ def idle_after(position: Position, periods: int, steps: bool = False, seconds: f
     """What a guard counts in so many periods at a position of the second iteration."""
     guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT)
     guard.follow(Position(1, "forward-backward"))
-    guard._count_idle(False, 0.5)
+    guard._count_idle(True, 0.5)
     guard.follow(position)
     for _ in range(periods):
         guard._count_idle(steps, seconds)

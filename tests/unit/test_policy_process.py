@@ -1,7 +1,9 @@
 """Whatever a policy from elsewhere does, the rank goes on and says it in one short line."""
 
 import functools
+import io
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.manager import Decision, Manager
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.policy_process import MOST_DEATHS, PolicyProcess, start_policy
+from megatron_balance.placement.policy_process import MOST_DEATHS, PolicyProcess, _Plain, start_policy
 from megatron_balance.placement.predictor import Predictor
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit import misbehaving
@@ -203,3 +205,9 @@ def test_it_ends_with_a_rank_that_is_killed(name: str) -> None:
         time.sleep(0.05)
     assert not gone() or planner.status() == psutil.STATUS_ZOMBIE
     rank.stdout.close()
+
+
+def test_nothing_in_an_answer_is_imported_or_called() -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"asks for .*system"):
+        _Plain(io.BytesIO(pickle.dumps(os.system))).load()
+    assert _Plain(io.BytesIO(pickle.dumps((None, ((1, 2), "text"))))).load() == (None, ((1, 2), "text"))
