@@ -27,7 +27,8 @@ completed.
 
 `--yaml-cfg FILE` reads flags from a YAML file: names without dashes before them, written with `-` or `_`, in sections
 of any name or none; `true` gives a switch, `false` and `null` leave a flag out, lists are for flags that take several
-values. Flags on the command line win. Tags, anchors and aliases are not understood.
+values. Flags on the command line win. Tags, anchors and aliases are not understood. FILE, here and in `@FILE`, is a
+regular file of at most 64 KiB: every rank reads it, so a FIFO such as `<(...)` is refused.
 
 ```yaml
 model:

@@ -104,9 +104,8 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
     Raises:
         ValueError: the flag does not take it.
     """
-    if (value is None and (action.default is None or not action.choices)) or (
-        action.nargs == 0 and type(value) is bool
-    ):
+    left_out = value is None and (action.default is None or not (action.choices or action.type in (int, float)))
+    if left_out or (action.nargs == 0 and type(value) is bool):
         return value
     entries = value if isinstance(value, list) and action.nargs is not None else [value]
     try:

@@ -72,7 +72,7 @@ def test_config_json_may_mean_more_than_a_checkpoint_holds(model: Path, tmp_path
     there = tmp_path / "there"
     import_model(model, there, quiet)
     config, path = read_json(model / "config.json"), there / "huggingface" / "config.json"
-    for change in ({"num_local_experts": 65536}, {"num_hidden_layers": 4096}):
+    for change in ({"num_local_experts": 65536}, {"num_local_experts": 65536, "num_hidden_layers": 4096}):
         path.write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match="tensors of another shape"):
             export_model(there, tmp_path / "back", None, None, quiet)

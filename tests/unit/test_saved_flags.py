@@ -144,6 +144,7 @@ def test_a_run_that_does_not_take_it_is_told(tmp_path: Path) -> None:
 STRANGE = {
     "num_layers": ["2.5", 2.5, True, [2], {}, "many", 10**9],
     "num_moe_experts": [10**9, "x"],
+    "moe_router_topk": [None, "2.5"],
     "swiglu": [1, "true", [True]],
     "layernorm_epsilon": ["x", [1e-5], {}],
     "moe_layer_freq": [[2, 2], 0, [[1]], "print(1)", [1] * 5000],
