@@ -25,10 +25,10 @@ from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.timeline import Timeline
 from megatron_balance.placement.policy_process import PolicyProcess
-from megatron_balance.training.agreement import CheckpointError, raise_everywhere
 from megatron_balance.training.checkpoint import Checkpoints
 from megatron_balance.training.data import batch_bytes, prefixes_of
 from megatron_balance.training.data_files import check_samples
+from megatron_balance.training.errors import CheckpointError, raise_everywhere
 from megatron_balance.training.hang_guard import HangGuard
 from megatron_balance.training.held_directory import HeldDirectory
 from megatron_balance.training.logging import RunLog

@@ -27,8 +27,8 @@ from rich.table import Table
 from textfiles import positive_int
 from timeline_picture import picture
 
-from megatron_balance.files import staged
 from megatron_balance.flow.plan import Split
+from megatron_balance.output_files import staged
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 AGREEMENT = 1e-5

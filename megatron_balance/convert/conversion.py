@@ -18,9 +18,9 @@ from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import Weights
-from megatron_balance.files import staged, writing
 from megatron_balance.input_files import MIB, inside, read_object
 from megatron_balance.machine import Machine
+from megatron_balance.output_files import INCOMPLETE, staged, writing
 from megatron_balance.training import manifest, saved_flags
 from megatron_balance.training.checkpoint_directory import UNFINISHED, CheckpointDirectory
 from megatron_balance.training.held_directory import new_run, utc, versions
@@ -107,8 +107,7 @@ def _model(directory: Path) -> Model:
 @contextlib.contextmanager
 def _fresh(target: Path) -> Iterator[Lease]:
     """A directory without checkpoints that nobody else writes to; as it was before, if what is done inside fails."""
-    if os.path.lexists(target) and (not target.is_dir() or any(not _is_left_over(path) for path in target.iterdir())):
-        raise ValueError(f"--save-dir {target}: is not empty; choose another")
+    _check_empty(target, _is_left_over)
     existed = target.is_dir()
     target.mkdir(parents=True, exist_ok=True)
     lease = Lease(target, Owner.here("of convert_checkpoint.py"), f"--save-dir {target}")
@@ -126,6 +125,20 @@ def _fresh(target: Path) -> Iterator[Lease]:
         if not existed:
             target.rmdir()
         raise
+
+
+def _check_empty(target: Path, may_be_there: Callable[[Path], object] = lambda path: False) -> None:
+    """ValueError unless a directory is absent or empty: not even a link is there that would be written through."""
+    if os.path.lexists(target) and not target.is_dir():
+        raise ValueError(f"--save-dir {target}: is no directory; choose another")
+    found = [path.name for path in target.iterdir() if not may_be_there(path)] if target.exists() else []
+    if any(name.startswith(INCOMPLETE) for name in found):
+        raise ValueError(
+            f"--save-dir {target}: is not empty: {INCOMPLETE}* was left by a conversion that was killed, or is being "
+            "written; remove it, or choose another"
+        )
+    if found:
+        raise ValueError(f"--save-dir {target}: is not empty; choose another")
 
 
 def _is_left_over(path: Path) -> bool:
@@ -172,7 +185,7 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
     beside = files_of or source / BESIDE
     if not (beside / "config.json").exists():
         raise ValueError(f"{beside}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
-    _fresh(target)
+    _check_empty(target)
     model, path = _model(beside), newest(source, step)
     reader = torch_dist.Reader(path)
     weights = {name: tuple(entry.size) for name, entry in reader.weights.items()}

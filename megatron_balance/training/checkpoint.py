@@ -23,11 +23,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_balance.device.groups import on_first_rank
-from megatron_balance.files import writing
+from megatron_balance.output_files import writing
 from megatron_balance.training import manifest, run_state, saved_flags
-from megatron_balance.training.agreement import CheckpointError, gather, outcome, raise_everywhere
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.checkpoint_search import find_sound
+from megatron_balance.training.errors import CheckpointError, gather, outcome, raise_everywhere
 from megatron_balance.training.held_directory import HeldDirectory, unseen
 from megatron_balance.training.lease import LeaseLost
 from megatron_balance.training.logging import RunLog

@@ -18,8 +18,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_balance.files import sync, writing
 from megatron_balance.input_files import KIB, read_bounded
+from megatron_balance.output_files import sync, writing
 from megatron_balance.training import manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"

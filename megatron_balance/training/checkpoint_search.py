@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from megatron_balance.device.groups import on_first_rank
 from megatron_balance.training import manifest
-from megatron_balance.training.agreement import CheckpointError, gather, outcome
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.training.errors import CheckpointError, gather, outcome
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.safe_pickle import check_pickles
 

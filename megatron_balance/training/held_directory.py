@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_balance.device.groups import on_first_rank
 from megatron_balance.device.job import Launch
 from megatron_balance.messages import cleaned
-from megatron_balance.training.agreement import gather
 from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.training.errors import gather
 from megatron_balance.training.lease import LOOK_SECONDS, Lease, Owner
 from megatron_balance.training.manifest import Origin
 

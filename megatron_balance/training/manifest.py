@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.files import writing
 from megatron_balance.messages import cleaned
+from megatron_balance.output_files import writing
 
 NAME = "manifest.json"
 FORMAT = 1

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_balance.files import system_error, writing
+from megatron_balance.output_files import system_error, writing
 from megatron_balance.training import manifest
 
 # megatron-core would start a server process for a queue that is not used here

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_balance.training import checkpoint_search, held_directory, manifest, saved_flags
-from megatron_balance.training.agreement import CheckpointError
 from megatron_balance.training.checkpoint import Checkpoints
 from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
+from megatron_balance.training.errors import CheckpointError
 from megatron_balance.training.lease import STALE_SECONDS, Lease, Owner, Record
 from megatron_balance.training.loop import train_step
 from tests.distributed.checkpoints import Said, _forget

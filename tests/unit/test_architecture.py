@@ -12,7 +12,7 @@ PACKAGE = Path(megatron_balance.config.__file__).parent
 NAME = PACKAGE.name
 
 LEVELS = (
-    {"config", "training_config", "flags", "device", "messages", "files", "endings", "input_files"},
+    {"config", "training_config", "flags", "device", "messages", "output_files", "endings", "input_files"},
     {"placement", "comm", "profile"},
     {"training", "flow", "timeline", "simulate", "observe"},
     {

@@ -47,7 +47,7 @@ class LoadLogs:
         self.generator = np.random.default_rng(0)
 
     def step(self, iteration: int) -> None:
-        counts_DE = self.generator.integers(0, 2**60, (4, 64))
+        counts_DE = self.generator.integers(0, 2**40, (4, 64))
         self.log.add(iteration, {1: (counts_DE, Placement.identity(64, 4))})
         self.log.flush(last=iteration == LAST)
 

@@ -149,7 +149,9 @@ def test_all_orders_can_be_executed_and_keep_to_what_they_depend_on(times: tuple
         for resource in (COMPUTING, (Task.A1, Task.A2)):
             busy = sorted((span.start, span.end) for span in found if span.task in resource)
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(busy))
-    assert makespan(search(times), times) <= makespan(theorem_1(times), times) <= makespan(sequential(times), times)
+    found, theorem, plain = (makespan(scheduler(times), times) for scheduler in (search, theorem_1, sequential))
+    # Sums of the same times in another order may differ by rounding
+    assert found <= theorem * (1 + 1e-12) and theorem <= plain * (1 + 1e-12)
 
 
 def test_an_order_that_nothing_can_beat_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+INCOMPLETE = ".incomplete-"
+"""Begins the names of folders of output that is not whole."""
+
 
 def sync(path: Path) -> None:
     """Wait until a file's data, or a directory's entries, are on disk."""
@@ -75,7 +78,7 @@ def staged(directory: Path, last: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _moving_up(directory: Path, last: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".incomplete-", ignore_cleanup_errors=True) as staging:
+    with tempfile.TemporaryDirectory(dir=directory, prefix=INCOMPLETE, ignore_cleanup_errors=True) as staging:
         try:
             yield Path(staging)
             files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == last, file.name))
