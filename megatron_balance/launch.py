@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance import facts
-from megatron_balance.arguments import parse_args
+from megatron_balance.arguments import Parsed, parse_args
 from megatron_balance.build import build_run
 from megatron_balance.build_balancer import planning_patience
 from megatron_balance.config import RunConfig
 from megatron_balance.device import groups, job, limits
 from megatron_balance.device.collectives import Collectives
+from megatron_balance.device.groups import Topology
 from megatron_balance.dry_run import dry_run
 from megatron_balance.endings import Ending, only_our_own, unbreakable_output
 from megatron_balance.machine import Machine
@@ -46,39 +48,23 @@ def pretrain(argv: list[str]) -> None:
     """Parse, check, join the job, build, train. A user's mistake ends every rank before anything is built."""
     with _leaving_together(ValueError):
         launch = job.Launch.from_environment()
-        parsed = parse_args(argv, Machine.here(launch.world_size))
-        config, notices = parsed.config, parsed.notices
-        topology = job.node_topology(launch, config.comm.moe_comm_node_size)
-        if config.balance.balance_policy != "none":
-            shape = config.transformer
-            groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
-        policy = _start_policy(config)
-        tokenizer = build_tokenizer(config.tokenizer)
-        check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
-        if policy is not None:
-            policy.ready(planning_patience(config.launch.distributed_timeout_minutes))
-    config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
-    if config.launch.dry_run:
-        with _leaving_together(ValueError):
-            return dry_run(config, notices, topology)
-    torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
-    timeout_minutes = config.launch.distributed_timeout_minutes
-    with _leaving_together(ValueError):
-        microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
-        limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
-        gather = functools.partial(facts.gather, parsed, topology)
-        store = job.start(launch, config.launch.distributed_backend, timeout_minutes, gather)
-    stopping = Stopping(config.train)
+        asked = _asked(argv, launch)
+        config = asked.config
+        if config.launch.dry_run:
+            return dry_run(config, asked.parsed.notices, asked.topology)
+        torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
+        store = _join(launch, asked)
+    stopping, timeout = Stopping(config.train), config.launch.distributed_timeout_minutes * 60
     with (
         Collectives().recorded() as collectives,
-        HangGuard(store, launch.rank, launch.world_size, timeout_minutes * 60, launch.store_rank, collectives) as guard,
+        HangGuard(store, launch.rank, launch.world_size, timeout, launch.store_rank, collectives) as guard,
     ):
         held = HeldDirectory(Path(config.checkpoint.save) if config.checkpoint.save else None, launch)
         with stopping.listening(), contextlib.closing(held):
             with _leaving_together(ValueError, CheckpointError), limits.explained():
                 # Before the model is built, which takes minutes
                 held.prepare()
-                run, log, checkpoints = _prepare(config, tokenizer, notices, guard, held, policy)
+                run, log, checkpoints = _prepare(asked, guard, held)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
             with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
@@ -90,33 +76,64 @@ def pretrain(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def _start_policy(config: RunConfig) -> PolicyProcess | None:
-    """The policy's process, if it gets one: it imports and makes the policy while the rank does the same with others.
+@dataclass(frozen=True)
+class _Asked:
+    """A command line that this rank has found nothing wrong with, and what it names."""
 
-    A dry run has one for each stage that it imagines.
-    """
+    parsed: Parsed
+    config: RunConfig
+    """The parsed one, with the size of nodes."""
+
+    topology: Topology
+    tokenizer: MegatronTokenizerBase
+    policy: PolicyProcess | None
+    """A policy from elsewhere, in its process."""
+
+
+def _asked(argv: list[str], launch: job.Launch) -> _Asked:
+    parsed = parse_args(argv, Machine.here(launch.world_size))
+    config = parsed.config
+    topology = job.node_topology(launch, config.comm.moe_comm_node_size)
+    if config.balance.balance_policy != "none":
+        shape = config.transformer
+        groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
+    # The policy is imported and made while the rank does the same with others
+    policy = _start_policy(config)
+    tokenizer = build_tokenizer(config.tokenizer)
+    check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
+    if policy is not None:
+        policy.ready(planning_patience(config.launch.distributed_timeout_minutes))
+    config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
+    return _Asked(parsed, config, topology, tokenizer, policy)
+
+
+def _start_policy(config: RunConfig) -> PolicyProcess | None:
+    """The policy's process, if it gets one; a dry run has one for each stage that it imagines."""
     name = config.balance.balance_policy
     return PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
 
 
-def _prepare(
-    config: RunConfig,
-    tokenizer: MegatronTokenizerBase,
-    notices: list[str],
-    guard: HangGuard,
-    held: HeldDirectory,
-    policy: PolicyProcess | None,
-) -> tuple[Run, RunLog, Checkpoints]:
-    run = build_run(config, tokenizer=tokenizer, policy=policy)
+def _join(launch: job.Launch, asked: _Asked) -> dist.Store:
+    """Make sure that the machine has what the job needs, and that all ranks are asked for the same; join them."""
+    config = asked.config
+    microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
+    limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
+    gather = functools.partial(facts.gather, asked.parsed, asked.topology)
+    return job.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes, gather)
+
+
+def _prepare(asked: _Asked, guard: HangGuard, held: HeldDirectory) -> tuple[Run, RunLog, Checkpoints]:
+    run = build_run(asked.config, tokenizer=asked.tokenizer, policy=asked.policy)
     guard.follow(run.position)
     log = _run_log(run)
-    for notice in notices:
+    for notice in asked.parsed.notices:
         log.message(f"note: {notice}")
     if run.balancer is not None:
         megabytes = run.balancer.guest_bytes / 1e6
         log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
     # A writer that stalls is to be named before the ranks that wait for it
-    checkpoints = Checkpoints(run, log, patience=config.launch.distributed_timeout_minutes * 60 / 2, held=held)
+    patience = asked.config.launch.distributed_timeout_minutes * 60 / 2
+    checkpoints = Checkpoints(run, log, patience=patience, held=held)
     checkpoints.prepare()
     checkpoints.load()
     return run, log, checkpoints

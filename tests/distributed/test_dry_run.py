@@ -140,7 +140,7 @@ def told(flags: str) -> str:
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_a_mistake_is_told_as_a_real_start_tells_it(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(MISTAKES[flags]))
-    monkeypatch.setattr(launch.groups, "start", lambda *_: pytest.fail("it has to be told before ranks meet"))
+    monkeypatch.setattr(launch.job, "start", lambda *_: pytest.fail("it has to be told before ranks meet"))
     assert told(f"{flags} --dry-run") == told(flags)
 
 

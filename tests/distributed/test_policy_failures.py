@@ -162,7 +162,7 @@ BAD_PROFILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other-cluster": (profile_of_four_ranks, "is for 4 expert-parallel ranks in nodes of 4, but this job has 2"),
     "missing": (lambda path: None, "cannot be read: No such file or directory"),
     "not-json": (lambda path: path.write_text("alpha = 1"), "is not JSON"),
-    "directory": (Path.mkdir, "cannot be read: Is a directory"),
+    "directory": (Path.mkdir, "is a directory; name the file in it"),
 }
 
 
