@@ -37,7 +37,7 @@ def trained(flags: str, directory: Path) -> tuple[Load, Load]:
         train_step(run)
         trace.flush()
     evaluate(run, run.data.valid)
-    trace.close()
+    trace.flush(last=True)
     told: Load = {}
     for line in (directory / f"router_trace_rank{dist.get_rank()}.jsonl").read_text().splitlines():
         record = json.loads(line)
