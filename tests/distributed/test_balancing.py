@@ -72,7 +72,7 @@ PAIRS = list(itertools.product(WORKLOADS, POLICIES))
 
 ELSEWHERE = (
     *("EP2xDP2-distributed-optimizer", "PP2xEP2"),
-    *("overlap", "interleaved", "EP4-recompute-full"),
+    *("overlap", "interleaved", "EP4-recompute-full", "EP4-sgd"),
 )
 """What test_layouts.py and tests/hostcuda/test_features.py train for fewer iterations."""
 

@@ -145,7 +145,8 @@ def test_a_stopped_rank_is_named(start, victim: int) -> None:
     assert job.join([victim], 15) == [1]
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named(start, victim: int) -> None:
     job = start(flags=FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
     job.await_iteration(5)
@@ -155,6 +156,7 @@ def test_a_killed_rank_is_named(start, victim: int) -> None:
         assert f"rank {victim} stalled or died: " in job.verdict(rank)
 
 
+@pytest.mark.slow
 def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None:
     job = start(sleep_in_rank_1)
     job.await_iteration(4)
@@ -216,6 +218,7 @@ def test_a_rank_in_another_collective_is_named_with_the_difference(start) -> Non
         assert re.search(said, job.verdict(rank))
 
 
+@pytest.mark.slow
 def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:
     job = start(think_on_all_ranks, FLAGS.replace("100000", "8").replace(str(TIMEOUT_MINUTES), "0.05"))
     job.await_iteration(4)
@@ -234,6 +237,7 @@ def test_a_job_that_loops_everywhere_is_noticed(start) -> None:
             assert re.search(said, job.verdict(rank))
 
 
+@pytest.mark.slow
 def test_under_torchrun_all_ranks_speak_before_the_launcher_ends_them(tmp_path: Path) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(

@@ -95,17 +95,27 @@ def survive(death: Death, flags: str, directory: Path, undisturbed: Path, ranks)
     return f"{death.point}: died {died}, resumed from {left[:1]}"
 
 
-@pytest.mark.parametrize("flags", ["", "--async-save"], ids=["sync", "async"])
+DEATHS = [
+    Death("write tensor", 5, rank=1),
+    Death("fsync", 1, rank=1, parent=True),
+    Death("rename", 1, rank=0),
+    Death("tracker", 1, rank=0),
+    Death("prune", 1, rank=0, turn=3),
+]
+QUICK = (("write tensor", "--async-save"), ("tracker", ""))
+
+
 @pytest.mark.parametrize(
-    "death",
+    ("death", "flags"),
     [
-        Death("write tensor", 5, rank=1),
-        Death("fsync", 1, rank=1, parent=True),
-        Death("rename", 1, rank=0),
-        Death("tracker", 1, rank=0),
-        Death("prune", 1, rank=0, turn=3),
+        pytest.param(
+            *(death, flags),
+            id=f"{death.point} {flags}".strip(),
+            marks=[] if (death.point, flags) in QUICK else pytest.mark.slow,
+        )
+        for death in DEATHS
+        for flags in ("", "--async-save")
     ],
-    ids=lambda death: death.point,
 )
 def test_a_killed_job_resumes_and_ends_alike(death, flags, tmp_path, undisturbed, ranks):
     survive(death, flags, tmp_path, undisturbed, ranks)

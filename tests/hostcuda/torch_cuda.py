@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,7 +185,8 @@ ANSWERS: dict[str, Any] = {
     "current_device": lambda: 0,
     "current_stream": current_stream,
     "default_stream": lambda device=None: Stream(id=0),
-    "device_count": lambda: 1,
+    # One for each process of the node, whatever its number: all are this one
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     "empty_cache": _does_nothing(),
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: "host memory",

@@ -88,7 +88,7 @@ class Babbles(Good):
     """Into everything that is open."""
 
     def plan(self, *_: object) -> Placement:
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 4096):
             with contextlib.suppress(OSError):
                 os.write(descriptor, b"\0\0\0\4garbage")
         time.sleep(60)
@@ -96,7 +96,7 @@ class Babbles(Good):
 
 class Truncates(Babbles):
     def plan(self, *_: object) -> Placement:
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 4096):
             with contextlib.suppress(OSError):
                 os.write(descriptor, b"\0\0\1\0half")
         os._exit(0)
@@ -106,7 +106,7 @@ class Floods(Babbles):
     """The answer pretends to be huge."""
 
     def plan(self, *_: object) -> Placement:
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 4096):
             with contextlib.suppress(OSError):
                 os.write(descriptor, b"\x70\0\0\0")
         time.sleep(60)
@@ -114,7 +114,7 @@ class Floods(Babbles):
 
 class Closes(Good):
     def plan(self, *_: object) -> Placement:
-        os.closerange(3, 64)
+        os.closerange(3, 4096)
         time.sleep(60)
 
 
