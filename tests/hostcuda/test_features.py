@@ -53,7 +53,14 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., li
     return of
 
 
-@pytest.mark.parametrize("name", features.FEATURES)
+PARTS = ("policy", "pipeline", "layer recomputation", "baseline")
+"""Others have what they execute: blockwise overlap, the interleaved pipeline, full recomputation, megatron's layer."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in PARTS else []) for name in features.FEATURES],
+)
 def test_features(check, name: str) -> None:
     check((name,), "bf16")
 
