@@ -160,7 +160,8 @@ def losses(output: str) -> dict[int, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("kills", "iterations"), [(1, 16), pytest.param(10, 200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    ("kills", "iterations"),
+    [pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for case in ((1, 16), (10, 200))],
 )
 def test_torchrun_restarts_a_killed_job(kills, iterations, tmp_path, ranks):
     flags = f"{BASE} --expert-model-parallel-size 2 --num-layers 1 --hidden-dropout 0.1 --log-interval 1 --async-save"
@@ -216,7 +217,7 @@ def transfer_deaths(count: int) -> list[Death]:
 @pytest.mark.parametrize(
     "death",
     [
-        pytest.param(death, marks=[] if index in (4, 5) else [pytest.mark.slow], id=f"{index}-{death.point}")
+        pytest.param(death, marks=[] if index == 5 else [pytest.mark.slow], id=f"{index}-{death.point}")
         for index, death in enumerate(transfer_deaths(21))
     ],
 )

@@ -41,9 +41,8 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "2dh" else [pytest.mark.slow]) for name in EXCHANGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_and_codecs(device_ranks, curve_of, name: str) -> None:
     flags = f"{EP4} {EXCHANGES[name]} {SAME_KERNELS}"
     outcomes = device_ranks(4).run(watched, flags, 2)

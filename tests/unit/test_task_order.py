@@ -102,6 +102,7 @@ def test_no_order_of_two_chunks_beats_optsche_where_the_theorem_holds() -> None:
         assert optsche(times) == theorem_1(times)
 
 
+@pytest.mark.slow
 def test_no_order_of_three_chunks_beats_optsche_where_the_theorem_holds() -> None:
     generator = random.Random(1)
     for _ in range(20):
