@@ -93,7 +93,7 @@ def read_bounded(path: str | Path, limit: int, flag: str = "") -> bytes:
 
 
 def read_text(path: str | Path, limit: int, flag: str = "") -> str:
-    """The text in a file; errors as of `read_bounded`, and where it is not UTF-8 or has a zero byte in it."""
+    """The text in a file. Raises what `read_bounded` does, and ValueError if it is not UTF-8 or has a zero byte."""
     content = read_bounded(path, limit, flag)
     try:
         if (zero := content.find(0)) >= 0:
@@ -106,7 +106,7 @@ def read_text(path: str | Path, limit: int, flag: str = "") -> str:
 
 
 def read_json(path: str | Path, limit: int, flag: str = "") -> Any:
-    """What `parse_json` makes of a file; errors as of `read_text` and of `parse_json`."""
+    """The JSON in a file. Raises what `read_text` and `parse_json` raise."""
     text = read_text(path, limit, flag)
     try:
         return parse_json(text)
@@ -150,8 +150,8 @@ def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
     """The nodes of a small YAML document, which nothing is constructed from; None if it is empty.
 
     Raises:
-        ValueError: as of `read_bounded`; not one YAML document; more than `MAX_YAML_DEPTH` mappings and lists within
-            each other, or more than `MAX_YAML_EVENTS`; anchors, aliases or tags.
+        ValueError: whatever `read_bounded` raises; the file is not one YAML document; it has more than `MAX_YAML_DEPTH`
+            nested mappings and lists, more than `MAX_YAML_EVENTS` events, or anchors, aliases or tags.
     """
     text = read_bounded(path, MAX_YAML_BYTES, flag)
     depth = 0

@@ -70,7 +70,7 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
 def checked_model(source: Path, without: Sequence[str] = ()) -> tuple[Model, Weights]:
     """A Hugging Face model whose tensors are those that its config.json means; none of them is read.
 
-    Arguments and errors as of `import_model`.
+    Takes the arguments of `import_model` and raises the same errors.
     """
     model, weights = _model(source), Weights(source)
     for prefix in without:

@@ -92,7 +92,7 @@ def _number(name: str, default: int, least: int, end: int | None = None, end_nam
 
 
 def _name(world_size: int, local_world_size: int) -> str:
-    """A name for this start of the job out of what all its ranks know, whatever their nodes are.
+    """A name for this start of the job, derived from facts that are the same on all of its nodes.
 
     Ranks of a job that was killed may live on for a while, and find the store of the next one at the same address.
     """

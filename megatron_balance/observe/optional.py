@@ -16,7 +16,7 @@ RETRY_SECONDS = 30.0
 """Between attempts to write, once one has failed."""
 
 MOST_BYTES = 2**26
-"""Kept in memory of what could not be written; the oldest is dropped."""
+"""Limit on the records that wait in memory while writing fails; beyond it, the oldest are dropped."""
 
 
 class Attempts:

@@ -1,4 +1,4 @@
-"""Makes plans beside the training, one after the other, and does not wait for a policy for ever."""
+"""Makes plans one after another while training goes on, and limits how long a rank waits for a policy."""
 
 import math
 import queue

@@ -36,7 +36,7 @@ from megatron_balance.training.writer import COMMON, CONFIG, METADATA, PartWrite
 
 POLL_SECONDS = 0.02
 COMMON_FILES = (COMMON, CONFIG, METADATA, saved_flags.FILE)
-"""What rank 0 writes beside the shards."""
+"""Files that rank 0 writes in addition to the shards."""
 
 
 @dataclass

@@ -33,7 +33,7 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
             damage = _damage(path)
             if damage is None:
                 return path
-            gone = on_first_rank(lambda: not path.is_dir())  # noqa: B023 - called at once
+            gone = not on_first_rank(path.is_dir)
             deleted |= gone
             reason = "was deleted while it was being read" if gone else f"is damaged: {damage}"
             log.message(f"WARNING: the checkpoint of iteration {iteration} {reason}")

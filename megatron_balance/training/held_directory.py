@@ -134,7 +134,11 @@ class HeldDirectory:
                 )
 
     def resumed(self, checkpoint: Path, origin: Origin, whole: bool) -> None:
-        """Take note of what the run began with; `whole`: it goes on with the checkpoint's run."""
+        """Note which checkpoint this run was loaded from.
+
+        Args:
+            whole: whether it continues that checkpoint's run, and so takes its name, or only starts from its weights.
+        """
         self.parent = f"{checkpoint.resolve()} of {origin}"
         if whole:
             self.run = origin.run

@@ -84,31 +84,30 @@ class Prints(Good):
         return super().plan(*arguments)
 
 
-class Babbles(Good):
-    """Into everything that is open."""
+def write_everywhere(data: bytes) -> None:
+    """Into everything that is open, the connection to the rank included."""
+    for descriptor in range(3, 4096):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, data)
 
+
+class Babbles(Good):
     def plan(self, *_: object) -> Placement:
-        for descriptor in range(3, 4096):
-            with contextlib.suppress(OSError):
-                os.write(descriptor, b"\0\0\0\4garbage")
+        write_everywhere(b"\0\0\0\4garbage")
         time.sleep(60)
 
 
-class Truncates(Babbles):
+class Truncates(Good):
     def plan(self, *_: object) -> Placement:
-        for descriptor in range(3, 4096):
-            with contextlib.suppress(OSError):
-                os.write(descriptor, b"\0\0\1\0half")
+        write_everywhere(b"\0\0\1\0half")
         os._exit(0)
 
 
-class Floods(Babbles):
+class Floods(Good):
     """The answer pretends to be huge."""
 
     def plan(self, *_: object) -> Placement:
-        for descriptor in range(3, 4096):
-            with contextlib.suppress(OSError):
-                os.write(descriptor, b"\x70\0\0\0")
+        write_everywhere(b"\x70\0\0\0")
         time.sleep(60)
 
 

@@ -368,34 +368,6 @@ def test_idle_flags_are_noticed(flags: str, without: str, expected: list[str]) -
     assert all(part in notice for part, notice in zip(expected, idle, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("flags", "meant"),
-    [
-        ("--num-layer 3", "--num-layer (did you mean --num-layers?) 3"),
-        ("--hiden-size=3", "--hiden-size=3 (did you mean --hidden-size?)"),
-        (
-            "--seq-len 4 --ballance-policy top2",
-            "--seq-length?) 4 --ballance-policy (did you mean --balance-policy?) top2",
-        ),
-        ("--bogus", "arguments: --bogus\n"),
-    ],
-)
-def test_a_mistyped_flag_is_recognised(flags: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_args(flags.split(), CPU)
-    assert meant in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3"])
-def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        parse_args(flags.split(), CPU)
-    assert error.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 2
-    assert "--help" in lines[0] and flags.split()[0] in lines[1]
-
-
 @pytest.mark.parametrize(("flags", "fused"), [("", True), ("--activation-func-clamp-value 7", False),
                                               ("--glu-linear-offset 1", False)])  # fmt: skip
 def test_swiglu_is_not_fused_with_what_the_kernel_leaves_out(flags: str, fused: bool) -> None:

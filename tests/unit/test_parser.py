@@ -1,0 +1,36 @@
+"""parser.py: a mistyped flag is recognised, and errors are short."""
+
+import pytest
+
+from megatron_balance.arguments import parse_args
+from megatron_balance.machine import Machine
+
+CPU = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        ("--num-layer 3", "--num-layer (did you mean --num-layers?) 3"),
+        ("--hiden-size=3", "--hiden-size=3 (did you mean --hidden-size?)"),
+        (
+            "--seq-len 4 --ballance-policy top2",
+            "--seq-length?) 4 --ballance-policy (did you mean --balance-policy?) top2",
+        ),
+        ("--bogus", "arguments: --bogus\n"),
+    ],
+)
+def test_a_mistyped_flag_is_recognised(flags: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(flags.split(), CPU)
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3"])
+def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        parse_args(flags.split(), CPU)
+    assert error.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 2
+    assert "--help" in lines[0] and flags.split()[0] in lines[1]
