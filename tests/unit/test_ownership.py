@@ -184,3 +184,12 @@ def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
     assert windows(65) == [[(0, 0, 5), (1, 0, 2)], [(1, 2, 3)]]
     assert windows(24) == [[(0, 0, 4)], [(0, 4, 5), (1, 0, 1)], [(1, 1, 3)]]
     assert windows(1) == [[(0, each, each + 1)] for each in range(5)] + [[(1, each, each + 1)] for each in range(3)]
+
+
+def test_an_offset_over_the_limit_has_a_round_of_its_own() -> None:
+    """Replica 1 keeps all of the first field, replica 0 all of the second: the ranks of the two have none in common."""
+    exchanged = (Move(0, 0, 0, 0, 1), Move(1, 0, 1, 0, 0))
+    nothing, everything = (0, 0), (0, 2)
+    extents = [[Extent(1, nothing, 2), Extent(1, everything, 1)], [Extent(1, everything, 2), Extent(1, (2, 2), 1)]]
+    rounds = plan_rounds(plan_messages(exchanged, [Place(0, 0), Place(0, 1)], extents), 2)
+    assert [staged(part) for part in rounds] == [{1: 4}, {0: 2}]
