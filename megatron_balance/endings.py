@@ -16,6 +16,9 @@ INTERRUPTED = 130
 class Ending(SystemExit):
     """An end that the program itself has decided on, as SystemExit: a message, with exit status 1, or a status."""
 
+    reason = "look at what it says"
+    """Of an end with a status: why, in a line, for whoever does not see what this process has printed."""
+
 
 @contextlib.contextmanager
 def only_our_own(program: str) -> Iterator[None]:

@@ -2,11 +2,9 @@
 
 import dataclasses
 import enum
-import hashlib
 import importlib.machinery
 import importlib.metadata
 import platform
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from megatron_balance.arguments import Parsed
 from megatron_balance.config import RunConfig
 from megatron_balance.device.agreement import CONSEQUENCE, Facts
 from megatron_balance.device.groups import Topology
+from megatron_balance.input_files import content_of
 
 MAY_DIFFER = {
     "balance_log_dir": "each rank writes to its own files",
@@ -43,9 +42,6 @@ MODULES = {
     "comm": ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_order"),
 }
 """Fields that may name `module:Class`."""
-
-MAX_BYTES = 2**26
-"""Of a file that is read; of a larger one the size alone counts. Tokenizers have a few megabytes."""
 
 PROGRAM = Path(__file__).resolve().parent
 ENTRY_POINT = PROGRAM.parent / "pretrain_gpt_moe.py"
@@ -123,22 +119,6 @@ def _text(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return value.name
     return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def content_of(path: Path) -> str:
-    """A digest of a file, or of the files in a directory; never raises, because whoever uses it says what is wrong."""
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            inside = [f"{one.name} {content_of(one)}" for one in sorted(path.iterdir()) if one.is_file()]
-            return hashlib.blake2b("\n".join(inside).encode(), digest_size=8).hexdigest()
-        if not stat.S_ISREG(mode):
-            return "no file"
-        if path.stat().st_size > MAX_BYTES:
-            return f"{path.stat().st_size} bytes"
-        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-    except OSError as error:
-        return error.strerror or "unreadable"
 
 
 def source_of(module: str) -> str:

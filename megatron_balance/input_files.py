@@ -4,6 +4,7 @@ Only regular files are opened. A FIFO (what a shell makes of `<(...)`) may never
 and it can be read only once; so it is refused like a device, and the message says to write a file.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -40,6 +41,12 @@ _KINDS = {
     stat.S_IFSOCK: "a socket; name a regular file",
 }
 """What is not a regular file, and the remedy."""
+
+MAX_WHOLE_BYTES = 64 * MIB
+"""Of a file whose content is compared as a whole: tokenizers have a few megabytes."""
+
+_PLACES, _PLACE_BYTES = 8, 32 * KIB
+"""What is compared of a larger file: places, spread evenly over it, its beginning and end included."""
 
 _CHUNK_BYTES = 4 * MIB
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"')
@@ -268,3 +275,29 @@ def _deeper(json_text: bytes, depth: int) -> bool:
     for _ in range(depth):
         brackets = brackets.replace(b"[]", b"")
     return bool(brackets)
+
+
+def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
+    """A digest of a file, or of the files in a directory; never raises, because whoever uses it says what is wrong.
+
+    Args:
+        max_bytes: of a file that is read whole; of a larger one the size counts, and what is in some places.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            inside = [f"{one.name} {content_of(one)}" for one in sorted(path.iterdir()) if one.is_file()]
+            return hashlib.blake2b("\n".join(inside).encode(), digest_size=8).hexdigest()
+        if not stat.S_ISREG(mode):
+            return "no file"
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if size <= max_bytes:
+                return hashlib.blake2b(file.read(), digest_size=8).hexdigest()
+            digest = hashlib.blake2b(digest_size=8)
+            for place in range(_PLACES):
+                file.seek((size - _PLACE_BYTES) * place // (_PLACES - 1))
+                digest.update(file.read(_PLACE_BYTES))
+        return f"{size} bytes, {digest.hexdigest()} in places"
+    except OSError as error:
+        return error.strerror or "unreadable"

@@ -48,7 +48,8 @@ def pretrain(argv: list[str]) -> None:
     """Parse, check, join the job, build, train. A user's mistake ends every rank before anything is built."""
     with _leaving_together(ValueError):
         launch = job.Launch.from_environment()
-        asked = _asked(argv, launch)
+        with job.telling_others(launch):
+            asked = _asked(argv, launch)
         config = asked.config
         if config.launch.dry_run:
             return dry_run(config, asked.parsed.notices, asked.topology)
@@ -117,7 +118,8 @@ def _join(launch: job.Launch, asked: _Asked) -> dist.Store:
     """Make sure that the machine has what the job needs, and that all ranks are asked for the same; join them."""
     config = asked.config
     microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
-    limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
+    with job.telling_others(launch):
+        limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
     gather = functools.partial(facts.gather, asked.parsed, asked.topology)
     return job.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes, gather)
 

@@ -45,7 +45,10 @@ class Parser(argparse.ArgumentParser):
         """As argparse does, with an Ending."""
         if message:
             self._print_message(message, sys.stderr)
-        raise Ending(status)
+        ending = Ending(status)
+        if message:
+            ending.reason = message.removeprefix(f"{self.prog}: error: ").strip()
+        raise ending
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
         """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""

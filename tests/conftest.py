@@ -1,5 +1,7 @@
 """Fixtures shared by all tests."""
 
+import signal
+
 import pytest
 
 from megatron_balance.device import cpu
@@ -7,6 +9,9 @@ from tests.harness import Ranks
 
 # Before any test module imports megatron.core
 cpu.install()
+
+# A shell starts what it has in the background with SIGINT ignored, and ranks would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

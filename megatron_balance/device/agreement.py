@@ -5,7 +5,7 @@
     every rank     counts itself; the last one decides, and all await the decision
 
 A rank makes four requests, so that thousands of ranks may do it. Whoever finds something else wrong (a rank that is
-there twice, another number of processes, a rank that does not come) decides instead.
+there twice, another number of processes, a rank that does not come, a mistake of its own) decides instead.
 """
 
 import datetime
@@ -30,6 +30,9 @@ Others = Mapping[int, Mapping[str, str | None]]
 
 AGREED = "agreed"
 
+DECLINED = "declined"
+"""Instead of the digest of rank 0's facts: rank 0 has decided that the job cannot start."""
+
 CONSEQUENCE = "setting "
 """Begins the names of facts that follow from others: they are told if nothing else differs."""
 
@@ -44,6 +47,9 @@ MISSING_SECONDS = 30.0
 
 FAREWELL_SECONDS = 3.0
 """Time for others to hear of the decision before the store ends with the rank that holds it."""
+
+DECLINE_SECONDS = 10.0
+"""The same, if some may still be starting; and the time for a rank that declines to find the store."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def agree(store: dist.Store, me: Member, facts: Facts, timeout_minutes: float, w
             store.set_timeout(datetime.timedelta(seconds=MISSING_SECONDS))
             outcome = _decide(store, _missing(store, me.world_size, timeout_minutes, where))
         if outcome != AGREED:
-            _let_others_hear(store, me)
+            _let_others_hear(store, me, FAREWELL_SECONDS)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise ValueError(
             f"{where} (MASTER_ADDR, MASTER_PORT): the key-value store is gone ({cleaned(error, 80)}); look at what "
@@ -82,6 +88,22 @@ def agree(store: dist.Store, me: Member, facts: Facts, timeout_minutes: float, w
         ) from error
     if outcome != AGREED:
         raise ValueError(outcome)
+
+
+def decline(store: dist.Store, me: Member, problem: str) -> None:
+    """Instead of `agree`: end all ranks, because this one cannot start.
+
+    Args:
+        problem: why, in a line.
+
+    Raises:
+        torch.distributed.DistError: the store is gone.
+    """
+    store.set_timeout(datetime.timedelta(seconds=DECLINE_SECONDS))
+    _decide(store, f"rank {me.rank} on {cleaned(socket.gethostname(), 80)} cannot start: {problem}")
+    if me.rank == 0:
+        store.set("digest", DECLINED)
+    _let_others_hear(store, me, DECLINE_SECONDS)
 
 
 def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> str:
@@ -93,7 +115,10 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
     if me.rank == 0:
         store.set("facts", json.dumps(dict(facts)))
         store.set("digest", f"{me.world_size} {_digest(facts)}")
-    world_size, digest = _await(store, "digest", deadline).split()
+    reference = _await(store, "digest", deadline)
+    if reference == DECLINED:
+        return _await(store, "outcome", deadline)
+    world_size, digest = reference.split()
     if int(world_size) != me.world_size:
         return _decide(
             store,
@@ -101,8 +126,8 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
             "job by the same launcher",
         )
     if digest != _digest(facts):
-        reference = json.loads(_await(store, "facts", deadline))
-        store.set(f"differs/{me.rank}", json.dumps(_their_own(facts, reference)))
+        theirs = json.loads(_await(store, "facts", deadline))
+        store.set(f"differs/{me.rank}", json.dumps(_their_own(facts, theirs)))
         store.append("differing", f"{me.rank} ")
     if store.add("compared", 1) == me.world_size:
         return _decide(store, _conclusion(store, me.world_size, deadline))
@@ -151,8 +176,8 @@ def _twice(rank: int, first: str, second: str) -> str:
     )
 
 
-def _let_others_hear(store: dist.Store, me: Member) -> None:
-    heard, deadline = store.add("heard", 1), time.monotonic() + FAREWELL_SECONDS
+def _let_others_hear(store: dist.Store, me: Member, seconds: float) -> None:
+    heard, deadline = store.add("heard", 1), time.monotonic() + seconds
     while me.holds_store and heard < me.world_size and time.monotonic() < deadline:
         time.sleep(0.05)
         heard = store.add("heard", 0)

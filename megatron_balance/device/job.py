@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,11 @@ import torch.distributed as dist
 
 from megatron_balance.device import agreement, launcher, limits
 from megatron_balance.device.groups import Topology, backend_minutes
-from megatron_balance.messages import cleaned
+from megatron_balance.endings import Ending
+from megatron_balance.messages import cleaned, described
+
+AGREEMENT = "agreement"
+"""Begins the keys by which ranks compare what they are asked for."""
 
 SPARE_SECONDS = 2.0
 """A connection is waited for so much longer than it waits itself, because its own error may say more."""
@@ -120,6 +124,33 @@ def node_topology(launch: Launch, node_size: int | None) -> Topology:
     return Topology(launch.world_size, size)
 
 
+@contextlib.contextmanager
+def telling_others(launch: Launch) -> Iterator[None]:
+    """Inside, what this rank ends with also ends the ranks that wait for it in `start`, with this rank's reason."""
+    try:
+        yield
+    except Ending as ending:
+        if ending.code:
+            _decline(launch, ending.reason)
+        raise
+    except Exception as error:
+        _decline(launch, str(error) if isinstance(error, ValueError) else described(error))
+        raise
+
+
+def _decline(launch: Launch, reason: str) -> None:
+    if launch.world_size == 1:
+        return
+    # A store that cannot be found is another problem, and not the one to be told about
+    with contextlib.suppress(ValueError, dist.DistError):
+        store = dist.PrefixStore(launch.name, _meet(launch, agreement.DECLINE_SECONDS / 60))
+        agreement.decline(dist.PrefixStore(AGREEMENT, store), _member(launch), reason)
+
+
+def _member(launch: Launch) -> agreement.Member:
+    return agreement.Member(launch.rank, launch.world_size, launch.rank == launch.store_rank)
+
+
 def start(
     launch: Launch, backend: str, timeout_minutes: float, facts: Callable[[], agreement.Facts] = dict
 ) -> dist.Store:
@@ -136,18 +167,17 @@ def start(
     Raises:
         ValueError: the processes cannot meet, some are missing, two have one rank, or their facts differ.
     """
-    limits.open_files(backend, launch.world_size, launch.rank == launch.store_rank)
-    if torch.cuda.is_available():
-        _pick_device(launch.local_rank)
+    with telling_others(launch):
+        limits.open_files(backend, launch.world_size, launch.rank == launch.store_rank)
+        if torch.cuda.is_available():
+            _pick_device(launch.local_rank)
     if dist.is_initialized():
         return dist.group.WORLD.get_group_store()
     timeout = datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     store = dist.PrefixStore(launch.name, _meet(launch, timeout_minutes))
     if launch.world_size > 1:
-        me = agreement.Member(launch.rank, launch.world_size, launch.rank == launch.store_rank)
-        agreement.agree(
-            dist.PrefixStore("agreement", store), me, facts(), timeout_minutes, f"{launch.address}:{launch.port}"
-        )
+        meeting, where = dist.PrefixStore(AGREEMENT, store), f"{launch.address}:{launch.port}"
+        agreement.agree(meeting, _member(launch), facts(), timeout_minutes, where)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     return store

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -16,6 +17,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_balance.config import DataConfig, RunConfig
+from megatron_balance.input_files import MIB, content_of
 from megatron_balance.training import data_files
 from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
@@ -24,6 +26,9 @@ Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32."""
 
 Blend = tuple[list[str], list[float] | None]
+
+MAX_WHOLE_BYTES = MIB
+"""Of a file of samples that ranks compare as a whole: there may be hundreds of them."""
 
 
 @dataclass(frozen=True)
@@ -100,19 +105,26 @@ def prefixes_of(data: DataConfig) -> list[str]:
 def _check_files(data: DataConfig, reads: bool) -> None:
     """ValueError on every rank if a file that this rank or another will read is not what it should be."""
     prefixes = prefixes_of(data)
-    rank, problem = torch.distributed.get_rank(), None
+    rank, answer = torch.distributed.get_rank(), None
     if reads or rank == 0:
         try:
             # One thorough look at files that all ranks share; but a rank may lack a mount that others have
             data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
+            paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
+            answer = {path: content_of(Path(path), MAX_WHOLE_BYTES) for path in paths}
         except ValueError as error:
-            problem = str(error)
-    problems = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    found = [problem if rank == 0 else f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    if found:
-        raise ValueError(found[0])
+            answer = str(error)
+    answers: list[dict[str, str] | str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, answer)
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, str):
+            raise ValueError(f"rank {rank}: {answer}" if rank else answer)
+    of_first, *others = answers
+    for rank, contents in enumerate(others, 1):
+        for path, content in contents.items() if contents else ():
+            if content != of_first[path]:
+                raise ValueError(f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data")
 
 
 def _num_samples(config: RunConfig, length: Length) -> list[int]:

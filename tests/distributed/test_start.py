@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,6 +133,32 @@ def with_no_address(rank: int) -> None:
 
 def with_few_descriptors(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
+
+
+def of_three(directory: Path, flags: Mapping[int, str]) -> tuple[float, list[str]]:
+    """Seconds, and the last line of each rank of three that have these flags, too, and ten minutes to wait."""
+    common = f"{FLAGS.replace('0.05', '10')} --expert-model-parallel-size 3 --num-experts 6"
+    start = time.monotonic()
+    ended = Job(3, lambda rank: f"{common} {flags.get(rank, '')}", directory).wait(60)
+    assert all(ended.codes), ended.text
+    return time.monotonic() - start, [text.splitlines()[-1] for text in ended.output]
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "reason"),
+    [
+        (0, "--hidden-size 31", "--hidden-size 31: "),
+        pytest.param(1, "--balance-policy nobodys:Policy", "--balance-policy nobodys:Policy: ", marks=pytest.mark.slow),
+        (2, "--lr high", "argument --lr: invalid float value: 'high'"),
+    ],
+)
+def test_a_mistake_of_one_rank_ends_all_at_once(tmp_path: Path, rank: int, flags: str, reason: str) -> None:
+    seconds, said = of_three(tmp_path, {rank: flags})
+    print(f"{seconds:.1f} s", *said, sep="\n")
+    own = said.pop(rank).partition(": error: ")[2]
+    assert own.startswith(reason)
+    told = f"pretrain_gpt_moe.py: error: rank {rank} on {socket.gethostname()} cannot start: {own}"
+    assert said == [told] * 2
 
 
 @pytest.mark.parametrize(

@@ -207,19 +207,31 @@ def _disks() -> list[Cell]:
 
 def _settings() -> list[Cell]:
     """A rank that was started otherwise."""
+    compared = (
+        ("EP2", 1, "--seed 7"),
+        ("EP2", 0, "--lr 2e-3"),
+        ("EP2", 1, "--train-iters 8"),
+        ("EP2", 1, "--hidden-size 64"),
+        ("EP2", 1, "--eval-interval 2"),
+        ("EP4", 3, "--balance-policy top2"),
+        ("PP2 x EP2", 2, "--micro-batch-size 1"),
+        ("TP2 x EP2", 1, "--seed 7"),
+    )
+    # What a rank finds by itself, the others hear from it
+    its_own = (
+        ("EP4", 0, "--hidden-size 31", "--hidden-size 31"),
+        ("PP2 x EP2", 3, "--lr high", "argument --lr"),
+    )
+    said = r"rank {} on \S+ cannot start: {}"
     return [
-        Cell(layout, f"has {flags}", "parsing", End.REFUSED, rank, said=flags.split()[0])
-        for layout, rank, flags in (
-            ("EP2", 1, "--seed 7"),
-            ("EP2", 0, "--lr 2e-3"),
-            ("EP2", 1, "--train-iters 8"),
-            ("EP2", 1, "--hidden-size 64"),
-            ("EP2", 1, "--eval-interval 2"),
-            ("EP4", 3, "--balance-policy top2"),
-            ("PP2 x EP2", 2, "--micro-batch-size 1"),
-            ("TP2 x EP2", 1, "--seed 7"),
-        )
-    ] + [
+        *(
+            Cell(layout, f"has {own}", "parsing", End.REFUSED, rank, said=own.split()[0])
+            for layout, rank, own in compared
+        ),
+        *(
+            Cell(layout, f"has {own}", "parsing", End.REFUSED, rank, said=said.format(rank, reason))
+            for layout, rank, own, reason in its_own
+        ),
         Cell(
             "EP2", "runs another program", "parsing", End.REFUSED, said=r"the source of megatron_balance/flow/layer\.py"
         ),

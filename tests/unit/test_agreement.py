@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from megatron_balance.device.agreement import (
     Member,
     _their_own,
     agree,
+    decline,
     difference,
     in_words,
 )
@@ -41,21 +43,27 @@ class Counting:
 
 
 class Meeting:
-    """Ranks that agree, each in a thread with a connection of its own."""
+    """Ranks that agree, each in a thread with a connection of its own; one that has a problem, a string, declines."""
 
-    def __init__(self, members: Sequence[tuple[Member, Facts]], minutes: float = 0.5, silent: int = 0) -> None:
+    def __init__(self, members: Sequence[tuple[Member, Facts | str]], minutes: float = 0.5) -> None:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.heard: list[str] = [""] * len(members)
         self.stores = [Counting(dist.PrefixStore("test", server.clone())) for _ in members]
         threads = [
             threading.Thread(target=self._agree, args=(index, *member, minutes)) for index, member in enumerate(members)
         ]
+        start = time.monotonic()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
+        self.seconds = time.monotonic() - start
 
-    def _agree(self, index: int, me: Member, facts: Facts, minutes: float) -> None:
+    def _agree(self, index: int, me: Member, facts: Facts | str, minutes: float) -> None:
+        if isinstance(facts, str):
+            decline(self.stores[index], me, facts)
+            self.heard[index] = "declined"
+            return
         try:
             agree(self.stores[index], me, facts, minutes, "somewhere:1")
             self.heard[index] = "agreed"
@@ -63,7 +71,7 @@ class Meeting:
             self.heard[index] = str(error)
 
 
-def members(*facts: Facts) -> list[tuple[Member, Facts]]:
+def members(*facts: Facts | str) -> list[tuple[Member, Facts | str]]:
     return [(Member(rank, len(facts), rank == 0), own) for rank, own in enumerate(facts)]
 
 
@@ -81,6 +89,18 @@ def test_all_ranks_hear_the_same_of_a_difference() -> None:
         "the ranks of this job differ: --seed is 1234 on ranks 0-1, 3-4, but 7 on rank 2; start all with the same "
         "flags, packages, program and files (docs/running.md says what may differ)"
     }
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_cannot_start_tells_all_others(rank: int) -> None:
+    meeting = Meeting(members(*(FACTS if other != rank else "its file is not here" for other in range(4))))
+    assert meeting.seconds < 5 and meeting.heard.pop(rank) == "declined"
+    assert set(meeting.heard) == {f"rank {rank} on {socket.gethostname()} cannot start: its file is not here"}
+
+
+def test_ranks_that_cannot_start_do_not_wait_for_each_other() -> None:
+    meeting = Meeting(members(*["no such file"] * 4))
+    assert meeting.heard == ["declined"] * 4 and meeting.seconds < 5
 
 
 def test_two_processes_of_one_rank() -> None:

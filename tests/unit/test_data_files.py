@@ -4,7 +4,7 @@ import contextlib
 import os
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,8 +280,15 @@ def test_a_cache_passes(tmp_path: Path, array: np.ndarray) -> None:
     check_caches(["nowhere"], None)
 
 
-def check_on_ranks(paths: list[str], cache: str | None, lacking: int | None) -> str:
-    """A task for ranks: what `_check_files` raises, where one rank lacks the files that others have."""
+def check_on_ranks(paths: list[str], cache: str | None, lacking: int | None, directories: Sequence[Path] = ()) -> str:
+    """A task for ranks: what `_check_files` raises, where one rank lacks the files that others have.
+
+    Args:
+        directories: in which ranks work, if not in the same.
+    """
+    before = Path.cwd()
+    if directories:
+        os.chdir(directories[torch.distributed.get_rank()])
     given = [f"{path}.absent" for path in paths] if torch.distributed.get_rank() == lacking else paths
     files = SimpleNamespace(
         data_path=given, train_data_path=None, valid_data_path=None, test_data_path=None, data_cache_path=cache
@@ -290,7 +297,33 @@ def check_on_ranks(paths: list[str], cache: str | None, lacking: int | None) -> 
         data._check_files(SimpleNamespace(**vars(files), mock_data=False), reads=True)
     except ValueError as error:
         return str(error)
+    finally:
+        os.chdir(before)
     return ""
+
+
+@pytest.mark.parametrize(("ending", "tokens"), [("bin", 8), ("bin", 10**6), ("idx", 8)])
+def test_nodes_with_different_data(ranks, tmp_path: Path, ending: str, tokens: int) -> None:
+    """Each of two nodes has consistent files of one name, and the second one's are others."""
+    nodes = [tmp_path / name for name in ("one", "two")]
+    lengths = [tokens, 2]
+
+    def write(node: Path, lengths: list[int], last: int) -> None:
+        builder = IndexedDatasetBuilder(str(node / "data.bin"), dtype=np.uint16)
+        builder.add_document(np.append(np.zeros(sum(lengths) - 1), last), lengths)
+        builder.finalize(str(node / "data.idx"))
+
+    for node in nodes:
+        node.mkdir()
+        write(node, lengths, 0)
+    run = ranks(2).run
+    assert run(check_on_ranks, ["data"], None, None, nodes) == ["", ""]
+    if ending == "bin":
+        write(nodes[1], lengths, 1)
+    else:
+        write(nodes[1], lengths[::-1], 0)
+    (message,) = set(run(check_on_ranks, ["data"], None, None, nodes))
+    assert message == f"data.{ending}: another file on rank 1 than on rank 0; give all nodes the same data"
 
 
 def test_every_rank_raises_what_one_rank_finds(ranks, prefix: Path) -> None:

@@ -1,7 +1,6 @@
 """What ranks compare: everything that decides what they train, found without importing what others wrote."""
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from megatron_balance import facts
 from megatron_balance.arguments import Parsed, parse_args
 from megatron_balance.config import RunConfig
 from megatron_balance.device.groups import Topology
+from megatron_balance.input_files import content_of
 from megatron_balance.machine import Machine
 from tests.distributed.runs import BASE
 
@@ -75,21 +75,6 @@ def test_the_documents_say_what_may_differ() -> None:
     assert all(f"--{name.replace('_', '-')}" in text for name in facts.MAY_DIFFER)
 
 
-def test_the_content_of_files(tmp_path: Path) -> None:
-    file, directory = tmp_path / "file", tmp_path / "directory"
-    directory.mkdir()
-    file.write_text("a")
-    first = facts.content_of(file)
-    file.write_text("b")
-    assert facts.content_of(file) != first == facts.content_of(_written(tmp_path / "other", "a"))
-    empty = facts.content_of(directory)
-    _written(directory / "tokenizer.json", "a")
-    assert facts.content_of(directory) != empty
-    assert facts.content_of(tmp_path / "nowhere") == "No such file or directory"
-    os.mkfifo(tmp_path / "fifo")
-    assert facts.content_of(tmp_path / "fifo") == facts.content_of(Path("/dev/zero")) == "no file"
-
-
 def _written(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
@@ -101,7 +86,7 @@ def test_a_module_is_found_without_importing_what_it_is_in(tmp_path: Path, monke
     _written(package / "__init__.py", "raise SystemExit('imported')")
     policy = _written(package / "policy.py", "raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert facts.source_of("somebodys.policy") == facts.content_of(policy)
+    assert facts.source_of("somebodys.policy") == content_of(policy)
     assert facts.source_of("somebodys.nothing") == facts.source_of("nobodys.policy") == "not found"
     assert "somebodys" not in sys.modules
 

@@ -1,0 +1,35 @@
+"""Who wants a lease in a test, and what is left of it."""
+
+import os
+from pathlib import Path
+
+from megatron_balance.training.lease import Lease, Owner
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def elsewhere(name: str, job: str | None = None, attempt: int = 0) -> Owner:
+    """A process on a host of its own."""
+    return Owner(f"run-{name}", f"host-{name}", 77, "some time ago", job, attempt, machine=f"machine {name}", started=1)
+
+
+def wanted(root: Path, owner: Owner, clock: Clock | None = None) -> Lease:
+    return Lease(root, owner, f"--save {root}", clock or Clock())
+
+
+def held(root: Path, name: str = "a") -> Lease:
+    holder = wanted(root, elsewhere(name))
+    assert holder.attempt()
+    return holder
+
+
+def left(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
