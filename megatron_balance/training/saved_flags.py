@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ WITHOUT_WEIGHTS = (
 
 
 def to_json(config: RunConfig) -> str:
-    """All settings that have a text form, by section and field."""
+    """All settings that have a form in JSON, by section and field."""
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     plain = {
         name: {
@@ -73,14 +74,14 @@ def to_json(config: RunConfig) -> str:
         }
         for name, section in sections.items()
     }
-    return json.dumps(plain, indent=1)
+    return json.dumps(plain, indent=1, allow_nan=False)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value has a text form: a number or text, or a list of them."""
+    """Whether a value has a form in JSON: a finite number or a text, or a list of them."""
     if isinstance(value, list | tuple):
         return all(is_plain(entry) for entry in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def read(checkpoint: Path) -> dict[str, Any]:

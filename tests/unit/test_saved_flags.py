@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_a_run_takes_the_model_from_its_checkpoint(tmp_path: Path, name: str, fl
     config = parsed(f"--load {tmp_path} --use-checkpoint-args").config
     found = json.loads(saved_flags.to_json(config))
     assert [section[name] for section in found.values() if name in section] == [value]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, [1.0, math.inf]])
+def test_settings_that_json_does_not_have_are_left_out(tmp_path: Path, value: Any) -> None:
+    """megatron-core 0.19 has limits that are infinite by default."""
+    config = parse_args(GOOD.split(), Machine(1, False, False, False)).config
+    before = saved_flags.to_json(config)
+    config.optimizer.clip_grad = value
+    assert json.loads(before)["optimizer"].keys() - json.loads(saved_flags.to_json(config))["optimizer"].keys() == {
+        "clip_grad"
+    }
+    (tmp_path / saved_flags.FILE).write_text(saved_flags.to_json(config))
+    assert saved_flags.read(tmp_path)["num_layers"] == 2
 
 
 def test_a_run_that_does_not_take_it_is_told(tmp_path: Path) -> None:
