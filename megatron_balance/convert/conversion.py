@@ -61,7 +61,7 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
     def dtype(piece: Piece) -> torch.dtype:
         return weights.dtypes[piece.sources[0]]
 
-    with _fresh(target) as lease:
+    with _fresh(target, say) as lease:
         with staged(target / BESIDE) as beside:
             safetensors_files.carry(source, beside)
         _begin(lease, _told(model.pieces(), say), dtype, make, saved_flags.to_json(config), source)
@@ -89,7 +89,7 @@ def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> N
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
     checkpoint = Checkpoint(source, step)
-    with _fresh(target) as lease:
+    with _fresh(target, say) as lease:
         files = _told(checkpoint.files, say)
         _begin(lease, files, checkpoint.dtype, checkpoint.make, checkpoint.flags(), checkpoint.path)
 
@@ -105,13 +105,13 @@ def _model(directory: Path) -> Model:
 
 
 @contextlib.contextmanager
-def _fresh(target: Path) -> Iterator[Lease]:
+def _fresh(target: Path, say: Say) -> Iterator[Lease]:
     """A directory without checkpoints that nobody else writes to; as it was before, if what is done inside fails."""
     _check_empty(target, _is_left_over)
     existed = target.is_dir()
     target.mkdir(parents=True, exist_ok=True)
     lease = Lease(target, Owner.here("of convert_checkpoint.py"), f"--save-dir {target}")
-    lease.acquire()
+    lease.acquire(say)
     lease.keep()
     before = {path.name for path in target.iterdir()}
     try:

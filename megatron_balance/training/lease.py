@@ -176,10 +176,14 @@ class Lease:
         generation = max(self._generations(), default=0)
         return (generation == 0 or self._is_free(generation)) and self._take(generation + 1)
 
-    def acquire(self, sleep: Callable[[float], object] = time.sleep) -> None:
-        """`attempt` until it is held, at most a little longer than STALE_SECONDS."""
+    def acquire(self, say: Callable[[str], object]) -> None:
+        """`attempt` until it is held, at most a little longer than STALE_SECONDS; `say` once whom it waits for."""
+        told = False
         while not self.attempt():
-            sleep(LOOK_SECONDS)
+            if not told and (whom := self.waiting_for()):
+                say(whom)
+                told = True
+            time.sleep(LOOK_SECONDS)
 
     def waiting_for(self) -> str:
         """Whom `attempt` waits for, for people; empty: nobody yet."""

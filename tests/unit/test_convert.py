@@ -285,7 +285,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(models, tmp_path, kilobytes: i
 
 def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path) -> None:
     holder = Lease(tmp_path, Owner.here("first"), "")
-    holder.acquire()
+    holder.acquire(quiet)
     command = [sys.executable, str(TOOL), "import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr

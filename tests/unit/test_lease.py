@@ -157,7 +157,7 @@ def test_who_cleans_up_a_full_disk_gets_the_lease(tmp_path: Path) -> None:
 def hold(root: Path, pipe, stopping: bool) -> None:
     """A process that holds a lease, is stopped, and tries to save when it comes to life again."""
     holder = Lease(root, Owner.here("first", "job", 0), f"--save {root}")
-    holder.acquire()
+    holder.acquire(print)
     holder.keep()
     pipe.send(holder.generation)
     if stopping:
@@ -245,13 +245,23 @@ def test_a_stopped_holder_that_wakes_does_not_go_on(tmp_path: Path) -> None:
         assert (left(tmp_path), (tmp_path / "lease.000002").read_bytes()) == before
 
 
+def test_who_waits_for_a_dead_holder_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.1)
+    held(tmp_path)
+    said: list[str] = []
+    waiting = Lease(tmp_path, elsewhere("b"), f"--save {tmp_path}")
+    waiting.acquire(said.append)
+    assert waiting.generation == 2 and len(said) == 1 and "to see whether run run-a" in said[0]
+
+
 def test_the_thread_renews_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
     monkeypatch.setattr(lease, "LOOK_SECONDS", 0.05)
     holder = held(tmp_path)
     holder.keep()
     with pytest.raises(ValueError, match="run-a"):
-        wanted(tmp_path, elsewhere("b")).acquire()
+        wanted(tmp_path, elsewhere("b")).acquire(print)
     (thread,) = [thread for thread in threading.enumerate() if thread.name == f"lease of {tmp_path}"]
     assert thread.daemon
     (tmp_path / "lease.000001").unlink()
