@@ -1,12 +1,14 @@
 """Samples: datasets and the order in which ranks read them. All formats are megatron.core.datasets'."""
 
 import functools
+import hashlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_balance.config import DataConfig, RunConfig
 from megatron_balance.input_files import MIB, content_of
 from megatron_balance.training import data_files
+from megatron_balance.training.errors import gather
 from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
 
@@ -28,7 +31,7 @@ Batch = dict[str, torch.Tensor]
 Blend = tuple[list[str], list[float] | None]
 
 MAX_WHOLE_BYTES = MIB
-"""Of a file of samples that ranks compare as a whole: there may be hundreds of them."""
+"""Larger data files are compared by their size and a few samples: there may be hundreds of them."""
 
 
 @dataclass(frozen=True)
@@ -103,28 +106,44 @@ def prefixes_of(data: DataConfig) -> list[str]:
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:
-    """ValueError on every rank if a file that this rank or another will read is not what it should be."""
-    prefixes = prefixes_of(data)
-    rank, answer = torch.distributed.get_rank(), None
+    """Raise ValueError on every rank if any rank's data files are invalid, or differ from those of rank 0.
+
+    Args:
+        reads: whether this rank reads samples; rank 0 always checks, because it builds the index caches.
+    """
+    prefixes, problem, contents = prefixes_of(data), None, None
+    rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
             # One thorough look at files that all ranks share; but a rank may lack a mount that others have
             data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
             paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
-            answer = {path: content_of(Path(path), MAX_WHOLE_BYTES) for path in paths}
+            contents = {path: content_of(Path(path), MAX_WHOLE_BYTES) for path in paths}
         except ValueError as error:
-            answer = str(error)
-    answers: list[dict[str, str] | str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, answer)
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, str):
-            raise ValueError(f"rank {rank}: {answer}" if rank else answer)
-    of_first, *others = answers
-    for rank, contents in enumerate(others, 1):
-        for path, content in contents.items() if contents else ():
-            if content != of_first[path]:
-                raise ValueError(f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data")
+            problem = str(error)
+    # One digest per rank: thousands of ranks may read hundreds of files
+    digest = contents and hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
+    answers = gather((problem, digest))
+    for rank, (problem, _) in enumerate(answers):
+        if problem is not None:
+            raise ValueError(f"rank {rank}: {problem}" if rank else problem)
+    if len({digest for _, digest in answers if digest}) > 1:
+        _name_difference(gather(contents))
+
+
+def _name_difference(contents: list[dict[str, str] | None]) -> NoReturn:
+    """Raise ValueError for the first file that is not the same on all ranks; `contents` has each rank's digests."""
+    of_first, *others = contents
+    assert of_first is not None
+    rank, path = next(
+        (rank, path)
+        for rank, own in enumerate(others, 1)
+        if own is not None
+        for path in own
+        if own[path] != of_first[path]
+    )
+    raise ValueError(f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data")
 
 
 def _num_samples(config: RunConfig, length: Length) -> list[int]:
