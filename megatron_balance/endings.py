@@ -17,7 +17,7 @@ class Ending(SystemExit):
     """An end that the program itself has decided on, as SystemExit: a message, with exit status 1, or a status."""
 
     reason = "look at what it says"
-    """Of an end with a status: why, in a line, for whoever does not see what this process has printed."""
+    """Why the program ends with a status, in one line, for other ranks: they do not see what it has printed."""
 
 
 @contextlib.contextmanager

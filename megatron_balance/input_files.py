@@ -43,10 +43,10 @@ _KINDS = {
 """What is not a regular file, and the remedy."""
 
 MAX_WHOLE_BYTES = 64 * MIB
-"""Of a file whose content is compared as a whole: tokenizers have a few megabytes."""
+"""Larger files are compared by their size and a few samples. Tokenizers have a few megabytes."""
 
 _PLACES, _PLACE_BYTES = 8, 32 * KIB
-"""What is compared of a larger file: places, spread evenly over it, its beginning and end included."""
+"""Samples of a larger file, spread evenly from its first byte to its last."""
 
 _CHUNK_BYTES = 4 * MIB
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"')
@@ -182,8 +182,8 @@ def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
 def inside(directory: Path, name: str) -> Path:
     """Where `directory / name` really lies, links followed.
 
-    A model that somebody made may have a link in the place of any file. Hugging Face's cache consists of links, from
-    `snapshots/REVISION` to `blobs` beside it; nothing else may lie outside of the directory.
+    A downloaded model may contain a link instead of any of its files. Links may stay inside the model's directory. In
+    Hugging Face's cache, links from `snapshots/REVISION` may also lead to the repository's `blobs`.
 
     Raises:
         ValueError: a link leads out of the directory, or to itself.
@@ -219,7 +219,8 @@ def number_in(value: object, low: float, high: float, where: str, unit: str = ""
     Raises:
         ValueError: it is something else, a boolean among others.
     """
-    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:  # type: ignore[operator]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (whole and not isinstance(value, int)) or not low <= value <= high:
         kind = "an integer" if whole else "a number"
         unit = f" {unit}" if unit else ""
         raise ValueError(f"{where}: {shown(value)} is not {kind} from {low:.12g} to {high:.12g}{unit}")
@@ -278,10 +279,10 @@ def _deeper(json_text: bytes, depth: int) -> bool:
 
 
 def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
-    """A digest of a file, or of the files in a directory; never raises, because whoever uses it says what is wrong.
+    """A digest of a file, or of the files in a directory. Never raises: the code that uses the file reports errors.
 
     Args:
-        max_bytes: of a file that is read whole; of a larger one the size counts, and what is in some places.
+        max_bytes: larger files are represented by their size and a few samples.
     """
     try:
         mode = path.stat().st_mode
@@ -298,6 +299,6 @@ def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
             for place in range(_PLACES):
                 file.seek((size - _PLACE_BYTES) * place // (_PLACES - 1))
                 digest.update(file.read(_PLACE_BYTES))
-        return f"{size} bytes, {digest.hexdigest()} in places"
+        return f"{size} bytes, {digest.hexdigest()} in samples"
     except OSError as error:
         return error.strerror or "unreadable"

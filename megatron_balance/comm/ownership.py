@@ -177,7 +177,7 @@ def plan_rounds(messages: Sequence[Message], staging_bytes: int) -> list[list[Me
                 row.update(dict.fromkeys((message.source, message.target), message.itemsize))
             while row and start < stop:
                 fitting = min((staging_bytes - used[rank]) // size for rank, size in row.items())
-                # A round over the limit has one offset alone, also where others of its ranks have room
+                # One offset may exceed the limit; its round takes nothing else, even if other ranks have room
                 if rounds[-1] and (fitting < 1 or max(used.values()) > staging_bytes):
                     rounds.append([])
                     used.clear()

@@ -31,7 +31,7 @@ Others = Mapping[int, Mapping[str, str | None]]
 AGREED = "agreed"
 
 DECLINED = "declined"
-"""Instead of the digest of rank 0's facts: rank 0 has decided that the job cannot start."""
+"""Published in place of the digest of rank 0's facts if rank 0 cannot start."""
 
 CONSEQUENCE = "setting "
 """Begins the names of facts that follow from others: they are told if nothing else differs."""
@@ -49,7 +49,8 @@ FAREWELL_SECONDS = 3.0
 """Time for others to hear of the decision before the store ends with the rank that holds it."""
 
 DECLINE_SECONDS = 10.0
-"""The same, if some may still be starting; and the time for a rank that declines to find the store."""
+"""How long a rank that cannot start looks for the store. If it holds the store itself, it also waits this long for the
+others to read its decision, because they may still be importing."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ def agree(store: dist.Store, me: Member, facts: Facts, timeout_minutes: float, w
 
 
 def decline(store: dist.Store, me: Member, problem: str) -> None:
-    """Instead of `agree`: end all ranks, because this one cannot start.
+    """Called instead of `agree` by a rank that cannot start: `agree` raises its problem on all other ranks.
 
     Args:
-        problem: why, in a line.
+        problem: the reason, in one line.
 
     Raises:
         torch.distributed.DistError: the store is gone.

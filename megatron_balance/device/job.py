@@ -19,7 +19,7 @@ from megatron_balance.endings import Ending
 from megatron_balance.messages import cleaned, described
 
 AGREEMENT = "agreement"
-"""Begins the keys by which ranks compare what they are asked for."""
+"""Prefix of the keys through which ranks compare their settings."""
 
 SPARE_SECONDS = 2.0
 """A connection is waited for so much longer than it waits itself, because its own error may say more."""
@@ -126,7 +126,7 @@ def node_topology(launch: Launch, node_size: int | None) -> Topology:
 
 @contextlib.contextmanager
 def telling_others(launch: Launch) -> Iterator[None]:
-    """Inside, what this rank ends with also ends the ranks that wait for it in `start`, with this rank's reason."""
+    """If the block fails, end the ranks that wait for this one in `start` as well, and tell them the reason."""
     try:
         yield
     except Ending as ending:
@@ -141,7 +141,7 @@ def telling_others(launch: Launch) -> Iterator[None]:
 def _decline(launch: Launch, reason: str) -> None:
     if launch.world_size == 1:
         return
-    # A store that cannot be found is another problem, and not the one to be told about
+    # If the store cannot be reached either, the first problem is still the one to report
     with contextlib.suppress(ValueError, dist.DistError):
         store = dist.PrefixStore(launch.name, _meet(launch, agreement.DECLINE_SECONDS / 60))
         agreement.decline(dist.PrefixStore(AGREEMENT, store), _member(launch), reason)

@@ -37,7 +37,7 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def test_a_model_in_hugging_faces_cache(model: Path, tmp_path: Path) -> None:
-    """In the cache, every file of a model is a link to a blob, which lies beside the snapshots."""
+    """In the cache, every file of a model is a link into `blobs`, a sibling of `snapshots`."""
     root, there = tmp_path / "models--a--b", tmp_path / "there"
     snapshot = root / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
