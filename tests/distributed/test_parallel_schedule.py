@@ -57,22 +57,16 @@ def own_shard(layer: BalancedMoELayer, whole: torch.Tensor, axis: int, cuts: int
     return torch.cat([part.chunk(experts.shards, axis)[experts.shard] for part in mine.chunk(cuts, axis)], axis)
 
 
-def check_schedule(
+def scheduled_layer(
     layout: Layout,
     schedule: str,
     activation: str,
     sequence_parallel: bool,
     chunks: int,
-    saa: bool = False,
-    capacity_factor: float | None = None,
-    noise: float = 0.0,
-) -> None:
-    """Output and every gradient of a layer equal those of whole experts that compute each token once.
-
-    A router drops tokens beyond an expert's capacity among those that it is given: with s1 among each tensor-parallel
-    rank's part of them, with all other schedules among all of the rank's input. `noise` makes the copies of router
-    logits differ.
-    """
+    saa: bool,
+    capacity_factor: float | None,
+) -> BalancedMoELayer:
+    """A layer whose tokens take a schedule's steps, in so many chunks; see `check_schedule`."""
     tensor, expert, shards = layout
     config = moe_config(
         moe_expert_capacity_factor=capacity_factor,
@@ -91,6 +85,28 @@ def check_schedule(
     if chunks > 1:
         chunking = Chunking(random_order(chunks, 1), random_order(chunks, 2))
         layer.dispatcher.chunks = lambda plan: chunking
+    return layer
+
+
+def check_schedule(
+    layout: Layout,
+    schedule: str,
+    activation: str,
+    sequence_parallel: bool,
+    chunks: int,
+    saa: bool = False,
+    capacity_factor: float | None = None,
+    noise: float = 0.0,
+) -> None:
+    """Output and every gradient of a layer equal those of whole experts that compute each token once.
+
+    A router drops tokens beyond an expert's capacity among those that it is given: with s1 among each tensor-parallel
+    rank's part of them, with all other schedules among all of the rank's input. `noise` makes the copies of router
+    logits differ.
+    """
+    tensor, _, shards = layout
+    layer = scheduled_layer(layout, schedule, activation, sequence_parallel, chunks, saa, capacity_factor)
+    config, path = layer.config, layer.path
     # Ranks have the same tokens unless those differ by the sequence, or by the sample
     replica = dist.get_rank() if sequence_parallel else dist.get_rank() // tensor
     copies = 1 if sequence_parallel else tensor
@@ -107,7 +123,7 @@ def check_schedule(
     (output * weight).sum().backward()
     router_grad, hidden_grad = layer.router.weight.grad.clone(), hidden.grad.clone()
     if path.splits_tokens:
-        dist.all_reduce(router_grad, group=groups.tp)
+        dist.all_reduce(router_grad, group=path.groups.tp)
 
     layer.router.weight.grad, hidden.grad = None, None
     first, second = whole_experts(layer)
