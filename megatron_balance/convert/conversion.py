@@ -113,6 +113,8 @@ def _fresh(target: Path, say: Say) -> Iterator[Lease]:
     lease = Lease(target, Owner.here("of convert_checkpoint.py"), f"--save-dir {target}")
     lease.acquire(say)
     lease.keep()
+    for notice in CheckpointDirectory(target).recover():
+        say(notice)
     before = {path.name for path in target.iterdir()}
     try:
         yield lease

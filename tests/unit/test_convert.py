@@ -21,6 +21,7 @@ from megatron_balance.convert.conversion import export_model, import_model, run_
 from megatron_balance.convert.pieces import QueryKeyValue, Rows
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
 from megatron_balance.dry_run import imagined_run
+from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 from megatron_balance.training.lease import Lease, Owner, Record
 from megatron_balance.training.manifest import read as read_manifest
 from tests import hf_models
@@ -281,6 +282,16 @@ def test_a_full_disk_is_named_and_nothing_is_left(models, tmp_path, kilobytes: i
                 convert(disk / "target")
             assert "No space left on device" in str(refused.value) and f"'{disk}/target/" in str(refused.value)
             assert list(disk.iterdir()) == []
+
+
+def test_an_import_removes_what_a_killed_one_has_left(models, tmp_path) -> None:
+    left = tmp_path / "iter_0000000.saving-20247140"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half")
+    said: list[str] = []
+    import_model(models("mixtral"), tmp_path, said.append)
+    assert said[0] == f"{left}: not finished (saving); removed" and not left.exists()
+    assert CheckpointDirectory(tmp_path).iterations() == [0]
 
 
 def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path) -> None:
