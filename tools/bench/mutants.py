@@ -218,9 +218,10 @@ def statement_around(source: str, line: int) -> ast.stmt:
     lines, found = source.splitlines(), None
     for node in ast.walk(ast.parse(source)):  # outer nodes come first
         for part in ast.iter_child_nodes(node):
-            if isinstance(part, ast.stmt) and part.lineno <= line <= (part.end_lineno or 0):
-                if not lines[part.lineno - 1].lstrip().startswith("elif"):
-                    found = part
+            if not isinstance(part, ast.stmt) or lines[part.lineno - 1].lstrip().startswith("elif"):
+                continue
+            if part.lineno <= line <= (part.end_lineno or 0):
+                found = part
     assert found is not None
     return found
 
