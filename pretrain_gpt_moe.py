@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_balance.device import launcher
+from megatron_balance.job import launcher
 
 
 def main(argv: list[str]) -> None:
@@ -13,7 +13,7 @@ def main(argv: list[str]) -> None:
     # Both before megatron.core is imported
     quiet.silence_expected_warnings()
     cpu.install(always="--dry-run" in argv)
-    from megatron_balance import launch
+    from megatron_balance.app import launch
 
     launch.pretrain(argv)
 

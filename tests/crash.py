@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from megatron_balance.training import lease
-from megatron_balance.training.checkpoint_directory import UNFINISHED
+from megatron_balance.checkpoint import lease
+from megatron_balance.checkpoint.directory import UNFINISHED
 
 CHANGES = ("rename", "replace", "mkdir", "rmdir", "unlink")
 

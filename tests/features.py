@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from tests.distributed.runs import BASE
 
 

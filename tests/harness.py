@@ -27,8 +27,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device.collective_order import Event, Record, circle, differences, report
-from megatron_balance.device.collectives import Collectives
+from megatron_balance.job.collective_order import Event, Record, circle, differences, report
+from megatron_balance.job.collectives import Collectives
 
 PRELOAD = ["tests.preload"]
 DEFAULT_TIMEOUT = 180.0

@@ -9,8 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from megatron_balance.placement.policies import POLICIES
 from tests.distributed.runs import BASE
 

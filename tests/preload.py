@@ -6,7 +6,7 @@ from megatron_balance.device import cpu, quiet
 
 quiet.silence_expected_warnings()
 cpu.install()
-importlib.import_module("megatron_balance.build")
+importlib.import_module("megatron_balance.build.run")
 
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
 

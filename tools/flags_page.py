@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_balance.arguments import build_parser
-from megatron_balance.upstream_flags import ACCEPTED, REFUSED, REFUSED_VALUES
+from megatron_balance.cli.arguments import build_parser
+from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED, REFUSED_VALUES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 OURS = "(megatron_balance)"

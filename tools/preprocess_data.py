@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from textfiles import BadLine, existing_file, parse_line, positive_int
 
-from megatron_balance.config import TokenizerConfig
-from megatron_balance.flags import add_flags, build
-from megatron_balance.output_files import staged, writing
+from megatron_balance.config.flags import add_flags, build
+from megatron_balance.config.run_config import TokenizerConfig
+from megatron_balance.files.output_files import staged, writing
 from megatron_balance.training.tokenizer import build_tokenizer
 
 CHUNK_BYTES = 2**18

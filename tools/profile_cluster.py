@@ -37,11 +37,11 @@ def main(argv: list[str]) -> None:
     cpu.install()
     import torch.distributed as dist
 
-    from megatron_balance.arguments import parse_args
-    from megatron_balance.build_comm import measure_cluster
-    from megatron_balance.checks import Machine
-    from megatron_balance.device import groups, job
-    from megatron_balance.device.layout import build_groups
+    from megatron_balance.build.tokens import measure_cluster
+    from megatron_balance.cli.arguments import parse_args
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.job import groups, job
+    from megatron_balance.job.layout import build_groups
 
     launch = job.Launch.from_environment()
     try:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
 
 def with_stand_ins(flags: Sequence[str]) -> list[str]:
     """The command line with values for what measuring does not need and the user left out."""
-    from megatron_balance.arguments import build_parser, yaml_flags
+    from megatron_balance.cli.arguments import build_parser, yaml_flags
 
     parser = build_parser()
     values = vars(parser.parse_args([*yaml_flags(parser, flags), *flags]))
@@ -87,7 +87,7 @@ def say(text: str) -> None:
 
 def table(profile: "ClusterProfile") -> Iterator[str]:
     """The profile for people, line by line; a kind of group that is not there shows what stands in for it."""
-    from megatron_balance.profile.measure import group_kinds
+    from megatron_balance.measure.measure import group_kinds
 
     kinds = group_kinds(profile.num_ranks, profile.node_size)
     yield f"{profile.num_ranks} expert-parallel ranks in nodes of {profile.node_size}"

@@ -22,13 +22,13 @@ import report_charts as charts
 import rich
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
-from report_runs import Run, aligned, read_run
+from report_runs import LoggedRun, aligned, read_run
 from rich.table import Table
 from textfiles import positive_int
 from timeline_picture import picture
 
+from megatron_balance.files.output_files import staged
 from megatron_balance.flow.plan import Split
-from megatron_balance.output_files import staged
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 AGREEMENT = 1e-5
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def summary(before: Run, after: Run, token_bytes: int | None) -> list[Row]:
+def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> list[Row]:
     """What changed, in a few numbers: means over iterations, and over layers or their sums."""
     own = before.over_layers("ratio_after", mean=True) or after.over_layers("ratio_before", mean=True)
     rows = [
@@ -118,7 +118,7 @@ def summary(before: Run, after: Run, token_bytes: int | None) -> list[Row]:
     return [row for row in rows if row.before or row.after]
 
 
-def notices(before: Run, after: Run) -> list[str]:
+def notices(before: LoggedRun, after: LoggedRun) -> list[str]:
     """What a reader of the summary has to know."""
     found = []
     if before.scalars and not before.layers("ratio_after") and after.layers("ratio_before"):
@@ -142,7 +142,9 @@ def notices(before: Run, after: Run) -> list[str]:
     return found
 
 
-def page(title: str, before: Run, after: Run, rows: list[Row], notes: list[str], token_bytes: int | None) -> str:
+def page(
+    title: str, before: LoggedRun, after: LoggedRun, rows: list[Row], notes: list[str], token_bytes: int | None
+) -> str:
     """The whole file; it refers to nothing outside."""
     events, loads = "--tensorboard-dir DIR", "--balance-log-dir DIR"
     both = {name: run for name, run in (("before", before), ("after", after)) if run.scalars}
@@ -180,12 +182,12 @@ def drawn(figure: Figure | None, alt: str, flags: str) -> Chart:
     return Chart(_inside("image/svg+xml", file.getvalue()), alt)
 
 
-def worst(run: Run) -> int:
+def worst(run: LoggedRun) -> int:
     """The layer whose ranks were least even, had owners computed all."""
     return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].computed_by_owners_NR).max(1).mean())
 
 
-def _timeline(run: Run) -> Chart:
+def _timeline(run: LoggedRun) -> Chart:
     if not run.timeline:
         return Chart(
             missing="Not recorded: train with --balance-timeline DIR and a --balance-policy, and give it here."
@@ -195,7 +197,7 @@ def _timeline(run: Run) -> Chart:
     return Chart(_inside("image/png", file.getvalue()), f"timeline of iteration {iteration}")
 
 
-def _overview(run: Run) -> bytes:
+def _overview(run: LoggedRun) -> bytes:
     if not run.loads:
         raise ValueError("--picture: needs --balance-log-dir")
     file = io.BytesIO()
@@ -207,7 +209,7 @@ def _inside(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _iterations(run: Run) -> str:
+def _iterations(run: LoggedRun) -> str:
     """The first and the last one that anything is known of."""
     known = [series.iterations_N for series in run.scalars.values()]
     known += [loads.iterations_N for loads in run.loads.values()]
@@ -215,7 +217,7 @@ def _iterations(run: Run) -> str:
     return f"{min(each.min() for each in known)} to {max(each.max() for each in known)}"
 
 
-def _both(before: Run, after: Run, *names: str, factor: float = 1.0):
+def _both(before: LoggedRun, after: LoggedRun, *names: str, factor: float = 1.0):
     return [run.over_layers(*names, factor=factor) for run in (before, after)]
 
 

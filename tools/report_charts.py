@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from report_runs import LayerLoads, Run, Series, aligned
+from report_runs import LayerLoads, LoggedRun, Series, aligned
 
 BEFORE, AFTER, INK, GRID = "#c2703d", "#2f6db3", "#1f2328", "#d1d9e0"
 LAYERS = "viridis"
@@ -46,7 +46,7 @@ def figure(rows: int, columns: int, height: float, **kwargs: object) -> tuple[Fi
     return drawn, drawn.subplots(rows, columns, squeeze=False, **kwargs)
 
 
-def training(runs: Mapping[str, Run]) -> Figure | None:
+def training(runs: Mapping[str, LoggedRun]) -> Figure | None:
     """Loss and iteration time of all runs."""
     drawn, ((loss, seconds),) = figure(1, 2, 3.0)
     for name, run in runs.items():
@@ -62,7 +62,7 @@ def training(runs: Mapping[str, Run]) -> Figure | None:
     return drawn
 
 
-def balance(run: Run) -> Figure | None:
+def balance(run: LoggedRun) -> Figure | None:
     """Heaviest rank over the mean, over iterations: mean of layers, then each layer."""
     before, after = run.layers("ratio_before"), run.layers("ratio_after")
     if not after:
@@ -123,7 +123,7 @@ def experts(loads: Mapping[int, LayerLoads]) -> Figure:
     return drawn
 
 
-def decisions(run: Run) -> Figure | None:
+def decisions(run: LoggedRun) -> Figure | None:
     """Hosts added by layer and iteration; experts that changed owners, and time of planning."""
     hosts = run.layers("hosts_added")
     if not hosts:
@@ -142,7 +142,7 @@ def decisions(run: Run) -> Figure | None:
     return drawn
 
 
-def traffic(run: Run, token_bytes: int | None) -> Figure | None:
+def traffic(run: LoggedRun, token_bytes: int | None) -> Figure | None:
     """Bytes of Trans, Agg and Transfer, and what the all-to-alls send between ranks, per iteration."""
     drawn, ((weights, tokens),) = figure(1, 2, 3.0)
     for name, label, colour, style in (
@@ -172,7 +172,7 @@ def exchanged(token_bytes: int) -> float:
     return 4 * token_bytes / 1e6
 
 
-def prediction(run: Run) -> Figure | None:
+def prediction(run: LoggedRun) -> Figure | None:
     """Each layer and iteration: time by the cost model against measured time; error of the predicted load."""
     predicted, measured = run.layers("predicted_seconds"), run.layers("measured_seconds")
     if not predicted:
@@ -201,7 +201,7 @@ def prediction(run: Run) -> Figure | None:
     return drawn
 
 
-def overview(run: Run, layer: int) -> Figure:
+def overview(run: LoggedRun, layer: int) -> Figure:
     """Ranks of one layer before and after, and the ratio of all layers: for one look."""
     own = run.loads[layer]
     drawn = Figure(figsize=(WIDTH, 5.2), layout="constrained")

@@ -15,10 +15,10 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
-from megatron_balance.flow.plan import Split, make_plan
+from megatron_balance.flow.plan import Split, make_dispatch_plan
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.load_log import Loads, read_loads
-from megatron_balance.observe.timeline import Record, load_timeline
+from megatron_balance.observe.trace import Record, load_timeline
 from megatron_balance.placement.placement import Placement
 
 RANKS_SHOWN = 4
@@ -100,7 +100,9 @@ class LayerLoads:
         return np.array(
             [
                 [
-                    _hosts_only(make_plan(torch.from_numpy(counts_DE), placement, self.split).splits_DH.numpy())
+                    _hosts_only(
+                        make_dispatch_plan(torch.from_numpy(counts_DE), placement, self.split).splits_DH.numpy()
+                    )
                     for counts_DE, placement in zip(counts_NDE, placements_N, strict=True)
                 ]
                 for counts_NDE, placements_N in zip(self.counts_RNDE, placements_RN, strict=True)
@@ -109,7 +111,7 @@ class LayerLoads:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class LoggedRun:
     """All that is known of a run; what was not given is empty."""
 
     scalars: Mapping[str, Series] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class Run:
         return Series(iterations_N, factor * (np.mean(values, axis=0) if mean else np.sum(values, axis=0)))
 
 
-def read_run(events: Path | None, loads: Path | None, timeline: Path | None, split: Split) -> Run:
+def read_run(events: Path | None, loads: Path | None, timeline: Path | None, split: Split) -> LoggedRun:
     """A run from the directories of --tensorboard-dir, --balance-log-dir and --balance-timeline, as far as given.
 
     Args:
@@ -144,7 +146,7 @@ def read_run(events: Path | None, loads: Path | None, timeline: Path | None, spl
     Raises:
         ValueError: a directory without such files, or a damaged file; names it.
     """
-    return Run(
+    return LoggedRun(
         read_scalars(events) if events else {},
         layer_loads(read_loads(loads), loads, split) if loads else {},
         read_timeline(timeline) if timeline else (),

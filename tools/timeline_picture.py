@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from megatron_balance.observe.timeline import STREAMS, Record, Stream, lanes_of, load_timeline
+from megatron_balance.observe.trace import STREAMS, Record, Stream, lanes_of, load_timeline
 
 COLOURS = {
     "FEC": "#2f6db3",

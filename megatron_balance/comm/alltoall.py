@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device.groups import NodeGroups
+from megatron_balance.job.groups import NodeGroups
 
 
 @dataclass(frozen=True)

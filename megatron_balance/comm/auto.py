@@ -23,7 +23,7 @@ import torch
 from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll, NodeAllToAll, default_all_to_all
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
-from megatron_balance.device.groups import NodeGroups
+from megatron_balance.job.groups import NodeGroups
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 

@@ -25,7 +25,7 @@ from types import ModuleType
 import torch
 from torch.nn.functional import pad
 
-from megatron_balance.flags import named
+from megatron_balance.config.flags import named
 
 FLAG = "--moe-comm-codec"
 

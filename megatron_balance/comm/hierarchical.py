@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, in_use_here, post_rows
-from megatron_balance.device.groups import NodeGroups
+from megatron_balance.job.groups import NodeGroups
 
 Posted = list[dist.Work]
 """A stage under way."""

@@ -16,8 +16,8 @@ from megatron_balance.comm.alltoall import (
     in_use_here,
     post,
 )
-from megatron_balance.comm.sharded import Dumped
-from megatron_balance.device.lane import Lane
+from megatron_balance.comm.sharded import DirectAllToAll
+from megatron_balance.device.side_stream import SideStream
 
 MESSAGES_AT_ONCE = 3
 """That a rank sends to other nodes on gloo: one is on the link, the next is there when the link is free, and the third
@@ -79,7 +79,7 @@ def _rotated(ranks: range, start: int) -> list[int]:
     return [ranks[(start + step) % len(ranks)] for step in range(len(ranks))]
 
 
-class Simultaneous(Dumped):
+class Simultaneous(DirectAllToAll):
     """Results come back and are passed on to the ranks with the same tokens at the same time (SAA, Parm III-D).
 
     An all-to-all in phases, each of which brings what one host's shards have made; while the next phase travels, the
@@ -96,7 +96,7 @@ class Simultaneous(Dumped):
         """
         super().__init__(shards)
         self.members, self.sources = members, tuple(sources)
-        self.lane = Lane("AlltoAll and AllGather")
+        self.lane = SideStream("AlltoAll and AllGather")
         connect(members)
 
     def collect(self, wire: AllToAll, rows: torch.Tensor, splits_SH: torch.Tensor) -> Exchange:

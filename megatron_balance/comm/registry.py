@@ -8,8 +8,8 @@ from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll, NodeAllToAll,
 from megatron_balance.comm.auto import AutoAllToAll
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
-from megatron_balance.device.groups import NodeGroups
-from megatron_balance.flags import named
+from megatron_balance.config.flags import named
+from megatron_balance.job.groups import NodeGroups
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 ALL_TO_ALLS: dict[str, type[AllToAll]] = {

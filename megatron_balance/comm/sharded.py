@@ -48,7 +48,7 @@ class Sharding(ABC):
         return [amounts_SH]
 
 
-class Whole(Sharding):
+class Unsharded(Sharding):
     """Experts are whole: one rank per host."""
 
     def spread(self, wire: AllToAll, rows: torch.Tensor, splits_SH: torch.Tensor) -> Exchange:
@@ -58,7 +58,7 @@ class Whole(Sharding):
         return wire.start(rows, splits_SH.T)
 
 
-class Dumped(Sharding):
+class DirectAllToAll(Sharding):
     """One all-to-all among all shards of all hosts, with a copy of a row for each shard (Parm III-C: EP&ESP-A2A)."""
 
     def __init__(self, shards: int) -> None:
@@ -81,7 +81,7 @@ class Dumped(Sharding):
         return splits_SH.repeat_interleave(self.shards, dim=1)
 
 
-class Gathered(Sharding):
+class AllGather(Sharding):
     """All-to-all between hosts, then all-gather among a host's shards; back by reduce-scatter (megatron-core's way)."""
 
     # A reduce-scatter moves what an all-gather does
@@ -119,7 +119,7 @@ class Gathered(Sharding):
         return splits_SH.view(-1, self.shards.size(), splits_SH.shape[1])
 
 
-class Reduced(Sharding):
+class AllReduce(Sharding):
     """All shards of a host have the same rows; their results are all-reduced, and each host's go back N times.
 
     What DeepSpeed-MoE does (Parm, section III-A). A source is a whole host here.

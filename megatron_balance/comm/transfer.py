@@ -59,7 +59,7 @@ class _Piece(NamedTuple):
         ]
 
 
-class _Step(NamedTuple):
+class _RoundPart(NamedTuple):
     """This rank's part of one round."""
 
     sent: _Piece | None
@@ -95,9 +95,9 @@ class ExpertTransfer:
         in the same order in every run.
         """
         steps = _steps(plan, placement, self.group.rank(), slots.gradients_of)
-        self._run([_Step(sent=step.received, received=step.sent) for step in reversed(steps)], adds=True)
+        self._run([_RoundPart(sent=step.received, received=step.sent) for step in reversed(steps)], adds=True)
 
-    def _run(self, steps: Sequence[_Step], adds: bool) -> None:
+    def _run(self, steps: Sequence[_RoundPart], adds: bool) -> None:
         """Send and receive; with `adds`, what comes is added to what is there, and what has gone is emptied."""
         traffic = _Traffic(self.group, self._staging, adds)
         if dist.get_backend(self.group) == "nccl":
@@ -122,7 +122,7 @@ class _Traffic:
         self.arriving: deque[tuple[_Piece, Sequence[torch.Tensor], list[dist.Work]]] = deque()
         self.leaving: deque[tuple[_Piece, list[dist.Work]]] = deque()
 
-    def run_batch(self, step: _Step) -> None:
+    def run_batch(self, step: _RoundPart) -> None:
         """Both messages of a round at once, until they have come and gone."""
         operations, room = [], ()
         if step.received is not None:
@@ -207,7 +207,7 @@ def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 def _steps(
     plan: TransferPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
-) -> list[_Step]:
+) -> list[_RoundPart]:
     """This rank's part of every round that it takes part in, forward."""
 
     @cache
@@ -224,5 +224,5 @@ def _steps(
         sent = [piece(message, message.target) for message in messages if message.source == rank]
         received = [piece(message, message.source) for message in messages if message.target == rank]
         if sent or received:
-            steps.append(_Step(*sent or [None], *received or [None]))
+            steps.append(_RoundPart(*sent or [None], *received or [None]))
     return steps

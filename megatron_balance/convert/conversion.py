@@ -11,23 +11,23 @@ from pathlib import Path
 
 import torch
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.config import RunConfig
+from megatron_balance.checkpoint import manifest, saved_flags
+from megatron_balance.checkpoint.directory import UNFINISHED, CheckpointDirectory
+from megatron_balance.checkpoint.held_directory import new_run, utc, versions
+from megatron_balance.checkpoint.lease import NAME as LEASE
+from megatron_balance.checkpoint.lease import Lease, Owner
+from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.checkpoint.writer import COMMON
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import Weights
-from megatron_balance.input_files import MIB, inside, read_object
-from megatron_balance.machine import Machine
-from megatron_balance.output_files import INCOMPLETE, staged, writing
-from megatron_balance.training import manifest, saved_flags
-from megatron_balance.training.checkpoint_directory import UNFINISHED, CheckpointDirectory
-from megatron_balance.training.held_directory import new_run, utc, versions
-from megatron_balance.training.lease import NAME as LEASE
-from megatron_balance.training.lease import Lease, Owner
-from megatron_balance.training.manifest import Origin
-from megatron_balance.training.writer import COMMON
+from megatron_balance.device.machine import Machine
+from megatron_balance.files.input_files import MIB, inside, read_object
+from megatron_balance.files.output_files import INCOMPLETE, staged, writing
 
 BESIDE = "huggingface"
 """Directory beside the checkpoints of an imported model: its config.json, its tokenizer."""

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing
 
+from megatron_balance.checkpoint import saved_flags
+from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.convert import torch_dist
 from megatron_balance.convert.pieces import Piece, Rows, Same, Size
-from megatron_balance.input_files import shown
+from megatron_balance.files.input_files import shown
 from megatron_balance.messages import cleaned
-from megatron_balance.training import saved_flags
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
 
 MODEL = ("embedding.", "decoder.", "output_layer.")
 """What keys of weights begin with."""

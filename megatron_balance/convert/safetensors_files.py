@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_balance.input_files import MIB, check_regular, inside, read_bounded, read_object
+from megatron_balance.checkpoint.manifest import is_plain_name
+from megatron_balance.files.input_files import MIB, check_regular, inside, read_bounded, read_object
+from megatron_balance.files.output_files import writing
 from megatron_balance.messages import cleaned
-from megatron_balance.output_files import writing
-from megatron_balance.training.manifest import is_plain_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

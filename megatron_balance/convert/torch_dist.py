@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_balance.checkpoint.manifest import Damaged
+from megatron_balance.checkpoint.safe_pickle import check_pickles
+from megatron_balance.checkpoint.writer import CONFIG, METADATA
 from megatron_balance.convert.pieces import Piece
+from megatron_balance.files.output_files import writing
 from megatron_balance.messages import cleaned
-from megatron_balance.output_files import writing
-from megatron_balance.training.manifest import Damaged
-from megatron_balance.training.safe_pickle import check_pickles
-from megatron_balance.training.writer import CONFIG, METADATA
 
 
 class Reader:

@@ -19,10 +19,10 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.flow.chunking import Chunking, in_chunks
+from megatron_balance.flow.chunks.chunking import Chunking, in_chunks
+from megatron_balance.flow.chunks.pipeline import Begin, Job, RowShare, mixture
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.parallel_schedule import TokenPath
-from megatron_balance.flow.pipeline import Begin, Job, RowShare, mixture
+from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.flow.rows import fused_rows_of, rows_of
 from megatron_balance.placement.placement import Placement
@@ -63,7 +63,9 @@ class Dispatcher(ABC):
 class AllToAllDispatcher(Dispatcher):
     """Executes the plan over all-to-alls, in one chunk or in several."""
 
-    def __init__(self, config: TransformerConfig, path: TokenPath, exchange: TokenExchange, chunks: Chunks) -> None:
+    def __init__(
+        self, config: TransformerConfig, path: ParallelDispatch, exchange: TokenExchange, chunks: Chunks
+    ) -> None:
         """`path` says how rows get to all shards of their experts, and who shares them."""
         self.fused = config.moe_permute_fusion
         self.path, self.sharding, self.exchange, self.chunks = path, path.sharding(), exchange, chunks

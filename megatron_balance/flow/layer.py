@@ -17,13 +17,13 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoES
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.config import BalanceConfig
-from megatron_balance.flow.chunk_choice import ChunkChoice
-from megatron_balance.flow.chunking import UNSPLIT
+from megatron_balance.config.run_config import BalanceConfig
+from megatron_balance.flow.chunks.choice import ChunkChoice
+from megatron_balance.flow.chunks.chunking import UNSPLIT
+from megatron_balance.flow.chunks.pipeline import Begin
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, Routed
-from megatron_balance.flow.parallel_schedule import TokenPath
-from megatron_balance.flow.pipeline import Begin
-from megatron_balance.flow.plan import Split, by_host, make_plan
+from megatron_balance.flow.parallel_schedule import ParallelDispatch
+from megatron_balance.flow.plan import Split, by_host, make_dispatch_plan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.placement.placement import Placement
 
@@ -45,7 +45,7 @@ class BalancedMoELayer(MoELayer):
         submodules: MoESubmodules,
         layer_number: int | None = None,
         *,
-        path: TokenPath,
+        path: ParallelDispatch,
         balance: BalanceConfig,
         exchange: TokenExchange,
         chunks: ChunkChoice | None = None,
@@ -117,7 +117,7 @@ class BalancedMoELayer(MoELayer):
         shares = path.shares(probs_TE, map_TE)
         counts_DE = self._gather_counts(shares[path.source][1])
         self.placement = self.host(by_host(counts_DE, self.ep_group.size()), self.training)
-        plan = make_plan(counts_DE, self.placement, self.split)
+        plan = make_dispatch_plan(counts_DE, self.placement, self.split)
         parts = {source: reroute(*share, plan, source) for source, share in shares.items()}
         output_TH = self.dispatcher.run(Routed(tokens_TH, parts, plan), self.experts, self.begin)
 

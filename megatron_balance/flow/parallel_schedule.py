@@ -1,7 +1,8 @@
 """Step orders of an MoE layer under tensor-parallel attention (MP), expert parallelism (EP) and sharded experts (ESP).
 
-An order is data: `SCHEDULES`. What its steps mean for a layer's tokens is `TokenPath`; rows between `dump` or the first
-all-to-all and the last all-to-all pass through flow/pipeline.py, by the `Sharding` that the order asks for.
+An order is data: `SCHEDULES`. `ParallelDispatch` says what its steps mean for a layer's tokens. Rows between `dump` or
+the first all-to-all and the last all-to-all pass through flow/chunks/pipeline.py, by the `Sharding` that the order asks
+for.
 
     megatron   what megatron-core's dispatcher does
     baseline   what DeepSpeed-MoE does (Parm, Fig. 3a)
@@ -24,11 +25,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megatron_balance.comm.pipelined import Simultaneous
-from megatron_balance.comm.sharded import Dumped, Gathered, Reduced, Sharding, Whole
-from megatron_balance.flow.chunking import in_chunks, split_evenly
+from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
+from megatron_balance.flow.chunks.chunking import in_chunks, split_evenly
 
 
-class Step(StrEnum):
+class TokenStep(StrEnum):
     """What happens to a layer's tokens, or to their rows: one for each expert that a token chose."""
 
     MP_SPLIT = "MP-Split"
@@ -45,9 +46,9 @@ class Step(StrEnum):
     MP_ALL_GATHER = "MP-AllGather"
 
 
-S = Step
+S = TokenStep
 
-SCHEDULES: dict[str, tuple[Step, ...]] = {
+SCHEDULES: dict[str, tuple[TokenStep, ...]] = {
     "megatron": (S.GATE, S.EP_ALL_TO_ALL, S.ESP_ALL_GATHER, S.EXPERTS, S.ESP_REDUCE_SCATTER, S.EP_ALL_TO_ALL),
     "baseline": (
         *(S.GATE, S.ESP_ALL_GATHER, S.EP_ALL_TO_ALL, S.EXPERTS, S.ESP_ALL_REDUCE),
@@ -81,7 +82,7 @@ class Shape(NamedTuple):
     esp: int
 
 
-def volumes(schedule: str, shape: Shape) -> list[tuple[Step, int]]:
+def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
     """What every collective of a forward pass is given or gives, the larger of the two, in elements per rank.
 
     The part that stays on the rank is counted. With collectives as functions of these, the sums are Eq. 1 (baseline),
@@ -89,24 +90,28 @@ def volumes(schedule: str, shape: Shape) -> list[tuple[Step, int]]:
     """
     tokens, rows = shape.tokens * shape.hidden, shape.rows * shape.hidden
     each = {
-        Step.EP_ALL_TO_ALL: rows * (shape.esp if schedule == "baseline" else 1),
-        Step.EP_ESP_ALL_TO_ALL: rows * shape.esp // shape.mp,
-        Step.ESP_ALL_GATHER: (tokens if schedule == "baseline" else rows) * shape.esp,
-        Step.ESP_REDUCE_SCATTER: rows * shape.esp,
-        Step.ESP_ALL_REDUCE: rows * shape.esp,
-        Step.MP_ALL_GATHER: tokens if schedule == "s1" else rows,
+        TokenStep.EP_ALL_TO_ALL: rows * (shape.esp if schedule == "baseline" else 1),
+        TokenStep.EP_ESP_ALL_TO_ALL: rows * shape.esp // shape.mp,
+        TokenStep.ESP_ALL_GATHER: (tokens if schedule == "baseline" else rows) * shape.esp,
+        TokenStep.ESP_REDUCE_SCATTER: rows * shape.esp,
+        TokenStep.ESP_ALL_REDUCE: rows * shape.esp,
+        TokenStep.MP_ALL_GATHER: tokens if schedule == "s1" else rows,
     }
-    alone = {Step.MP_ALL_GATHER: shape.mp, Step.ESP_ALL_GATHER: shape.esp, Step.ESP_REDUCE_SCATTER: shape.esp}
-    alone[Step.ESP_ALL_REDUCE] = shape.esp
+    alone = {
+        TokenStep.MP_ALL_GATHER: shape.mp,
+        TokenStep.ESP_ALL_GATHER: shape.esp,
+        TokenStep.ESP_REDUCE_SCATTER: shape.esp,
+    }
+    alone[TokenStep.ESP_ALL_REDUCE] = shape.esp
     return [(step, each[step]) for step in SCHEDULES[schedule] if step in each and alone.get(step, 2) > 1]
 
 
-class TokenPath:
+class ParallelDispatch:
     """What one schedule's steps are on this rank."""
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[TokenStep],
         groups: ProcessGroupCollection,
         sequence_parallel: bool,
         beside: dist.ProcessGroup | None = None,
@@ -127,12 +132,12 @@ class TokenPath:
     @property
     def splits_tokens(self) -> bool:
         """Whether each tensor-parallel rank routes a part of the tokens: gradients of its router are partial."""
-        return self.copies > 1 and self._before(Step.MP_SPLIT, Step.GATE)
+        return self.copies > 1 and self._before(TokenStep.MP_SPLIT, TokenStep.GATE)
 
     @property
     def splits_rows(self) -> bool:
         """Whether each tensor-parallel rank sends a part of the rows of all tokens."""
-        return self.copies > 1 and self._before(Step.GATE, Step.MP_SPLIT)
+        return self.copies > 1 and self._before(TokenStep.GATE, TokenStep.MP_SPLIT)
 
     @property
     def repeats(self) -> int:
@@ -142,7 +147,7 @@ class TokenPath:
     @property
     def gathers_tokens(self) -> bool:
         """Whether all shards of a host send the rows of all their tokens."""
-        return self.groups.expt_tp.size() > 1 and self._before(Step.ESP_ALL_GATHER, Step.EP_ALL_TO_ALL)
+        return self.groups.expt_tp.size() > 1 and self._before(TokenStep.ESP_ALL_GATHER, TokenStep.EP_ALL_TO_ALL)
 
     @property
     def sources(self) -> dist.ProcessGroup:
@@ -163,16 +168,16 @@ class TokenPath:
     @property
     def wire(self) -> dist.ProcessGroup:
         """The ranks among which rows are exchanged."""
-        return self.groups.tp_ep if Step.EP_ESP_ALL_TO_ALL in self.steps else self.groups.ep
+        return self.groups.tp_ep if TokenStep.EP_ESP_ALL_TO_ALL in self.steps else self.groups.ep
 
     def sharding(self) -> Sharding:
         """How rows get to all shards of their experts, and back."""
         shards = self.groups.expt_tp
         if shards.size() == 1:
-            return Whole()
-        if Step.DUMP in self.steps:
-            return Dumped(shards.size())
-        return Reduced(shards) if self.gathers_tokens else Gathered(shards)
+            return Unsharded()
+        if TokenStep.DUMP in self.steps:
+            return DirectAllToAll(shards.size())
+        return AllReduce(shards) if self.gathers_tokens else AllGather(shards)
 
     def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The tokens that this rank routes, of the layer's input [sequence, ...]."""
@@ -233,7 +238,7 @@ class TokenPath:
         """What experts returned to `alone`: they get their gradient from `repeats` ranks, a part from each."""
         return output if self.repeats == 1 else _GradientTimes.apply(output, 1 / self.repeats)
 
-    def _before(self, one: Step, other: Step) -> bool:
+    def _before(self, one: TokenStep, other: TokenStep) -> bool:
         return {one, other} <= {*self.steps} and self.steps.index(one) < self.steps.index(other)
 
 

@@ -42,7 +42,7 @@ class DispatchPlan:
         return self.received_DS(rank).sum(0)
 
 
-def make_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
+def make_dispatch_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
     """Share each source rank's tokens among the hosts of the experts that they chose.
 
     Sources on the same host are one to the rules below; what that host sends is divided among them in their order.
@@ -59,7 +59,7 @@ def make_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "loc
     assert len(counts_DE) % placement.num_ranks == 0
     assert split in ("local_first", "proportional"), split
     if len(counts_DE) > placement.num_ranks:
-        plan = make_plan(by_host(counts_DE, placement.num_ranks), placement, split)
+        plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split)
         return DispatchPlan(placement, _among_sources(plan, counts_DE))
     # One column per expert has no collision: a physical expert computes one logical expert
     target_DE = _nearest_host(placement)

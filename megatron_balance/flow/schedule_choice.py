@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.comm.auto import predict
-from megatron_balance.flow.parallel_schedule import Shape, Step, volumes
+from megatron_balance.flow.parallel_schedule import Shape, TokenStep, volumes
 from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines
 
 
 def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
     """By line of ParallelLines, the fewest and the most bytes that ScheduleModel asks about for layers of a shape."""
     s1, s2 = (dict(volumes(schedule, shape)) for schedule in ("s1", "s2"))
-    gathered = sorted(found[Step.MP_ALL_GATHER] * element_bytes for found in (s1, s2))
-    exchanged, rows = s1[Step.EP_ESP_ALL_TO_ALL] * element_bytes, shape.rows * shape.hidden * element_bytes
+    gathered = sorted(found[TokenStep.MP_ALL_GATHER] * element_bytes for found in (s1, s2))
+    exchanged, rows = s1[TokenStep.EP_ESP_ALL_TO_ALL] * element_bytes, shape.rows * shape.hidden * element_bytes
     return {
         "all_gather": (gathered[0], gathered[1]),
         "all_to_all": (exchanged, exchanged),
@@ -49,7 +49,7 @@ class ScheduleModel:
         if schedule == "s2" and simultaneous:
             *sizes, (_, rows_bytes), _ = sizes
             total += self._simultaneous(rows_bytes)
-        of = {Step.EP_ESP_ALL_TO_ALL: self._all_to_all, Step.MP_ALL_GATHER: self._all_gather}
+        of = {TokenStep.EP_ESP_ALL_TO_ALL: self._all_to_all, TokenStep.MP_ALL_GATHER: self._all_gather}
         return total + sum(of[step](num_bytes) for step, num_bytes in sizes)
 
     @property

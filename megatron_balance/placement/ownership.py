@@ -33,7 +33,7 @@ class Move(NamedTuple):
     target_slot: int
 
 
-class Exchange(NamedTuple):
+class Swap(NamedTuple):
     """Two experts whose owners change places."""
 
     experts: tuple[int, int]
@@ -47,7 +47,7 @@ class Exchange(NamedTuple):
 class Settlement:
     """Exchanges, one after the other, and why; none: owners stay."""
 
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[Swap, ...] = ()
 
     saved_seconds: float = 0.0
     """Of the layer, in each iteration with the present load."""
@@ -110,7 +110,7 @@ def settle(
     if max(held.values(), default=0) * (time.trans + time.agg) <= cost.transfer_seconds([(0, 0)]):
         return settled, best
     while budget > 0:
-        found: tuple[float, int, Exchange, Placement] | None = None
+        found: tuple[float, int, Swap, Placement] | None = None
         for exchange, candidate in _candidates(placement, counts_DE, held):
             if (budget := budget - 1) < 0:
                 break
@@ -134,19 +134,19 @@ def settle(
 
 def _candidates(
     placement: Placement, counts_DE: np.ndarray, held: Mapping[Guest, int]
-) -> Iterator[tuple[Exchange, Placement]]:
+) -> Iterator[tuple[Swap, Placement]]:
     """Exchanges that leave fewer guests: guests that have stayed longest first, with experts that have few tokens."""
     tokens_E = counts_DE.sum(0)
     guests = [guest for guest, iterations in held.items() if iterations and guest[0] in placement.guests[guest[1]]]
     for expert, target in sorted(guests, key=lambda guest: (-held[guest], guest)):
         for other in sorted(placement.home[target], key=lambda other: (tokens_E[other], other)):
-            exchange = Exchange((expert, other), (placement.owner(expert), target))
+            exchange = Swap((expert, other), (placement.owner(expert), target))
             for candidate in _exchanged(placement, exchange):
                 if candidate.added_hosts < placement.added_hosts:
                     yield exchange, candidate
 
 
-def _exchanged(placement: Placement, exchange: Exchange) -> Iterator[Placement]:
+def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
     """The placement with the two experts' owners exchanged: who gave up its slot is computed by its owner as before,
     or else by those who computed it; nothing where guest slots do not suffice."""
     (expert, other), (source, target) = exchange.experts, exchange.ranks

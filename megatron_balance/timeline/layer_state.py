@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_balance.comm.ownership import Field
+from megatron_balance.comm.moves import Field
 from megatron_balance.comm.transfer import Slots
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
@@ -28,7 +28,7 @@ MOST_KINDS = 10
 MOST_CHARACTERS = 300
 """Of a problem."""
 
-Span = tuple[clock.Mark, clock.Mark]
+Interval = tuple[clock.Mark, clock.Mark]
 
 
 @dataclass(eq=False)
@@ -51,9 +51,9 @@ class LayerState:
     observed: bool = False
     """Whether the manager knows the load."""
     prediction_error: float = 0.0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Interval] = field(default_factory=list)
     """When the layer exchanged tokens and its experts computed."""
-    waits: list[tuple[Operation, Span]] = field(default_factory=list)
+    waits: list[tuple[Operation, Interval]] = field(default_factory=list)
     """When computation waited for the layer's Plan, Trans and Agg."""
     plan_seconds: float = 0.0
     last: "Iteration | None" = None
@@ -190,8 +190,8 @@ class Iteration:
     counts_DE: np.ndarray
     """[D, E] load of all microbatches."""
     microbatches: int
-    spans: list[Span]
-    waits: list[tuple[Operation, Span]]
+    spans: list[Interval]
+    waits: list[tuple[Operation, Interval]]
     plan_seconds: float
     prediction_error: float
     experts_moved: int = 0

@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     end: float
 
 
-def make_plan(question: Question) -> Plan:
+def plan_for(question: Question) -> Plan:
     """The policy's answer, and how its experts travel; on any thread, because nothing but the question is read."""
     start = time.perf_counter()
     decision = question.answer()
@@ -94,7 +94,7 @@ class Planner:
 def _serve(tasks: "queue.SimpleQueue[Asked | None]") -> None:
     while (asked := tasks.get()) is not None:
         try:
-            asked.plan.set_result(make_plan(asked.question))
+            asked.plan.set_result(plan_for(asked.question))
         except BaseException as error:  # whoever waits gets it
             asked.plan.set_exception(error)
         # The thread outlives a planner only as long as it plans

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.ownership import OwnershipTransfer
+from megatron_balance.comm.moves import OwnershipTransfer
 from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.device import clock
-from megatron_balance.device.lane import Flight, Lane
+from megatron_balance.device.side_stream import AsyncWork, SideStream
 from megatron_balance.observe.balance import LayerReport
-from megatron_balance.observe.timeline import Span, Stream, Timeline
+from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.manager import GIVEN_UP, INVALID
 from megatron_balance.placement.ownership import moves
 from megatron_balance.placement.placement import Placement
@@ -76,13 +76,13 @@ class Balancer:
         """Keeps what happened when."""
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
-        self._lane, self._planner = Lane("Trans and Agg"), planner or Planner()
+        self._lane, self._planner = SideStream("Trans and Agg"), planner or Planner()
         self._iteration = 0
         self._steps: deque[Step] = deque()
         """Those of this iteration that are to come; none between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
         """The present computation, and when it began."""
-        self._flights: dict[Action, Flight | None] = {}
+        self._flights: dict[Action, AsyncWork | None] = {}
         self._plans: dict[Action, Asked | None] = {}
         self._new_owners: dict[int, Plan] = {}
         """Plans that wait for the optimizer, by layer number."""

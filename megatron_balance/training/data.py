@@ -18,10 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_balance.config import DataConfig, RunConfig
-from megatron_balance.input_files import MIB, content_of
+from megatron_balance.config.run_config import DataConfig, RunConfig
+from megatron_balance.files.input_files import MIB, content_of
+from megatron_balance.job.errors import gather
 from megatron_balance.training import data_files
-from megatron_balance.training.errors import gather
 from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_balance.config import RunConfig
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.observe.balance import log_fields, tensorboard_scalars
 from megatron_balance.profile.flops import attended_width, attention_weights
+from megatron_balance.training.progress import Progress, StepReport
 
 if TYPE_CHECKING:
     from megatron_balance.observe.scalars import Scalars
-    from megatron_balance.training.loop import Progress, StepReport
 
 
 class RunLog:
@@ -37,7 +37,7 @@ class RunLog:
         if self.speaks:
             print(text, flush=True)
 
-    def step(self, report: "StepReport", progress: "Progress") -> None:
+    def step(self, report: StepReport, progress: Progress) -> None:
         """Count an iteration; print the log line when it is due."""
         self._since_line.append(report)
         if self.writer is not None and report.iteration % self.config.log.tensorboard_log_interval == 0:
@@ -46,7 +46,7 @@ class RunLog:
             self.message(self._line(progress))
             self._since_line = []
 
-    def evaluation(self, name: str, progress: "Progress", losses: dict[str, float]) -> None:
+    def evaluation(self, name: str, progress: Progress, losses: dict[str, float]) -> None:
         """The result of a validation or test."""
         parts = "".join(
             f" {key} value: {value:.6E} | {key} PPL: {math.exp(min(20, value)):.6E} |" for key, value in losses.items()
@@ -62,7 +62,7 @@ class RunLog:
         if self.writer is not None:
             self.writer.close()
 
-    def _line(self, progress: "Progress") -> str:
+    def _line(self, progress: Progress) -> str:
         """Megatron's log line, field by field: scrapers parse it."""
         reports, last = self._since_line, self._since_line[-1]
         seconds = sum(report.seconds for report in reports) / len(reports)
@@ -87,7 +87,7 @@ class RunLog:
             line += log_fields([report.balance for report in reports])
         return line
 
-    def _record(self, report: "StepReport") -> None:
+    def _record(self, report: StepReport) -> None:
         scalars = {
             **report.losses,
             "learning-rate": report.learning_rate,
@@ -106,7 +106,7 @@ class RunLog:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, report.iteration)
 
-    def _throughput(self, report: "StepReport", seconds: float) -> float:
+    def _throughput(self, report: StepReport, seconds: float) -> float:
         """Model TFLOP/s per device."""
         return self.flops_per_sample * report.global_batch_size / seconds / dist.get_world_size() / 1e12
 

@@ -3,96 +3,38 @@
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_balance.config import RunConfig
-from megatron_balance.flow.chunk_choice import ChunkChoice
 from megatron_balance.observe.balance import LayerReport, mean_over_ranks
-from megatron_balance.timeline.runtime import Balancer
-from megatron_balance.training.data import Batch, Data
+from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog
-from megatron_balance.training.loss_guard import LossGuard
-from megatron_balance.training.schedule import Length
-from megatron_balance.training.stall import Position
+from megatron_balance.training.progress import StepReport
+from megatron_balance.training.run import Run
 from megatron_balance.training.stopping import Stopping
 
-if TYPE_CHECKING:
-    from megatron_balance.training.checkpoint import Checkpoints
 
+class Saver(Protocol):
+    """What the loop asks of checkpoints."""
 
-@dataclass
-class Progress:
-    """Where a run is."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_valid_samples: int = 0
-    skipped_iterations: int = 0
-    nan_iterations: int = 0
-    bad_in_a_row: int = 0
-
-
-@dataclass(frozen=True)
-class Run:
-    """A built run; only `progress` and the objects' own state change."""
-
-    config: RunConfig
-    groups: ProcessGroupCollection
-    model: list[torch.nn.Module]
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    batches: NumMicroBatchesCalculator
-    length: Length
-    data: Data
-    vocab_size: int
-    guard: LossGuard
-    balancer: Balancer | None = None
-    chunks: ChunkChoice | None = None
-    """What splits the layers' tokens."""
-    progress: Progress = field(default_factory=Progress)
-    position: Position = field(default_factory=Position)
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one iteration was like; the same on every rank, except that `losses` is empty off the last stage."""
-
-    iteration: int
-    losses: dict[str, float]
-    """`lm loss` per token, then the auxiliary losses averaged over MoE layers."""
-
-    grad_norm: float | None
-    learning_rate: float
-    loss_scale: float
-    global_batch_size: int
-    skipped: bool
-    """The optimizer did not step (fp16 overflow, or a fault)."""
-
-    seconds: float
-    balance: dict[int, LayerReport] = field(default_factory=dict)
-    """What balancing did, by layer number; empty without a policy."""
-
-    fault: str | None = None
-    """Where a NaN or infinite loss or gradient came from; None if there was none."""
+    def after_step(self, last: bool) -> None:
+        """Every rank calls it after each iteration: save if it is time to; `last` says that no iteration follows."""
+        ...
 
 
 def train(
     run: Run,
     log: RunLog,
-    checkpoints: "Checkpoints | None" = None,
+    checkpoints: Saver | None = None,
     stopping: Stopping | None = None,
     after_step: Callable[[StepReport], None] | None = None,
 ) -> None:

@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,10 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
-from megatron_balance.config import RunConfig
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import BucketSums, LossReports, explain
-
-if TYPE_CHECKING:
-    from megatron_balance.training.loop import Progress, StepReport
+from megatron_balance.training.progress import Progress, StepReport
 
 Repeat = Callable[[list[Iterator[Batch]]], LossReports]
 """Runs the iteration's forward pass again on the same microbatches; every rank calls it."""
@@ -111,7 +109,7 @@ class LossGuard:
         again = functools.partial(self._repeat, repeat)
         return explain(self._model, self._groups, reports, self._gradients, again)
 
-    def review(self, report: "StepReport", progress: "Progress", say: Callable[[str], None]) -> None:
+    def review(self, report: StepReport, progress: Progress, say: Callable[[str], None]) -> None:
         """Tell the user of a bad or spiky iteration.
 
         Raises:

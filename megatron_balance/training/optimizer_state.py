@@ -6,7 +6,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_balance.comm.ownership import Field, Interval
+from megatron_balance.comm.moves import Field, Interval
 
 HALF = (torch.float16, torch.bfloat16)
 """Precisions with main parameters in float32."""

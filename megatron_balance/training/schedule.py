@@ -6,7 +6,7 @@ from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCal
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_balance.config import RunConfig, SchedulerConfig, TrainConfig
+from megatron_balance.config.run_config import RunConfig, SchedulerConfig, TrainConfig
 
 NOT_RANK_ZERO = 1
 """The calculator logs on rank 0; the loop prints the batch size of every logged iteration anyway."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_balance.config import TrainConfig
+from megatron_balance.config.run_config import TrainConfig
 
 
 class Stopping:

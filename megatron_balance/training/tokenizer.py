@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
-from megatron_balance.config import TokenizerConfig
-from megatron_balance.input_files import check_regular
+from megatron_balance.config.run_config import TokenizerConfig
+from megatron_balance.files.input_files import check_regular
 from megatron_balance.messages import cleaned
 
 try:

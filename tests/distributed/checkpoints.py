@@ -11,11 +11,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_balance.checkpoint.checkpoints import Checkpoints
+from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.policies.interface import owners_host
-from megatron_balance.training.checkpoint import Checkpoints
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
-from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.run import Run
 from tests.distributed.runs import build
 from tests.harness import forget_auxiliary_losses
 

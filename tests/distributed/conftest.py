@@ -7,7 +7,7 @@ import pytest
 
 from megatron_balance.profile import cluster_profile
 from megatron_balance.profile.cluster_profile import Fit, Throughput
-from megatron_balance.training.loop import Run
+from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from megatron_balance.device.collectives import Collectives
+from megatron_balance.job.collectives import Collectives
 from tests.harness import PRELOAD, check_order
 
 Prepare = Callable[[int], None]
@@ -116,7 +116,7 @@ def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     import torch
 
-    from megatron_balance import launch
+    from megatron_balance.app import launch
 
     torch.set_num_threads(1)
     if prepare is not None:
@@ -156,7 +156,7 @@ class Death:
     def __call__(self, rank: int) -> None:
         """Prepare a rank for it."""
         if self.staging_bytes is not None:
-            transfer = importlib.import_module("megatron_balance.comm.ownership").OwnershipTransfer
+            transfer = importlib.import_module("megatron_balance.comm.moves").OwnershipTransfer
             transfer.__init__ = functools.partialmethod(transfer.__init__, staging_bytes=self.staging_bytes)
         if rank != self.rank:
             return
@@ -191,7 +191,7 @@ def _points() -> dict[str, Function]:
     def of(module: str, name: str) -> Function:
         return lambda: (importlib.import_module(module), name)
 
-    training, transfer = "megatron_balance.training", "megatron_balance.comm.ownership"
+    training, transfer = "megatron_balance.training", "megatron_balance.comm.moves"
     return {
         "serialize": of(f"{training}.run_state", "sharded_state"),
         "plan": lambda: (importlib.import_module(f"{training}.writer").ShardStrategy, "async_save"),
@@ -218,7 +218,7 @@ POINTS = _points()
 """Where a save or a Transfer may be interrupted: functions that it calls, in about this order."""
 
 WHOLE: dict[str, Function] = {
-    "save": lambda: (importlib.import_module("megatron_balance.training.checkpoint").Checkpoints, "_start"),
-    "transfer": lambda: (importlib.import_module("megatron_balance.comm.ownership").OwnershipTransfer, "transfer"),
+    "save": lambda: (importlib.import_module("megatron_balance.checkpoint.checkpoints").Checkpoints, "_start"),
+    "transfer": lambda: (importlib.import_module("megatron_balance.comm.moves").OwnershipTransfer, "transfer"),
 }
 """What is counted."""

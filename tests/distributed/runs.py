@@ -5,11 +5,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.build import build_run
-from megatron_balance.checks import Machine
+from megatron_balance.build.run import build_run
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.training.loop import Run, StepReport, train_step
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.progress import StepReport
+from megatron_balance.training.run import Run
 
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "

@@ -16,7 +16,7 @@ from megatron_balance.comm.alltoall import AllToAll, NodeAllToAll
 from megatron_balance.comm.auto import stages
 from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE, PipelinedAllToAll
 from megatron_balance.comm.registry import ALL_TO_ALLS, load_all_to_all
-from megatron_balance.device.groups import NodeGroups, new_node_groups
+from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.profile.cluster_profile import builtin
 from tests.distributed import runs
 from tests.distributed.test_layer import ACTIVATIONS, check_against_oracle
@@ -370,7 +370,7 @@ def built(name: str) -> tuple[int, int]:
         created.append(kwargs.get("timeout"))
         return NEW_GROUP(*args, **kwargs)
 
-    with mock.patch("megatron_balance.device.groups.dist.new_group", count):
+    with mock.patch("megatron_balance.job.groups.dist.new_group", count):
         run = runs.build(f"{RUN} --moe-comm-alltoall {name} --distributed-timeout-minutes 3")
     layers = [module for module in run.model[0].modules() if isinstance(module, BalancedMoELayer)]
     assert len(layers) == 2

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.observe.balance import LayerReport, mean_over_ranks
-from megatron_balance.training.loop import Run, evaluate, train_step
+from megatron_balance.training.loop import evaluate, train_step
+from megatron_balance.training.run import Run
 from tests.distributed.runs import Curve, build
 from tests.distributed.test_loss_guard import modules
 from tests.distributed.test_parity import deviation

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 from tests.distributed.test_parity import deviation

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_balance.training import run_state
-from megatron_balance.training.loop import Run
+from megatron_balance.checkpoint import run_state
+from megatron_balance.training.run import Run
 from tests import features
 from tests.distributed.checkpoints import forget_placements, losses_of, straight_against_resumed, unequal_tensors
 from tests.distributed.runs import build

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_balance.comm.alltoall import Exchange, P2PAllToAll
-from megatron_balance.device.layout import build_groups, destroy_groups
-from megatron_balance.flow import pipeline
-from megatron_balance.flow.chunking import Chunking
+from megatron_balance.flow.chunks import pipeline
+from megatron_balance.flow.chunks.chunking import Chunking
+from megatron_balance.flow.chunks.order import COMPUTING, ChunkStep, ChunkTask, Order, check, text
+from megatron_balance.flow.chunks.pipeline import Start, execute
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.pipeline import Start, execute
-from megatron_balance.flow.task_order import COMPUTING, Order, Step, Task, check, text
+from megatron_balance.job.layout import build_groups, destroy_groups
 from tests.distributed import runs
 from tests.distributed.test_balancing import check_follows, with_policy
 from tests.distributed.test_layer import (
@@ -38,7 +38,7 @@ def random_order(chunks: int, seed: int) -> Order:
     generator, done, steps = random.Random(seed), [0] * chunks, []
     while left := [chunk for chunk in range(chunks) if done[chunk] < len(COMPUTING)]:
         chunk = generator.choice(left)
-        steps.append(Step(COMPUTING[done[chunk]], chunk))
+        steps.append(ChunkStep(COMPUTING[done[chunk]], chunk))
         done[chunk] += 1
     assert not check(steps, chunks)
     return tuple(steps)
@@ -67,11 +67,13 @@ def test_chunks_of_experts_with_many_hosts(ranks, split: str) -> None:
     ranks(4).run(check_against_oracle, ACTIVATIONS["gelu"], "uneven", host, P2PAllToAll)
 
 
-def watched_start(start: Start, tasks: tuple[Task, Task], chunks: dict[int, int], log: list[Step]) -> Start:
+def watched_start(
+    start: Start, tasks: tuple[ChunkTask, ChunkTask], chunks: dict[int, int], log: list[ChunkStep]
+) -> Start:
     """Writes down what is started and waited for."""
 
     def starting(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        started, waited = (Step(task, chunks[splits_DH.data_ptr()]) for task in tasks)
+        started, waited = (ChunkStep(task, chunks[splits_DH.data_ptr()]) for task in tasks)
         log.append(started)
         exchange = start(rows, splits_DH)
 
@@ -90,7 +92,7 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
     layer = build_layer(config, build_groups(config, seed=7))
     chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
     layer.dispatcher.chunks = lambda plan: chunking
-    logs: list[list[Step]] = []
+    logs: list[list[ChunkStep]] = []
 
     def watched(
         order: Order,
@@ -104,12 +106,12 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
         logs.append(log)
 
         def computing(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            log.append(Step(Task.E, chunk))
+            log.append(ChunkStep(ChunkTask.E, chunk))
             return compute(chunk, rows)
 
         there, back = (
             watched_start(start, tasks, numbers, log)
-            for start, tasks in ((there, (Task.C1, Task.D1)), (back, (Task.C2, Task.D2)))
+            for start, tasks in ((there, (ChunkTask.C1, ChunkTask.D1)), (back, (ChunkTask.C2, ChunkTask.D2)))
         )
         return execute(order, rows, splits, there, back, computing)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_balance.comm.alltoall import Exchange, FlatAllToAll, P2PAllToAll
 from megatron_balance.comm.codecs import CODECS, Codec, load_codec
 from megatron_balance.comm.compressed import Directions, token_exchange
-from megatron_balance.device.layout import build_groups
+from megatron_balance.job.layout import build_groups
 from tests.distributed import runs
 from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
 

@@ -12,11 +12,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
+from megatron_balance.checkpoint.checkpoints import Checkpoints
+from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS
 from megatron_balance.convert.conversion import export_model, import_megatron, import_model
 from megatron_balance.convert.safetensors_files import Weights
-from megatron_balance.training.checkpoint import Checkpoints
-from megatron_balance.training.loop import Run, train_step
-from megatron_balance.training.saved_flags import MODEL_FIELDS
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.run import Run
 from tests import hf_models
 from tests.distributed.checkpoints import Said, tensors_of
 from tests.distributed.runs import build

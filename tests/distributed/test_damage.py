@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.training.checkpoint import CheckpointError, Checkpoints
-from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
-from megatron_balance.training.checkpoint_search import find_sound
+from megatron_balance.checkpoint.checkpoints import CheckpointError, Checkpoints
+from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
+from megatron_balance.checkpoint.search import find_sound
 from megatron_balance.training.loop import train_step
 from tests.distributed.checkpoints import Said
 from tests.distributed.runs import build

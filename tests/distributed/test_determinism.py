@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_balance.device.layout import build_groups, destroy_groups
+from megatron_balance.job.layout import build_groups, destroy_groups
 from megatron_balance.training.loop import train_step
 from tests.distributed import runs
 from tests.distributed.test_chunks import in_chunks

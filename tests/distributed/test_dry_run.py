@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_balance import launch
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
-from megatron_balance.config import RunConfig
-from megatron_balance.dry_run import Held, balanced_tokens, held, imagined_run, model_chunk
-from megatron_balance.memory import chunk_activations
+from megatron_balance.app import launch
+from megatron_balance.app.dry_run import Held, balanced_tokens, held, imagined_run, model_chunk
+from megatron_balance.app.memory import chunk_activations
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training.loop import train_step
 from tests.distributed import runs
 from tests.distributed.runs import BASE

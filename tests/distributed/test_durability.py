@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.training import manifest
-from megatron_balance.training.checkpoint import Checkpoints
-from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
-from megatron_balance.training.checkpoint_search import _candidates
+from megatron_balance.checkpoint import manifest
+from megatron_balance.checkpoint.checkpoints import Checkpoints
+from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
+from megatron_balance.checkpoint.search import _candidates
 from megatron_balance.training.loop import train_step
 from tests.crash import Files, Recorder, crashes
 from tests.distributed.checkpoints import Said

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device.layout import build_groups
+from megatron_balance.job.layout import build_groups
 from tests.distributed.runs import train
 from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
 from tests.unit.tools_loader import load_bench

@@ -1,4 +1,4 @@
-"""observe/forced_routing.py in megatron-core's routers: alone, and in small training runs of many layouts."""
+"""workloads/forced_routing.py in megatron-core's routers: alone, and in small training runs of many layouts."""
 
 import itertools
 from collections import defaultdict
@@ -12,10 +12,11 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.device.layout import build_groups
-from megatron_balance.observe.forced_routing import BatchPart, Workload, force_routing
-from megatron_balance.observe.workloads import WORKLOADS, workload_choices
-from megatron_balance.training.loop import Run, evaluate, train_step
+from megatron_balance.job.layout import build_groups
+from megatron_balance.training.loop import evaluate, train_step
+from megatron_balance.training.run import Run
+from megatron_balance.workloads.forced_routing import BatchPart, Workload, force_routing
+from megatron_balance.workloads.workloads import WORKLOADS, workload_choices
 from tests.distributed import runs
 
 EXPERTS, TOPK, SEQUENCE, SAMPLES = 8, 3, 4, 2

@@ -246,7 +246,7 @@ def test_under_torchrun_all_ranks_speak_before_the_launcher_ends_them(tmp_path: 
         "cpu.install()\n"
         "from tests.distributed.test_hang_guard import sleep_in_rank_1\n"
         "sleep_in_rank_1(int(os.environ['RANK']))\n"
-        "from megatron_balance import launch\n"
+        "from megatron_balance.app import launch\n"
         "launch.pretrain(sys.argv[1:])\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]

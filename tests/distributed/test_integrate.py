@@ -17,8 +17,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.device.layout import build_groups
-from megatron_balance.integrate import Balancing, add_balance_args, attach, balanced_layer_spec
+from megatron_balance import Balancing, add_balance_args, attach, balanced_layer_spec
+from megatron_balance.job.layout import build_groups
 from tests.distributed import upstream
 from tests.distributed.runs import Curve, Hosts
 from tests.distributed.test_parity import deviation

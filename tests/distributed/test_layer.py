@@ -13,15 +13,15 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.build import parts
+from megatron_balance.build.run import parts
 from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.config import BalanceConfig
-from megatron_balance.device.layout import build_groups, destroy_groups
+from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.parallel_schedule import SCHEDULES, TokenPath
+from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
+from megatron_balance.job.layout import build_groups, destroy_groups
 
 HIDDEN, INNER, EXPERTS = 12, 20, 8
 
@@ -48,13 +48,13 @@ def build_layer(
     config: TransformerConfig,
     groups: ProcessGroupCollection,
     all_to_all: AllToAll | None = None,
-    path: TokenPath | None = None,
+    path: ParallelDispatch | None = None,
 ) -> BalancedMoELayer:
     """The layer alone, with initial weights large enough to matter."""
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts))
     wire = all_to_all or FlatAllToAll(groups.ep)
     exchange = TokenExchange(wire, wire, wire)
-    path = path or TokenPath(SCHEDULES["megatron"], groups, sequence_parallel=True)
+    path = path or ParallelDispatch(SCHEDULES["megatron"], groups, sequence_parallel=True)
     layer = BalancedMoELayer(config, submodules, 1, path=path, balance=BalanceConfig(), exchange=exchange)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.placement.policies.none import NoPolicy
-from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.run import Run
 from tests import layouts
 from tests.distributed import runs
 from tests.distributed.runs import Curve

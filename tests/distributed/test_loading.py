@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_balance.training import run_state
-from megatron_balance.training.checkpoint import Checkpoints
-from megatron_balance.training.loop import Run, train_step
+from megatron_balance.checkpoint import run_state
+from megatron_balance.checkpoint.checkpoints import Checkpoints
+from megatron_balance.training.loop import train_step
 from megatron_balance.training.optimizer_state import optimizers
+from megatron_balance.training.run import Run
 from tests.distributed.checkpoints import Said
 from tests.distributed.runs import build
 

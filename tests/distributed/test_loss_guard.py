@@ -13,8 +13,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_balance.training import loop
 from megatron_balance.training.logging import RunLog
-from megatron_balance.training.loop import Run, train, train_step
+from megatron_balance.training.loop import train, train_step
 from megatron_balance.training.loss_guard import PoisonedRun
+from megatron_balance.training.run import Run
 from tests.distributed.runs import build
 
 NAN, INF = float("nan"), float("inf")

@@ -2,8 +2,8 @@
 
 import math
 
-from megatron_balance.arguments import build_parser, parse_args
-from megatron_balance.checks import Machine, check
+from megatron_balance.cli.arguments import build_parser, parse_args
+from megatron_balance.cli.checks import Machine, check
 from megatron_balance.training.loop import train_step
 from tests.distributed.runs import Curve, build, curve_of
 from tests.megatron_lm_scripts import MIXTRAL, MIXTRAL_FILES, MIXTRAL_NODES

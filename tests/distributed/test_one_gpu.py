@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.device.layout import destroy_groups
+from megatron_balance.job.layout import destroy_groups
 from tests.distributed.runs import Curve, train_curve
 from tests.distributed.test_parity import deviation
 from tests.harness import forget_auxiliary_losses

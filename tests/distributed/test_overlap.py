@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.observe.timeline import Record, Timeline, load_timeline
+from megatron_balance.observe.trace import Record, Timeline, load_timeline
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
-from megatron_balance.training.loop import Run, evaluate, train_step
+from megatron_balance.training.loop import evaluate, train_step
+from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 from tests.distributed.test_balancing import TOLERANCE, with_policy

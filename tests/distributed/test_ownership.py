@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.run import Run
 from tests.distributed import checkpoints, runs
 from tests.distributed.runs import Curve
 from tests.distributed.test_parity import deviation

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 from megatron_balance.comm import alltoall, pipelined, sharded
 from megatron_balance.comm.alltoall import FlatAllToAll, P2PAllToAll, post
-from megatron_balance.device.groups import new_twin
-from megatron_balance.device.layout import build_groups
-from megatron_balance.flow.chunking import Chunking
+from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.parallel_schedule import SCHEDULES, TokenPath
+from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
+from megatron_balance.job.groups import new_twin
+from megatron_balance.job.layout import build_groups
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 from tests.distributed.test_chunks import random_order
@@ -79,7 +79,7 @@ def scheduled_layer(
     )
     groups = build_groups(config, seed=7)
     beside = new_twin(groups.tp, dist.group.WORLD) if saa else None
-    path = TokenPath(SCHEDULES[schedule], groups, sequence_parallel, beside)
+    path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel, beside)
     wire = FlatAllToAll if chunks == 1 else P2PAllToAll
     layer = build_layer(config, groups, wire(path.wire), path)
     if chunks > 1:
@@ -226,7 +226,7 @@ def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[flo
     )
     groups = build_groups(config, seed=7)
     beside = new_twin(groups.tp, dist.group.WORLD) if schedule_saa else None
-    path = TokenPath(SCHEDULES["s2"], groups, False, beside)
+    path = ParallelDispatch(SCHEDULES["s2"], groups, False, beside)
     layer = build_layer(config, groups, P2PAllToAll(path.wire), path)
     times: dict[dist.ProcessGroup, list[float]] = {}
 

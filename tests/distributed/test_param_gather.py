@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.run import Run
 from tests.distributed import runs
 
 # So large that a bucket does not end between the projections of an attention, which register in another order

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.build_comm import measure_cluster
-from megatron_balance.checks import Machine
-from megatron_balance.device.layout import build_groups
-from megatron_balance.profile import bench
-from megatron_balance.profile.bench import OPERATIONS, Members, Passes, sub_groups
+from megatron_balance.build.tokens import measure_cluster
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.job.layout import build_groups
+from megatron_balance.measure import stopwatch
+from megatron_balance.measure.measure import device_groups, group_kinds, measure, measured_once
+from megatron_balance.measure.stopwatch import OPERATIONS, Members, Passes, sub_groups
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, builtin, load
-from megatron_balance.profile.measure import device_groups, group_kinds, measure, measured_once
 from tests.distributed.runs import BASE
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
@@ -111,7 +111,7 @@ def measure_a_known_cluster() -> ClusterProfile:
         return Passes(clock.operation(1 + FORWARD * tokens), clock.operation(2 + BACKWARD * tokens))
 
     fakes = {collective: functools.partial(operation, collective) for collective in COLLECTIVES}
-    with mock.patch.dict(bench.OPERATIONS, fakes), mock.patch.object(bench, "time", clock):
+    with mock.patch.dict(stopwatch.OPERATIONS, fakes), mock.patch.object(stopwatch, "time", clock):
         return measured(dist.group.WORLD, 2, passes)
 
 
@@ -229,7 +229,7 @@ def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     config = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()
-    with mock.patch("megatron_balance.build_comm.SIZES", SIZES):
+    with mock.patch("megatron_balance.build.tokens.SIZES", SIZES):
         profile = measure_cluster(config, groups, 2)
     return profile, torch.equal(before, torch.get_rng_state())
 
@@ -238,7 +238,7 @@ def measure_in_shards() -> ClusterProfile:
     flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear"
     config = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
-    with mock.patch("megatron_balance.build_comm.SIZES", SIZES):
+    with mock.patch("megatron_balance.build.tokens.SIZES", SIZES):
         return measure_cluster(config, groups, 2)
 
 

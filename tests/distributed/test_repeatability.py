@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.flexmoe import FlexMoE
-from megatron_balance.training.loop import Run
+from megatron_balance.training.run import Run
 from tests.distributed.checkpoints import disturbed
 
 LONGEST_DELAY = 0.2

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_balance.config import TrainConfig
-from megatron_balance.training import checkpoint, manifest, writer
-from megatron_balance.training.checkpoint import CheckpointError, Checkpoints
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.checkpoint import checkpoints as saving
+from megatron_balance.checkpoint import manifest, writer
+from megatron_balance.checkpoint.checkpoints import CheckpointError, Checkpoints
+from megatron_balance.checkpoint.directory import CheckpointDirectory
+from megatron_balance.config.run_config import TrainConfig
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.stopping import Stopping
 from tests.distributed.checkpoints import Said, outcome, unequal_tensors
@@ -227,7 +228,7 @@ PLACES = {
     "manifest": (manifest, "_render"),
     "common": (writer.PartWriter, "describe"),
     "rm": (CheckpointDirectory, "stage"),
-    "unseen": (checkpoint, "unseen"),
+    "unseen": (saving, "unseen"),
 }
 
 

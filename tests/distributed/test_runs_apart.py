@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.training import checkpoint_search, held_directory, manifest, saved_flags
-from megatron_balance.training.checkpoint import Checkpoints
-from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
-from megatron_balance.training.errors import CheckpointError
-from megatron_balance.training.lease import STALE_SECONDS, Lease, Owner, Record
+from megatron_balance.checkpoint import held_directory, manifest, saved_flags, search
+from megatron_balance.checkpoint.checkpoints import Checkpoints
+from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
+from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Owner, Record
+from megatron_balance.job.errors import CheckpointError
 from megatron_balance.training.loop import train_step
 from tests.distributed.checkpoints import Said, _forget
 from tests.distributed.jobs import Job
@@ -125,7 +125,7 @@ def test_checkpoints_say_which_run_they_are_from(ranks, tmp_path: Path) -> None:
 
 def read_while_pruning(directory: str) -> tuple[str, list[str]]:
     """Once it is clear what there is, another run saves a new checkpoint and deletes the one that is to be read."""
-    root, original = CheckpointDirectory(Path(directory)), checkpoint_search._candidates
+    root, original = CheckpointDirectory(Path(directory)), search._candidates
 
     def candidates(*args: object) -> object:
         found = original(*args)
@@ -134,12 +134,12 @@ def read_while_pruning(directory: str) -> tuple[str, list[str]]:
             (root.root / TRACKER).write_text("5")
         return found
 
-    checkpoint_search._candidates = candidates
+    search._candidates = candidates
     said = Said()
     try:
-        return checkpoint_search.find_sound(root, None, said).name, said.lines
+        return search.find_sound(root, None, said).name, said.lines
     finally:
-        checkpoint_search._candidates = original
+        search._candidates = original
 
 
 def load_while_pruning(directory: str) -> str:

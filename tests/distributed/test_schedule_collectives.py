@@ -11,9 +11,9 @@ from megatron.core.tensor_parallel import mappings
 
 from megatron_balance.comm import sharded
 from megatron_balance.comm.alltoall import Exchange, FlatAllToAll
-from megatron_balance.device.layout import build_groups
-from megatron_balance.flow import pipeline
-from megatron_balance.flow.parallel_schedule import SCHEDULES, Shape, TokenPath, volumes
+from megatron_balance.flow.chunks import pipeline
+from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape, volumes
+from megatron_balance.job.layout import build_groups
 from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
 from tests.distributed.test_parallel_schedule import LAYOUTS, Layout, size_of
 
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "collectives"
 class Log:
     """What a rank sends together with others: which collective, and how many elements it takes or gives."""
 
-    def __init__(self, path: TokenPath) -> None:
+    def __init__(self, path: ParallelDispatch) -> None:
         groups = path.groups
         self.names = {groups.expt_tp: "ESP", groups.tp: "MP", groups.ep: "EP", groups.tp_ep: "EP&ESP"}
         self.lines: list[tuple[str, int]] = []
@@ -86,7 +86,7 @@ def collectives(layout: Layout, schedule: str, shapes: Sequence[tuple[int, int, 
         moe_router_load_balancing_type="none",
     )
     groups = build_groups(config, seed=7)
-    path, found = TokenPath(SCHEDULES[schedule], groups, sequence_parallel=False), []
+    path, found = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel=False), []
     for tokens, config.moe_router_topk, config.moe_expert_capacity_factor in shapes:
         layer, log = build_layer(config, groups, FlatAllToAll(path.wire), path), Log(path)
         hidden = torch.randn(tokens, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -59,7 +59,7 @@ class Odd:
             os.chdir(self.directories[rank == self.rank])
         if rank != self.rank:
             return
-        facts = importlib.import_module("megatron_balance.facts")
+        facts = importlib.import_module("megatron_balance.app.facts")
         version, content = facts._version, facts.content_of
         if self.version:
             facts._version = lambda package: "1.0" if package == "numpy" else version(package)
@@ -197,7 +197,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 
 
 def with_too_large_a_model_on_rank_1(rank: int) -> None:
-    launch, torch = importlib.import_module("megatron_balance.launch"), importlib.import_module("torch")
+    launch, torch = importlib.import_module("megatron_balance.app.launch"), importlib.import_module("torch")
     build_run = launch.build_run
 
     def build(*args, **kwargs):

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_balance.training import manifest
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.checkpoint import manifest
+from megatron_balance.checkpoint.directory import CheckpointDirectory
 from tests.distributed.checkpoints import unequal_tensors
 from tests.distributed.jobs import POINTS, Death, Job
 from tests.distributed.runs import BASE

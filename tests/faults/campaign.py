@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.checkpoint.directory import CheckpointDirectory
 from tests.distributed.jobs import Ended, Job
 from tests.distributed.wandering import wandering
 from tests.faults.cells import ITERATIONS, LAYOUTS, Cell, End

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_balance import facts
+from megatron_balance.app import facts
 from tests.distributed.runs import BASE
 from tests.faults.cells import Cell
 
@@ -30,22 +30,22 @@ LARGE = "something large"
 """What fills a disk."""
 
 MOMENTS = {
-    "parsing": "megatron_balance.launch:parse_args",
-    "joining": "megatron_balance.device.job:start",
-    "building": "megatron_balance.launch:build_run",
-    "measuring": "megatron_balance.profile.bench:Stopwatch._seconds",
-    "loading": "megatron_balance.training.checkpoint:Checkpoints.load",
+    "parsing": "megatron_balance.app.launch:parse_args",
+    "joining": "megatron_balance.job.job:start",
+    "building": "megatron_balance.app.launch:build_run",
+    "measuring": "megatron_balance.measure.stopwatch:Stopwatch._seconds",
+    "loading": "megatron_balance.checkpoint.checkpoints:Checkpoints.load",
     "forward": "megatron_balance.training.loop:forward_step",
     "optimizer": "megatron_balance.timeline.runtime:Balancer.finish_iteration",
     "Trans": "megatron_balance.comm.transfer:ExpertTransfer.trans",
     "Agg": "megatron_balance.comm.transfer:ExpertTransfer.agg",
-    "Transfer": "megatron_balance.comm.ownership:OwnershipTransfer._exchange",
+    "Transfer": "megatron_balance.comm.moves:OwnershipTransfer._exchange",
     "logging": "megatron_balance.training.logging:RunLog.step",
     "evaluation": "megatron_balance.training.loop:evaluate",
-    "saving": "megatron_balance.training.checkpoint:Checkpoints._start",
-    "writing": "megatron_balance.training.writer:_write",
-    "committing": "megatron_balance.training.checkpoint_directory:CheckpointDirectory.commit",
-    "the end": "megatron_balance.launch:_finish_together",
+    "saving": "megatron_balance.checkpoint.checkpoints:Checkpoints._start",
+    "writing": "megatron_balance.checkpoint.writer:_write",
+    "committing": "megatron_balance.checkpoint.directory:CheckpointDirectory.commit",
+    "the end": "megatron_balance.app.launch:_finish_together",
 }
 """The function at whose call something happens: module and name in it."""
 

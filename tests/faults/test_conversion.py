@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
+from megatron_balance.checkpoint.directory import CheckpointDirectory
 from tests import hf_models
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from torch.cuda._sanitizer import StreamSynchronizations
 
-from megatron_balance.device import collectives
+from megatron_balance.job import collectives
 
 _PACKAGE = str(Path(__file__).parents[2] / "megatron_balance")
 _SKIPPED = (

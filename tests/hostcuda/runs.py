@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megatron_balance.training.loop import Run, train_step
+from megatron_balance.training.loop import train_step
+from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 from tests.hostcuda.checker import Checker, Place

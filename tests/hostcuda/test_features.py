@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.training.loop import Run
+from megatron_balance.training.run import Run
 from tests import features
 from tests.hostcuda.runs import Watched, watched
 

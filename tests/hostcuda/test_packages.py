@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_balance.checks import Machine
+from megatron_balance.cli.checks import Machine
 from tests.fused_adam import FusedAdam
 from tests.hostcuda.packages import HERE, MACHINES, kernels, roots
 from tests.hostcuda.packages.te.transformer_engine.pytorch import permutation

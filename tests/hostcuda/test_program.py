@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device.lane import Lane
-from megatron_balance.training.loop import Run
+from megatron_balance.device.side_stream import SideStream
+from megatron_balance.training.run import Run
 from tests import layouts
 from tests.distributed.checkpoints import straight_against_resumed
 from tests.distributed.jobs import Job
@@ -70,19 +70,19 @@ def _both(first: Callable[[Run], None], second: Callable[[Run], None], run: Run)
 def wait_for_nothing(flags: str) -> Watched:
     """A run whose lanes begin at once."""
 
-    def start(lane: Lane, *args: object) -> object:
+    def start(lane: SideStream, *args: object) -> object:
         with mock.patch.object(lane._stream, "wait_stream", lambda stream: None):
             return begin(lane, *args)
 
-    begin = Lane.start
-    with mock.patch.object(Lane, "start", start):
+    begin = SideStream.start
+    with mock.patch.object(SideStream, "start", start):
         return watched(flags, 3)
 
 
 def leave(kept: bool) -> list[str]:
     """Begin an exchange in two stages, drop it with its rows, and say what is wrong with that."""
     from megatron_balance.comm.hierarchical import TwoDimensionalAllToAll
-    from megatron_balance.device.groups import new_node_groups
+    from megatron_balance.job.groups import new_node_groups
 
     record = torch.Tensor.record_stream if kept else (lambda tensor, stream: None)
     exchange = TwoDimensionalAllToAll(new_node_groups(dist.group.WORLD, dist.group.WORLD, 2))
@@ -147,9 +147,9 @@ def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: 
 
 def measure_small_messages(rank: int) -> None:
     """GPUs are measured with messages that take seconds here."""
-    from megatron_balance import build_comm
+    from megatron_balance.build import tokens
 
-    build_comm.LARGE_SIZES = build_comm.SIZES
+    tokens.LARGE_SIZES = tokens.SIZES
 
 
 def test_the_entry_point(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.training.loop import Run
+from megatron_balance.training.run import Run
 from tests.hostcuda.waits import CASES, COLUMNS, GOLDEN, SIZES, WORLD_SIZE, counted, golden, growth, text
 
 QUICK = ("bf16", "transformer_engine")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device.collectives import COLLECTIVES, MESSAGES
+from megatron_balance.job.collectives import COLLECTIVES, MESSAGES
 from tests.hostcuda.checker import Checker
 
 CHECKER = Checker()

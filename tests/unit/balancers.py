@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megatron_balance.device.lane import Flight
+from megatron_balance.device.side_stream import AsyncWork
 from megatron_balance.placement.cost_model import CostModel, Overlap
 from megatron_balance.placement.manager import Manager, Question
 from megatron_balance.placement.placement import Placement
@@ -25,7 +25,7 @@ from megatron_balance.timeline import runtime
 from megatron_balance.timeline.actions import Operation
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import Overlapping, Pass, lower, one_forward_one_backward
-from megatron_balance.timeline.planner import Asked, Plan, Planner, make_plan
+from megatron_balance.timeline.planner import Asked, Plan, Planner, plan_for
 from megatron_balance.timeline.runtime import Balancer
 
 RANKS, EXPERTS, SLOTS, MICROBATCHES = 3, 12, 2, 5
@@ -107,7 +107,7 @@ class AtOnce:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
-    def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> Flight:
+    def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> AsyncWork:
         prepare()
         work()
         entry = self.journal[-1]
@@ -116,7 +116,7 @@ class AtOnce:
             self.journal.append(("waited", *entry))
             return 0.0, 0.0
 
-        return Flight(0.0, wait)
+        return AsyncWork(0.0, wait)
 
 
 class PlansAtOnce(Planner):
@@ -130,7 +130,7 @@ class PlansAtOnce(Planner):
 
     def ask(self, question: Question) -> Asked:
         asked = Asked(question, Future())
-        asked.plan.set_result(make_plan(question))
+        asked.plan.set_result(plan_for(question))
         self.entries[id(asked)] = self.journal[-1]
         return asked
 
@@ -234,7 +234,7 @@ def build(
     monkeypatch.setattr(runtime, "dist", Collectives)
     with monkeypatch.context() as patched:
         if not threads:
-            patched.setattr(runtime, "Lane", lambda name: AtOnce(journal))
+            patched.setattr(runtime, "SideStream", lambda name: AtOnce(journal))
             more.setdefault("planner", PlansAtOnce(journal))
         states = {
             number: LayerState(

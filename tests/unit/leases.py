@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from megatron_balance.training.lease import Lease, Owner
+from megatron_balance.checkpoint.lease import Lease, Owner
 
 
 class Clock:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.device import agreement
-from megatron_balance.device.agreement import (
+from megatron_balance.job import agreement
+from megatron_balance.job.agreement import (
     MAX_NAMES,
     MAX_VALUES,
     Facts,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.arguments import parse_args
+from megatron_balance.cli.arguments import parse_args
 from megatron_balance.comm.auto import node_share, predict, stages
 from megatron_balance.comm.hierarchical import transposed
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order

@@ -1,47 +1,35 @@
 """The shape of the package: which part may import which, and how long files and functions may be."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import networkx
 import pytest
 
-import megatron_balance.config
+import megatron_balance
 
-PACKAGE = Path(megatron_balance.config.__file__).parent
+PACKAGE = Path(megatron_balance.__file__).parent
 NAME = PACKAGE.name
 
 LEVELS = (
-    {"config", "training_config", "flags", "device", "messages", "output_files", "endings", "input_files"},
-    {"placement", "comm", "profile"},
-    {"training", "flow", "timeline", "simulate", "observe"},
-    {
-        "__init__",
-        "arguments",
-        "parser",
-        "yaml_file",
-        "checks",
-        "moe_checks",
-        "upstream_flags",
-        "build",
-        "build_balancer",
-        "build_comm",
-        "memory",
-        "dry_run",
-        "facts",
-        "launch",
-        "layer_frequency",
-        "machine",
-        "machine_checks",
-        "integrate",
-    },
-    {"convert"},
+    {"messages"},
+    {"files", "config", "job", "device"},
+    {"profile", "placement", "observe", "workloads"},
+    {"comm"},
+    {"flow", "timeline"},
+    {"measure", "training"},
+    {"checkpoint"},
+    {"cli", "build"},
+    {"app", "convert"},
+    {"__init__"},
 )
-"""Parts of the package, lowest first: a part imports from its own level and from below."""
+"""Rooms of the package, lowest first: a room imports from its own level and from below."""
 
 STRANGERS = {("flow", "timeline"), ("timeline", "flow")}
 """They meet in one value only, the Placement."""
 
+MAX_ROOT_MODULES = 2
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -99,6 +87,39 @@ def test_imports_point_down(path: Path) -> None:
     assert forbidden(part_of(path), path.read_text(encoding="utf-8")) == []
 
 
+def circles(imported: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Modules (or rooms) that import each other, whether directly or through others."""
+    graph = networkx.DiGraph((one, other) for one, others in imported.items() for other in others if one != other)
+    return sorted(
+        sorted(component) for component in networkx.strongly_connected_components(graph) if len(component) > 1
+    )
+
+
+def modules_imported() -> dict[str, set[str]]:
+    """Every module of the package with those that it imports, for types alone included."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
+    found = {}
+    for module, path in names.items():
+        own = [name for name in imports(path.read_text(encoding="utf-8")) if name.split(".")[0] == NAME]
+        found[module] = {name if name in names else name.rpartition(".")[0] for name in own} & names.keys()
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(modules_imported()) == []
+
+
+def test_no_rooms_import_each_other() -> None:
+    rooms: dict[str, set[str]] = {}
+    for module, others in modules_imported().items():
+        rooms.setdefault(module.split(".")[1], set()).update(other.split(".")[1] for other in others)
+    assert circles(rooms) == []
+
+
+def test_the_root_has_no_modules_of_its_own() -> None:
+    assert len([path for path in FILES if path.parent == PACKAGE]) <= MAX_ROOT_MODULES
+
+
 @every_file
 def test_sizes(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
@@ -114,14 +135,14 @@ def test_placement_is_pure(path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "source", "expected"),
     [
-        ("flow", "from megatron_balance.training.loop import Run", []),
+        ("training", "from megatron_balance.flow.layer import BalancedMoELayer", []),
         ("flow", "from megatron_balance.timeline import actions", ["megatron_balance.timeline.actions"]),
         ("timeline", "import megatron_balance.flow.plan", ["megatron_balance.flow.plan"]),
         ("timeline", "from megatron_balance.placement.placement import Placement", []),
         ("comm", "def f():\n from megatron_balance.flow import plan", ["megatron_balance.flow.plan"]),
-        ("config", "from megatron_balance import build", ["megatron_balance.build"]),
+        ("config", "from megatron_balance.build import run", ["megatron_balance.build.run"]),
         ("training", "import torch, megatron.core", []),
-        ("build", "from megatron_balance import arguments, flow", []),
+        ("build", "from megatron_balance.flow import layer", []),
     ],
 )
 def test_the_import_rule_itself(part: str, source: str, expected: list[str]) -> None:
@@ -140,6 +161,10 @@ def test_the_import_rule_itself(part: str, source: str, expected: list[str]) -> 
 )
 def test_the_purity_rule_itself(source: str, expected: bool) -> None:
     assert uses_distributed(source) == expected
+
+
+def test_the_circle_rule_itself() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"d"}}) == [["a", "b", "c"]]
 
 
 def test_the_size_rule_itself() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.training import manifest
-from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
+from megatron_balance.checkpoint import manifest
+from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 
 
 class Killed(BaseException):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from megatron_balance.arguments import Parsed, build_parser, parse_args
-from megatron_balance.checks import Layout, Machine, check
+from megatron_balance.cli.arguments import Parsed, build_parser, parse_args
+from megatron_balance.cli.checks import Layout, Machine, check
 
 CPU = Machine(world_size=8, cuda=False, transformer_engine=False, apex=False)
 GPU = Machine(world_size=8, cuda=True, transformer_engine=True, apex=True)

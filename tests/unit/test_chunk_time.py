@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from tests.unit.tools_loader import load_bench
 
 chunk_time = load_bench("chunk_time")

@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.flow.chunk_choice import DEGREES, ByMiniTasks, ByPrediction, ChunkChoice, find_degrees
-from megatron_balance.flow.chunking import UNSPLIT, in_chunks, split_by, split_evenly
-from megatron_balance.flow.plan import make_plan
-from megatron_balance.flow.task_order import ChunkTimes, Order, TaskTimes, optsche, parse, sequential, theorem_1
-from megatron_balance.observe.workloads import load_matrix
+from megatron_balance.flow.chunks.choice import DEGREES, ByMiniTasks, ByPrediction, ChunkChoice, find_degrees
+from megatron_balance.flow.chunks.chunking import UNSPLIT, in_chunks, split_by, split_evenly
+from megatron_balance.flow.chunks.order import ChunkTimes, Order, TaskTimes, optsche, parse, sequential, theorem_1
+from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.profile.cluster_profile import builtin
+from megatron_balance.workloads.workloads import load_matrix
 from tests.unit.placements import random_placement
 
 
@@ -67,7 +67,7 @@ class Model:
 
 def plan_of(tokens: int) -> object:
     placement = Placement.identity(4, 2, 0)
-    return make_plan(torch.full((2, 4), tokens), placement)
+    return make_dispatch_plan(torch.full((2, 4), tokens), placement)
 
 
 @pytest.mark.parametrize(("overhead", "chosen"), [(0.0, 16), (0.05, 4), (100.0, 1)])
@@ -122,7 +122,7 @@ def test_a_users_order_is_checked() -> None:
 def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     placement = random_placement(2 * ranks, ranks, 2, seed)
-    plan = make_plan(torch.from_numpy(generator.integers(0, 30, (ranks, 2 * ranks))), placement)
+    plan = make_dispatch_plan(torch.from_numpy(generator.integers(0, 30, (ranks, 2 * ranks))), placement)
     shares_CDE = generator.random((chunks, ranks, 2 * ranks))
     shares_CDE /= shares_CDE.sum(0)
     # Experts that had no tokens when shares were chosen
@@ -138,7 +138,7 @@ def test_mini_tasks_say_which_tokens_go_together() -> None:
     cost = CostModel(builtin(4, 4, 1024, 2048), 2048, 8e6, 8e6)
     load_DE = load_matrix("hot_rank", 4, 8, 2, 1024, 0, 0)
     for placement in (Placement.identity(8, 4, 2), Demi().plan(load_DE, Placement.identity(8, 4, 2), cost)):
-        plan = make_plan(torch.from_numpy(load_DE), placement)
+        plan = make_dispatch_plan(torch.from_numpy(load_DE), placement)
         schedule = Demi().schedule(load_DE, placement, cost)
         chunking, reason = ByMiniTasks(Demi(), cost)(plan)
         assert str(schedule) in reason

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.device.collective_order import (
+from megatron_balance.job.collective_order import (
     Channel,
     Event,
     Operation,

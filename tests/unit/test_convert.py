@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron_balance.app.dry_run import imagined_run
+from megatron_balance.checkpoint.directory import CheckpointDirectory
+from megatron_balance.checkpoint.lease import Lease, Owner, Record
+from megatron_balance.checkpoint.manifest import read as read_manifest
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.conversion import export_model, import_model, run_config
 from megatron_balance.convert.pieces import QueryKeyValue, Rows
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
-from megatron_balance.dry_run import imagined_run
-from megatron_balance.training.checkpoint_directory import CheckpointDirectory
-from megatron_balance.training.lease import Lease, Owner, Record
-from megatron_balance.training.manifest import read as read_manifest
 from tests import hf_models
 from tests.disks import small_disk
 from tests.unit.published_models import PUBLISHED

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.observe.workloads import WORKLOADS, load_matrix
 from megatron_balance.placement.cost_model import CostModel, Overlap, owners
 from megatron_balance.placement.demi import search
-from megatron_balance.placement.demi.schedule import Task, check
+from megatron_balance.placement.demi.schedule import MiniTaskKind, check
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, demi_baselines, load_policy
 from megatron_balance.placement.policies import demi as demi_module
@@ -19,6 +18,7 @@ from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.placement.policies.demi_baselines import assign
 from megatron_balance.placement.policies.interface import lend
 from megatron_balance.profile.cluster_profile import Fit, builtin
+from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
 
 LENDING = [name for name in POLICIES if name.startswith("demi")]
 
@@ -212,7 +212,9 @@ def test_the_schedule_of_a_plan() -> None:
     assert schedule.hosts == tuple(hosts_of(planned)) and schedule == Demi().schedule(counts_DE, planned, cost)
     assert check(Demi().problem(counts_DE, current, cost), schedule) == []
     lent = {(expert, planned.owner(expert), rank) for expert, (rank,) in enumerate(planned.hosts)}
-    moved = {(expert, source, target) for expert, task, source, target in schedule.transfers if task is Task.TRANS}
+    moved = {
+        (expert, source, target) for expert, task, source, target in schedule.transfers if task is MiniTaskKind.TRANS
+    }
     assert moved == {(expert, owner, rank) for expert, owner, rank in lent if owner != rank} and moved
     assert Demi().schedule(np.zeros_like(counts_DE), current, cost).makespan == 0
     copied = current.with_hosts([(0, 1)])

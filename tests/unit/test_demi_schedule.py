@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.placement.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.placement.demi.problem import Problem
-from megatron_balance.placement.demi.schedule import MiniTask, Schedule, Task, check
+from megatron_balance.placement.demi.schedule import MiniTask, MiniTaskKind, MiniTaskSchedule, check
 from tests.unit.demi_problems import even_problem, problems
 
 
@@ -28,7 +28,7 @@ def test_schedules_keep_to_every_constraint(problem: Problem, seed: int) -> None
         assert all(text.startswith(("(3a)", "(3b)", "guests")) for text in broken)
         assert bool(broken) != fits
         assert schedule.makespan == math.ceil(finish)
-        assert Schedule.parse(str(schedule)) == schedule
+        assert MiniTaskSchedule.parse(str(schedule)) == schedule
         assert finishes(problem, hosts_E[None], pace)[0] == pytest.approx(finish, rel=1e-9)
 
 
@@ -69,7 +69,7 @@ def migrated_problem(**changes: object) -> Problem:
 )
 def test_check_names_what_is_broken(old: str, new: str, equation: str | None) -> None:
     assert old in MIGRATED
-    broken = check(migrated_problem(), Schedule.parse(MIGRATED.replace(old, new, 1)))
+    broken = check(migrated_problem(), MiniTaskSchedule.parse(MIGRATED.replace(old, new, 1)))
     assert any(text.startswith(equation) for text in broken) if equation else broken == []
 
 
@@ -82,17 +82,17 @@ def test_check_names_what_is_broken(old: str, new: str, equation: str | None) ->
     ],
 )
 def test_check_counts_rooms(changes: dict[str, object], equation: str) -> None:
-    (broken,) = check(migrated_problem(**changes), Schedule.parse(MIGRATED))
+    (broken,) = check(migrated_problem(**changes), MiniTaskSchedule.parse(MIGRATED))
     assert broken.startswith(f"{equation}: worker 0 has")
 
 
 def test_schedules_as_text() -> None:
-    schedule = Schedule.parse(MIGRATED)
+    schedule = MiniTaskSchedule.parse(MIGRATED)
     assert str(schedule) == MIGRATED
     assert schedule.makespan == 4
-    assert schedule.mini_tasks[1] == MiniTask(1, Task.TRANS, 1, 0)
+    assert schedule.mini_tasks[1] == MiniTask(1, MiniTaskKind.TRANS, 1, 0)
     assert schedule.amounts[5] == (0.0, 0.0, 1.0, 1.0)
-    assert Schedule.parse("hosts 1\nmini-task\n") == Schedule((1,), (), ())
+    assert MiniTaskSchedule.parse("hosts 1\nmini-task\n") == MiniTaskSchedule((1,), (), ())
     for old, new in [
         ("hosts", "guests"),
         ("| 1 ", "| 4 "),
@@ -102,13 +102,19 @@ def test_schedules_as_text() -> None:
         ("| 2.0 |     |     |", "| 2.0 |     |     |     |"),
     ]:
         with pytest.raises(ValueError, match=r"schedule|mini-task"):
-            Schedule.parse(MIGRATED.replace(old, new, 1))
+            MiniTaskSchedule.parse(MIGRATED.replace(old, new, 1))
 
 
 def test_transfers_come_in_the_order_in_which_they_are_complete() -> None:
-    rows = [MiniTask(0, Task.TRANS, 0, 1), MiniTask(1, Task.TRANS, 0, 1), MiniTask(2, Task.TRANS, 0, 1)]
-    work = MiniTask(0, Task.COMPUTE, 0, 1)
-    schedule = Schedule((1, 1, 1), (*rows, work), ((1.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0)))
+    rows = [
+        MiniTask(0, MiniTaskKind.TRANS, 0, 1),
+        MiniTask(1, MiniTaskKind.TRANS, 0, 1),
+        MiniTask(2, MiniTaskKind.TRANS, 0, 1),
+    ]
+    work = MiniTask(0, MiniTaskKind.COMPUTE, 0, 1)
+    schedule = MiniTaskSchedule(
+        (1, 1, 1), (*rows, work), ((1.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0))
+    )
     assert schedule.transfers == (rows[1], rows[0], rows[2])
 
 

@@ -12,7 +12,7 @@ LINES = 20000
 PROGRAM = f"""
 LINES = {LINES}
 import sys
-from megatron_balance.endings import unbreakable_output
+from megatron_balance.job.endings import unbreakable_output
 @unbreakable_output()
 def main():
     for number in range(LINES):

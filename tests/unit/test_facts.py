@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance import facts
-from megatron_balance.arguments import Parsed, parse_args
-from megatron_balance.config import RunConfig
-from megatron_balance.device.groups import Topology
-from megatron_balance.input_files import content_of
-from megatron_balance.machine import Machine
+from megatron_balance.app import facts
+from megatron_balance.cli.arguments import Parsed, parse_args
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.device.machine import Machine
+from megatron_balance.files.input_files import content_of
+from megatron_balance.job.groups import Topology
 from tests.distributed.runs import BASE
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "running.md"

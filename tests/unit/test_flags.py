@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_balance.arguments import build_parser
-from megatron_balance.flags import add_flags, build, field_docs, flag_field, flag_names
+from megatron_balance.cli.arguments import build_parser
+from megatron_balance.config.flags import add_flags, build, field_docs, flag_field, flag_names
 
 
 class Color(enum.Enum):

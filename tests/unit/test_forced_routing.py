@@ -1,12 +1,12 @@
-"""observe/forced_routing.py: which tokens a rank sees. Routers are in distributed/test_forced_routing.py."""
+"""workloads/forced_routing.py: which tokens a rank sees. Routers are in distributed/test_forced_routing.py."""
 
 from itertools import chain
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.observe.forced_routing import BatchPart
 from megatron_balance.training.data import MicrobatchSampler
+from megatron_balance.workloads.forced_routing import BatchPart
 
 sizes = st.integers(1, 4)
 

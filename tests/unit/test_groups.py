@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_balance.device.groups import Topology, expert_node_size
+from megatron_balance.job.groups import Topology, expert_node_size
 
 
 @pytest.mark.parametrize(

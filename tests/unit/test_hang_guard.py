@@ -1,4 +1,4 @@
-"""training/hang_guard.py: when a wait counts as a stall, on a clock of the test's own."""
+"""job/hang_guard.py: when a wait counts as a stall, on a clock of the test's own."""
 
 import threading
 from collections.abc import Callable
@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device.collectives import Collectives
-from megatron_balance.training import hang_guard
-from megatron_balance.training.hang_guard import HangGuard
-from megatron_balance.training.stall import Position, Pulse
+from megatron_balance.job import hang_guard
+from megatron_balance.job.collectives import Collectives
+from megatron_balance.job.hang_guard import HangGuard
+from megatron_balance.job.stall import Position, Pulse
 
 LIMIT, RUN = 10.0, 60.0
 """Seconds."""

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.arguments import build_parser, yaml_flags
+from megatron_balance.checkpoint import saved_flags
+from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
+from megatron_balance.cli.arguments import build_parser, yaml_flags
 from megatron_balance.convert.conversion import import_model
-from megatron_balance.input_files import (
+from megatron_balance.files.input_files import (
     KIB,
     MAX_DEPTH,
     content_of,
@@ -24,10 +26,8 @@ from megatron_balance.input_files import (
     read_text,
 )
 from megatron_balance.observe.load_log import read_loads
-from megatron_balance.observe.timeline import load_timeline
+from megatron_balance.observe.trace import load_timeline
 from megatron_balance.profile import cluster, cluster_profile
-from megatron_balance.training import saved_flags
-from megatron_balance.training.checkpoint_directory import TRACKER, CheckpointDirectory
 from megatron_balance.training.data_files import check_indices
 from tests.unit.tools_loader import load_bench
 

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.config import BalanceConfig, CommConfig
-from megatron_balance.integrate import Balancing, add_balance_args, attach
+from megatron_balance.app.integrate import Balancing, add_balance_args, attach
+from megatron_balance.config.run_config import BalanceConfig, CommConfig
 
 MODEL = {
     "num_layers": 2,

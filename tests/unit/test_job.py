@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from megatron_balance.device import job, launcher
-from megatron_balance.device.job import Launch
+from megatron_balance.job import job, launcher
+from megatron_balance.job.job import Launch
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
 TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}

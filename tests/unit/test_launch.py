@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_balance import launch
-from megatron_balance.endings import Ending
+from megatron_balance.app import launch
+from megatron_balance.job.endings import Ending
 from tests.distributed.runs import BASE
 
 

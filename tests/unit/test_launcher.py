@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_balance.device import launcher
+from megatron_balance.job import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "MASTER_PORT": "1"}
@@ -22,7 +22,7 @@ subprocess.Popen(sys.argv[2:], env=os.environ | eval(sys.argv[1])).wait()
 
 RANK = """
 import os, signal, time
-from megatron_balance.device import launcher
+from megatron_balance.job import launcher
 if {number}:
     launcher.SIGNAL = signal.Signals({number})
 launcher.follow()
@@ -101,7 +101,7 @@ def test_what_was_started_otherwise_goes_on(start: Start) -> None:
 
 
 def test_it_imports_nothing_that_takes_time() -> None:
-    code = "import sys; from megatron_balance.device import launcher; print({'torch', 'numpy'} & {*sys.modules})"
+    code = "import sys; from megatron_balance.job import launcher; print({'torch', 'numpy'} & {*sys.modules})"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert told == "set()\n"
 

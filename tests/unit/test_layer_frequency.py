@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.layer_frequency import FREQUENCY_LIMIT, parse_layer_frequency
+from megatron_balance.cli.layer_frequency import FREQUENCY_LIMIT, parse_layer_frequency
 
 Value = int | list
 Expression = tuple[str, Value | None]

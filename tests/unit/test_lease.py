@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.training import lease
-from megatron_balance.training.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner
+from megatron_balance.checkpoint import lease
+from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner
 from tests.disks import fill, small_disk
 from tests.unit.leases import Clock, elsewhere, held, left, wanted
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_balance.device import limits
+from megatron_balance.job import limits
 
 
 @pytest.fixture

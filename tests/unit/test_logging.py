@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
-from megatron_balance.config import RunConfig
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.training.logging import RunLog, flops_per_sample, moe_layer_pattern
-from megatron_balance.training.loop import Progress, StepReport
+from megatron_balance.training.progress import Progress, StepReport
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 2 --lr 1e-3 "

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from megatron_balance.training.fault_search import (
     Chunk,
     Finding,
@@ -16,8 +16,8 @@ from megatron_balance.training.fault_search import (
     is_finite,
     kind,
 )
-from megatron_balance.training.loop import Progress, StepReport
 from megatron_balance.training.loss_guard import LossGuard, PoisonedRun, Remembered, SpikyLoss
+from megatron_balance.training.progress import Progress, StepReport
 from tests.distributed.runs import BASE
 
 NAN, INF = float("nan"), float("inf")

@@ -15,12 +15,12 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from packaging.requirements import Requirement
 
-from megatron_balance import build, machine
-from megatron_balance.arguments import parse_args
-from megatron_balance.device import cpu
+from megatron_balance.app.dry_run import imagined_run
+from megatron_balance.build import run
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.device import cpu, machine
+from megatron_balance.device.machine import KERNELS, TAKEN_FOR_GRANTED, Machine, unfit_engine
 from megatron_balance.device.norm import TorchNorm
-from megatron_balance.dry_run import imagined_run
-from megatron_balance.machine import KERNELS, TAKEN_FOR_GRANTED, Machine, unfit_engine
 from tests.unit.test_checks import CPU, GPU, argv, layout_on
 
 NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)
@@ -184,5 +184,5 @@ def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monk
     monkeypatch.setattr(gpt_layer_specs, "LNImpl", FusedLayerNorm)
     config = parse_args(argv(f"--normalization {normalization} --moe-layer-impl megatron"), CPU).config
     path = SimpleNamespace(groups=SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0)))
-    block = build.build_block_spec(config, path, exchange=None)
+    block = run.build_block_spec(config, path, exchange=None)
     assert block.layer_norm is norm

@@ -1,4 +1,4 @@
-"""training/manifest.py: every change of a checkpoint's files is found, and the file is named."""
+"""checkpoint/manifest.py: every change of a checkpoint's files is found, and the file is named."""
 
 import hashlib
 import json
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.training import manifest
-from megatron_balance.training.manifest import Damaged, Entry, Manifest, Origin
+from megatron_balance.checkpoint import manifest
+from megatron_balance.checkpoint.manifest import Damaged, Entry, Manifest, Origin
 
 CONTENT = {
     ".metadata": b"\x80\x04metadata",

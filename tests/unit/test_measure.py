@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.profile.bench import Members
+from megatron_balance.measure.measure import SIZES, device_groups, group_kinds, profile_of
+from megatron_balance.measure.stopwatch import Members
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin, load
-from megatron_balance.profile.measure import SIZES, device_groups, group_kinds, profile_of
 from tests.unit.tools_loader import load_tool
 
 TOKENS = (16, 32, 64, 128)

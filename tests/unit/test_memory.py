@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
-from megatron_balance.config import RunConfig
-from megatron_balance.dry_run import in_words
-from megatron_balance.memory import Chunk, Kept, Tokens, chunk_activations, layer, peak
+from megatron_balance.app.dry_run import in_words
+from megatron_balance.app.memory import Chunk, Kept, Tokens, chunk_activations, layer, peak
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.timeline.lower import Pass, one_forward_one_backward
 
 SHAPE = (

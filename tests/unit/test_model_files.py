@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.arguments import build_parser, parse_args
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import build_parser, parse_args
+from megatron_balance.cli.checks import Machine
 
 MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.args"))
 RUN = [

@@ -16,7 +16,7 @@ from megatron_balance.observe.load_log import LoadLog, read_loads
 from megatron_balance.observe.optional import AppendedFile, Attempts, write_whole
 from megatron_balance.observe.routing_trace import RoutingTrace, _Call
 from megatron_balance.observe.scalars import Scalars
-from megatron_balance.observe.timeline import Span, Timeline, load_timeline
+from megatron_balance.observe.trace import Span, Timeline, load_timeline
 from megatron_balance.placement.placement import Placement
 
 ROOM = 2048

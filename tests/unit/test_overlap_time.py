@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
-from megatron_balance.config import RunConfig
-from megatron_balance.observe.workloads import load_matrix
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.placement.cost_model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.pro_prophet import ProProphet
 from megatron_balance.profile.cluster_profile import builtin, load
+from megatron_balance.workloads.workloads import load_matrix
 from tests.unit.tools_loader import load_bench
 
 overlap_checks = load_bench("overlap_checks")

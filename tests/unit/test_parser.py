@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.machine import Machine
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.device.machine import Machine
 
 CPU = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.flow.plan import make_plan
+from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import loads, placements
 
@@ -117,7 +117,7 @@ def test_trimmed_sends_every_token_to_the_same_slot(placement: Placement, split:
     counts_DE = data.draw(loads(placement))
     trimmed = placement.trimmed
     whole, short = (
-        make_plan(counts_DE, one, split).tokens_DP.view(one.num_ranks, one.num_ranks, -1)
+        make_dispatch_plan(counts_DE, one, split).tokens_DP.view(one.num_ranks, one.num_ranks, -1)
         for one in (placement, trimmed)
     )
     assert torch.equal(whole[:, :, : trimmed.slots_per_rank], short)

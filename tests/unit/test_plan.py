@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.flow.plan import DispatchPlan, largest_remainder, make_plan
+from megatron_balance.flow.plan import DispatchPlan, largest_remainder, make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import loads, placements
 
@@ -16,12 +16,12 @@ SPLITS = ["local_first", "proportional"]
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, str]:
-    """The arguments of make_plan."""
+    """The arguments of make_dispatch_plan."""
     placement = draw(placements())
     return draw(loads(placement)), placement, draw(st.sampled_from(SPLITS))
 
 
-plans = cases().map(lambda case: make_plan(*case))
+plans = cases().map(lambda case: make_dispatch_plan(*case))
 
 
 def apportion(amount: int, weights: list[int]) -> list[int]:
@@ -59,7 +59,7 @@ def reference(counts: list[list[int]], placement: Placement, split: str) -> list
 
 def check_against_reference(case: tuple[torch.Tensor, Placement, str]) -> None:
     counts_DE, placement, split = case
-    plan = make_plan(counts_DE, placement, split)
+    plan = make_dispatch_plan(counts_DE, placement, split)
     assert plan.tokens_DP.tolist() == reference(counts_DE.tolist(), placement, split)
     for expert, physicals in enumerate(placement.physicals):
         assert torch.equal(plan.tokens_DP[:, list(physicals)].sum(1), counts_DE[:, expert])
@@ -86,7 +86,7 @@ def test_equals_the_reference_at_length(case: tuple[torch.Tensor, Placement, str
 def test_proportional_is_flexmoe_algorithm_3(placement: Placement, data: st.DataObject) -> None:
     """Every vExpert computes its capacity; own tokens come first; the rest follows availability, up to rounding."""
     counts_DE = data.draw(loads(placement))
-    tokens_DP = make_plan(counts_DE, placement, "proportional").tokens_DP
+    tokens_DP = make_dispatch_plan(counts_DE, placement, "proportional").tokens_DP
     for expert, hosts in enumerate(placement.hosts):
         own = counts_DE[:, expert].tolist()
         capacity = [Fraction(sum(own) * hosts.count(rank), len(hosts)) for rank in range(placement.num_ranks)]
@@ -107,7 +107,7 @@ def test_proportional_spreads_few_tokens_of_many_sources() -> None:
     placement = Placement.identity(8, 8, guest_slots=1).with_hosts([(0, 1), (0, 2), (0, 3)])
     counts_DE = torch.zeros(8, 8, dtype=torch.int64)
     counts_DE[4:, 0] = 1
-    plan = make_plan(counts_DE, placement, "proportional")
+    plan = make_dispatch_plan(counts_DE, placement, "proportional")
     assert [int(plan.tokens_per_slot(rank).sum()) for rank in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
@@ -116,23 +116,23 @@ def test_proportional_by_hand() -> None:
     placement = Placement.identity(3, 3, guest_slots=1).with_hosts([(0, 0), (0, 2)])
     counts_DE = torch.tensor([[2, 5, 0], [7, 0, 0], [3, 0, 1]])
     # Capacities 8 and 4, of which 2 and 3 go to local tokens; rank 1 shares its 7 over 6 and 1
-    plan = make_plan(counts_DE, placement, "proportional")
+    plan = make_dispatch_plan(counts_DE, placement, "proportional")
     assert plan.tokens_DP.tolist() == [[2, 0, 5, 0, 0, 0], [6, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 3]]
-    plan = make_plan(counts_DE, placement, "local_first")
+    plan = make_dispatch_plan(counts_DE, placement, "local_first")
     assert plan.tokens_DP.tolist() == [[2, 0, 5, 0, 0, 0], [7, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 3]]
 
 
 def test_a_lent_expert_is_computed_by_its_guest_only() -> None:
     placement = Placement.parse("0x0 + . | 1 + 0!")
     for split in SPLITS:
-        plan = make_plan(torch.tensor([[4, 1], [2, 3]]), placement, split)
+        plan = make_dispatch_plan(torch.tensor([[4, 1], [2, 3]]), placement, split)
         assert plan.tokens_DP.tolist() == [[0, 0, 1, 4], [0, 0, 3, 2]]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_identity_sends_what_is_counted(split: str) -> None:
     counts_DE = torch.arange(32).view(4, 8)
-    assert torch.equal(make_plan(counts_DE, Placement.identity(8, 4), split).tokens_DP, counts_DE)
+    assert torch.equal(make_dispatch_plan(counts_DE, Placement.identity(8, 4), split).tokens_DP, counts_DE)
 
 
 @settings(deadline=None)
@@ -175,7 +175,7 @@ def test_slots_of_all_ranks_in_a_row_are_the_physical_experts(plan: DispatchPlan
 
 
 def test_identity_by_hand() -> None:
-    plan = make_plan(torch.tensor([[1, 0, 2, 3], [0, 0, 4, 0]]), Placement.identity(4, 2))
+    plan = make_dispatch_plan(torch.tensor([[1, 0, 2, 3], [0, 0, 4, 0]]), Placement.identity(4, 2))
     assert plan.splits_DH.tolist() == [[1, 5], [0, 4]]
     assert [plan.tokens_per_slot(rank).tolist() for rank in (0, 1)] == [[1, 0], [6, 3]]
     assert plan.received_DS(1).tolist() == [[2, 3], [4, 0]]
@@ -184,9 +184,9 @@ def test_identity_by_hand() -> None:
 @pytest.mark.parametrize("shape", [(2, 3), (3, 4), (4,)])
 def test_counts_of_another_layout(shape: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
-        make_plan(torch.zeros(shape, dtype=torch.int64), Placement.identity(4, 2))
+        make_dispatch_plan(torch.zeros(shape, dtype=torch.int64), Placement.identity(4, 2))
 
 
 def test_an_unknown_split() -> None:
     with pytest.raises(AssertionError):
-        make_plan(torch.zeros(2, 4, dtype=torch.int64), Placement.identity(4, 2), "local-first")
+        make_dispatch_plan(torch.zeros(2, 4, dtype=torch.int64), Placement.identity(4, 2), "local-first")

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.observe.load_log import LoadLog
-from megatron_balance.observe.workloads import WORKLOADS, load_matrix
 from megatron_balance.placement.cost_model import LINKS, CostModel, Overlap
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.placement.policies.pro_prophet import _Search, _Start
 from megatron_balance.placement.splits import SPLITS, traffic_of
 from megatron_balance.profile.cluster_profile import builtin
+from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
 from tests.unit.tools_loader import load_bench
 
 MODEL_DRIVEN = ("none", "pro_prophet", "fastermoe", "demi")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_balance.observe.balance import LayerReport, tensorboard_scalars
 from megatron_balance.observe.load_log import LoadLog
-from megatron_balance.observe.timeline import Span, Timeline
+from megatron_balance.observe.trace import Span, Timeline
 from megatron_balance.placement.placement import Placement
 from tests.unit.tools_loader import load_tool
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.flow.plan import DispatchPlan, make_plan
+from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import placements
@@ -43,7 +43,7 @@ def reference(map_TE: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tens
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6), st.integers(0, 40))
 def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> None:
     maps, counts_DE = routing(placement, seed, tokens)
-    plan = make_plan(counts_DE, placement, split)
+    plan = make_dispatch_plan(counts_DE, placement, split)
     for rank, map_TE in enumerate(maps):
         probs_TE = weights(map_TE)
         probs_TP, map_TP = reroute(probs_TE, map_TE, plan, rank)
@@ -59,7 +59,7 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6))
 def test_gradients_are_those_of_the_logical_map(placement: Placement, split: str, seed: int) -> None:
     maps, counts_DE = routing(placement, seed, largest=30)
-    plan = make_plan(counts_DE, placement, split)
+    plan = make_dispatch_plan(counts_DE, placement, split)
     scale_E = torch.rand(placement.num_experts, dtype=torch.float64)
     scale_P = scale_E[torch.tensor(placement.expert_of_physical)]
     for rank, map_TE in enumerate(maps):
@@ -87,7 +87,7 @@ def test_identity_returns_its_arguments() -> None:
     placement = Placement.identity(4, 2)
     map_TE = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]]).bool()
     probs_TE = weights(map_TE)
-    plan = make_plan(map_TE.sum(0).repeat(2, 1), placement)
+    plan = make_dispatch_plan(map_TE.sum(0).repeat(2, 1), placement)
     assert all(a is b for a, b in zip(reroute(probs_TE, map_TE, plan, 1), (probs_TE, map_TE), strict=True))
 
 
@@ -96,7 +96,7 @@ def test_identity_with_permuted_homes_is_a_permutation() -> None:
     assert placement.is_identity
     map_TE = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]]).bool()
     probs_TE = weights(map_TE)
-    plan = make_plan(map_TE.sum(0).repeat(2, 1), placement)
+    plan = make_dispatch_plan(map_TE.sum(0).repeat(2, 1), placement)
     probs_TP, map_TP = reroute(probs_TE, map_TE, plan, 0)
     assert torch.equal(probs_TP, probs_TE[:, [3, 0, 2, 1]])
     assert torch.equal(map_TP, map_TE[:, [3, 0, 2, 1]])
@@ -106,7 +106,7 @@ def test_identity_with_permuted_homes_is_a_permutation() -> None:
 def test_weights_keep_their_type(dtype: torch.dtype) -> None:
     placement = Placement.identity(4, 2, guest_slots=1).with_hosts([(0, 1)])
     map_TE = torch.ones(6, 4, dtype=torch.bool)
-    plan = make_plan(map_TE.sum(0).repeat(2, 1), placement, "proportional")
+    plan = make_dispatch_plan(map_TE.sum(0).repeat(2, 1), placement, "proportional")
     probs_TE = weights(map_TE, dtype)
     probs_TP, _ = reroute(probs_TE, map_TE, plan, 1)
     assert probs_TP.dtype == dtype

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_balance.training import run_state
+from megatron_balance.checkpoint import run_state
 from tests.unit.balancers import LAYERS, build, loads
 
 

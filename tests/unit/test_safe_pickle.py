@@ -1,4 +1,4 @@
-"""training/safe_pickle.py: what megatron-core saves passes, what would run code does not, and does not run."""
+"""checkpoint/safe_pickle.py: what megatron-core saves passes, what would run code does not, and does not run."""
 
 import dataclasses
 import io
@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_balance.training import safe_pickle
-from megatron_balance.training.manifest import Damaged
-from megatron_balance.training.safe_pickle import check_common, check_metadata, check_objects, check_pickles
+from megatron_balance.checkpoint import safe_pickle
+from megatron_balance.checkpoint.manifest import Damaged
+from megatron_balance.checkpoint.safe_pickle import check_common, check_metadata, check_objects, check_pickles
 from tests.unit import hostile
 from tests.unit.hostile import METADATA, PROTOCOL, STORAGE_INFO, find, saved, text, touch
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.arguments import GROUPS, Parsed, build_parser, parse_args
-from megatron_balance.checks import Machine
-from megatron_balance.training import saved_flags
-from megatron_balance.training.saved_flags import CHECKPOINT_FIELDS, MODEL_FIELDS, WITHOUT_WEIGHTS
+from megatron_balance.checkpoint import saved_flags
+from megatron_balance.checkpoint.saved_flags import CHECKPOINT_FIELDS, MODEL_FIELDS, WITHOUT_WEIGHTS
+from megatron_balance.cli.arguments import GROUPS, Parsed, build_parser, parse_args
+from megatron_balance.cli.checks import Machine
 
 OF_MODELS = ("model", "tokenizer", "transformer (megatron-core)", "multi-latent attention (megatron-core)")
 """Titles of the groups of flags that may say what the model or its tokenizer is."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_balance.config import SchedulerConfig, TrainConfig
+from megatron_balance.config.run_config import SchedulerConfig, TrainConfig
 from megatron_balance.training.schedule import Length, build_batch_schedule, build_param_scheduler, run_length
 
 PEAK, FLOOR, DECAY = 1.0, 0.1, 0.05

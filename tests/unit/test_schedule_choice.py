@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.flow.parallel_schedule import Shape, Step, volumes
+from megatron_balance.flow.parallel_schedule import Shape, TokenStep, volumes
 from megatron_balance.flow.schedule_choice import ScheduleModel, ranges
 from megatron_balance.profile.cluster_profile import Fit, ParallelLines, builtin
 
@@ -23,23 +23,23 @@ MEASURED = replace(PROFILE, parallel=ParallelLines(2, 4, ALL_GATHER, ALL_TO_ALL,
         (
             "baseline",
             [
-                (Step.ESP_ALL_GATHER, BLM * 4),
-                (Step.EP_ALL_TO_ALL, ETM * 4),
-                (Step.ESP_ALL_REDUCE, ETM * 4),
-                (Step.EP_ALL_TO_ALL, ETM * 4),
+                (TokenStep.ESP_ALL_GATHER, BLM * 4),
+                (TokenStep.EP_ALL_TO_ALL, ETM * 4),
+                (TokenStep.ESP_ALL_REDUCE, ETM * 4),
+                (TokenStep.EP_ALL_TO_ALL, ETM * 4),
             ],
         ),
-        ("s1", [*[(Step.EP_ESP_ALL_TO_ALL, ETM * 4 // 2)] * 2, (Step.MP_ALL_GATHER, BLM)]),
-        ("s2", [*[(Step.EP_ESP_ALL_TO_ALL, ETM * 4 // 2)] * 2, (Step.MP_ALL_GATHER, ETM)]),
+        ("s1", [*[(TokenStep.EP_ESP_ALL_TO_ALL, ETM * 4 // 2)] * 2, (TokenStep.MP_ALL_GATHER, BLM)]),
+        ("s2", [*[(TokenStep.EP_ESP_ALL_TO_ALL, ETM * 4 // 2)] * 2, (TokenStep.MP_ALL_GATHER, ETM)]),
     ],
 )
-def test_volumes(schedule: str, expected: list[tuple[Step, int]]) -> None:
+def test_volumes(schedule: str, expected: list[tuple[TokenStep, int]]) -> None:
     assert volumes(schedule, SHAPE) == expected
 
 
 @pytest.mark.parametrize("schedule", ["s1", "s2"])
 def test_volumes_without_tensor_parallelism(schedule: str) -> None:
-    assert volumes(schedule, SHAPE._replace(mp=1)) == [(Step.EP_ESP_ALL_TO_ALL, ETM * 4)] * 2
+    assert volumes(schedule, SHAPE._replace(mp=1)) == [(TokenStep.EP_ESP_ALL_TO_ALL, ETM * 4)] * 2
 
 
 def test_algorithm_1_by_hand() -> None:

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from tests.unit.tools_loader import load_bench
 
 schedule_time = load_bench("schedule_time")

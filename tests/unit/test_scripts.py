@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.checks import Machine
-from megatron_balance.config import RunConfig
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.config.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
-from megatron_balance.device.collectives import Collectives
-from megatron_balance.training.stall import (
+from megatron_balance.job.collectives import Collectives
+from megatron_balance.job.stall import (
     MAX_NAMED,
     Position,
     Pulse,

@@ -15,12 +15,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.package_info import __shortversion__
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.arguments import build_parser, parse_args
-from megatron_balance.checks import Machine
-from megatron_balance.config import RunConfig
-from megatron_balance.flags import flag_names
+from megatron_balance.cli.arguments import build_parser, parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.cli.upstream_flags import ACCEPTED, NEWER, NO_EFFECT_WITHOUT, REFUSED, REFUSED_VALUES, refusal
+from megatron_balance.config.flags import flag_names
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training import data
-from megatron_balance.upstream_flags import ACCEPTED, NEWER, NO_EFFECT_WITHOUT, REFUSED, REFUSED_VALUES, refusal
 from tests.unit.tools_loader import load_tool
 
 UPSTREAM: dict[str, dict[str, Any]] = json.loads(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.observe.workloads import WORKLOADS, load_matrix, workload_choices
+from megatron_balance.workloads.workloads import WORKLOADS, load_matrix, workload_choices
 
 names = st.sampled_from(sorted(WORKLOADS))
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from megatron_balance.training import writer
+from megatron_balance.checkpoint import writer
 
 
 @pytest.mark.parametrize("collecting", [True, False])

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.arguments import build_parser, parse_args, yaml_flags
-from megatron_balance.checks import Machine
+from megatron_balance.cli.arguments import build_parser, parse_args, yaml_flags
+from megatron_balance.cli.checks import Machine
 
 PARSER = build_parser()
 MACHINE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)

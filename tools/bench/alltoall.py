@@ -31,7 +31,7 @@ from megatron_balance.comm.alltoall import Exchange, FlatAllToAll, NodeAllToAll,
 from megatron_balance.comm.pipelined import peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS
 from megatron_balance.device import cpu
-from megatron_balance.device.groups import new_node_groups
+from megatron_balance.job.groups import new_node_groups
 
 ROW_BYTES = 1024
 MOST_CORES = 0.5

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import ranks
 
-from megatron_balance.observe.workloads import WORKLOADS
+from megatron_balance.workloads.workloads import WORKLOADS
 
 if TYPE_CHECKING:
-    from megatron_balance.checks import Machine
+    from megatron_balance.cli.checks import Machine
 
 COMMON = (
     "--num-layers 2 --num-attention-heads 4 --hidden-size 256 --moe-ffn-hidden-size 1024 --num-experts 8 "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import ranks
 
 if TYPE_CHECKING:
-    from megatron_balance.checks import Machine
+    from megatron_balance.cli.checks import Machine
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --num-experts 8 "
@@ -58,7 +58,7 @@ def _measure(task: ranks.Task, machine: "Machine") -> dict:
     import torch
     import torch.distributed as dist
 
-    from megatron_balance.device.collectives import Collectives
+    from megatron_balance.job.collectives import Collectives
     from megatron_balance.training.loop import train_step
 
     run = ranks.build({"run": task["flags"]}, machine)["run"]

@@ -14,19 +14,19 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.arguments import parse_args
-from megatron_balance.build_comm import measure_cluster
-from megatron_balance.checks import Machine
+from megatron_balance.build.tokens import measure_cluster
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.transfer import ExpertTransfer
-from megatron_balance.device.layout import build_groups
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.passes import slot_passes
-from megatron_balance.observe.workloads import load_matrix
+from megatron_balance.job.layout import build_groups
+from megatron_balance.measure.probes import slot_passes
+from megatron_balance.measure.stopwatch import Stopwatch
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
-from megatron_balance.profile.bench import Stopwatch
+from megatron_balance.workloads.workloads import load_matrix
 
 WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
 

@@ -22,7 +22,7 @@ import numpy as np
 import ranks
 
 if TYPE_CHECKING:
-    from megatron_balance.checks import Machine
+    from megatron_balance.cli.checks import Machine
 
 COMMON = (
     "--num-layers 1 --num-attention-heads 4 --hidden-size 256 --moe-ffn-hidden-size 1024 --num-experts 8 "

@@ -21,7 +21,6 @@ import numpy as np
 from planner import cost_model
 from scipy.optimize import milp
 
-from megatron_balance.observe.workloads import WORKLOADS, load_matrix
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.placement.demi.problem import Problem
@@ -31,6 +30,7 @@ from megatron_balance.placement.demi.search import best_pace, draw, relax_by_siz
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import load_policy
 from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
 
 LAYOUTS = ((4, 16), (4, 64), (16, 64), (64, 256))
 """(D, E): the paper's settings 1 and 2, and larger ones."""

@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     quiet.silence_expected_warnings()
     cpu.install()
-    from megatron_balance import launch
+    from megatron_balance.app import launch
 
     attention = None if args.attention_ms is None else args.attention_ms / 1e3
     device = EmulatedDevice(args.expert_us_per_token / 1e6, attention)

@@ -26,7 +26,7 @@ from namespaces import TestbedUnavailable
 from testbed import Testbed
 
 if TYPE_CHECKING:
-    from megatron_balance.training.loop import Run
+    from megatron_balance.training.run import Run
 
 QUICKSTART = "--yaml-cfg configs/quickstart.yaml"
 
@@ -55,7 +55,7 @@ def measure(flags: dict[str, str], iterations: int) -> tuple[dict[str, Outcome],
     cpu.install()
     import torch.distributed as dist
 
-    from megatron_balance.checks import Machine
+    from megatron_balance.cli.checks import Machine
 
     runs = ranks.build(flags, Machine.here(dist.get_world_size()))
     reports = ranks.take_turns(runs, iterations)

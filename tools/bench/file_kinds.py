@@ -105,9 +105,9 @@ def config_kind(folder: Path, _: Path) -> Kind:
 
 def saved_flags_kind(folder: Path, _: Path) -> Kind:
     """arguments.json of a checkpoint, with `--load DIR --use-checkpoint-args`."""
-    from megatron_balance.arguments import parse_args
-    from megatron_balance.machine import Machine
-    from megatron_balance.training import saved_flags
+    from megatron_balance.checkpoint import saved_flags
+    from megatron_balance.cli.arguments import parse_args
+    from megatron_balance.device.machine import Machine
 
     run = "--micro-batch-size 1 --train-iters 2 --lr 1e-3 --mock-data"
     model = "--hidden-size 48 --num-attention-heads 4 --seq-length 32 --num-layers 2 --num-experts 8 --window-size 8,0"
@@ -167,7 +167,7 @@ def profile_kind(folder: Path, _: Path) -> Kind:
 
 def cluster_kind(folder: Path, canary: Path) -> Kind:
     """`--balance-profile FILE.yaml`; what is accepted makes a plan."""
-    from megatron_balance.input_files import read_yaml
+    from megatron_balance.files.input_files import read_yaml
     from megatron_balance.profile.cluster import Ranks, _plain, load_profile
 
     path, files = folder / "cluster.yaml", Path(__file__).parents[2] / "configs" / "clusters"
@@ -215,7 +215,7 @@ def timeline_kind(folder: Path, _: Path) -> Kind:
     """A file of `--balance-timeline`; what is accepted is drawn."""
     from timeline_picture import picture
 
-    from megatron_balance.observe.timeline import Span, Timeline, load_timeline
+    from megatron_balance.observe.trace import Span, Timeline, load_timeline
 
     timeline = Timeline(folder, 0)
     for iteration, stream in ((1, "computation"), (1, "waits"), (2, "communication"), (2, "planning")):

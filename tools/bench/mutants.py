@@ -28,9 +28,9 @@ LIST = pathlib.Path(__file__).with_name("mutants.json")
 SEED = 27
 COUNT = 200
 PLACES = (
-    "flow/*.py", "comm/*.py", "placement/**/*.py", "timeline/*.py", "training/checkpoint*.py", "training/manifest.py",
-    "training/writer.py", "training/safe_pickle.py", "training/run_state.py", "training/saved_flags.py",
-    "training/lease.py", "training/held_directory.py", "training/optimizer_state.py",
+    "flow/*.py", "comm/*.py", "placement/**/*.py", "timeline/*.py", "training/checkpoint*.py", "checkpoint/manifest.py",
+    "checkpoint/writer.py", "checkpoint/safe_pickle.py", "checkpoint/run_state.py", "checkpoint/saved_flags.py",
+    "checkpoint/lease.py", "checkpoint/held_directory.py", "training/optimizer_state.py",
 )  # fmt: skip
 """Where mutants are drawn from, below megatron_balance/."""
 

@@ -44,7 +44,7 @@ class Result:
 
 def yaml_kind(folder: Path, canary: Path) -> Kind:
     """`--yaml-cfg`: the whole way from a file to parsed flags."""
-    from megatron_balance.arguments import build_parser, yaml_flags
+    from megatron_balance.cli.arguments import build_parser, yaml_flags
 
     parser, path = build_parser(), folder / "flags.yaml"
 
@@ -111,7 +111,7 @@ def yaml_kind(folder: Path, canary: Path) -> Kind:
 
 def layer_frequency_kind(_: Path, canary: Path) -> Kind:
     """`--moe-layer-freq` expressions."""
-    from megatron_balance.layer_frequency import parse_layer_frequency
+    from megatron_balance.cli.layer_frequency import parse_layer_frequency
 
     def read(data: bytes) -> None:
         try:

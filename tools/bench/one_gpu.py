@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import ranks
 
 if TYPE_CHECKING:
-    from megatron_balance.checks import Machine
-    from megatron_balance.training.loop import Run
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.training.run import Run
 
 IMPLEMENTATIONS = ("balanced", "megatron")
 OURS = {"megatron_balance"}
@@ -78,9 +78,9 @@ def _experts(run: "Run", tokens: list[int]) -> str:
     import torch.distributed as dist
 
     from megatron_balance.flow.experts import GroupedExperts
-    from megatron_balance.flow.passes import expert_passes
-    from megatron_balance.profile.bench import GroupBench, Stopwatch
-    from megatron_balance.profile.measure import throughput
+    from megatron_balance.measure.measure import throughput
+    from megatron_balance.measure.probes import expert_passes
+    from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
     shape = run.config.transformer
     experts = GroupedExperts(range(shape.num_moe_experts), shape, run.groups)

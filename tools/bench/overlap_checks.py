@@ -9,7 +9,7 @@ import numpy as np
 import slow_runs
 
 if TYPE_CHECKING:
-    from megatron_balance.training.loop import StepReport
+    from megatron_balance.training.progress import StepReport
 
 NONE, PLANNER, SCHEDULER, FULL, MUTANT = "none", "planner", "planner+scheduler", "full", "full, waits at issue"
 

@@ -38,7 +38,7 @@ from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs
 from megatron_balance.placement.cost_model import Overlap
 
 if TYPE_CHECKING:
-    from megatron_balance.training.loop import Run
+    from megatron_balance.training.run import Run
 
 COMMON = (
     f"{MODEL} --num-layers 4 --seq-length 512 --num-experts 8 --moe-router-topk 1 --moe-ffn-hidden-size 1024 "
@@ -90,7 +90,7 @@ def measure(
     """Task of every rank."""
     import torch.distributed as dist
 
-    from megatron_balance.observe.timeline import Timeline
+    from megatron_balance.observe.trace import Timeline
 
     runs, device = build(variants, common, profile, cluster)
     for name, run in runs.items():

@@ -26,7 +26,6 @@ import numpy as np
 from planner import TOPK, cost_model
 
 from megatron_balance.observe.load_log import read_loads
-from megatron_balance.observe.workloads import load_matrix
 from megatron_balance.placement.cost_model import CostModel, balance_ratio
 from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import EMPTY, Placement
@@ -34,6 +33,7 @@ from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.placement.policies.flexmoe import FlexMoE
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import METHODS, Predictor
+from megatron_balance.workloads.workloads import load_matrix
 
 DRIFTING = "drifting_router"
 SEQUENCES = ("hot_experts", "rotating_hotspot", "burst", DRIFTING)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import slow_runs
 
 if TYPE_CHECKING:
-    from megatron_balance.training.loop import StepReport
+    from megatron_balance.training.progress import StepReport
 
 NONE, CEILING = "none", "even routing"
 

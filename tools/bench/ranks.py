@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_balance.checks import Machine
-    from megatron_balance.training.loop import Run, StepReport
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.training.progress import StepReport
+    from megatron_balance.training.run import Run
 
 WARMUP = 10
 """Iterations before measuring: routing varies, and with it the sizes of tensors that the allocator gets to know."""
@@ -51,8 +52,8 @@ def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
     cpu.install()
     import torch.distributed as dist
 
-    from megatron_balance.checks import Machine
-    from megatron_balance.device import job
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.job import job
 
     task = json.loads(worker)
     launch = job.Launch.from_environment()
@@ -67,9 +68,9 @@ def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
 
 def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
     """A run for each command line, by name, all in this process; they have to have one layout."""
-    from megatron_balance.arguments import parse_args
-    from megatron_balance.build import build_run
-    from megatron_balance.device.layout import destroy_groups
+    from megatron_balance.build.run import build_run
+    from megatron_balance.cli.arguments import parse_args
+    from megatron_balance.job.layout import destroy_groups
 
     configs = {name: parse_args(line.split(), machine)[0] for name, line in flags.items()}
     runs = {}

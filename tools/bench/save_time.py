@@ -34,12 +34,12 @@ def main() -> int:
     cpu.install()
     import torch.distributed as dist
 
-    from megatron_balance.arguments import parse_args
-    from megatron_balance.build import build_run
-    from megatron_balance.checks import Machine
-    from megatron_balance.device import job
-    from megatron_balance.training import manifest
-    from megatron_balance.training.checkpoint import Checkpoints
+    from megatron_balance.build.run import build_run
+    from megatron_balance.checkpoint import manifest
+    from megatron_balance.checkpoint.checkpoints import Checkpoints
+    from megatron_balance.cli.arguments import parse_args
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.job import job
     from megatron_balance.training.logging import RunLog
     from megatron_balance.training.loop import train_step
 

@@ -105,12 +105,12 @@ def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iteration
     install()
     import torch.distributed as dist
 
-    from megatron_balance.arguments import parse_args
-    from megatron_balance.build_comm import measure_schedules
-    from megatron_balance.checks import Machine
-    from megatron_balance.device.layout import build_groups
+    from megatron_balance.build.tokens import measure_schedules
+    from megatron_balance.cli.arguments import parse_args
+    from megatron_balance.cli.checks import Machine
     from megatron_balance.flow.layer import BalancedMoELayer
     from megatron_balance.flow.parallel_schedule import SCHEDULES
+    from megatron_balance.job.layout import build_groups
 
     machine = Machine.here(dist.get_world_size())
     config = parse_args(common.split(), machine).config
@@ -146,8 +146,8 @@ def turn(number: int) -> list[str]:
 def no_reductions() -> Iterator[None]:
     """Gradients stay where they are; but routers of s1 are added up, which is a part of it."""
     with (
-        mock.patch("megatron_balance.build.finalize_model_grads", lambda *_, **__: None),
-        mock.patch("megatron_balance.build._is_copied", lambda weight: False),
+        mock.patch("megatron_balance.build.run.finalize_model_grads", lambda *_, **__: None),
+        mock.patch("megatron_balance.build.run._is_copied", lambda weight: False),
     ):
         yield
 

@@ -22,9 +22,10 @@ from testbed import Testbed
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, CodecTimes, Fit, Throughput
 
 if TYPE_CHECKING:
-    from megatron_balance.config import RunConfig
+    from megatron_balance.config.run_config import RunConfig
     from megatron_balance.flow.experts import GroupedExperts
-    from megatron_balance.training.loop import Run, StepReport
+    from megatron_balance.training.progress import StepReport
+    from megatron_balance.training.run import Run
 
 MODEL = (
     "--hidden-size 256 --num-attention-heads 4 --micro-batch-size 1 --moe-router-pre-softmax "
@@ -152,9 +153,9 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     import torch.distributed as dist
 
     from megatron_balance.comm.codecs import load_codec
-    from megatron_balance.flow.passes import codec_passes, expert_passes
-    from megatron_balance.profile.bench import GroupBench, Stopwatch
-    from megatron_balance.profile.measure import REPEATS, throughput
+    from megatron_balance.measure.measure import REPEATS, throughput
+    from megatron_balance.measure.probes import codec_passes, expert_passes
+    from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
     transformer, world, host = config.transformer, dist.group.WORLD, torch.device("cpu")
     codecs = {}
@@ -194,8 +195,8 @@ def build(
     cpu.install()
     import torch.distributed as dist
 
-    from megatron_balance.arguments import parse_args
-    from megatron_balance.checks import Machine
+    from megatron_balance.cli.arguments import parse_args
+    from megatron_balance.cli.checks import Machine
     from megatron_balance.flow.experts import GroupedExperts
 
     machine = Machine.here(dist.get_world_size())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import ranks
 
 if TYPE_CHECKING:
-    from megatron_balance.checks import Machine
+    from megatron_balance.cli.checks import Machine
 
 IMPLEMENTATIONS = ("balanced", "megatron")
 

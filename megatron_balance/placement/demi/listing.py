@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_balance.placement.demi.problem import Problem
-from megatron_balance.placement.demi.schedule import MiniTask, Schedule, Task
+from megatron_balance.placement.demi.schedule import MiniTask, MiniTaskKind, MiniTaskSchedule
 
 CRUMB = 1e-9
 """Share of a mini-task that is left of it for rounding alone: it is done with the rest."""
@@ -149,7 +149,7 @@ def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> np.ndarray:
     return finish_B
 
 
-def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> Schedule:
+def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTaskSchedule:
     """The schedule of one placement."""
     tasks, slots = _Tasks(problem, hosts_E[None], pace), []
     while tasks.left_BN.any():
@@ -161,8 +161,8 @@ def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> Schedule
     columns = ((experts, sources, hosts), owned, (experts, sources, hosts), (experts, hosts, sources))
     mini_tasks = [
         MiniTask(expert, task, source, target)
-        for task, ends in zip(Task, columns, strict=True)
+        for task, ends in zip(MiniTaskKind, columns, strict=True)
         for expert, source, target in zip(*(part.tolist() for part in ends), strict=True)
     ]
     kept = [(name, tuple(row)) for name, row in zip(mini_tasks, amounts_NT.tolist(), strict=True) if any(row)]
-    return Schedule(tuple(hosts_E.tolist()), tuple(row[0] for row in kept), tuple(row[1] for row in kept))
+    return MiniTaskSchedule(tuple(hosts_E.tolist()), tuple(row[0] for row in kept), tuple(row[1] for row in kept))

@@ -121,7 +121,7 @@ class _Program:
 
     @property
     def _remote_GDDT(self) -> np.ndarray:
-        """Task 3 on others' tokens."""
+        """MiniTaskKind 3 on others' tokens."""
         return np.where(self.apart_DD[..., None], self.compute_GDDT, ABSENT)
 
     def place(self) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_balance.placement.demi.problem import TOLERANCE, Problem
 
 
-class Task(StrEnum):
+class MiniTaskKind(StrEnum):
     """The paper's tasks 1 to 4."""
 
     DISPATCH = "DISPATCH"
@@ -41,7 +41,7 @@ class MiniTask(NamedTuple):
     """The paper's tuple (k, a, i, j)."""
 
     expert: int
-    task: Task
+    task: MiniTaskKind
     source: int
     target: int
     """The link that is crossed. For COMPUTE, the tokens' source and the worker."""
@@ -58,16 +58,16 @@ class MiniTask(NamedTuple):
             ValueError: no mini-task reads like that.
         """
         match = _MINI_TASK.fullmatch(text.strip())
-        if match is None or match["task"] not in list(Task):
+        if match is None or match["task"] not in list(MiniTaskKind):
             raise ValueError(f"mini-task {text!r}: give one like 'E3 DISPATCH 0>2'")
-        return cls(int(match["expert"]), Task(match["task"]), int(match["source"]), int(match["target"]))
+        return cls(int(match["expert"]), MiniTaskKind(match["task"]), int(match["source"]), int(match["target"]))
 
 
 _MINI_TASK = re.compile(r"E(?P<expert>\d+) (?P<task>[A-Z]+) (?P<source>\d+)>(?P<target>\d+)")
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MiniTaskSchedule:
     """Who hosts each expert, and how much of each mini-task is done in each slot."""
 
     hosts: tuple[int, ...]
@@ -89,7 +89,7 @@ class Schedule:
         busy = {
             mini_task: [slot for slot, amount in enumerate(row) if amount]
             for mini_task, row in zip(self.mini_tasks, self.amounts, strict=True)
-            if mini_task.task is Task.TRANS
+            if mini_task.task is MiniTaskKind.TRANS
         }
         return tuple(sorted(busy, key=lambda mini_task: (busy[mini_task][-1], busy[mini_task][0], mini_task)))
 
@@ -105,7 +105,7 @@ class Schedule:
         return "\n".join([" ".join(map(str, ("hosts", *self.hosts))), *table]) + "\n"
 
     @classmethod
-    def parse(cls, text: str) -> "Schedule":
+    def parse(cls, text: str) -> "MiniTaskSchedule":
         """The inverse of `str`.
 
         Raises:
@@ -136,7 +136,7 @@ def _parse_row(line: str, slots: int) -> tuple[MiniTask, tuple[float, ...]]:
     return MiniTask.parse(name), amounts
 
 
-def check(problem: Problem, schedule: Schedule) -> list[str]:
+def check(problem: Problem, schedule: MiniTaskSchedule) -> list[str]:
     """What breaks constraints (1) to (6e) or the bound on guests, each with the equation's number; empty if nothing."""
     hosts_E = np.array(schedule.hosts)
     if hosts_E.shape != problem.owner_E.shape or not ((hosts_E >= 0) & (hosts_E < problem.num_workers)).all():
@@ -155,11 +155,11 @@ def check(problem: Problem, schedule: Schedule) -> list[str]:
 class _Done:
     """Amounts of a schedule, for each task [E, D, D, T] by expert, source, target and slot."""
 
-    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+    def __init__(self, problem: Problem, schedule: MiniTaskSchedule) -> None:
         self.problem = problem
         workers, slots = problem.num_workers, schedule.makespan
         shape = (problem.num_experts, workers, workers, slots)
-        self.by_task = {task: np.zeros(shape) for task in Task}
+        self.by_task = {task: np.zeros(shape) for task in MiniTaskKind}
         for (expert, task, source, target), row in zip(schedule.mini_tasks, schedule.amounts, strict=True):
             self.by_task[task][expert, source, target] += row
 
@@ -172,10 +172,10 @@ class _Done:
         owned_ED = problem.owner_E[:, None] == np.arange(problem.num_workers)
         moved = owned_ED[:, :, None] * (hosted_ED & ~owned_ED)[:, None, :] * problem.size_E[:, None, None]
         wanted = {
-            Task.DISPATCH: ("(2a)", crossing),
-            Task.TRANS: ("(2b)", moved),
-            Task.COMPUTE: ("(2c)", tokens),
-            Task.COMBINE: ("(2d)", crossing.swapaxes(1, 2)),
+            MiniTaskKind.DISPATCH: ("(2a)", crossing),
+            MiniTaskKind.TRANS: ("(2b)", moved),
+            MiniTaskKind.COMPUTE: ("(2c)", tokens),
+            MiniTaskKind.COMBINE: ("(2d)", crossing.swapaxes(1, 2)),
         }
         for task, (equation, sizes) in wanted.items():
             amounts = self.by_task[task]
@@ -187,10 +187,12 @@ class _Done:
 
     def capacities(self) -> Iterator[str]:
         """(5a) and (5b)."""
-        crossing = (self.by_task[task].sum(0) for task in (Task.DISPATCH, Task.TRANS, Task.COMBINE))
+        crossing = (
+            self.by_task[task].sum(0) for task in (MiniTaskKind.DISPATCH, MiniTaskKind.TRANS, MiniTaskKind.COMBINE)
+        )
         for source, target, slot in np.argwhere(sum(crossing) > self.problem.passage_DD[..., None] * (1 + TOLERANCE)):
             yield f"(5a): too much on the link {source}>{target} in slot {slot}"
-        computed_DT = self.by_task[Task.COMPUTE].sum((0, 1))
+        computed_DT = self.by_task[MiniTaskKind.COMPUTE].sum((0, 1))
         for worker, slot in np.argwhere(computed_DT > self.problem.compute_D[:, None] * (1 + TOLERANCE)):
             yield f"(5b): too much on worker {worker} in slot {slot}"
 
@@ -201,24 +203,25 @@ class _Done:
         away_DD1 = ~np.eye(self.problem.num_workers, dtype=bool)[..., None]
         problem = self.problem
         slack = TOLERANCE * problem.tokens_DE.T[:, :, None, None]
-        computed = done[Task.COMPUTE]
-        early = (computed > ready[Task.DISPATCH] + slack) & away_DD1
+        computed = done[MiniTaskKind.COMPUTE]
+        early = (computed > ready[MiniTaskKind.DISPATCH] + slack) & away_DD1
         yield from (
-            f"(6a), (6d): {_name(Task.COMPUTE, cell)} before its tokens in slot {cell[3]}"
+            f"(6a), (6d): {_name(MiniTaskKind.COMPUTE, cell)} before its tokens in slot {cell[3]}"
             for cell in np.argwhere(early)
         )
-        returned = done[Task.COMBINE].swapaxes(1, 2)
-        early = returned > ready[Task.COMPUTE] + slack
+        returned = done[MiniTaskKind.COMBINE].swapaxes(1, 2)
+        early = returned > ready[MiniTaskKind.COMPUTE] + slack
         yield from (
-            f"(6c), (6e): {_name(Task.COMBINE, cell[[0, 2, 1]])} before COMPUTE in slot {cell[3]}"
+            f"(6c), (6e): {_name(MiniTaskKind.COMBINE, cell[[0, 2, 1]])} before COMPUTE in slot {cell[3]}"
             for cell in np.argwhere(early)
         )
-        arrived_EDT = ready[Task.TRANS].sum(1)
+        arrived_EDT = ready[MiniTaskKind.TRANS].sum(1)
         foreign_ED = problem.owner_E[:, None] != np.arange(problem.num_workers)
         missing_EDT = foreign_ED[..., None] & (arrived_EDT < problem.size_E[:, None, None] * (1 - TOLERANCE))
         early = (computed > slack) & missing_EDT[:, None]
         yield from (
-            f"(6b): {_name(Task.COMPUTE, cell)} before the expert in slot {cell[3]}" for cell in np.argwhere(early)
+            f"(6b): {_name(MiniTaskKind.COMPUTE, cell)} before the expert in slot {cell[3]}"
+            for cell in np.argwhere(early)
         )
 
 
@@ -227,6 +230,6 @@ def _before(amounts: np.ndarray) -> np.ndarray:
     return amounts.cumsum(-1) - amounts
 
 
-def _name(task: Task, cell: Sequence[int] | np.ndarray) -> MiniTask:
+def _name(task: MiniTaskKind, cell: Sequence[int] | np.ndarray) -> MiniTask:
     expert, source, target = map(int, cell[:3])
     return MiniTask(expert, task, source, target)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_balance.flags import named
+from megatron_balance.config.flags import named
 from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.placement.policies.demi_baselines import DemiS1, DemiS2, DemiS3

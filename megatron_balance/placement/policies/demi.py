@@ -12,7 +12,7 @@ import numpy as np
 from megatron_balance.placement.cost_model import CostModel, owners
 from megatron_balance.placement.demi.listing import list_schedule
 from megatron_balance.placement.demi.problem import FEWEST_SLOTS, WEIGHTS, Problem
-from megatron_balance.placement.demi.schedule import Schedule
+from megatron_balance.placement.demi.schedule import MiniTaskSchedule
 from megatron_balance.placement.demi.search import best_pace, relax_by_size, solve
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.interface import lend, owners_host
@@ -86,7 +86,7 @@ class Demi:
         stay = self.seconds(counts_DE, current, cost)
         return current if stay < most and stay * (1 - MOVE_GAIN) < limit else best
 
-    def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> Schedule:
+    def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
         """The mini-tasks of a placement in which every expert has one host, slot by slot.
 
         Raises:

@@ -1,0 +1,72 @@
+"""Mixture-of-Experts training on megatron-core: balanced experts, scheduled communication.
+
+Words
+
+    logical expert    what the router chooses
+    owner             the rank that keeps an expert's parameters and optimizer state
+    host              a rank that computes an expert in this iteration; a host that is not the owner is a guest host
+    slot              room for one expert's weights on a rank: home slots for the experts that the rank owns, guest
+                      slots for copies of others'
+    physical expert   a (rank, slot) pair
+    Placement         who owns and who hosts every expert of one layer; a policy decides the next one
+    Trans, Agg        weights from owners to guests; gradients from guests to owners
+    Transfer          an expert's parameters and optimizer state move to another owner
+    load matrix       tokens from each source rank to each expert; with a Placement it gives the DispatchPlan
+
+Rooms
+
+    app          what a person starts: a training run, a dry run, balancing inside another program
+    cli          a command line and what it means
+    config       every setting, as frozen dataclasses
+    build        a configuration -> model, optimizer, data, balancer
+    training     the loop, one iteration after another
+    checkpoint   how a run is saved and resumed
+    convert      checkpoints from and to other formats
+    flow         where a token goes: one layer, one iteration
+    timeline     when experts' weights and gradients move: one iteration to the next
+    placement    which ranks host which experts: policies and the cost model
+    comm         how rows and experts travel: all-to-alls, codecs, transfers
+    measure      how fast this cluster communicates and computes
+    profile      the same as data
+    observe      loads, balance and traces, for people to look at
+    workloads    synthetic routing, so that imbalance repeats
+    job          how processes become a job, and how a job notices that one of them failed
+    device       what the machine offers, and what megatron-core lacks on it
+    files        files that others wrote, and output that appears only when complete
+
+Shapes
+
+Names of tensors and arrays end in one letter per dimension:
+
+    A   sampled or chosen items of a search        N   shards of an expert; nodes
+    B   batch of placements or of chunks           O   orders
+    C   chunks                                     P   physical experts (rank, slot)
+    D   ranks of an expert-parallel group          R   rows: one per expert that a token chose
+    E   logical experts                            S   sources of rows: ranks, shard by shard
+    G   guest slots                                T   tokens (DEMI's schedules: time slots)
+    H   hidden size (or hosts, next to S)          W   ranks of an all-to-all
+    K   experts per token                          L   layers
+"""
+
+import importlib
+
+_HOMES = {
+    "AllToAll": "comm.alltoall",
+    "Balancing": "app.integrate",
+    "Codec": "comm.codecs",
+    "CostModel": "placement.cost_model",
+    "Placement": "placement.placement",
+    "Policy": "placement.policies.interface",
+    "add_balance_args": "app.integrate",
+    "attach": "app.integrate",
+    "balanced_layer_spec": "app.integrate",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    # On demand: importing megatron-core takes seconds, and has to wait until the machine's device is known
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

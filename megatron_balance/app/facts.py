@@ -1,0 +1,146 @@
+"""What all ranks of a job have in common, as they compare it before anything is built."""
+
+import dataclasses
+import enum
+import importlib.machinery
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_balance.cli.arguments import Parsed
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.files.input_files import content_of
+from megatron_balance.job.agreement import CONSEQUENCE, Facts
+from megatron_balance.job.groups import Topology
+
+MAY_DIFFER = {
+    "balance_log_dir": "each rank writes to its own files",
+    "balance_timeline": "each rank writes to its own file",
+    "moe_routing_trace_path": "each rank writes to its own file",
+    "tensorboard_dir": "one rank writes",
+    "data_cache_path": "every node may have caches of its own of the same data",
+    "num_workers": "only the time of loading depends on it",
+    "num_dataset_builder_threads": "only the time of indexing depends on it",
+}
+"""Settings whose values ranks need not share, by field name, and why nothing that all take part in depends on them."""
+
+PACKAGES = ("torch", "megatron-core", "numpy", "scipy", "transformer-engine", "apex")
+
+FILES = {
+    "balance": ("balance_profile",),
+    "tokenizer": ("tokenizer_model", "tokenizer_metadata", "vocab_file", "merge_file"),
+}
+"""Fields of the configuration's parts that may name a file, or a directory, whose content decides something."""
+
+MODULES = {
+    "balance": ("balance_policy",),
+    "comm": ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_order"),
+}
+"""Fields that may name `module:Class`."""
+
+PROGRAM = Path(__file__).resolve().parents[1]
+ENTRY_POINT = PROGRAM.parent / "pretrain_gpt_moe.py"
+
+
+def gather(parsed: Parsed, topology: Topology) -> Facts:
+    """What this rank would train with: flags, versions, files that flags name, the program, and what follows."""
+    config = parsed.config
+    flags = {name: value for name, value in parsed.flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
+    nodes = {"the number of processes on a node (LOCAL_WORLD_SIZE, or --moe-comm-node-size)": str(topology.node_size)}
+    return {
+        **flags,
+        **nodes,
+        **_versions(),
+        **_files(config),
+        **_modules(config),
+        **_program(),
+        **_consequences(config),
+    }
+
+
+def _versions() -> Facts:
+    return {"the version of Python": platform.python_version()} | {
+        f"the version of {package}": _version(package) for package in PACKAGES
+    }
+
+
+def _version(package: str) -> str:
+    if package == "torch":
+        # With the build's CUDA, which metadata leave out
+        return torch.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _files(config: RunConfig) -> Facts:
+    named = {name: getattr(getattr(config, part), name) for part, names in FILES.items() for name in names}
+    return {
+        f"the content of --{name.replace('_', '-')} {path}": content_of(Path(path))
+        for name, path in named.items()
+        if path is not None and not (name == "balance_profile" and path in ("builtin", "auto"))
+    }
+
+
+def _modules(config: RunConfig) -> Facts:
+    named = [getattr(getattr(config, part), name) for part, names in MODULES.items() for name in names]
+    modules = [name.partition(":")[0] for name in named if ":" in name]
+    return {f"the source of {module}": source_of(module) for module in modules}
+
+
+def _program() -> Facts:
+    paths = [*sorted(PROGRAM.rglob("*.py")), *([ENTRY_POINT] if ENTRY_POINT.is_file() else [])]
+    return {f"the source of {path.relative_to(PROGRAM.parent)}": content_of(path) for path in paths}
+
+
+def _consequences(config: RunConfig) -> Facts:
+    """All settings as the run reads them: a machine without a package changes some that no flag has changed."""
+    parts = {part.name: getattr(config, part.name) for part in dataclasses.fields(config)}
+    return {
+        f"{CONSEQUENCE}{part}.{field.name}": _text(getattr(section, field.name))
+        for part, section in parts.items()
+        for field in dataclasses.fields(section)
+        if field.name not in MAY_DIFFER
+    }
+
+
+def _text(value: Any) -> str:
+    """The same in every process with the same settings."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(_text, value))
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def source_of(module: str) -> str:
+    """`content_of` the file of a module, which is found without importing it or what it is in."""
+    places, path = None, None
+    for name in _prefixes(module):
+        found = _found(name, places)
+        if found is None:
+            return "not found"
+        places, path = found.submodule_search_locations, found.origin
+    return content_of(Path(path)) if path is not None else "no file"
+
+
+def _prefixes(module: str) -> Iterator[str]:
+    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
+    parts = module.split(".")
+    yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+def _found(name: str, places: Any) -> importlib.machinery.ModuleSpec | None:
+    finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    try:
+        return next((spec for finder in finders if (spec := finder.find_spec(name, places)) is not None), None)
+    except Exception:  # a finder of anybody's; whoever imports the module says what is wrong
+        return None

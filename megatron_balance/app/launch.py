@@ -1,0 +1,208 @@
+"""From a command line to a finished run, on every rank."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+from megatron_balance.app import facts
+from megatron_balance.app.dry_run import dry_run
+from megatron_balance.build.balancer import planning_patience
+from megatron_balance.build.run import build_run
+from megatron_balance.checkpoint.checkpoints import Checkpoints
+from megatron_balance.checkpoint.held_directory import HeldDirectory
+from megatron_balance.cli.arguments import Parsed, parse_args
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.device.machine import Machine
+from megatron_balance.job import groups, job, limits
+from megatron_balance.job.collectives import Collectives
+from megatron_balance.job.endings import Ending, only_our_own, unbreakable_output
+from megatron_balance.job.errors import CheckpointError, raise_everywhere
+from megatron_balance.job.groups import Topology
+from megatron_balance.job.hang_guard import HangGuard
+from megatron_balance.observe.load import LoadRecorder
+from megatron_balance.observe.load_log import LoadLog
+from megatron_balance.observe.routing_trace import RoutingTrace
+from megatron_balance.observe.trace import Timeline
+from megatron_balance.placement.policy_process import PolicyProcess
+from megatron_balance.training.data import batch_bytes, prefixes_of
+from megatron_balance.training.data_files import check_samples
+from megatron_balance.training.logging import RunLog
+from megatron_balance.training.loop import train
+from megatron_balance.training.loss_guard import PoisonedRun
+from megatron_balance.training.progress import StepReport
+from megatron_balance.training.run import Run
+from megatron_balance.training.stopping import Stopping
+from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
+
+PROGRAM = "pretrain_gpt_moe.py"
+
+
+@unbreakable_output()
+@only_our_own(PROGRAM)
+def pretrain(argv: list[str]) -> None:
+    """Parse, check, join the job, build, train. A user's mistake ends every rank before anything is built."""
+    with _leaving_together(ValueError):
+        launch = job.Launch.from_environment()
+        with job.telling_others(launch):
+            asked = _asked(argv, launch)
+        config = asked.config
+        if config.launch.dry_run:
+            return dry_run(config, asked.parsed.notices, asked.topology)
+        torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
+        store = _join(launch, asked)
+    stopping, timeout = Stopping(config.train), config.launch.distributed_timeout_minutes * 60
+    with (
+        Collectives().recorded() as collectives,
+        HangGuard(store, launch.rank, launch.world_size, timeout, launch.store_rank, collectives) as guard,
+    ):
+        held = HeldDirectory(Path(config.checkpoint.save) if config.checkpoint.save else None, launch)
+        with stopping.listening(), contextlib.closing(held):
+            with _leaving_together(ValueError, CheckpointError), limits.explained():
+                # Before the model is built, which takes minutes
+                held.prepare()
+                run, log, checkpoints = _prepare(asked, guard, held)
+            resumed_at = run.progress.iteration
+            recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
+            with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
+                train(run, log, checkpoints, stopping, after_step)
+        if recorder is not None and run.progress.iteration > resumed_at:
+            log.message(recorder.table(run.groups))
+        log.close()
+        _finish_together()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A command line that this rank has found nothing wrong with, and what it names."""
+
+    parsed: Parsed
+    config: RunConfig
+    """The parsed one, with the size of nodes."""
+
+    topology: Topology
+    tokenizer: MegatronTokenizerBase
+    policy: PolicyProcess | None
+    """A policy from elsewhere, in its process."""
+
+
+def _asked(argv: list[str], launch: job.Launch) -> _Asked:
+    parsed = parse_args(argv, Machine.here(launch.world_size))
+    config = parsed.config
+    topology = job.node_topology(launch, config.comm.moe_comm_node_size)
+    if config.balance.balance_policy != "none":
+        shape = config.transformer
+        groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
+    # The policy is imported and made while the rank does the same with others
+    policy = _start_policy(config)
+    tokenizer = build_tokenizer(config.tokenizer)
+    check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
+    if policy is not None:
+        policy.ready(planning_patience(config.launch.distributed_timeout_minutes))
+    config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
+    return _Asked(parsed, config, topology, tokenizer, policy)
+
+
+def _start_policy(config: RunConfig) -> PolicyProcess | None:
+    """The policy's process, if it gets one; a dry run has one for each stage that it imagines."""
+    name = config.balance.balance_policy
+    return PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
+
+
+def _join(launch: job.Launch, asked: _Asked) -> dist.Store:
+    """Make sure that the machine has what the job needs, and that all ranks are asked for the same; join them."""
+    config = asked.config
+    microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
+    with job.telling_others(launch):
+        limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
+    gather = functools.partial(facts.gather, asked.parsed, asked.topology)
+    return job.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes, gather)
+
+
+def _prepare(asked: _Asked, guard: HangGuard, held: HeldDirectory) -> tuple[Run, RunLog, Checkpoints]:
+    run = build_run(asked.config, tokenizer=asked.tokenizer, policy=asked.policy)
+    guard.follow(run.position)
+    log = _run_log(run)
+    for notice in asked.parsed.notices:
+        log.message(f"note: {notice}")
+    if run.balancer is not None:
+        megabytes = run.balancer.guest_bytes / 1e6
+        log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
+    # A writer that stalls is to be named before the ranks that wait for it
+    patience = asked.config.launch.distributed_timeout_minutes * 60 / 2
+    checkpoints = Checkpoints(run, log, patience=patience, held=held)
+    checkpoints.prepare()
+    checkpoints.load()
+    return run, log, checkpoints
+
+
+def _run_log(run: Run) -> RunLog:
+    """The log of a run; one that cannot be written to ends all ranks."""
+    log, error = None, None
+    try:
+        log = RunLog(run.config, run.length.iterations, run.vocab_size)
+    except ValueError as failure:
+        error = failure
+    raise_everywhere(error)
+    assert log is not None
+    return log
+
+
+@contextlib.contextmanager
+def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
+    """What is to be called after every iteration for flags that record what happens in it."""
+    rank, done = dist.get_rank(), run.progress.iteration
+    trace_path, balance = run.config.log.moe_routing_trace_path, run.config.balance
+    intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
+    trace, loads, timeline, error = None, None, None, None
+    try:
+        if trace_path is not None:
+            trace = RoutingTrace(run.model, Path(trace_path), rank, lambda: run.progress.iteration, done)
+        if balance.balance_log_dir is not None and run.groups.ep.rank() == 0:
+            loads = LoadLog(Path(balance.balance_log_dir), rank, done + 1)
+        if balance.balance_timeline is not None and run.balancer is not None:
+            timeline = run.balancer.timeline = Timeline(Path(balance.balance_timeline), rank)
+    except ValueError as failure:
+        error = failure
+    raise_everywhere(error)
+
+    def after_step(report: StepReport) -> None:
+        if trace is not None:
+            trace.flush()
+        if loads is not None and run.balancer is not None and run.balancer.layers:
+            loads.add(report.iteration, run.balancer.loads())
+            # A resumed run goes on from a checkpoint: what was before must be on disk by then
+            if any(report.iteration % interval == 0 for interval in intervals if interval):
+                loads.flush()
+        if timeline is not None and report.iteration % run.config.log.log_interval == 0:
+            timeline.flush()
+
+    try:
+        yield after_step
+    finally:
+        for record in (trace, loads, timeline):
+            if record is not None:
+                record.flush(last=True)
+
+
+@contextlib.contextmanager
+def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
+    """Errors that every rank raises alike end the program with their message, not with a traceback each."""
+    try:
+        yield
+    except errors as error:
+        raise Ending(f"{PROGRAM}: error: {error}") from error
+
+
+def _finish_together() -> None:
+    """Wait for all ranks: one that leaves earlier would look dead. (`dist.barrier` warns of its choice of device.)"""
+    finished = torch.zeros(1, device=torch.cuda.current_device())
+    dist.all_reduce(finished)
+    finished.item()

@@ -1,0 +1,182 @@
+"""What lies in `--save DIR`, and the order in which it changes.
+
+    iter_0000020/                        a complete checkpoint: its manifest names every file
+    latest_checkpointed_iteration.txt    the tracker: the iteration to resume from, as Megatron writes it
+    iter_0000020.saving-xxxxxxxx/        being written, or left by a process that died
+    iter_0000020.replaced-xxxxxxxx/      a checkpoint that another of the same iteration is about to replace
+    iter_0000020.deleting-xxxxxxxx/      being pruned
+    lease.000007                         who may change all this (lease.py), or who did last
+
+A directory gets its final name only when all its files and the manifest are on disk; the tracker names it only then,
+and only after that are older ones pruned. So a process may die at any point: what the tracker names is complete.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_balance.checkpoint import manifest
+from megatron_balance.files.input_files import KIB, read_bounded
+from megatron_balance.files.output_files import sync, writing
+
+TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER_BYTES = KIB
+COMPLETE = re.compile(r"iter_(\d{7,})")
+PROBE_BYTES = 1 << 20
+"""A full disk is better found before the collective part of a save; what rank 0 writes in that part is smaller."""
+
+UNFINISHED = re.compile(r"(iter_\d{7,})\.(saving|replaced|deleting)-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class CheckpointDirectory:
+    """A directory of checkpoints. One process at a time may change it: the one that holds its lease."""
+
+    root: Path
+
+    def path(self, iteration: int) -> Path:
+        return self.root / f"iter_{iteration:07d}"
+
+    def iterations(self) -> list[int]:
+        """Iterations with a directory under its final name, newest first."""
+        if not self.root.is_dir():
+            return []
+        found = [COMPLETE.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir()]
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def tracked(self) -> int | None:
+        """The iteration that the tracker names; None without a tracker.
+
+        Raises:
+            ValueError: the tracker holds something else; names the file.
+        """
+        path = self.root / TRACKER
+        if not path.exists():
+            return None
+        text = read_bounded(path, TRACKER_BYTES)
+        if not re.fullmatch(rb"\d{1,15}\s*", text):
+            raise ValueError(f"{path}: holds {text[:20]!r} instead of an iteration")
+        return int(text)
+
+    def finished_after_tracker(self, tracked: int) -> list[int]:
+        """Later iterations than the tracker's that were finished after it was written, newest first.
+
+        Their process died before the tracker could name them. Others, later but older, a run that went back to an
+        earlier iteration has left behind, or the tracker was set back by hand: the tracker knows better.
+        """
+        since = (self.root / TRACKER).stat().st_mtime_ns
+        return [
+            iteration
+            for iteration in self.iterations()
+            if iteration > tracked and _finished(self.path(iteration)) > since
+        ]
+
+    def stage(self, iteration: int) -> Path:
+        """An empty directory to write this iteration's checkpoint into.
+
+        Raises:
+            OSError: no place for it, or hardly any.
+        """
+        path = self._aside(iteration, "saving")
+        path.mkdir()
+        probe = path / "probe"
+        try:
+            with writing(probe):
+                probe.write_bytes(b"\1" * PROBE_BYTES)
+                sync(probe)
+                probe.unlink()
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        return path
+
+    def commit(self, staged: Path, iteration: int) -> None:
+        """Give a staged directory, complete and on disk, its final name, and let the tracker name it."""
+        sync(staged)
+        final, replaced = self.path(iteration), None
+        if final.exists():
+            replaced = self._aside(iteration, "replaced")
+            os.rename(final, replaced)
+        try:
+            os.rename(staged, final)
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, final)
+            raise
+        sync(self.root)
+        self._track(iteration)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
+    def _track(self, iteration: int) -> None:
+        new = self.root / f"{TRACKER}.new"
+        try:
+            with writing(new), open(new, "w", encoding="ascii") as file:
+                file.write(str(iteration))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+        os.replace(new, self.root / TRACKER)
+        sync(self.root)
+
+    def prune(self, run: str, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
+        """Delete old checkpoints of this run and return their iterations.
+
+        Of those up to `newest`, the last `keep_last` stay, and those at multiples of `retain_interval`; later ones,
+        which a run that went back has left behind, and those of other runs are not touched. With neither limit,
+        everything stays.
+        """
+        if keep_last is None and retain_interval is None:
+            return []
+        own = [iteration for iteration in self.iterations() if manifest.run_of(self.path(iteration)) == run]
+        old = [iteration for iteration in own if iteration <= newest][keep_last or 1 :]
+        doomed = [iteration for iteration in old if not retain_interval or iteration % retain_interval]
+        for iteration in doomed:
+            aside = self._aside(iteration, "deleting")
+            # Half deleted, it must not look like a checkpoint
+            os.rename(self.path(iteration), aside)
+            shutil.rmtree(aside)
+        return doomed
+
+    def of_others(self, run: str) -> dict[str, list[int]]:
+        """Iterations of checkpoints that are not from this run, by their runs."""
+        found: dict[str, list[int]] = {}
+        for iteration in self.iterations():
+            other = manifest.run_of(self.path(iteration))
+            if other is not None and other != run:
+                found.setdefault(other, []).append(iteration)
+        return found
+
+    def recover(self) -> list[str]:
+        """Clean up after processes that died, and return what was found, one sentence each."""
+        notices = []
+        entries = sorted(self.root.iterdir()) if self.root.is_dir() else []
+        for entry in entries:
+            match = UNFINISHED.fullmatch(entry.name)
+            if match is None:
+                continue
+            if match[2] == "replaced" and not (self.root / match[1]).exists():
+                os.rename(entry, self.root / match[1])
+                notices.append(f"{entry}: its replacement was never finished; it is {match[1]} again")
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
+                notices.append(f"{entry}: not finished ({match[2]}); removed")
+        return notices
+
+    def _aside(self, iteration: int, why: str) -> Path:
+        # A name of its own: a writer that outlives its rank must not write into the next attempt
+        path = self.path(iteration)
+        return path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}")
+
+
+def _finished(path: Path) -> int:
+    """When a checkpoint's manifest was written; 0 without one."""
+    try:
+        return (path / manifest.NAME).stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,172 @@
+"""The `--save` directory of a job: held by its lease, tried out, and cleaned up after earlier processes."""
+
+import importlib.metadata
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_balance.checkpoint.directory import CheckpointDirectory
+from megatron_balance.checkpoint.lease import LOOK_SECONDS, Lease, Owner
+from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.job.errors import gather
+from megatron_balance.job.groups import on_first_rank
+from megatron_balance.job.job import Launch
+from megatron_balance.messages import cleaned
+
+PACKAGES = ("megatron-balance", "megatron-core", "torch")
+
+
+def new_run() -> str:
+    """A name that no other run has."""
+    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}", time.gmtime())
+
+
+def utc() -> str:
+    """The present, for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that make a checkpoint; those that are not installed as packages are left out."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass
+class HeldDirectory:
+    """A directory that only this job changes, from `prepare` to `close`."""
+
+    root: Path | None
+    """None: the job saves nothing."""
+
+    launch: Launch = field(default_factory=Launch.from_environment)
+    run: str = ""
+    """The run's name; the same on all ranks once `prepare` has returned."""
+
+    parent: str = ""
+    """What the run began with; empty: random weights."""
+
+    notices: list[str] = field(default_factory=list)
+    """What `prepare` found, one sentence each."""
+
+    is_held: bool = False
+    started: str = field(default_factory=utc)
+    lease: Lease | None = None
+    """On rank 0."""
+
+    @property
+    def directory(self) -> CheckpointDirectory | None:
+        return self.root and CheckpointDirectory(self.root)
+
+    def prepare(self) -> None:
+        """Take the lease, find out whether every rank can write here, clean up. Collective.
+
+        Raises:
+            ValueError: another run saves here, or the directory cannot be written; names the flag and the reason.
+        """
+        self.run = self.run or on_first_rank(new_run)
+        if self.root is None:
+            return
+        told = False
+        while not on_first_rank(self._attempt):
+            if self.lease is not None and not told and (whom := self.lease.waiting_for()):
+                print(whom, flush=True)
+                told = True
+            time.sleep(LOOK_SECONDS)
+        try:
+            self.notices += on_first_rank(self._clean_up)
+            self._try_out(on_first_rank(self._stage))
+        except BaseException:
+            self.close()
+            raise
+        self.is_held = True
+        if self.lease is not None:
+            self.lease.keep()
+
+    def _attempt(self) -> bool:
+        assert self.root is not None
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if self.lease is None:
+                owner = Owner.here(self.run, self.launch.job, self.launch.restarts)
+                self.lease = Lease(self.root, owner, f"--save {self.root}")
+            return self.lease.attempt()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _clean_up(self) -> list[str]:
+        assert self.directory is not None
+        try:
+            return self.directory.recover()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _stage(self) -> Path:
+        assert self.directory is not None
+        try:
+            return self.directory.stage(0)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(f"--save {self.root}: cannot write there ({error}); choose another")
+
+    def _try_out(self, staged: Path) -> None:
+        """Whether every rank, wherever it runs, may write into what rank 0 has made."""
+        failures = gather(unseen(staged))
+        if dist.get_rank() == 0:
+            staged.rmdir()
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise ValueError(
+                    f"--save {self.root}: rank {rank} cannot write into what rank 0 has made there ({failure}); choose "
+                    "a directory that every host sees"
+                )
+
+    def resumed(self, checkpoint: Path, origin: Origin, whole: bool) -> None:
+        """Note which checkpoint this run was loaded from.
+
+        Args:
+            whole: whether it continues that checkpoint's run, and so takes its name, or only starts from its weights.
+        """
+        self.parent = f"{checkpoint.resolve()} of {origin}"
+        if whole:
+            self.run = origin.run
+            if self.lease is not None:
+                self.lease.name(origin.run)
+
+    def others(self) -> str:
+        """What lies in the directory of other runs, for people; empty: nothing. On rank 0."""
+        assert self.directory is not None
+        found = self.directory.of_others(self.run)
+        return "; ".join(f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found.items())
+
+    def origin(self) -> Origin:
+        """What a checkpoint saved now is to say of itself."""
+        return Origin(self.run, socket.gethostname(), self.started, utc(), self.parent, versions())
+
+    def close(self) -> None:
+        """Let others have the directory."""
+        self.is_held = False
+        if self.lease is not None:
+            self.lease.release()
+
+
+def unseen(staged: Path) -> str | None:
+    """Why this process cannot write into a directory, and on which host; None: it can."""
+    try:
+        os.stat(staged)
+        reason = None if os.access(staged, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    return reason and f"{staged} on host {socket.gethostname()}: {reason}"

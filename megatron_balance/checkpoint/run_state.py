@@ -1,0 +1,274 @@
+"""What a checkpoint holds of a run, as megatron-core's sharded state dict, and how it comes back.
+
+Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. What
+only makes sense on the same layout (random number generators) is kept per rank.
+"""
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.placement.policies import policy_options
+from megatron_balance.training.optimizer_state import allocate, optimizers
+from megatron_balance.training.run import Run
+
+CONTENT = {
+    # The default form of the distributed optimizer's state raises in megatron-core 0.16.1
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""How megatron-core is to name and shard things."""
+
+Parts = frozenset[str]
+"""Of `optimizer`, `rng`, `balancer` and `chunks`: what is saved, or loaded, beside the weights."""
+
+
+def layout(config: RunConfig) -> dict[str, int]:
+    """What has to be equal for per-rank state to mean the same."""
+    transformer = config.transformer
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor": transformer.tensor_model_parallel_size,
+        "pipeline": transformer.pipeline_model_parallel_size,
+        "virtual_pipeline": transformer.virtual_pipeline_model_parallel_size or 1,
+        "context": transformer.context_parallel_size,
+        "expert": transformer.expert_model_parallel_size,
+        "expert_tensor": transformer.expert_tensor_parallel_size,
+    }
+
+
+def balance(config: RunConfig) -> dict[str, Any]:
+    """What has to be equal for placements and predictions to go on."""
+    settings = config.balance
+    names = ("policy", "guest_slots", "interval", "load", "predictor", "token_split", "ownership")
+    options = policy_options(settings.balance_policy, vars(settings))
+    return layout(config) | options | {name: getattr(settings, f"balance_{name}") for name in names}
+
+
+def common_state(run: Run, parts: Parts) -> dict[str, Any]:
+    """What every rank knows alike: plain numbers and strings, and a few scalars."""
+    progress = run.progress
+    state = {
+        "checkpoint_version": 3.0,
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "opt_param_scheduler": run.scheduler.state_dict(),
+        "layout": layout(run.config),
+        "balance": balance(run.config),
+        "comm": dataclasses.asdict(run.config.comm),
+        "parts": sorted(parts),
+    }
+    if "optimizer" in parts:
+        state["optimizer_step"] = _step(run.optimizer)
+        # The scalers of a layout's several optimizers see the same overflows
+        state["grad_scaler"] = next((scaler.state_dict() for scaler in _grad_scalers(run.optimizer)), None)
+    return state
+
+
+def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
+    """Weights, optimizer state and random number generators, as shards. Collective with the distributed optimizer."""
+    metadata = CONTENT | {"dp_cp_group": run.groups.dp_cp}
+    if run.config.ddp.overlap_param_gather and not is_loading:
+        # Until the next forward pass, each rank knows the last step's parameters of its own shard alone
+        for chunk in run.model:
+            chunk.start_param_sync(force_sync=True)
+    modules = unwrap_model(run.model)
+    # One name for all virtual pipeline chunks would collide in the dict, not in the checkpoint
+    models = {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(modules)}
+    for model in models.values():
+        # State of 8-bit training, which is not supported; Transformer Engine's layers and others differ only in it
+        model.update({name: LocalNonpersistentObject(None) for name in model if name.endswith("_extra_state")})
+    state: dict[str, Any] = dict(models)
+    if "optimizer" in parts:
+        allocate(run.optimizer)
+        with _shown_by_name():
+            optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+        half = run.config.transformer.bf16 or run.config.transformer.fp16
+        _name_main_parameters(optimizer, models, half, is_loading)
+        # Hyperparameters come from the flags, and their structure depends on the layout
+        state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
+    if "chunks" in parts:
+        assert run.chunks is not None
+        state["chunks"] = _of_this_rank("chunks", run.chunks.state())
+    if "rng" in parts:
+        state["rng_state"] = _of_this_rank("rng_state", random_states())
+    return state
+
+
+@contextlib.contextmanager
+def _shown_by_name() -> Iterator[None]:
+    """megatron-core formats tensors for a debug line; their values would each cost a wait for the device."""
+
+    def name(shard: ShardedBase) -> str:
+        return shard.key
+
+    with mock.patch.object(ShardedTensor, "__repr__", name), mock.patch.object(ShardedTensorFactory, "__repr__", name):
+        yield
+
+
+def balancer_state(run: Run) -> ShardedStateDict:
+    """The placements and predictions of this rank. They are loaded before all else: they say which expert is where."""
+    assert run.balancer is not None
+    return {"balancer": _of_this_rank("balancer", run.balancer.state())}
+
+
+def _of_this_rank(name: str, value: Any) -> ShardedObject:
+    return ShardedObject(name, value, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) -> None:
+    """Put what `dist_checkpointing.load` returned for `sharded_state` into the run.
+
+    With `weights_only` the run begins at iteration 0 with these weights.
+    """
+    for index, module in enumerate(unwrap_model(run.model)):
+        module.load_state_dict(loaded[f"model{index}"], strict=True)
+    if "optimizer" in parts:
+        _load_optimizer(run.optimizer, loaded["optimizer"], loaded["optimizer_step"])
+        for scaler in _grad_scalers(run.optimizer):
+            if loaded["grad_scaler"] is not None:
+                scaler.load_state_dict(loaded["grad_scaler"])
+    else:
+        run.optimizer.reload_model_params()
+    if "chunks" in parts:
+        assert run.chunks is not None
+        run.chunks.restore(loaded["chunks"])
+    if "rng" in parts:
+        set_random_states(loaded["rng_state"])
+    if not weights_only:
+        _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
+        run.progress.iteration = loaded["iteration"]
+        run.progress.consumed_samples = loaded["consumed_samples"]
+        run.progress.consumed_valid_samples = loaded["consumed_valid_samples"]
+
+
+def _load_scheduler(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:
+        raise ValueError(
+            f"the learning-rate or weight-decay schedule differs from the checkpoint's ({error}): give "
+            "--override-opt_param-scheduler to take the flags', or --use-checkpoint-opt_param-scheduler"
+        ) from error
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators of this rank, in plain containers and tensors."""
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(algorithm), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """The inverse of `random_states`."""
+    random.setstate(states["python"])
+    algorithm, keys, *rest = states["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _local_unless_sharded(value: Any) -> Any:
+    kept = isinstance(value, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+    return value if kept else LocalNonpersistentObject(value)
+
+
+def _grad_scalers(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    return (part.grad_scaler for part in optimizers(optimizer) if getattr(part, "grad_scaler", None) is not None)
+
+
+def _step(optimizer: MegatronOptimizer) -> int:
+    """Steps that Adam's bias correction counts; 0 before the first, and with SGD."""
+    steps = {0}
+    for part in optimizers(optimizer):
+        states = (*part.optimizer.state.values(), *part.optimizer.param_groups)
+        steps |= {int(state["step"]) for state in states if "step" in state}
+    return max(steps)
+
+
+def _name_main_parameters(optimizer: dict, models: dict, half: bool, is_loading: bool) -> None:
+    """Let the distributed optimizer's main parameters be what they are without it, so that it may come and go.
+
+    In half precision they are called `fp32_param` there; else they are the weights, which are saved already.
+    """
+    prefix = "optimizer.state.param."
+    weights = {
+        _place(shard, shard.key): shard.data
+        for shard in nested_values(models)
+        if isinstance(shard, ShardedTensor | ShardedTensorFactory)
+    }
+    for part in (optimizer, *(value for value in optimizer.values() if isinstance(value, dict))):
+        for tensors in (part.get("param_state") or {}).values():
+            shard = tensors.pop("param")
+            name = shard.key.removeprefix(prefix)
+            if half:
+                tensors["param"] = dataclasses.replace(shard, key=f"optimizer.state.fp32_param.{name}")
+            elif is_loading:
+                tensors["param"] = LocalNonpersistentObject(weights[_place(shard, name)])
+
+
+def _place(shard: ShardedTensor | ShardedTensorFactory, name: str) -> tuple:
+    """What tells one shard of this rank from another: layers share names."""
+    return name, shard.build_fn if isinstance(shard, ShardedTensorFactory) else shard.global_offset
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> None:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for index, part in enumerate(parts):
+        if part not in optimizers(optimizer):
+            continue
+        part_state, inner = state if len(parts) == 1 else state[index], part.optimizer
+        shards = part_state.pop("param_state", None)
+        # Float16 and distributed optimizers wrap the inner optimizer's state dict
+        _insert_step(part_state.get("optimizer", part_state), step, inner)
+        part.load_state_dict(part_state)
+        if shards is not None:
+            for parameter_state in inner.state.values():
+                # megatron-core 0.16.1 would look for torch's step among the shards
+                parameter_state.pop("step", None)
+            part.load_parameter_state_from_fully_reshardable(shards)
+        if isinstance(inner, torch.optim.Adam):
+            for parameter_state in inner.state.values():
+                # One tensor each: torch counts in place
+                parameter_state["step"] = torch.tensor(float(step))
+
+
+def _insert_step(state: dict, step: int, inner: torch.optim.Optimizer) -> None:
+    """Put the step count where megatron-core, or the inner optimizer, looks for it in an optimizer's state dict."""
+    per_parameter = isinstance(inner, torch.optim.Adam)
+    for group in state["param_groups"]:
+        # Fused optimizers count by group, from their first step on
+        if "step" in group or ("betas" in group and not per_parameter):
+            group["step"] = step
+    if per_parameter and "state" in state:
+        state["state"]["common_step"] = torch.tensor(float(step))

@@ -1,0 +1,89 @@
+"""Which checkpoint of a directory a run begins with. Collective: all ranks call it together."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_balance.checkpoint import manifest
+from megatron_balance.checkpoint.directory import CheckpointDirectory
+from megatron_balance.checkpoint.safe_pickle import check_pickles
+from megatron_balance.job.errors import CheckpointError, gather, outcome
+from megatron_balance.job.groups import on_first_rank
+from megatron_balance.training.logging import RunLog
+
+LOOKS = 3
+"""At a directory whose checkpoints are deleted while they are read: the run that saves there has newer ones by then."""
+
+
+def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) -> Path | None:
+    """The checkpoint to load: the one of `step`, else what the tracker names or the newest before it that is sound.
+
+    All files are read once, each by one rank, before anything is loaded.
+
+    Raises:
+        CheckpointError: checkpoints are there, but none is sound (or that of `step` is not).
+    """
+    for _ in range(LOOKS):
+        candidates, notices = on_first_rank(lambda: _candidates(directory, step))
+        for notice in notices:
+            log.message(f"WARNING: {notice}")
+        deleted = False
+        for iteration in candidates:
+            path = directory.path(iteration)
+            damage = _damage(path)
+            if damage is None:
+                return path
+            gone = not on_first_rank(path.is_dir)
+            deleted |= gone
+            reason = "was deleted while it was being read" if gone else f"is damaged: {damage}"
+            log.message(f"WARNING: the checkpoint of iteration {iteration} {reason}")
+        if not candidates:
+            return None
+        if not deleted:
+            break
+    raise CheckpointError(
+        f"{directory.root}: no sound checkpoint among iterations {candidates}; the damaged files are named above. "
+        "Restore them, choose one with --ckpt-step, or start afresh with another directory"
+    )
+
+
+def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[int], list[str]]:
+    iterations, notices = directory.iterations(), []
+    if step is not None:
+        if step not in iterations:
+            raise CheckpointError(f"--ckpt-step {step}: {directory.root} holds iterations {iterations}")
+        return [step], []
+    try:
+        tracked = directory.tracked()
+    except ValueError as error:
+        tracked = None
+        notices.append(f"{error}; taking the newest checkpoint")
+    if tracked is None:
+        return iterations, notices
+    unnamed = directory.finished_after_tracker(tracked)
+    later = [iteration for iteration in iterations if iteration > tracked and iteration not in unnamed]
+    if unnamed:
+        notices.append(f"{directory.root}: iterations {unnamed} were saved after the tracker's {tracked}; taking them")
+    if later:
+        notices.append(
+            f"{directory.root}: checkpoints of iterations {later} are later than the tracker's {tracked} and are left "
+            "alone; --ckpt-step chooses one"
+        )
+    if tracked not in iterations:
+        notices.append(f"{directory.path(tracked)}: missing, although the tracker names it")
+    return unnamed + [iteration for iteration in iterations if iteration <= tracked], notices
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. The ranks share the files."""
+
+    def check() -> None:
+        files = manifest.read(path).files
+        by_size = sorted(files, key=lambda name: (-files[name].bytes, name))
+        manifest.verify(path, by_size[dist.get_rank() :: dist.get_world_size()])
+
+    errors = [error for error in gather(outcome(check)) if error is not None]
+    if not errors:
+        # Only once the bytes are known to be what was saved; a large .metadata takes seconds
+        errors = [error] if (error := on_first_rank(lambda: outcome(lambda: check_pickles(path)))) else []
+    return str(errors[0]) if errors else None

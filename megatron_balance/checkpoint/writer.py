@@ -1,0 +1,229 @@
+"""Writes one rank's part of a checkpoint in processes of its own, durably, and digests what was written.
+
+The processes are forked, so they see the tensors as they are now while training goes on; on CUDA they get copies that
+were made on the host. A process that dies or stalls is an error of the save, never a wait for ever.
+"""
+
+import contextlib
+import gc
+import importlib
+import inspect
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_balance.checkpoint import manifest
+from megatron_balance.files.output_files import system_error, writing
+
+# megatron-core would start a server process for a queue that is not used here
+filesystem_async._results_queue = queue.SimpleQueue()
+
+
+METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
+"""What rank 0 writes; since megatron-core 0.19, what was in common.pt is in its shards."""
+
+
+@contextlib.contextmanager
+def common_state_in_memory() -> Iterator[list[bytes]]:
+    """Inside, `dist_checkpointing.save` does not write common.pt but gives its content, on rank 0.
+
+    It would write it in the collective part of a save, where a rank that fails alone leaves the others waiting.
+    """
+    kept: list[bytes] = []
+    strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
+    if not hasattr(strategies, "base"):
+        yield kept
+        return
+
+    class InMemory(strategies.common.TorchCommonSaveStrategy):
+        def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+            if torch.distributed.get_rank() == 0:
+                content = io.BytesIO()
+                torch.save(common_state_dict, content)
+                kept.append(content.getvalue())
+
+    kind = strategies.base.StrategyAction.SAVE_COMMON, "torch", 1
+    before = strategies.base.get_default_strategy(*kind)
+    strategies.base.register_default_strategy(*kind, InMemory("torch", 1))
+    try:
+        yield kept
+    finally:
+        strategies.base.register_default_strategy(*kind, before)
+
+
+class ShardStrategy(TorchDistSaveShardedStrategy):
+    """megatron-core's torch_dist format; the writing itself is left to a PartWriter."""
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_: object) -> AsyncRequest:
+        """Plan a save; 0.19 would by default leave it to nvidia-resiliency-ext, 0.16.1 does not know the choice."""
+        plan = super().async_save
+        choice = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(plan).parameters else {}
+        return plan(sharded_state_dict, checkpoint_dir, **choice)
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, planned: tuple, *_: object
+    ) -> AsyncRequest:
+        return AsyncRequest(None, (writer, planned[1]), [])
+
+
+@dataclass
+class _Part:
+    """One file being written."""
+
+    path: Path
+    process: BaseProcess
+    pipe: Connection
+    size: int = 0
+    outcome: Any = None
+    """(megatron-core's write results, manifest entry)."""
+
+
+class PartWriter:
+    """One process a file, for all files that a rank has to write.
+
+    Args:
+        request: what `dist_checkpointing.save(async_sharded_save=True)` with a ShardStrategy returned.
+        patience: seconds without a byte written after which a writer counts as stalled.
+        common: content of common.pt, if there is to be one.
+    """
+
+    def __init__(self, request: AsyncRequest, patience: float, common: bytes | None = None) -> None:
+        self.patience = patience
+        self.writer, self.metadata = request.async_fn_args
+        self.common = common
+        self.parts: list[_Part] = []
+        self.last_growth = time.monotonic()
+
+    def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            OSError: the system refuses to.
+        """
+        transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
+        buckets = self.writer.preload_tensors(self.writer.write_buckets) if self.writer.write_buckets else []
+        for bucket in buckets:
+            self.parts.append(_start(bucket, transforms))
+
+    def poll(self) -> bool:
+        """Whether everything is on disk.
+
+        Raises:
+            OSError: a writer failed, died or stalled; the message says which file and why.
+        """
+        waiting = {part.pipe: part for part in self.parts if part.outcome is None}
+        for pipe in multiprocessing.connection.wait(list(waiting), timeout=0):
+            part = waiting[pipe]
+            part.outcome = _receive(part)
+            self.last_growth = time.monotonic()
+        unfinished = [part for part in self.parts if part.outcome is None]
+        for part in unfinished:
+            size = part.path.stat().st_size if part.path.exists() else 0
+            if size != part.size:
+                part.size, self.last_growth = size, time.monotonic()
+        if unfinished and time.monotonic() - self.last_growth > self.patience:
+            names = ", ".join(str(part.path) for part in unfinished)
+            raise OSError(f"{names}: nothing was written for {self.patience:.0f} s; the writer has stalled")
+        return not unfinished
+
+    def entries(self) -> dict[str, manifest.Entry]:
+        """Manifest entries of the files written, once `poll` is true."""
+        return {part.path.name: part.outcome[1] for part in self.parts}
+
+    def results(self) -> list:
+        """Where each tensor was written, for `describe`, once `poll` is true."""
+        return [result for part in self.parts for result in part.outcome[0]]
+
+    def describe(self, results: list[list]) -> None:
+        """On rank 0: write the files that describe the whole checkpoint, given every rank's `results`."""
+        assert isinstance(self.metadata, Metadata)
+        directory = Path(self.writer.checkpoint_dir)
+        with writing(directory / METADATA):
+            self.writer.finish(self.metadata, results)
+        with writing(directory / CONFIG):
+            save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+        if self.common is not None:
+            with writing(directory / COMMON):
+                (directory / COMMON).write_bytes(self.common)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for part in self.parts:
+            part.process.kill()
+            part.process.join()
+            part.pipe.close()
+
+
+def _start(bucket: tuple, transforms: list) -> _Part:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_serve, args=(theirs, bucket, transforms), name=f"writer of {bucket[1]}"
+    )
+    # What waits for the garbage collector here must not be collected there: the destructor of a process group would
+    # wait for ever for threads, which are not forked
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        process.start()
+    finally:
+        if collecting:
+            gc.enable()
+    theirs.close()
+    return _Part(Path(bucket[0]), process, ours)
+
+
+def _receive(part: _Part) -> Any:
+    try:
+        error, outcome = part.pipe.recv()
+    except EOFError:
+        part.process.join()
+        raise OSError(f"{part.path}: its writer died (exit code {part.process.exitcode})") from None
+    if error is not None:
+        raise OSError(f"{part.path}: {error}")
+    return outcome
+
+
+def _serve(pipe: Connection, bucket: tuple, transforms: list) -> None:
+    """The writer process: write, put on disk and digest one file."""
+    # The end of the job is the rank's business: what is being written may still be of use
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Sockets held open here would hide the rank's death from its peers
+    os.closerange(3, pipe.fileno())
+    os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    try:
+        pipe.send((None, _write(bucket, transforms)))
+    except Exception as error:
+        reason = system_error(error)
+        pipe.send((f"{type(error).__name__}: {error}" if reason is None else reason.strerror, None))
+
+
+def _write(bucket: tuple, transforms: list) -> tuple[list, manifest.Entry]:
+    results: queue.SimpleQueue = queue.SimpleQueue()
+    unfinished: queue.Queue = queue.Queue()
+    unfinished.put(0)
+    FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, unfinished, use_fsync=False)
+    _, outcome = results.get()
+    if isinstance(outcome, Exception):
+        raise outcome
+    path = Path(bucket[0])
+    return outcome, manifest.sync_and_digest(path)

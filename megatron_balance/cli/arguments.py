@@ -1,0 +1,372 @@
+"""Command line -> RunConfig.
+
+Megatron's flags come by reflection from megatron-core's config dataclasses, the rest from ours (config.py). Parsing and
+checking need no process group: every rank does both before it joins the job, so a mistake stops all of them.
+"""
+
+import argparse
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_balance.checkpoint import saved_flags
+from megatron_balance.cli.checks import Layout, check
+from megatron_balance.cli.layer_frequency import parse_layer_frequency
+from megatron_balance.cli.parser import Parser
+from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
+from megatron_balance.cli.yaml_file import read_flags
+from megatron_balance.config import run_config as ours
+from megatron_balance.config.flags import add_flags, build, flag_names
+from megatron_balance.device.machine import Machine
+
+INTERNAL_FIELDS = {
+    *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
+    *("virtual_pipeline_model_parallel_size", "gated_linear_unit", "bias_activation_fusion", "softmax_scale"),
+    *("num_microbatches_with_partial_activation_checkpoints", "hetereogenous_dist_checkpoint", "fused_single_qkv_rope"),
+    *("use_te_rng_tracker", "moe_token_dropping", "memory_efficient_layer_norm", "disable_parameter_transpose_cache"),
+    *("tp_only_amax_red", "activation_func_fp8_input_store", "moe_router_topk_limited_devices", "muon_split_qkv"),
+    *("store_param_remainders", "decoupled_weight_decay", "preserve_fp32_weights", "use_custom_fsdp", "nccl_ub"),
+    *("use_inference_optimized_layers",),
+}
+"""Fields of megatron-core's dataclasses that no flag sets: derived below, or megatron-core's own business."""
+
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+
+OPTIMIZER_PRECISIONS = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
+}
+"""What the precision-aware optimizer may keep its state in."""
+
+MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
+    "num_moe_experts": {"arg_names": ["--num-experts"]},
+    "window_size": {"type": lambda text: _window(text), "nargs": None},
+    "moe_layer_freq": {"type": lambda text: parse_layer_frequency(text), "default": 1},
+    "moe_router_load_balancing_type": {
+        "nargs": "+",
+        "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
+        "default": "aux_loss",
+    },
+    "no_rope_freq": {"type": lambda text: parse_layer_frequency(text)},
+    "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text)},
+    "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
+    "num_layers_in_first_pipeline_stage": {"arg_names": ["--decoder-first-pipeline-num-layers"]},
+    "num_layers_in_last_pipeline_stage": {"arg_names": ["--decoder-last-pipeline-num-layers"]},
+    "masked_softmax_fusion": {"arg_names": ["--no-masked-softmax-fusion"], "action": "store_false", "default": True},
+    "bias_dropout_fusion": {"arg_names": ["--no-bias-dropout-fusion"], "action": "store_false", "default": True},
+    "apply_rope_fusion": {"arg_names": ["--no-rope-fusion"], "action": "store_false", "default": True},
+    "persist_layer_norm": {"arg_names": ["--no-persist-layer-norm"], "action": "store_false", "default": True},
+    "gradient_accumulation_fusion": {
+        "arg_names": ["--no-gradient-accumulation-fusion"],
+        "action": "store_false",
+        "default": True,
+    },
+    "overlap_p2p_comm": {"arg_names": ["--no-overlap-p2p-communication"], "action": "store_false", "default": True},
+    "attention_softmax_in_fp32": {
+        "action": "store_true",
+        "arg_names": ["--attention-softmax-in-fp32"],
+        "default": False,
+    },
+    "min_lr": {"default": 0.0},
+    "q_lora_rank": {"default": None},
+    "kv_lora_rank": {"default": 32},
+    "rotary_scaling_factor": {"default": 1.0},
+    "rope_type": {"choices": ["rope", "yarn"], "default": None},
+    "optimizer": {"choices": ["adam", "sgd"]},
+    **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
+    "grad_reduce_in_fp32": {"arg_names": ["--accumulate-allreduce-grads-in-fp32"]},
+    "bucket_size": {"arg_names": ["--ddp-bucket-size"]},
+    "check_for_nan_in_grad": {
+        "arg_names": ["--no-check-for-nan-in-loss-and-grad"],
+        "help": "Do not look for NaN and infinity before a step.",
+        "action": "store_false",
+        "default": True,
+    },
+    "align_param_gather": {"arg_names": ["--no-align-param-gather"], "action": "store_false", "default": True},
+    "average_in_collective": {"arg_names": ["--ddp-average-in-collective"]},
+    "pad_buckets_for_high_nccl_busbw": {"arg_names": ["--ddp-pad-buckets-for-high-nccl-busbw"]},
+    "reduce_scatter_with_fp32_accumulation": {"arg_names": ["--ddp-reduce-scatter-with-fp32-accumulation"]},
+}
+"""Upstream's spelling and default where they differ from the field's."""
+
+SHORTHANDS = {
+    "--recompute-activations": ("recompute_granularity", "selective"),
+    "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+}
+"""Switches of upstream's that give another flag a value."""
+
+MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+
+GROUPS = (
+    ("model", ours.ModelConfig),
+    ("training", ours.TrainConfig),
+    ("checkpointing", ours.CheckpointConfig),
+    ("learning rate and weight decay", ours.SchedulerConfig),
+    ("data", ours.DataConfig),
+    ("tokenizer", ours.TokenizerConfig),
+    ("logging", ours.LogConfig),
+    ("processes", ours.LaunchConfig),
+    ("expert balancing (megatron_balance)", ours.BalanceConfig),
+    ("expert communication (megatron_balance)", ours.CommConfig),
+    ("transformer (megatron-core)", TransformerConfig),
+    ("multi-latent attention (megatron-core)", MLATransformerConfig),
+    ("optimizer (megatron-core)", OptimizerConfig),
+    ("data parallelism (megatron-core)", DistributedDataParallelConfig),
+)
+
+
+class Parsed(NamedTuple):
+    """A checked command line."""
+
+    config: ours.RunConfig
+    notices: list[str]
+    """What was decided for the user, one sentence each, to be logged once."""
+
+    flags: dict[str, str]
+    """Every flag that has an effect, and its value, whatever it was given by, or is left at."""
+
+
+def build_parser() -> Parser:
+    """All flags, grouped as `--help` shows them."""
+    parser = Parser(
+        usage="pretrain_gpt_moe.py [@FILE] [flags]  (--help shows them)",
+        description="Train a GPT with mixture-of-experts layers on megatron-core. @FILE stands for the flags in FILE.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--yaml-cfg", metavar="FILE", help="Flags from a YAML file; those given here win.")
+    skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
+    for title, cls in GROUPS:
+        group = parser.add_argument_group(title)
+        add_flags(group, cls, skip=skip, metadata=MEGATRON_FLAGS)
+        for action in group._group_actions if cls in MEGATRON_CLASSES else []:
+            if isinstance(action, argparse._StoreFalseAction):
+                action.help = f"Switches off: {action.help}"
+    for flag, (name, value) in SHORTHANDS.items():
+        text = f"Short for --{name.replace('_', '-')} {value}."
+        parser.add_argument(flag, action="store_const", dest=name, const=value, help=text)
+    for entry, reason in ACCEPTED.items():
+        flag, _, value = entry.partition(" ")
+        if value:
+            kind = str if value.isupper() else _only(value, reason)
+            parser.add_argument(flag, dest=flag, type=kind, help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    for flag, reasons in REFUSED_VALUES.items():
+        action = parser._option_string_actions[flag]
+        action.type = _all_but(reasons, action.type)
+        action.choices = [choice for choice in action.choices or () if choice not in reasons]
+    return parser
+
+
+def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
+    """Parse and check a command line on a machine with `machine.world_size` processes.
+
+    Raises:
+        ValueError: flags contradict each other; names the flag, the value and the remedy.
+        SystemExit: argparse's own errors (unknown flag, not a number) and `--help`.
+    """
+    parser = build_parser()
+    argv = parser.expanded(argv)
+    argv = [*yaml_flags(parser, argv), *argv]
+    args = parser.parse_args(argv)
+    unset = object()
+    blank = argparse.Namespace(**dict.fromkeys(vars(args), unset))
+    given = {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
+    if args.use_checkpoint_args:
+        if args.load is None:
+            raise ValueError("--use-checkpoint-args: also give --load")
+        saved = saved_flags.of_newest(Path(args.load), args.ckpt_step)
+        # Of several flags for one field, shorthands come last
+        actions = {action.dest: action for action in reversed(parser._actions)}
+        taken = (saved.keys() & actions.keys()) - given
+        vars(args).update({name: saved_flags.as_flag(actions[name], saved[name]) for name in taken})
+    _check_finite(parser, args)
+    values = vars(args)
+    layout, notices = check(values, given, machine)
+    try:
+        return Parsed(_run_config(values, layout), _without_effect(given) + notices, _as_written(parser, values))
+    except (AssertionError, ImportError, RuntimeError) as error:
+        raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
+
+
+def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
+    """The flags of the command line's `--yaml-cfg`, parsed once on their own so that an error names the file.
+
+    Raises:
+        ValueError: the file is not a mapping of flags to values.
+        SystemExit: argparse's own errors about a value in it.
+    """
+    path = parser.parse_args(argv).yaml_cfg
+    if path is None:
+        return []
+    flags = read_flags(path, parser, refusal)
+    parser.source = f"{path}: "
+    try:
+        _check_finite(parser, parser.parse_args(flags))
+    finally:
+        parser.source = ""
+    return flags
+
+
+def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            parser.error(f"argument {action.option_strings[0]}: {value} is not a finite number")
+
+
+def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
+    flags: dict[str, argparse.Action] = {}
+    for action in parser._actions:
+        # Those without an effect go by their flags, not by a field
+        if action.dest in values and not action.dest.startswith("--") and action.dest != "yaml_cfg":
+            flags.setdefault(action.dest, action)
+    return {
+        action.option_strings[0]: _in_words(values[dest]) if action.nargs != 0 else _given(values[dest] == action.const)
+        for dest, action in flags.items()
+    }
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(_in_words, value))
+    return "not given" if value is None else value.name if isinstance(value, enum.Enum) else str(value)
+
+
+def _given(given: bool) -> str:
+    return "given" if given else "not given"
+
+
+def _without_effect(given: Collection[str]) -> list[str]:
+    reasons = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
+    return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
+
+
+def _only(value: str, reason: str) -> Callable[[str], str]:
+    """A converter that accepts one value of a flag."""
+
+    def convert(text: str) -> str:
+        if text != value:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {value} {reason}")
+        return text
+
+    return convert
+
+
+def _all_but(reasons: Mapping[str, str], kind: Any) -> Callable[[str], Any]:
+    """A converter that refuses some of upstream's values with the reason."""
+
+    @functools.wraps(kind)
+    def convert(text: str) -> Any:
+        if text in reasons:
+            raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
+        return kind(text)
+
+    return convert
+
+
+def _megatron_fields() -> list[dataclasses.Field]:
+    return [field for cls in MEGATRON_CLASSES for field in dataclasses.fields(cls)]
+
+
+def _is_without_effect(field: dataclasses.Field) -> bool:
+    """Whether the flag of a field of megatron-core's is refused, or accepted without effect."""
+    names = MEGATRON_FLAGS.get(field.name, {}).get("arg_names") or flag_names(field)
+    return any(refusal(name) or name in ACCEPTED for name in names)
+
+
+def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
+    """Checked flags -> the configuration objects that the rest of the program is built from."""
+    dtype = torch.bfloat16 if values["bf16"] else torch.float16 if values["fp16"] else torch.float32
+    return ours.RunConfig(
+        transformer=_transformer_config(values, layout, dtype),
+        optimizer=build(
+            OptimizerConfig,
+            values,
+            params_dtype=dtype,
+            # megatron-core saves the 16 bits that main parameters have more than the weights as numbers in float32,
+            # which no other optimizer could resume from, and FusedAdam refuses on loading
+            store_param_remainders=False,
+            **{name: PRECISIONS[values[name]] for name in OPTIMIZER_PRECISIONS},
+        ),
+        ddp=build(
+            DistributedDataParallelConfig,
+            values,
+            grad_reduce_in_fp32=values["grad_reduce_in_fp32"] or (values["bf16"] and not values["grad_reduce_in_bf16"]),
+            align_param_gather=layout.align_param_gather,
+        ),
+        balance=build(ours.BalanceConfig, values),
+        comm=build(ours.CommConfig, values),
+        model=build(ours.ModelConfig, values, max_position_embeddings=layout.max_position_embeddings),
+        tokenizer=build(ours.TokenizerConfig, values),
+        data=build(ours.DataConfig, values, split=layout.split),
+        train=build(ours.TrainConfig, values, global_batch_size=layout.global_batch_size),
+        checkpoint=build(ours.CheckpointConfig, values),
+        scheduler=build(ours.SchedulerConfig, values),
+        log=build(ours.LogConfig, values),
+        launch=build(ours.LaunchConfig, values, distributed_backend=layout.backend),
+    )
+
+
+def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    activations = {"swiglu": F.silu, "quick_geglu": quick_gelu, "squared_relu": squared_relu}
+    activation = next((activations[name] for name in activations if values[name]), F.gelu)
+    latent = values["multi_latent_attention"]
+    return build(
+        MLATransformerConfig if latent else TransformerConfig,
+        values,
+        **({"rope_type": values["rope_type"] or "yarn"} if latent else {}),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gated_linear_unit=values["swiglu"] or values["quick_geglu"],
+        activation_func=activation,
+        num_query_groups=values["num_query_groups"] if values["group_query_attention"] else None,
+        ffn_hidden_size=layout.ffn_hidden_size,
+        moe_ffn_hidden_size=layout.moe_ffn_hidden_size,
+        moe_token_dispatcher_type=layout.moe_token_dispatcher_type,
+        sequence_parallel=layout.sequence_parallel,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_size,
+        transformer_impl=layout.transformer_impl,
+        moe_router_load_balancing_type=_single(values["moe_router_load_balancing_type"]),
+        moe_aux_loss_coeff=_single(values["moe_aux_loss_coeff"]),
+        batch_p2p_comm=not layout.overlap_p2p_comm,
+        cuda_graph_scope=[],
+        # gloo still reads an output that the schedule frees; NCCL orders the two by streams
+        deallocate_pipeline_outputs=layout.backend == "nccl",
+        **{name: getattr(layout, name) for name in layout.FUSIONS},
+    )
+
+
+def _single(value: Any) -> Any:
+    """A list of one as its element: megatron-core takes a list to mean several auxiliary losses."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _window(text: str) -> tuple[int, int]:
+    """`--window-size`: `128,0` or `(128,0)`."""
+    try:
+        left, right = (int(part) for part in text.strip("()[] ").split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: give two integers such as 128,0") from error
+    return left, right

@@ -1,0 +1,361 @@
+"""Cross-flag checks: what the flags mean together, before anything starts.
+
+Every error is a ValueError that names the flag, its value and the remedy.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_balance.checkpoint import saved_flags
+from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, fusions
+from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
+from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
+from megatron_balance.config.flags import flag_of
+from megatron_balance.device.machine import Machine
+from megatron_balance.placement.policies import OPTION_FIELDS
+
+DEFAULT_SPLIT = "969,30,1"
+
+REQUIRED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr", "tokenizer_type"),
+    *("train_iters train_samples", "data_path train_data_path mock_data"),
+)
+"""What has no default; of several, one is enough."""
+
+AT_LEAST_ONE = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
+    *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
+    *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
+    *("max_consecutive_bad_iterations", "balance_interval", "moe_comm_refit_interval"),
+)
+
+AT_MOST = {
+    "num_layers": 4096,
+    "num_moe_experts": 1 << 16,
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "kv_channels"), 1 << 20),
+    **dict.fromkeys(("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 1 << 24),
+    "vocab_size": 1 << 28,
+    **dict.fromkeys(("seq_length", "max_position_embeddings"), 1 << 30),
+    **dict.fromkeys(("micro_batch_size", "global_batch_size"), 1 << 24),
+    "train_iters": 10**9,
+    "train_samples": 10**12,
+}
+"""Far above every published model: what is larger is a mistake, and would be counted out for hours."""
+
+MOST_MICROBATCHES = 1 << 16
+
+NO_EFFECT_WITHOUT_POLICY = (
+    *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
+    *("balance_profile", "balance_explain", "balance_log_dir", "balance_overlap", "balance_timeline"),
+    *("balance_ownership", *OPTION_FIELDS),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from the flags and the machine."""
+
+    FUSIONS: ClassVar[tuple[str, ...]] = (
+        *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
+        *("persist_layer_norm", "gradient_accumulation_fusion", "moe_permute_fusion", "overlap_p2p_comm"),
+    )
+
+    backend: str
+    transformer_impl: str
+    global_batch_size: int
+    max_position_embeddings: int
+    ffn_hidden_size: int
+    moe_ffn_hidden_size: int | None
+    moe_token_dispatcher_type: str
+    sequence_parallel: bool
+    expert_tensor_parallel_size: int
+    virtual_pipeline_size: int | None
+    split: str | None
+    bias_activation_fusion: bool
+    masked_softmax_fusion: bool
+    bias_dropout_fusion: bool
+    apply_rope_fusion: bool
+    persist_layer_norm: bool
+    gradient_accumulation_fusion: bool
+    moe_permute_fusion: bool
+    overlap_p2p_comm: bool
+    align_param_gather: bool
+
+
+def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> tuple[Layout, list[str]]:
+    """Check the flags against each other and the machine.
+
+    Args:
+        values: every flag's value by field name.
+        given: names of the flags that the user wrote.
+        machine: processes and libraries.
+
+    Returns:
+        The derived layout and notices for the log, one sentence each.
+    """
+    notices: list[str] = []
+    if values["dry_run"]:
+        machine = machine.imagined(values["distributed_backend"])
+    _required(values)
+    values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
+    _available(values, given, notices)
+    backend, impl = backends(values, given, machine, notices)
+    data_parallel = _data_parallel_size(values, machine.world_size)
+    _model_shape(values)
+    virtual = _virtual_pipeline_size(values)
+    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    ffn = _ffn_hidden_size(values)
+    moe_ffn = check_moe(values, given, expert_tp, ffn, machine.cuda, notices)
+    return Layout(
+        backend=backend,
+        transformer_impl=impl,
+        global_batch_size=_global_batch_size(values, data_parallel, virtual),
+        max_position_embeddings=_positions(values),
+        ffn_hidden_size=ffn,
+        moe_ffn_hidden_size=moe_ffn,
+        moe_token_dispatcher_type=token_dispatcher(values, given, backend, machine.cuda, notices),
+        sequence_parallel=values["sequence_parallel"],
+        expert_tensor_parallel_size=expert_tp,
+        virtual_pipeline_size=virtual,
+        split=_data(values, notices),
+        **fusions(values, machine, impl, notices),
+        overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
+        # The interleaved schedule alone starts gathers; without it, each bucket starts the next one's
+        align_param_gather=virtual is not None and values["align_param_gather"],
+    ), notices
+
+
+def _required(values: Mapping[str, Any]) -> None:
+    absent = {name for name, value in values.items() if value is None or value is False}
+    missing = [" or ".join(map(flag_of, names.split())) for names in REQUIRED if absent.issuperset(names.split())]
+    if missing:
+        hint = "; for --mock-data: NullTokenizer with --vocab-size" if "tokenizer_type" in absent else ""
+        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} required{hint}")
+    if not absent & {"train_iters", "train_samples"}:
+        raise ValueError("--train-iters, --train-samples: give only one of them")
+    if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
+        raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
+    at_least_one(values, AT_LEAST_ONE)
+    for name, most in AT_MOST.items():
+        if values[name] is not None and values[name] > most:
+            raise ValueError(f"{saved_flags.flag_of(name)} {values[name]}: give at most {most}")
+    if values["distributed_timeout_minutes"] <= 0:
+        raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
+
+
+def at_least_one(values: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse a number below 1."""
+    for name in names:
+        if values[name] is not None and values[name] < 1:
+            raise ValueError(f"{flag_of(name)} {values[name]}: give at least 1")
+
+
+def _available(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
+    """Refuse balancing flags that nothing would read; note other idle flags."""
+    refuse_idle(values, given)
+    for name, condition in NO_EFFECT_WITHOUT.items():
+        needed, _, value = condition.partition(" ")
+        if name in given and (values[needed] != value if value else not values[needed]):
+            notices.append(f"{flag_of(name)} has no effect without {flag_of(needed)} {value}".rstrip())
+    positions = values["position_embedding_type"]
+    if "--no-position-embedding" in given and positions != "rope":
+        raise ValueError(
+            f"--no-position-embedding: goes with --position-embedding-type rope, not {positions}; leave it out, or use "
+            "--position-embedding-type none for a model without positions"
+        )
+    if values["context_parallel_size"] > 1:
+        raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
+
+
+def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
+    """Refuse balancing flags that nothing would read."""
+    for name in NO_EFFECT_WITHOUT_POLICY:
+        chunks = values["moe_comm_chunks"] != "1"
+        decides = chunks or "auto" in (values["moe_comm_alltoall"], values["moe_parallel_schedule"])
+        read = {"balance_profile": decides, "balance_explain": chunks}.get(name)
+        if name in given and values["balance_policy"] == "none" and not read:
+            raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
+
+
+def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
+    """Without tensor parallelism, upstream switches it off: there is nothing to divide the sequence among."""
+    if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
+        notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
+        return False
+    return values["sequence_parallel"]
+
+
+def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
+    tensor, pipeline = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
+    if world_size % (tensor * pipeline):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}: "
+            f"must divide the number of processes ({world_size}); change them or start another number"
+        )
+    expert = values["expert_model_parallel_size"] * (values["expert_tensor_parallel_size"] or tensor)
+    if world_size % (expert * pipeline):
+        raise ValueError(
+            f"--expert-model-parallel-size {values['expert_model_parallel_size']} x expert tensor parallelism "
+            f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
+            f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
+        )
+    return world_size // (tensor * pipeline)
+
+
+def _model_shape(values: Mapping[str, Any]) -> None:
+    tensor = values["tensor_model_parallel_size"]
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    if hidden % heads and values["kv_channels"] is None:
+        raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
+    groups = values["num_query_groups"] if values["group_query_attention"] else None
+    if groups is not None and (groups < 1 or heads % groups):
+        raise ValueError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
+    if heads % tensor:
+        raise ValueError(f"--num-attention-heads {heads}: must be a multiple of --tensor-model-parallel-size {tensor}")
+    if values["sequence_parallel"] and values["seq_length"] % tensor:
+        raise ValueError(
+            f"--seq-length {values['seq_length']}: with --sequence-parallel it must be a multiple of "
+            f"--tensor-model-parallel-size {tensor}"
+        )
+    for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
+        if isinstance(values[name], list) and len(values[name]) != values["num_layers"]:
+            raise ValueError(
+                f"{flag_of(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
+            )
+    if values["qk_layernorm_across_heads"]:
+        _across_heads(values)
+    if values["multi_latent_attention"]:
+        _latent_attention(values)
+    elif values["rope_type"] == "yarn":
+        raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
+    activations = [name for name in ACTIVATIONS if values[name]]
+    if len(activations) > 1:
+        raise ValueError(f"{' and '.join(map(flag_of, activations))}: choose one activation")
+    if values["grad_reduce_in_bf16"] and (not values["bf16"] or values["grad_reduce_in_fp32"]):
+        raise ValueError("--grad-reduce-in-bf16: needs --bf16, and not --accumulate-allreduce-grads-in-fp32")
+    if values["bf16"] and values["fp16"]:
+        raise ValueError("--bf16 and --fp16: choose one precision")
+    if values["recompute_granularity"] == "full" and not (
+        values["recompute_method"] and values["recompute_num_layers"]
+    ):
+        raise ValueError("--recompute-granularity full: also give --recompute-method uniform --recompute-num-layers 1")
+    if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
+        raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
+    if values["overlap_param_gather"] and not (values["use_distributed_optimizer"] and values["overlap_grad_reduce"]):
+        raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
+
+
+def _across_heads(values: Mapping[str, Any]) -> None:
+    for name in ("qk_layernorm", "qk_l2_norm"):
+        if values[name]:
+            raise ValueError(f"--qk-layernorm-across-heads and {flag_of(name)}: choose one norm")
+    if values["normalization"] != "RMSNorm":
+        raise ValueError(
+            f"--normalization {values['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm"
+        )
+    groups, tensor = values["num_query_groups"], values["tensor_model_parallel_size"]
+    if values["group_query_attention"] and groups and groups % tensor:
+        raise ValueError(
+            f"--num-query-groups {groups}: with --qk-layernorm-across-heads it must be a multiple of "
+            f"--tensor-model-parallel-size {tensor}"
+        )
+
+
+def _latent_attention(values: Mapping[str, Any]) -> None:
+    if values["position_embedding_type"] != "rope":
+        raise ValueError(
+            f"--position-embedding-type {values['position_embedding_type']}: --multi-latent-attention has rotary "
+            "embeddings of its own; use --position-embedding-type rope"
+        )
+    if values["tensor_model_parallel_size"] > 1:
+        raise ValueError(
+            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention is not cut "
+            "among ranks; use 1 (experts may be cut: --expert-tensor-parallel-size)"
+        )
+    for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
+        if values[name]:
+            raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
+
+
+def _positions(values: Mapping[str, Any]) -> int:
+    sequence, positions = values["seq_length"], values["max_position_embeddings"] or values["seq_length"]
+    if sequence > positions:
+        raise ValueError(f"--max-position-embeddings {positions}: must be at least --seq-length {sequence}")
+    return positions
+
+
+def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
+    """Default inner width: 4 x hidden, or two thirds of it in multiples of 64 for SwiGLU, which has three matrices."""
+    if values["ffn_hidden_size"]:
+        return values["ffn_hidden_size"]
+    return int(values["hidden_size"] * 4 * 2 / 3 / 64) * 64 if values["swiglu"] else 4 * values["hidden_size"]
+
+
+def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
+    stages, ends = values["pipeline_model_parallel_size"], ("embedding", "loss")
+    layers = values["num_layers"] + sum(values[f"account_for_{end}_in_pipeline_split"] for end in ends)
+    uneven = values["num_layers_in_first_pipeline_stage"] or values["num_layers_in_last_pipeline_stage"]
+    if layers % stages and not uneven:
+        raise ValueError(f"--num-layers {layers}: must be a multiple of --pipeline-model-parallel-size {stages}")
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    wanted = {name: values[name] for name in names if values[name] is not None}
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        raise ValueError(f"{' and '.join(map(flag_of, wanted))}: give one of them")
+    ((name, value),) = wanted.items()
+    if stages == 1:
+        raise ValueError(f"{flag_of(name)} {value}: needs --pipeline-model-parallel-size above 1")
+    if stages == 2 and not values["overlap_p2p_comm"]:
+        # Batched, the two messages between the same two ranks would be taken for each other
+        raise ValueError(
+            "--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with the interleaved schedule"
+        )
+    if value < 1 or uneven or layers // stages % value:
+        raise ValueError(f"{flag_of(name)} {value}: must divide the {layers // stages} layers of a stage")
+    return value if name == "num_virtual_stages_per_pipeline_rank" else layers // stages // value
+
+
+def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: int | None) -> int:
+    step = values["micro_batch_size"] * data_parallel
+    total = values["global_batch_size"] or step
+    if total % step:
+        raise ValueError(
+            f"--global-batch-size {total}: must be a multiple of --micro-batch-size {values['micro_batch_size']} "
+            f"times the data-parallel size {data_parallel}, that is of {step}"
+        )
+    if total // step > MOST_MICROBATCHES:
+        raise ValueError(
+            f"--global-batch-size {total}: are {total // step} microbatches of {step}; give at most "
+            f"{MOST_MICROBATCHES * step}, or a larger --micro-batch-size"
+        )
+    stages = values["pipeline_model_parallel_size"]
+    if virtual and total // step % stages:
+        raise ValueError(
+            f"--global-batch-size {total}: the interleaved schedule needs a number of microbatches ({total // step}) "
+            f"that is a multiple of --pipeline-model-parallel-size {stages}"
+        )
+    return total
+
+
+def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
+    """The split string of a single blend."""
+    per_split = [values[f"{split}_data_path"] for split in ("train", "valid", "test")]
+    sources = [bool(values["data_path"]), any(per_split), values["mock_data"]]
+    if sum(sources) != 1:
+        raise ValueError("give one of --data-path, --train-data-path (with --valid-/--test-data-path) and --mock-data")
+    if any(per_split) and values["split"]:
+        raise ValueError("--split: goes with --data-path; leave it out with --train-data-path")
+    if values["data_cache_path"] is None:
+        for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
+            if values[name]:
+                raise ValueError(f"{flag_of(name)}: also give --data-cache-path")
+    if values["data_path"] and values["dataloader_fast_cache_load"]:
+        raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
+    if values["data_path"] and values["split"] is None:
+        notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
+        return DEFAULT_SPLIT
+    return values["split"]

@@ -1,0 +1,87 @@
+"""What the flags ask of the machine: its backend, its packages and their kernels; the part of checks.py about them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_balance.config.flags import flag_of
+from megatron_balance.device.machine import KERNELS, TAKEN_FOR_GRANTED, Machine
+
+ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
+"""In place of GELU."""
+
+INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
+
+
+def backends(
+    values: Mapping[str, Any], given: Collection[str], machine: Machine, notices: list[str]
+) -> tuple[str, str]:
+    """Collective backend and transformer implementation, with fallbacks for upstream's defaults.
+
+    Raises:
+        ValueError: something that was asked for, or a package, does not work here; names it and the remedy.
+    """
+    backend, impl = values["distributed_backend"], values["transformer_impl"]
+    if backend == "nccl" and not machine.cuda:
+        if "distributed_backend" in given:
+            raise ValueError("--distributed-backend nccl: needs CUDA; use --distributed-backend gloo")
+        backend = "gloo"
+        notices.append("no CUDA here: --distributed-backend gloo")
+    if values["average_in_collective"] and backend == "gloo":
+        raise ValueError("--ddp-average-in-collective: gloo cannot average; leave it out")
+    if impl == "transformer_engine" and not (machine.cuda and machine.transformer_engine):
+        if "transformer_impl" in given:
+            raise ValueError(
+                "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine "
+                f"({INSTALL}); use --transformer-impl local"
+            )
+        impl = "local"
+        notices.append("no Transformer Engine here: --transformer-impl local")
+    _packages(values, machine, impl)
+    return backend, impl
+
+
+def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
+    """Refuse packages that megatron-core cannot work with, and what needs one that is not there."""
+    if machine.cuda and machine.unfit:
+        raise ValueError(f"{machine.unfit}; install one of those ({INSTALL}) or uninstall it")
+    unbuilt = sorted(machine.unbuilt.intersection(TAKEN_FOR_GRANTED))
+    if machine.cuda and unbuilt and (impl == "local" or not machine.transformer_engine):
+        raise ValueError(
+            f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use: build NVIDIA's apex with "
+            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
+        )
+    absent = not (machine.cuda and machine.transformer_engine)
+    needs_engine = {
+        "fp32_residual_connection": impl == "local" and (values["bf16"] or values["fp16"]),
+        "moe_router_fusion": absent,
+        "moe_permute_fusion": absent,
+    }
+    for name, missing in needs_engine.items():
+        if values[name] and missing:
+            raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
+    if values["cross_entropy_loss_fusion"] and values["cross_entropy_fusion_impl"] == "te" and absent:
+        raise ValueError(f"--cross-entropy-fusion-impl te: needs Transformer Engine on CUDA ({INSTALL}); use native")
+
+
+def fusions(values: Mapping[str, Any], machine: Machine, impl: str, notices: list[str]) -> dict[str, bool]:
+    """Fields of the layout: the fused kernels that are wanted and there."""
+    # A dry run computes nothing, and megatron-core looks for the kernels as it builds
+    engine, real = machine.transformer_engine, machine.cuda and not values["dry_run"]
+    # Of apex's kernels, Transformer Engine's layers need none but the output layer's, which is megatron-core's own
+    wanted = [name for name in KERNELS if values[name] and (name != "masked_softmax_fusion" or impl == "local")]
+    missing = [f"--no-{name.replace('_', '-')}" for name in wanted if real and not machine.fuses(name)]
+    if missing:
+        notices.append(f"no kernels of apex here: {' '.join(missing)}")
+    # The fused kernel of SwiGLU neither clamps nor adds
+    plain_gate = values["activation_func_clamp_value"] is None and not values["glu_linear_offset"]
+    gated = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"] and plain_gate
+    gelu = not any(values[name] for name in ACTIVATIONS)
+    plain = gelu and values["bias_gelu_fusion"] and values["add_bias_linear"] and not values["num_moe_experts"]
+    return {
+        "bias_activation_fusion": machine.cuda and (gated or plain),
+        "bias_dropout_fusion": machine.cuda and values["bias_dropout_fusion"],
+        "apply_rope_fusion": real and engine and values["apply_rope_fusion"] and not values["multi_latent_attention"],
+        "persist_layer_norm": real and (machine.apex or impl != "local") and values["persist_layer_norm"],
+        "moe_permute_fusion": real and values["moe_permute_fusion"],
+        **{name: real and values[name] and machine.fuses(name) for name in KERNELS},
+    }

@@ -1,0 +1,303 @@
+"""What the flags of mixtures of experts and of balancing mean together; the part of checks.py about them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_balance.comm.codecs import load_codec
+from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
+from megatron_balance.config.flags import flag_of
+from megatron_balance.config.run_config import CommConfig
+from megatron_balance.flow.chunks.choice import find_degrees
+from megatron_balance.flow.chunks.order import find_order
+from megatron_balance.placement.policies import OPTION_FIELDS, OPTIONS, load_policy, policy_options
+from megatron_balance.placement.policies.top_k import TopK
+
+NOT_BALANCED = (
+    *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+    *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
+)
+"""What only megatron-core's own MoE layer reads; later versions than 0.16.1 do not have all of it."""
+
+
+DEMI = ("none", "demi", "demi_s1", "demi_s2", "demi_s3")
+"""Policies with one host for each expert."""
+
+
+def check_moe(
+    values: Mapping[str, Any],
+    given: Collection[str],
+    expert_tp: int,
+    ffn_hidden_size: int,
+    cuda: bool,
+    notices: list[str],
+) -> int | None:
+    """Check the MoE flags; returns the experts' inner width.
+
+    Args:
+        values: every flag's value by field name.
+        given: names of the flags that the user wrote.
+        expert_tp: expert tensor parallelism.
+        ffn_hidden_size: inner width of dense layers, and of experts by default.
+        cuda: whether there is a CUDA device.
+        notices: sentences for the log are added here.
+
+    Raises:
+        ValueError: names the flag, its value and the remedy.
+    """
+    experts, parallel = values["num_moe_experts"], values["expert_model_parallel_size"]
+    if experts is None:
+        if parallel > 1:
+            raise ValueError(f"--expert-model-parallel-size {parallel}: needs --num-experts")
+        if values["balance_policy"] != "none":
+            raise ValueError(f"--balance-policy {values['balance_policy']}: needs --num-experts")
+        idle = sorted(flag_of(name) for name in given if name.startswith("moe_"))
+        notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
+        return values["moe_ffn_hidden_size"]
+    if experts < 1 or experts % parallel:
+        raise ValueError(f"--num-experts {experts}: must be a multiple of --expert-model-parallel-size {parallel}")
+    if not 1 <= values["moe_router_topk"] <= experts:
+        raise ValueError(f"--moe-router-topk {values['moe_router_topk']}: choose 1 to --num-experts {experts}")
+    if values["moe_pad_expert_input_to_capacity"] and values["moe_expert_capacity_factor"] is None:
+        raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
+    if values["moe_token_dispatcher_type"] == "flex" and not cuda:
+        raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
+    if values["moe_layer_impl"] == "balanced":
+        _balanced_layer(values, given, notices)
+    _schedule(values, given, expert_tp, ffn_hidden_size, notices)
+    if values["balance_policy"] != "none":
+        _policy(values, given)
+    if values["moe_router_force_workload"] != "none":
+        _forced_workload(values)
+    if values["moe_ffn_hidden_size"] is None:
+        notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
+        return ffn_hidden_size
+    return values["moe_ffn_hidden_size"]
+
+
+def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
+    """What `--moe-layer-impl balanced` does not do."""
+    for name in NOT_BALANCED:
+        if values.get(name):
+            raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
+    if "moe_grouped_gemm" in given:
+        notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")
+
+
+def _schedule(
+    values: Mapping[str, Any], given: Collection[str], expert_tp: int, ffn_hidden_size: int, notices: list[str]
+) -> None:
+    """What step orders need (flow/parallel_schedule.py). Arguments as of `check_moe`."""
+    schedule, tensor = values["moe_parallel_schedule"], values["tensor_model_parallel_size"]
+    flag, same_tokens = f"--moe-parallel-schedule {schedule}", tensor > 1 and not values["sequence_parallel"]
+    if values["moe_layer_impl"] != "balanced":
+        if schedule != "megatron":
+            raise ValueError(f"{flag}: needs --moe-layer-impl balanced")
+        if same_tokens:
+            raise ValueError(
+                f"--tensor-model-parallel-size {tensor}: with --moe-layer-impl megatron also give --sequence-parallel"
+            )
+        if values["expert_model_parallel_size"] == 1 and expert_tp != tensor:
+            raise ValueError(
+                f"--expert-tensor-parallel-size {expert_tp}: without expert parallelism, megatron-core's layer trains "
+                "each tensor-parallel rank's experts on that rank's tokens alone; use --moe-layer-impl balanced, or "
+                f"--expert-tensor-parallel-size {tensor}"
+            )
+        return
+    if expert_tp > 1:
+        sharded, inner = f"--expert-tensor-parallel-size {expert_tp}", values["moe_ffn_hidden_size"] or ffn_hidden_size
+        if values["add_bias_linear"]:
+            raise ValueError(
+                f"{sharded} (default: the tensor-parallel size): also give --disable-bias-linear, because each shard "
+                "would add the experts' second bias; or use --expert-tensor-parallel-size 1"
+            )
+        if inner % expert_tp:
+            raise ValueError(f"{sharded}: must divide the experts' inner width, --moe-ffn-hidden-size {inner}")
+    if schedule == "s2" and values["sequence_parallel"]:
+        raise ValueError(
+            f"--sequence-parallel: not with {flag}, which routes all tokens on every tensor-parallel rank; use "
+            "--moe-parallel-schedule s1, or leave out --sequence-parallel"
+        )
+    every = values["expert_model_parallel_size"] * expert_tp
+    if schedule == "s2" and every % tensor:
+        raise ValueError(
+            f"{flag}: --tensor-model-parallel-size {tensor} must divide --expert-model-parallel-size "
+            f"{values['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
+            "--moe-parallel-schedule s1"
+        )
+    if schedule in ("s1", "auto") and same_tokens and values["seq_length"] % tensor:
+        raise ValueError(
+            f"--seq-length {values['seq_length']}: with {flag} it must be a multiple of "
+            f"--tensor-model-parallel-size {tensor}"
+        )
+    if "moe_parallel_saa" in given and schedule not in ("s2", "auto"):
+        raise ValueError(f"--no-moe-parallel-saa: has no effect with {flag}; leave it out")
+    if schedule in ("megatron", "baseline") and same_tokens:
+        notices.append(
+            f"{flag} without --sequence-parallel: experts compute every token {tensor} times; use "
+            "--moe-parallel-schedule s1, or --sequence-parallel"
+        )
+
+
+def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
+    """What a placement policy needs."""
+    policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
+    # One from elsewhere is made in its own process only
+    made = None if ":" in policy else load_policy(policy, **policy_options(policy, values))
+    flag = f"--balance-policy {policy}"
+    if values["moe_layer_impl"] != "balanced":
+        raise ValueError(f"{flag}: needs --moe-layer-impl balanced")
+    if parallel == 1:
+        raise ValueError(f"{flag}: needs --expert-model-parallel-size above 1; use --balance-policy none")
+    if values["moe_pad_expert_input_to_capacity"]:
+        raise ValueError(
+            f"--moe-pad-expert-input-to-capacity: not with {flag}, because every copy of an expert would be padded to "
+            "the capacity of all; leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
+        )
+    slots, strangers = values["balance_guest_slots"], values["num_moe_experts"] * (parallel - 1) // parallel
+    if slots < 1 or (slots > strangers and "balance_guest_slots" in given):
+        raise ValueError(
+            f"--balance-guest-slots {slots}: {flag} needs 1 to {strangers}, the number of experts that a rank does not "
+            "own; or use --balance-policy none"
+        )
+    if isinstance(made, TopK) and slots < (needed := min(made.k, strangers)):
+        raise ValueError(
+            f"--balance-guest-slots {slots}: {flag} copies {made.k} experts to every rank; give --balance-guest-slots "
+            f"{needed}"
+        )
+    for name in OPTION_FIELDS:
+        if name in given and name not in OPTIONS.get(policy, {}).values():
+            raise ValueError(f"{flag_of(name)}: has no effect with {flag}; leave it out")
+    vexperts, owned = values["balance_vexperts_per_rank"], values["num_moe_experts"] // parallel
+    if vexperts is not None and vexperts <= owned:
+        raise ValueError(
+            f"--balance-vexperts-per-rank {vexperts}: give at least {owned + 1}, more than the {owned} experts that "
+            "a rank owns; or leave it out for one per slot"
+        )
+    capacities = values["balance_capacities"]
+    if capacities is not None and len(capacities) != parallel:
+        raise ValueError(
+            f"--balance-capacities {' '.join(map(str, capacities))}: give one number per expert-parallel rank, "
+            f"{parallel} in all"
+        )
+    if (values["balance_overlap"], values["balance_load"]) == ("blockwise", "exact"):
+        raise ValueError(
+            "--balance-load exact: not with --balance-overlap blockwise, which sends weights before tokens are routed; "
+            "use --balance-load predicted"
+        )
+    if values["balance_ownership"] == "transfer":
+        _transfer(values)
+
+
+def _transfer(values: Mapping[str, Any]) -> None:
+    """What experts that change their owners need."""
+    flag = "--balance-ownership transfer"
+    if values["balance_load"] == "exact":
+        raise ValueError(
+            f"--balance-load exact: not with {flag}, which moves experts before tokens are routed; use "
+            "--balance-load predicted"
+        )
+    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    if expert_tp > 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): not with {flag}, which "
+            "moves whole experts; use 1, or leave out one of them"
+        )
+    if values["tensor_model_parallel_size"] > 1 and values["add_bias_linear"]:
+        raise ValueError(
+            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with {flag} also give "
+            "--disable-bias-linear: of experts' biases, the gradient norm counts those of tensor-parallel rank 0 alone"
+        )
+    if values["use_precision_aware_optimizer"]:
+        raise ValueError(
+            f"--use-precision-aware-optimizer: not with {flag}, which moves main parameters and moments in float32; "
+            "leave one of them out"
+        )
+
+
+def token_dispatcher(
+    values: Mapping[str, Any], given: Collection[str], backend: str, cuda: bool, notices: list[str]
+) -> str:
+    """The token dispatcher's type: the one of the flag, or `alltoall` where the way of tokens is chosen.
+
+    Arguments and errors as of `check_moe`, which comes before; `backend` is the one of collectives.
+    """
+    wanted = values["moe_token_dispatcher_type"]
+    ways = "moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule"
+    chosen = [name for name in ways if values[name] != getattr(CommConfig, name)]
+    if values["num_moe_experts"] is None:
+        return wanted
+    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    uneven = values["moe_layer_impl"] == "megatron" and not values["moe_pad_expert_input_to_capacity"]
+    if expert_tp > 1 and uneven and backend == "gloo" and wanted == "alltoall":
+        raise ValueError(
+            f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): with --moe-layer-impl "
+            "megatron it gathers rows, of which gloo wants equally many from each rank; use --moe-layer-impl balanced, "
+            "or --moe-pad-expert-input-to-capacity"
+        )
+    if "moe_comm_codec_directions" in given and "moe_comm_codec" not in chosen:
+        raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
+    _chunks(values, given)
+    if not chosen:
+        return wanted
+    _all_to_all(values["moe_comm_alltoall"], backend == "gloo" and cuda)
+    _codec(values, cuda)
+    flags = " ".join(f"{flag_of(name)} {values[name]}" for name in chosen)
+    if values["moe_layer_impl"] != "balanced":
+        raise ValueError(f"{flags}: needs --moe-layer-impl balanced")
+    if wanted != "alltoall" and "moe_token_dispatcher_type" in given:
+        raise ValueError(f"--moe-token-dispatcher-type {wanted}: not with {flags}; use alltoall")
+    if values["expert_model_parallel_size"] == 1:
+        notices.append(f"{flags} has no effect with --expert-model-parallel-size 1")
+    if wanted != "alltoall":
+        notices.append(f"{flags}: --moe-token-dispatcher-type alltoall")
+    return "alltoall"
+
+
+def _all_to_all(name: str, gloo_on_cuda: bool) -> None:
+    if name == "default":
+        return
+    find_all_to_all(name)
+    if gloo_on_cuda and name in ALL_TO_ALLS and name != "flat":
+        raise ValueError(
+            f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use --distributed-backend nccl"
+        )
+
+
+def _codec(values: Mapping[str, Any], cuda: bool) -> None:
+    name = values["moe_comm_codec"]
+    flag = f"--moe-comm-codec {name}"
+    load_codec(name)
+    if name == "zfp" and cuda:
+        raise ValueError(f"{flag}: zfp works on the CPU only; use fp8 or int8")
+    short = [flag_of(dtype) for dtype in ("bf16", "fp16") if values[dtype]]
+    if short and name in ("bf16", "fp16"):
+        raise ValueError(f"{flag}: saves nothing, rows have 16 bits with {short[0]}; use fp8, int8 or none")
+
+
+def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
+    chunks, order, policy = values["moe_comm_chunks"], values["moe_comm_order"], values["balance_policy"]
+    find_degrees(chunks)
+    for name in ("moe_comm_order", "moe_comm_refit_interval"):
+        if name in given and chunks == "1":
+            raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
+    if order != "demi":
+        find_order(order)
+        return
+    if chunks != "auto":
+        raise ValueError(f"--moe-comm-chunks {chunks}: with --moe-comm-order demi the schedule says how many; use auto")
+    if policy not in DEMI:
+        raise ValueError(
+            f"--balance-policy {policy}: --moe-comm-order demi schedules experts with one host each; use "
+            f"{', '.join(DEMI)}, or --moe-comm-order optsche"
+        )
+
+
+def _forced_workload(values: Mapping[str, Any]) -> None:
+    """What `--moe-router-force-workload` cannot overrule."""
+    flag = f"--moe-router-force-workload {values['moe_router_force_workload']}"
+    for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
+        if values[name]:
+            raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
+    balancing = values["moe_router_load_balancing_type"]
+    if "sinkhorn" in ([balancing] if isinstance(balancing, str) else balancing):
+        raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")

@@ -1,0 +1,73 @@
+"""Work beside the computation: one thing after the other, in the order in which it was started."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from megatron_balance.device import clock
+
+
+@dataclass(eq=False)
+class AsyncWork:
+    """Work that was started on a lane."""
+
+    issued: clock.Mark
+    wait: Callable[[], tuple[clock.Mark, clock.Mark]]
+    """Waits until the work is done (on CUDA the current stream waits, not the host) and says when it ran."""
+
+
+class SideStream:
+    """A CUDA stream or, where there is no CUDA, a thread.
+
+    Its thread is a daemon: a process that fails need not wait for messages that never come.
+    """
+
+    def __init__(self, name: str) -> None:
+        # A stream of its own: NCCL's kernels would else wait for the computation that was queued before them
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future]] = queue.SimpleQueue()
+        if self._stream is None:
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> AsyncWork:
+        """Let `work` begin once all is done that this thread has computed or queued before, and return at once.
+
+        Args:
+            prepare: what has to come before it on the calling thread.
+        """
+        issued = clock.mark()
+        if self._stream is None:
+            prepare()
+            future: Future = Future()
+            self._tasks.put((work, future))
+            return AsyncWork(issued, future.result)
+        # What is sent was computed on the current stream, and what is overwritten was read there
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            prepare()
+            start = clock.mark()
+            work()
+            end = clock.mark()
+
+        def wait() -> tuple[clock.Mark, clock.Mark]:
+            assert isinstance(end, torch.cuda.Event)
+            # Computation goes on with what has arrived; the host runs ahead
+            torch.cuda.current_stream().wait_event(end)
+            return start, end
+
+        return AsyncWork(issued, wait)
+
+    def _serve(self) -> None:
+        while True:
+            work, future = self._tasks.get()
+            start = clock.mark()
+            try:
+                work()
+            except BaseException as error:  # whoever waits gets it
+                future.set_exception(error)
+            else:
+                future.set_result((start, clock.mark()))

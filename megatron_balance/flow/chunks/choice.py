@@ -1,0 +1,157 @@
+"""Into how many chunks each layer's tokens are split, and in which order those are worked on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
+from megatron_balance.flow.chunks.order import ChunkTimes, Scheduler, check, interleaved, makespan, parse, text
+from megatron_balance.flow.chunks.times import TaskModel
+from megatron_balance.flow.plan import DispatchPlan, by_host
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.demi.schedule import MiniTaskKind as MiniTask
+from megatron_balance.placement.policies.demi import Demi
+
+DEGREES = (1, 2, 4, 8, 16)
+"""What `--moe-comm-chunks auto` chooses from."""
+
+Decide = Callable[[DispatchPlan], tuple[Chunking, str]]
+"""What to do with tokens like these, and why; pure, so that all ranks decide alike."""
+
+
+class ChunkChoice:
+    """Decides for each layer in the first pass of every `interval` iterations, from what that pass is to send.
+
+    The same on all ranks of an expert-parallel group, because all know the plan and the profile; so repeated and
+    recomputed passes find what the first one found.
+    """
+
+    def __init__(
+        self, decide: Decide, iteration: Callable[[], int], interval: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        """
+        Args:
+            iteration: number of the present one.
+            say: called with a line on each choice that differs from the one before.
+        """
+        self.decide, self.iteration, self.interval, self.say = decide, iteration, interval, say
+        self._chosen: dict[int, tuple[int, Chunking]] = {}
+        """By layer number: in which period, and what."""
+
+    @property
+    def chosen(self) -> dict[int, Chunking]:
+        """By layer number, what is in force."""
+        return {layer: chunking for layer, (_, chunking) in self._chosen.items()}
+
+    def __call__(self, layer: int, plan: DispatchPlan) -> Chunking:
+        """How the tokens of `plan` are to pass through the layer."""
+        period = self.iteration() // self.interval
+        before = self._chosen.get(layer)
+        if before is None or before[0] != period:
+            chunking, reason = self.decide(plan)
+            self._chosen[layer] = period, chunking
+            if self.say is not None and (before is None or before[1] != chunking):
+                self.say(f"layer {layer}: {_described(chunking)}; {reason}")
+        return self._chosen[layer][1]
+
+    def state(self) -> dict[str, Any]:
+        """Numbers and strings for a checkpoint."""
+        return {
+            str(layer): [period, text(chunking.forward), text(chunking.backward), chunking.shares]
+            for layer, (period, chunking) in self._chosen.items()
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with the choices that `state` described."""
+        self._chosen = {
+            int(layer): (period, Chunking(parse(forward), parse(backward), shares))
+            for layer, (period, forward, backward, shares) in state.items()
+        }
+
+
+@dataclass(frozen=True)
+class ByPrediction:
+    """The number of chunks, of some, that is the fastest in the scheduler's order (ScheMoE, section 4)."""
+
+    degrees: tuple[int, ...]
+    scheduler: Scheduler
+    model: TaskModel
+
+    def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
+        """See `Decide`; of equal numbers the smallest.
+
+        Raises:
+            ValueError: the scheduler's order is impossible.
+        """
+        tokens_DP = plan.tokens_DP.numpy().astype(np.float64)
+        chunkings, seconds = {}, {}
+        for degree in self.degrees:
+            # Chunks are equal but for roundings, which would only blur that they are
+            ways = [(one,) * degree for one in self.model.times(tokens_DP / degree)]
+            orders = [self.scheduler(times) for times in ways]
+            for order in orders:
+                if problems := check(order, degree):
+                    raise ValueError(f"--moe-comm-order: the order {text(order)!r} is impossible: {problems[0]}")
+            chunkings[degree] = Chunking(*orders)
+            seconds[degree] = sum(makespan(order, times) for order, times in zip(orders, ways, strict=True))
+        chosen = min(seconds, key=seconds.__getitem__)
+        times = ", ".join(f"{degree}: {1e3 * time:.3g} ms" for degree, time in seconds.items())
+        return chunkings[chosen], f"predicted forward and backward by number of chunks: {times}"
+
+
+@dataclass(frozen=True)
+class ByMiniTasks:
+    """A chunk for each slot in which DEMI's schedule of mini-tasks computes, with the tokens that it computes there.
+
+    In a slot the next chunk is dispatched and the one before comes back, as in the schedule.
+    """
+
+    policy: Demi
+    cost: CostModel
+
+    def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
+        """See `Decide`; every expert has one host."""
+        ranks, placement = plan.placement.num_ranks, plan.placement
+        # A host with several sources is one worker
+        tokens_DP = by_host(plan.tokens_DP, ranks).numpy()
+        counts_DE = np.zeros((ranks, placement.num_experts))
+        for physical, expert in enumerate(placement.expert_of_physical):
+            if expert >= 0:
+                counts_DE[:, expert] += tokens_DP[:, physical]
+        schedule = self.policy.schedule(counts_DE, placement, self.cost)
+        computed_CDE = np.zeros((schedule.makespan, *counts_DE.shape))
+        for (expert, task, source, _), amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):
+            if task is MiniTask.COMPUTE:
+                computed_CDE[: len(amounts), source, expert] += amounts
+        computed_CDE = computed_CDE[computed_CDE.any((1, 2))]
+        if not len(computed_CDE):
+            return UNSPLIT, "there are no tokens"
+        shares_CDE = computed_CDE / np.maximum(computed_CDE.sum(0), np.finfo(np.float64).tiny)
+        shares_CDE = shares_CDE.repeat(len(plan.tokens_DP) // ranks, axis=1)
+        order = interleaved((ChunkTimes(*[0.0] * 7),) * len(shares_CDE))
+        shares = tuple(tuple(tuple(map(float, row)) for row in chunk) for chunk in shares_CDE)
+        return Chunking(order, order, shares), f"as the mini-tasks are computed:\n{schedule}"
+
+
+MOST_CHUNKS = 1024
+"""Each chunk is a round of exchanges: more of them only cost time."""
+
+
+def find_degrees(chunks: str) -> tuple[int, ...]:
+    """The numbers of chunks to choose from, by the value of `--moe-comm-chunks`.
+
+    Raises:
+        ValueError: neither `auto` nor a number from 1 to `MOST_CHUNKS`.
+    """
+    if chunks == "auto":
+        return DEGREES
+    if not (chunks.isdecimal() and len(chunks) < 10 and 1 <= int(chunks) <= MOST_CHUNKS):
+        raise ValueError(f"--moe-comm-chunks {chunks}: give 1 to {MOST_CHUNKS}, or auto")
+    return (int(chunks),)
+
+
+def _described(chunking: Chunking) -> str:
+    chunks = f"{chunking.chunks} chunk{'s' if chunking.chunks > 1 else ''}"
+    return f"{chunks} (forward {text(chunking.forward)}; backward {text(chunking.backward)})"

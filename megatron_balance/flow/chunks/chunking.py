@@ -1,0 +1,87 @@
+"""The dispatched tokens of a layer in chunks, so that one chunk's exchange hides under another's computation.
+
+Every rank splits what it sends to each physical expert; the order of its tokens is kept. All ranks know all sizes.
+Shape suffixes: C chunks, D expert-parallel ranks, E logical experts, P physical experts, T tokens of this rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_balance.flow.chunks.order import Order, parse
+from megatron_balance.flow.plan import DispatchPlan
+
+Shares = tuple[tuple[tuple[float, ...], ...], ...]
+"""[C, D, E]: the part of each rank's tokens for each expert that goes with each chunk."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How a layer's tokens are split, and in which order the chunks pass through it."""
+
+    forward: Order
+    backward: Order
+
+    shares: Shares | None = None
+    """None: even."""
+
+    @property
+    def chunks(self) -> int:
+        return 1 + max(chunk for _, chunk in self.forward)
+
+    def split(self, plan: DispatchPlan) -> torch.Tensor:
+        """[C, D, P]: what each source rank sends to each physical expert with each chunk; sums to the plan's tokens."""
+        if self.shares is None:
+            return split_evenly(plan.tokens_DP, self.chunks)
+        return split_by(self.shares, plan)
+
+
+_AT_ONCE = parse("C1.0 D1.0 E.0 C2.0 D2.0")
+
+UNSPLIT = Chunking(_AT_ONCE, _AT_ONCE)
+"""All tokens at once."""
+
+
+def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
+    """[C, D, P]: in chunks that differ by one token at most for each pair of rank and physical expert.
+
+    Pairs with fewer tokens than chunks do not all use the same ones: rank and expert say which chunk gets more.
+    """
+    ranks, physicals = tokens_DP.shape
+    turn_DP = torch.arange(ranks).unsqueeze(1) + torch.arange(physicals)
+    cut_C11 = torch.arange(chunks + 1).view(-1, 1, 1)
+    turn_DP, cut_C11 = turn_DP.to(tokens_DP.device), cut_C11.to(tokens_DP.device)
+    return ((tokens_DP * cut_C11 + turn_DP % chunks) // chunks).diff(dim=0)
+
+
+def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
+    """[C, D, P]: by shares, rounded so that nothing is lost; what they do not cover goes with the last chunk."""
+    shares_CDE = torch.tensor(shares, dtype=torch.float64)
+    experts_P = torch.tensor(plan.placement.expert_of_physical)
+    ends_CDP = (shares_CDE[:, :, experts_P].cumsum(0) * plan.tokens_DP).round().to(torch.int64)
+    ends_CDP = torch.minimum(ends_CDP, plan.tokens_DP)
+    ends_CDP[-1] = plan.tokens_DP
+    return ends_CDP.diff(dim=0, prepend=torch.zeros_like(ends_CDP[:1]))
+
+
+def in_chunks(
+    probs_TP: torch.Tensor, map_TP: torch.Tensor, tokens_CP: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The routing of this rank's tokens to each chunk's share of every physical expert, chunk after chunk.
+
+    Args:
+        probs_TP: [T, P] combine weights; gradients flow through.
+        map_TP: [T, P] bool, the chosen physical experts.
+        tokens_CP: [C, P] how many of this rank's tokens for each expert go with each chunk: the first, the next, ...
+
+    Returns:
+        [T, C * P] both.
+    """
+    chunks = len(tokens_CP)
+    if chunks == 1:
+        return probs_TP, map_TP
+    ends_PC = tokens_CP.cumsum(0).T.contiguous().to(map_TP.device, non_blocking=True)
+    ordinal_PT = map_TP.T.cumsum(1) - 1
+    chunk_TP = torch.searchsorted(ends_PC, ordinal_PT, right=True).T
+    map_TCP = map_TP.unsqueeze(1) & (chunk_TP.unsqueeze(1) == torch.arange(chunks, device=map_TP.device).view(-1, 1))
+    return probs_TP.repeat(1, chunks), map_TCP.flatten(1)

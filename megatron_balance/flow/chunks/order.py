@@ -1,0 +1,334 @@
+"""In which order a layer works where its tokens travel in chunks (ScheMoE, section 4). Pure: seconds in, order out.
+
+Each chunk passes through the seven tasks of one direction:
+
+    C1 -> A1 -> D1 -> E -> C2 -> A2 -> D2        compress, dispatch, decompress, experts, compress, combine, decompress
+
+A1 and A2 occupy the network, the others the device. Either does one thing at a time, both work at the same time, and an
+exchange starts as soon as its rows are compressed and the exchanges before it are over (Eq. 13 and 14). So an order of
+the computing tasks decides everything:
+
+    C1.0 C1.1 D1.0 E.0 C2.0 D1.1 E.1 C2.1 D2.0 D2.1
+
+A backward pass takes the same seven tasks, with gradients, in an order of its own.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from megatron_balance.config.flags import named
+
+
+class ChunkTask(StrEnum):
+    """What happens to a chunk, in this order."""
+
+    C1 = "C1"
+    A1 = "A1"
+    D1 = "D1"
+    E = "E"
+    C2 = "C2"
+    A2 = "A2"
+    D2 = "D2"
+
+
+class ChunkTimes(NamedTuple):
+    """Seconds of one chunk's tasks."""
+
+    c1: float
+    a1: float
+    d1: float
+    e: float
+    c2: float
+    a2: float
+    d2: float
+
+
+TaskTimes = tuple[ChunkTimes, ...]
+"""Of every chunk, in one direction."""
+
+
+class ChunkStep(NamedTuple):
+    """A computing task of one chunk."""
+
+    task: ChunkTask
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.task}.{self.chunk}"
+
+
+Order = tuple[ChunkStep, ...]
+
+Scheduler = Callable[[TaskTimes], Order]
+
+COMPUTING = (ChunkTask.C1, ChunkTask.D1, ChunkTask.E, ChunkTask.C2, ChunkTask.D2)
+
+SENDS = {ChunkTask.C1: ChunkTask.A1, ChunkTask.C2: ChunkTask.A2}
+"""The exchange that starts once a task is done."""
+
+
+def text(order: Order) -> str:
+    """For example `C1.0 D1.0 E.0 C2.0 D2.0`."""
+    return " ".join(map(str, order))
+
+
+def parse(line: str) -> Order:
+    """The inverse of `text`.
+
+    Raises:
+        ValueError: a word that is no computing task of a chunk.
+    """
+    steps = []
+    for word in line.split():
+        task, _, chunk = word.partition(".")
+        if task not in COMPUTING or not chunk.isdecimal():
+            raise ValueError(f"order {line!r}: {word!r} should be like 'C1.0', one of {', '.join(COMPUTING)}")
+        steps.append(ChunkStep(ChunkTask(task), int(chunk)))
+    return tuple(steps)
+
+
+def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
+    """What keeps an order of so many chunks from being executed (Eq. 4 to 9); empty if nothing does."""
+    done = [0] * chunks
+    for step in order:
+        if not 0 <= step.chunk < chunks:
+            return [f"{step}: there are {chunks} chunks"]
+        if done[step.chunk] == len(COMPUTING) or COMPUTING[done[step.chunk]] != step.task:
+            return [f"{step}: its chunk has done {' '.join(COMPUTING[: done[step.chunk]]) or 'nothing'}"]
+        done[step.chunk] += 1
+    return [f"chunk {chunk} ends after {count} tasks" for chunk, count in enumerate(done) if count < len(COMPUTING)]
+
+
+class ChunkSpan(NamedTuple):
+    """When one task of a chunk runs, in seconds from the beginning."""
+
+    task: ChunkTask
+    chunk: int
+    start: float
+    end: float
+
+
+def spans(order: Order, times: TaskTimes) -> Iterator[ChunkSpan]:
+    """When everything runs, computing tasks in their order and each exchange after the task that starts it."""
+    computing = network = 0.0
+    arrived = [0.0] * len(times)
+    for task, chunk in order:
+        start = max(computing, arrived[chunk])
+        computing = start + _seconds(times[chunk], task)
+        yield ChunkSpan(task, chunk, start, computing)
+        if task in SENDS:
+            start = max(computing, network)
+            arrived[chunk] = network = start + _seconds(times[chunk], SENDS[task])
+            yield ChunkSpan(SENDS[task], chunk, start, network)
+
+
+def makespan(order: Order, times: TaskTimes) -> float:
+    """t_r of Eq. 11: seconds until the last task is done."""
+    return max(span.end for span in spans(order, times))
+
+
+def _seconds(times: ChunkTimes, task: ChunkTask) -> float:
+    return times[_INDEX[task]]
+
+
+_INDEX = {task: index for index, task in enumerate(ChunkTask)}
+
+
+def sequential(times: TaskTimes) -> Order:
+    """One chunk after the other, with nothing beside its exchanges."""
+    return tuple(ChunkStep(task, chunk) for chunk in range(len(times)) for task in COMPUTING)
+
+
+def interleaved(times: TaskTimes) -> Order:
+    """The pipeline of FasterMoE: a chunk computes between the departure of the next one and the arrival of the last."""
+    chunks, steps = len(times), []
+    for beat in range(chunks + 2):
+        for tasks, chunk in ((COMPUTING[:1], beat), (COMPUTING[1:4], beat - 1), (COMPUTING[4:], beat - 2)):
+            steps += [ChunkStep(task, chunk) for task in tasks if 0 <= chunk < chunks]
+    return tuple(steps)
+
+
+def theorem_1(times: TaskTimes) -> Order:
+    """Eq. 12: all compressions, each chunk's computation as one, all decompressions."""
+    chunks = range(len(times))
+    first = [ChunkStep(ChunkTask.C1, chunk) for chunk in chunks]
+    middle = [ChunkStep(task, chunk) for chunk in chunks for task in COMPUTING[1:4]]
+    return (*first, *middle, *(ChunkStep(ChunkTask.D2, chunk) for chunk in chunks))
+
+
+def optsche(times: TaskTimes) -> Order:
+    """Eq. 12 where Theorem 1 holds; elsewhere the order that `search` finds, unless that gains next to nothing."""
+    order = theorem_1(times)
+    if theorem_holds(times):
+        return order
+    found = search(times)
+    return found if makespan(found, times) < makespan(order, times) * (1 - WORTHWHILE) else order
+
+
+WORTHWHILE = 1e-3
+"""A gain below this share of the time is not worth an order that is harder to read."""
+
+
+def theorem_holds(times: TaskTimes) -> bool:
+    """Whether chunks are equal, and what is done twice takes equally long both times: the proof needs either."""
+    first = times[0]
+    twice = ((first.c1, first.c2), (first.a1, first.a2), (first.d1, first.d2))
+    return all(one == first for one in times) and all(one == other for one, other in twice)
+
+
+ROUNDING = 1e-12
+"""Of sums of seconds, relative."""
+
+EXACT_CHUNKS = 3
+"""Up to so many chunks `search` looks at every order; of more, chunks pass each stage in turn."""
+
+WIDTHS = ((8, 32), (math.inf, 4))
+"""Up to so many chunks, `search` keeps as many beginnings of those that have done the same tasks, none of them better
+in every respect. With 16 chunks it takes seconds at most."""
+
+
+class _Beginning(NamedTuple):
+    """The first steps of an order, and when what they leave behind is free."""
+
+    computing: float
+    network: float
+    arrived: tuple[float, ...]
+    """When each chunk can go on."""
+    last: ChunkStep | None
+    before: "_Beginning | None"
+
+    def steps(self) -> Order:
+        found, one = [], self
+        while one.before is not None and one.last is not None:
+            found.append(one.last)
+            one = one.before
+        return tuple(reversed(found))
+
+
+@functools.lru_cache(maxsize=256)
+def search(times: TaskTimes) -> Order:
+    """The order of least makespan, by dynamic programming over what has been done, chunk by chunk.
+
+    Beginnings that have done the same tasks differ in when device, network and chunks are free again. One that is
+    later in every respect is dropped, and so is one that cannot undercut an order that is known. So the result is the
+    optimum up to `EXACT_CHUNKS`, and for equal chunks, as long as `WIDTHS` suffice.
+    """
+    chunks, ordered = range(len(times)), len(times) > EXACT_CHUNKS
+    best: Order = min((theorem_1(times), interleaved(times)), key=lambda order: makespan(order, times))
+    limit = makespan(best, times)
+    if limit <= _least(times) * (1 + ROUNDING):
+        return best
+    width = next(width for most, width in WIDTHS if len(times) <= most)
+    left = [_remaining(one) for one in times]
+    level = {(0,) * len(times): [_Beginning(0.0, 0.0, (0.0,) * len(times), None, None)]}
+    for _ in range(len(times) * len(COMPUTING)):
+        following: dict[tuple[int, ...], list[tuple[float, _Beginning]]] = {}
+        for done, beginnings in level.items():
+            for chunk in chunks:
+                if done[chunk] == len(COMPUTING) or (ordered and chunk and done[chunk - 1] <= done[chunk]):
+                    continue
+                after = (*done[:chunk], done[chunk] + 1, *done[chunk + 1 :])
+                rest = [left[one][count] for one, count in enumerate(after)]
+                for beginning in beginnings:
+                    grown = _grown(beginning, ChunkStep(COMPUTING[done[chunk]], chunk), times[chunk])
+                    bound = _bound(grown, rest)
+                    if bound < limit:
+                        following.setdefault(after, []).append((bound, grown))
+        level = {done: _undominated(candidates, width) for done, candidates in following.items()}
+    for beginnings in level.values():
+        for beginning in beginnings:
+            if beginning.computing < limit:
+                best, limit = beginning.steps(), beginning.computing
+    return best
+
+
+def _least(times: TaskTimes) -> float:
+    """No order is faster: the device has to compute all, and the network to send all.
+
+    The device also waits for the first chunk to arrive, beside no more than all C1, and for the last one to come back,
+    beside no more than all D2. The network waits for a C1, and a D2 waits for it.
+    """
+    first, last = sum(one.c1 for one in times), sum(one.d2 for one in times)
+    waits = max(0.0, min(one.c1 + one.a1 for one in times) - first)
+    waits += max(0.0, min(one.a2 + one.d2 for one in times) - last)
+    device = sum(one.c1 + one.d1 + one.e + one.c2 + one.d2 for one in times) + waits
+    network = min(one.c1 for one in times) + sum(one.a1 + one.a2 for one in times) + min(one.d2 for one in times)
+    return max(device, network)
+
+
+class _Rest(NamedTuple):
+    """What a chunk has left to do."""
+
+    computing: float
+    network: float
+    chain: float
+    """From where it can go on, as if it were alone."""
+
+
+def _remaining(times: ChunkTimes) -> list[_Rest]:
+    """By number of computing tasks that are done."""
+    rests = []
+    for done in range(len(COMPUTING) + 1):
+        computing = sum(_seconds(times, task) for task in COMPUTING[done:])
+        network = sum(_seconds(times, SENDS[task]) for task in COMPUTING[done:] if task in SENDS)
+        rests.append(_Rest(computing, network, computing + network))
+    return rests
+
+
+def _grown(beginning: _Beginning, step: ChunkStep, times: ChunkTimes) -> _Beginning:
+    """One step more."""
+    computing, network, arrived, chunk = beginning.computing, beginning.network, beginning.arrived, step.chunk
+    computing = max(computing, arrived[chunk]) + _seconds(times, step.task)
+    free = computing
+    if step.task in SENDS:
+        network = max(network, computing) + _seconds(times, SENDS[step.task])
+        free = network
+    # What is free before the device is, is free when the device is: only then can it matter
+    arrived = tuple(max(one, computing) for one in (*arrived[:chunk], free, *arrived[chunk + 1 :]))
+    return _Beginning(computing, max(network, computing), arrived, step, beginning)
+
+
+def _bound(beginning: _Beginning, rest: Sequence[_Rest]) -> float:
+    """No order that begins like this is faster."""
+    network = sum(one.network for one in rest)
+    return max(
+        beginning.computing + sum(one.computing for one in rest),
+        beginning.network + network if network else 0.0,
+        *(arrived + one.chain for arrived, one in zip(beginning.arrived, rest, strict=True)),
+    )
+
+
+def _undominated(candidates: list[tuple[float, _Beginning]], width: int) -> list[_Beginning]:
+    kept: list[_Beginning] = []
+    for _, one in sorted(candidates, key=lambda pair: (pair[0], pair[1].computing, pair[1].network)):
+        if len(kept) == width:
+            break
+        if not any(_no_later(other, one) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _no_later(one: _Beginning, other: _Beginning) -> bool:
+    return (
+        one.computing <= other.computing
+        and one.network <= other.network
+        and all(mine <= theirs for mine, theirs in zip(one.arrived, other.arrived, strict=True))
+    )
+
+
+ORDERS: dict[str, Scheduler] = {"sequential": sequential, "interleaved": interleaved, "optsche": optsche}
+
+
+def find_order(name: str) -> Scheduler:
+    """A scheduler by its name here, or by `package.module:function`.
+
+    Raises:
+        ValueError: no such name, module or function.
+    """
+    found = named("--moe-comm-order", name, {**ORDERS, "demi": None})
+    if not callable(found):
+        raise ValueError(f"--moe-comm-order {name}: is not a function of task times")
+    return found

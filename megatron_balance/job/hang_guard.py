@@ -1,0 +1,350 @@
+"""A rank that stalls or dies ends the whole job, and every other rank says which it was.
+
+Two threads per rank, so that nothing that may block stands between a stall and the exit:
+
+- the watch looks at this process's main thread, or at autograd's thread that works for it, and raises the alarm when it
+  has waited for too long;
+- the voice talks to the job's key-value store, over a connection of its own. It leaves a pulse every period and looks
+  for an alarm. After one, every rank reports what it does; the rank that raised it first draws the verdict, and all
+  print it before the first of them exits.
+
+If the store is lost with the rank that holds it, the watch ends this rank without the voice. Silence alone is no alarm:
+a rank may hold the interpreter's lock for minutes, while it indexes a dataset for example. Only a rank that waits for
+longer than the limit, that fails, or that loses the store raises it; and the first rank, if no rank at all has made a
+step of an iteration for IDLE_LIMITS limits.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.job import collective_order, limits
+from megatron_balance.job.collectives import Collectives
+from megatron_balance.job.endings import INTERRUPTED, Ending, raised_in
+from megatron_balance.job.stall import (
+    STEPPING,
+    Position,
+    Pulse,
+    Report,
+    code_place,
+    deciding_frame,
+    error_place,
+    is_communication_error,
+    is_interruption,
+    stack_of,
+    verdict,
+    waits_in,
+)
+
+MAX_PERIOD = 0.5
+"""Seconds between two pulses, at most; a tenth of the limit if that is less."""
+
+REPORT_SECONDS = 3.5
+"""Time for the reports after an alarm: several periods, on machines with more ranks than cores too."""
+
+FAREWELL_SECONDS = 1.0
+"""Time for all ranks to print before the first exits, and a launcher then ends the others."""
+
+BACKSTOP_SECONDS = 9
+"""A rank exits that long after an alarm, whatever blocks."""
+
+IDLE_LIMITS = 10
+"""Limits after which ranks that all compute without a step count as stalled: no microbatch takes that long."""
+
+EXIT_STATUS = 1
+
+OPERATIONS = 32
+"""What each rank tells after an alarm: so many of the latest operations of each of its process groups."""
+
+
+class HangGuard:
+    """Guards the `with` block: its exceptions, other ranks' ends and stalls all end this process with EXIT_STATUS.
+
+    An exception does not leave the block, because leaving it would mean to shut down a backend whose peers are gone.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        limit: float,
+        store_rank: int | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        """Prepare the guard; it starts with the `with` block.
+
+        Args:
+            store: the job's key-value store; the guard opens a connection of its own.
+            limit: seconds that a rank may wait in one place before the job counts as stalled.
+            store_rank: the rank whose process holds the store; None if the launcher does.
+            collectives: what this rank has entered, so that a stall's verdict names the first difference between ranks.
+        """
+        self._store = dist.PrefixStore("hang_guard", store.clone())
+        self._rank, self._world_size = rank, world_size
+        self._limit, self._store_rank, self._collectives = limit, store_rank, collectives
+        self._period = min(MAX_PERIOD, limit / 10)
+        self._position = Position()
+        self._progress = self._answered = time.monotonic()
+        self._idle, self._first_iteration = 0.0, 0
+        self._failure: BaseException | None = None
+        self._report: Report | None = None
+        self._lost = self._ended = False
+        self._wake, self._concluded = threading.Event(), threading.Event()
+        self._speaking, self._spoken = threading.Lock(), False
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watch, self._voice)]
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def follow(self, position: Position) -> None:
+        """Read this rank's progress from `position` from now on."""
+        self._position = position
+
+    def __enter__(self) -> "HangGuard":
+        # NCCL's watchdog aborts the process: at least show where it was
+        faulthandler.enable()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._end()
+        elif isinstance(error, Ending):
+            self._leave(error)
+        else:
+            self._fail(error)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(MAX_PERIOD)
+
+    def _leave(self, error: Ending) -> NoReturn:
+        """End the process for a reason that every rank has found alike: one of them says it."""
+        self._end()
+        if self._rank == 0:
+            sys.stderr.write(f"{error.code}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_STATUS)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        # Who asks for the end twice gets it no sooner
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._failure = error
+        with self._speaking:
+            # After the verdict, an exception only tells that another rank has exited already
+            if not self._spoken and not isinstance(error, limits.OutOfResources | KeyboardInterrupt):
+                traceback.print_exception(error)
+        self._wake.set()
+        # The threads end the process
+        time.sleep(BACKSTOP_SECONDS)
+        self._exit()
+
+    def _exit(self) -> NoReturn:
+        os._exit(INTERRUPTED if isinstance(self._failure, KeyboardInterrupt) else EXIT_STATUS)
+
+    # The watch
+
+    def _watch(self) -> None:
+        last_steps, last, since = -1, None, time.monotonic()
+        before = since
+        while not self._wake.wait(self._period):
+            now, steps = time.monotonic(), self._position.steps
+            # The next layer's wait has the same stack, but comes after another operation
+            here = steps, self._entered(), stack_of(_frame())
+            self._count_idle(steps != last_steps, now - before)
+            before = now
+            if steps != last_steps:
+                self._progress = now
+            if here != last:
+                since = now
+            last_steps, last = steps, here
+            if now - since > self._limit and self._activity()[0] == "waited":
+                self._wake.set()
+        if self._ended:
+            return
+        faulthandler.dump_traceback_later(BACKSTOP_SECONDS, exit=True)
+        if time.monotonic() - self._answered < REPORT_SECONDS:
+            self._concluded.wait(REPORT_SECONDS + 3 * FAREWELL_SECONDS)
+        self._speak(self._store_verdict())
+        self._exit()
+
+    def _count_idle(self, stepped: bool, seconds: float) -> None:
+        """The first iteration compiles kernels, and does not count.
+
+        Args:
+            seconds: since the last call; many if the job was stopped and goes on, which is not idle either.
+        """
+        position = self._position
+        within = position.phase in STEPPING
+        if within and not self._first_iteration:
+            self._first_iteration = position.iteration
+        if stepped or not within:
+            self._idle = 0.0
+        elif position.iteration > self._first_iteration:
+            self._idle += min(seconds, self._limit / 2)
+
+    def _store_verdict(self) -> str:
+        silence = "is gone" if self._lost else f"does not answer for {time.monotonic() - self._answered:.0f} s"
+        if self._store_rank is None:
+            return f"the launcher's key-value store {silence}"
+        return f"rank {self._store_rank} stalled or died: the key-value store, which it holds, {silence}"
+
+    def _speak(self, sentence: str) -> None:
+        """Print the verdict, once, after all stacks.
+
+        An exception of our own has told all by its traceback, and after an interruption nobody looks for a cause.
+        """
+        with self._speaking:
+            if self._spoken:
+                return
+            self._spoken = True
+            report = self._report or self._own_report()
+            # Where a machine is too small, no place in the program is to blame
+            blameless = is_interruption(sentence) or limits.OutOfResources.__name__ in sentence
+            if not report.is_failure and not blameless:
+                faulthandler.dump_traceback(all_threads=True)
+            sys.stderr.write(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    def _own_report(self) -> Report:
+        activity, place = self._activity()
+        position = self._position
+        idle = time.monotonic() - self._progress
+        return Report(position.iteration, position.phase, activity, place, idle, time.time())
+
+    def _activity(self) -> tuple[str, str]:
+        if isinstance(self._failure, KeyboardInterrupt):
+            return "interrupted", raised_in(self._failure)
+        if self._failure is not None:
+            return "waited" if is_communication_error(self._failure) else "failed", error_place(self._failure)
+        frame = _frame()
+        place = waits_in(frame)
+        if place is not None:
+            return "waited", place
+        # A full launch queue, and what copies to the host without saying so, block the thread in any operation
+        return "waited" if self._device_is_busy() else "busy", code_place(frame)
+
+    def _device_is_busy(self) -> bool:
+        """Whether the computation's stream does not empty within a period."""
+        if self._device is None:
+            return False
+        stream, empty = torch.cuda.default_stream(self._device), threading.Event()
+
+        def wait() -> None:
+            # A broken device stays busy: the main thread has yet to learn of it
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()
+                empty.set()
+
+        # Any call of CUDA may block while the device hangs. A query would then hold the interpreter's lock
+        threading.Thread(target=wait, daemon=True).start()
+        return not empty.wait(self._period)
+
+    def _entered(self) -> int:
+        return 0 if self._collectives is None else self._collectives.entered
+
+    # The voice
+
+    def _voice(self) -> None:
+        while not self._wake.wait(self._period):
+            try:
+                position = self._position
+                pulse = Pulse(position.iteration, position.phase, time.time(), self._idle)
+                self._store.set(f"pulse/{self._rank}", pulse.to_json())
+                alarm = self._store.check(["alarm"]) or self._nobody_steps()
+            except RuntimeError:
+                # A run that is about to end may lose the store before it has left the guarded block
+                alarm = time.monotonic() - self._answered > REPORT_SECONDS
+            else:
+                self._answered = time.monotonic()
+            if alarm:
+                self._wake.set()
+        if self._ended:
+            return
+        try:
+            self._conclude()
+        except RuntimeError:
+            # The watch will say so
+            self._lost = True
+        finally:
+            self._concluded.set()
+
+    def _nobody_steps(self) -> bool:
+        """Whether all ranks are idle; asked by the first one, if it is."""
+        longest = IDLE_LIMITS * self._limit
+        if self._rank != 0 or self._idle <= longest:
+            return False
+        pulses = [None if text is None else Pulse.from_json(text) for text in self._told("pulse")]
+        return all(pulse is not None and pulse.idle > longest for pulse in pulses)
+
+    def _conclude(self) -> None:
+        """Report; draw the verdict or await it; print it; wait until all have. Who holds the store leaves last."""
+        self._report = self._own_report()
+        self._store.set(f"report/{self._rank}", self._report.to_json())
+        if self._collectives is not None:
+            packed = collective_order.pack(self._collectives.record(), OPERATIONS)
+            self._store.set(f"collectives/{self._rank}", packed)
+        self._store.add("reported", 1)
+        if self._store.add("alarm", 1) == 1:
+            self._count_up_to("reported", self._world_size, REPORT_SECONDS)
+            self._store.set("verdict", self._draw_verdict())
+            self._store.add("decided", 1)
+        else:
+            self._count_up_to("decided", 1, REPORT_SECONDS + FAREWELL_SECONDS)
+        self._answered = time.monotonic()
+        decided = self._store.check(["verdict"])
+        self._speak(self._store.get("verdict").decode() if decided else self._draw_verdict())
+        reported = self._store.add("reported", 0)
+        self._store.add("spoken", 1)
+        self._count_up_to("spoken", reported, FAREWELL_SECONDS)
+        self._store.add("left", 1)
+        if self._rank == self._store_rank:
+            self._count_up_to("left", reported, FAREWELL_SECONDS)
+
+    def _draw_verdict(self) -> str:
+        reports, pulses, entered = (self._told(kind) for kind in ("report", "pulse", "collectives"))
+        found = [None if text is None else Report.from_json(text) for text in reports]
+        said = verdict(
+            found, [None if text is None else Pulse.from_json(text) for text in pulses], time.time(), self._limit
+        )
+        if any(report is not None and report.is_failure for report in found):
+            # The others wait for the rank that failed, wherever they are
+            return said
+        records = {rank: collective_order.unpack(text) for rank, text in enumerate(entered) if text is not None}
+        difference = collective_order.report(records)
+        return said if difference is None else f"{said}; {difference}"
+
+    def _told(self, kind: str) -> list[bytes | None]:
+        """What each rank has left under this name; None: nothing."""
+        keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
+        return [self._store.get(key) if self._store.check([key]) else None for key in keys]
+
+    def _count_up_to(self, key: str, target: int, seconds: float) -> int:
+        """Wait until the counter has reached `target`, or for `seconds`; returns the counter."""
+        deadline = time.monotonic() + seconds
+        while (count := self._store.add(key, 0)) < target and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return count
+
+
+def _frame() -> FrameType:
+    main = threading.main_thread().ident
+    assert main is not None
+    return deciding_frame(sys._current_frames(), main)

@@ -1,0 +1,257 @@
+"""How processes become a job: what their launcher says, the store where they meet, and the default process group."""
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.job import agreement, launcher, limits
+from megatron_balance.job.endings import Ending
+from megatron_balance.job.groups import Topology, backend_minutes
+from megatron_balance.messages import cleaned, described
+
+AGREEMENT = "agreement"
+"""Prefix of the keys through which ranks compare their settings."""
+
+SPARE_SECONDS = 2.0
+"""A connection is waited for so much longer than it waits itself, because its own error may say more."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun, srun) told this process through its environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    store_rank: int | None = 0
+    """The rank whose process holds the key-value store; None: the launcher does."""
+
+    address: str | None = None
+    """The machine where processes meet, and ... None: the launcher has not said."""
+
+    port: int = 0
+    """... the port."""
+
+    name: str = "job"
+    """The same on all ranks of this start of the job, and on no others that might find its store."""
+
+    job: str | None = None
+    """The launcher's name of the job, kept when it starts the job again; None: it has none."""
+
+    restarts: int = 0
+    """How often the job was started again, by torchrun and by SLURM."""
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's; without them, a single process.
+
+        Raises:
+            ValueError: a variable is not what a launcher sets.
+        """
+        world_size = _number("WORLD_SIZE", 1, 1)
+        local_world_size = _number("LOCAL_WORLD_SIZE", world_size, 1)
+        meets = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        # torchrun calls jobs "none" that nobody has named
+        torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        return cls(
+            rank=_number("RANK", 0, 0, world_size, "WORLD_SIZE"),
+            world_size=world_size,
+            local_rank=_number("LOCAL_RANK", 0, 0, local_world_size, "LOCAL_WORLD_SIZE"),
+            local_world_size=local_world_size,
+            store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+            address=os.environ["MASTER_ADDR"] if meets else None,
+            port=_number("MASTER_PORT", 0, 1, 2**16, "65536") if meets else 0,
+            name=_name(world_size, local_world_size),
+            job=os.environ.get("SLURM_JOB_ID", None if torchrun == "none" else torchrun),
+            restarts=_number("TORCHELASTIC_RESTART_COUNT", 0, 0) + _number("SLURM_RESTART_COUNT", 0, 0),
+        )
+
+
+def _number(name: str, default: int, least: int, end: int | None = None, end_name: str = "") -> int:
+    """A variable of the environment between `least` and, if given, `end` - 1."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    remedy = "start the processes by torchrun, or set it as torchrun does"
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={cleaned(text, 80)}: is not a whole number; {remedy}") from error
+    if end is not None and not least <= number < end:
+        here = end_name if end_name == str(end) else f"{end_name}, which is {end}"
+        raise ValueError(f"{name}={number}: has to be at least {least} and below {here}; {remedy}")
+    if number < least:
+        raise ValueError(f"{name}={number}: has to be at least {least}; {remedy}")
+    return number
+
+
+def _name(world_size: int, local_world_size: int) -> str:
+    """A name for this start of the job, derived from facts that are the same on all of its nodes.
+
+    Ranks of a job that was killed may live on for a while, and find the store of the next one at the same address.
+    """
+    known, parts = os.environ, []
+    agent = launcher.find() if world_size == local_world_size else None
+    nodes = known.get("SLURM_STEP_NUM_NODES", "")
+    if agent is not None:
+        with contextlib.suppress(OSError):
+            parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts += [str(agent.process), agent.started]
+    elif nodes.isdecimal() and int(nodes) * local_world_size == world_size:
+        # One step has started all ranks; where it has not, its number is not the same everywhere
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        parts += [known.get(name, "") for name in names]
+    # A launcher's store outlives the attempt: without it, ranks would look for addresses of the last attempt
+    parts += [known.get("TORCHELASTIC_RUN_ID", ""), known.get("TORCHELASTIC_RESTART_COUNT", "0")]
+    return "job " + " ".join(parts)
+
+
+def node_topology(launch: Launch, node_size: int | None) -> Topology:
+    """`--moe-comm-node-size` if given, else LOCAL_WORLD_SIZE."""
+    size = node_size if node_size is not None else launch.local_world_size
+    if not 1 <= size <= launch.world_size:
+        raise ValueError(f"--moe-comm-node-size {size}: choose 1 to {launch.world_size} (the number of processes)")
+    return Topology(launch.world_size, size)
+
+
+@contextlib.contextmanager
+def telling_others(launch: Launch) -> Iterator[None]:
+    """If the block fails, end the ranks that wait for this one in `start` as well, and tell them the reason."""
+    try:
+        yield
+    except Ending as ending:
+        if ending.code:
+            _decline(launch, ending.reason)
+        raise
+    except Exception as error:
+        _decline(launch, str(error) if isinstance(error, ValueError) else described(error))
+        raise
+
+
+def _decline(launch: Launch, reason: str) -> None:
+    if launch.world_size == 1:
+        return
+    # If the store cannot be reached either, the first problem is still the one to report
+    with contextlib.suppress(ValueError, dist.DistError):
+        store = dist.PrefixStore(launch.name, _meet(launch, agreement.DECLINE_SECONDS / 60))
+        agreement.decline(dist.PrefixStore(AGREEMENT, store), _member(launch), reason)
+
+
+def _member(launch: Launch) -> agreement.Member:
+    return agreement.Member(launch.rank, launch.world_size, launch.rank == launch.store_rank)
+
+
+def start(
+    launch: Launch, backend: str, timeout_minutes: float, facts: Callable[[], agreement.Facts] = dict
+) -> dist.Store:
+    """Join the job: pick this process's device, compare `facts` with all ranks, and initialise torch.distributed.
+
+    A process that no launcher has started is a job of its own, with a key-value store on a free local port.
+
+    Args:
+        facts: what has to be the same on all ranks; not asked for in a job of one process.
+
+    Returns:
+        The job's key-value store.
+
+    Raises:
+        ValueError: the processes cannot meet, some are missing, two have one rank, or their facts differ.
+    """
+    with telling_others(launch):
+        limits.open_files(backend, launch.world_size, launch.rank == launch.store_rank)
+        if torch.cuda.is_available():
+            _pick_device(launch.local_rank)
+    if dist.is_initialized():
+        return dist.group.WORLD.get_group_store()
+    timeout = datetime.timedelta(minutes=backend_minutes(timeout_minutes))
+    store = dist.PrefixStore(launch.name, _meet(launch, timeout_minutes))
+    if launch.world_size > 1:
+        meeting, where = dist.PrefixStore(AGREEMENT, store), f"{launch.address}:{launch.port}"
+        agreement.agree(meeting, _member(launch), facts(), timeout_minutes, where)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    return store
+
+
+def _pick_device(local_rank: int) -> None:
+    devices = torch.cuda.device_count()
+    if local_rank >= devices:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}: this process sees {devices} GPUs; start at most so many on a node "
+            f"(--nproc-per-node {devices}), or look at CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
+    """The key-value store at the launcher's address, or one of this process's own."""
+    if launch.address is None and launch.world_size == 1:
+        return dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    if launch.address is None:
+        raise ValueError(
+            f"WORLD_SIZE {launch.world_size}: MASTER_ADDR and MASTER_PORT are not set; start the processes by torchrun"
+        )
+    try:
+        socket.getaddrinfo(launch.address, launch.port)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"MASTER_ADDR={cleaned(launch.address, 80)}: {cleaned(error)}; give the name or the address of rank 0's "
+            "machine"
+        ) from error
+    return _connect(launch, launch.address, timeout_minutes)
+
+
+def _is_heard(address: str, port: int, deadline: float) -> bool:
+    """Wait until somebody listens there; torch, too, would wait, but write pages of its own stack meanwhile."""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left).close()
+            return True
+        except OSError:
+            time.sleep(0.1)
+    return False
+
+
+def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store:
+    """A connection to the store. Something else that listens there may accept one and never answer."""
+    found: list[dist.Store] = []
+    errors: list[Exception] = []
+    holds, deadline = launch.rank == launch.store_rank, time.monotonic() + timeout_minutes * 60
+    heard = holds or _is_heard(address, launch.port, deadline)
+    seconds = max(1.0, deadline - time.monotonic())
+
+    def connect() -> None:
+        try:
+            patience = datetime.timedelta(seconds=seconds)
+            # Who is missing, `agreement` says: the constructor only counts
+            settings = {"wait_for_workers": False, "multi_tenant": True, "timeout": patience}
+            found.append(dist.TCPStore(address, launch.port, launch.world_size, holds, **settings))
+        except RuntimeError as error:
+            errors.append(error)
+
+    if heard:
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(seconds + SPARE_SECONDS)
+    if found:
+        return found[0]
+    where = f"{address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
+    if errors and holds and "EADDRINUSE" in str(errors[0]):
+        raise ValueError(f"MASTER_PORT={launch.port}: another program listens on this port here; choose another port")
+    reason = "something listens there and does not answer" if heard else "nothing listens there"
+    reason = cleaned(errors[0]) if errors else reason
+    holder = "the launcher" if launch.store_rank is None else f"rank {launch.store_rank}"
+    raise ValueError(
+        f"{where}: no key-value store of {holder} there within {timeout_minutes:g} minutes "
+        f"(--distributed-timeout-minutes): {reason}; look whether {holder} has started, and at what it says"
+    )

@@ -1,0 +1,39 @@
+"""Run: everything that `build/run.py` makes of a command line, and that the training loop and checkpoints work on."""
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.flow.chunks.choice import ChunkChoice
+from megatron_balance.job.stall import Position
+from megatron_balance.timeline.runtime import Balancer
+from megatron_balance.training.data import Data
+from megatron_balance.training.loss_guard import LossGuard
+from megatron_balance.training.progress import Progress
+from megatron_balance.training.schedule import Length
+
+
+@dataclass(frozen=True)
+class Run:
+    """A built run; only `progress` and the objects' own state change."""
+
+    config: RunConfig
+    groups: ProcessGroupCollection
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    batches: NumMicroBatchesCalculator
+    length: Length
+    data: Data
+    vocab_size: int
+    guard: LossGuard
+    balancer: Balancer | None = None
+    chunks: ChunkChoice | None = None
+    """What splits the layers' tokens."""
+    progress: Progress = field(default_factory=Progress)
+    position: Position = field(default_factory=Position)

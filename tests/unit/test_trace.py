@@ -1,0 +1,362 @@
+"""observe/trace.py: what was added is in the file, where and when it was; the picture shows it there."""
+
+import json
+import math
+import os
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from megatron_balance.device import clock
+from megatron_balance.observe.trace import STREAMS, Record, Span, Timeline, lanes_of, load_timeline
+from tests.unit.tools_loader import load_tool
+
+draw = load_tool("timeline_picture")
+
+NOW = time.perf_counter()
+times = st.floats(-5, 5) | st.integers(-20, 20).map(lambda step: step * 1.7e-5)
+"""Seconds from `NOW`; those on a grid often end where another begins."""
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> Span:
+    start, end = sorted((draw(times), draw(times)))
+    queued, num_bytes = draw(st.none() | st.floats(0, 1)), draw(st.integers(0, 2**40))
+    issued = None if queued is None else NOW + start - queued
+    stream, name = draw(st.sampled_from(STREAMS)), draw(st.text(max_size=20))
+    return Span(draw(st.integers(0, 5)), stream, name, NOW + start, NOW + end, issued, num_bytes)
+
+
+def written(directory: Path, *added: Span, rank: int = 3) -> Path:
+    timeline = Timeline(directory, rank)
+    for span in added:
+        timeline.add(span)
+    timeline.flush()
+    return directory / f"rank{rank:05d}.json"
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def in_nanoseconds(event: dict[str, Any]) -> tuple[int, int]:
+    """Start and length as Perfetto reads them: cut off, not rounded."""
+    return int(event["ts"] * 1000), int(event["dur"] * 1000)
+
+
+def span_at(iteration: int, start: float, seconds: float = 0.25, name: str = "L0 FEC m0", **others: Any) -> Span:
+    return Span(iteration, others.pop("stream", "computation"), name, NOW + start, NOW + start + seconds, **others)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(spans(), min_size=1, max_size=15))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, added: list[Span]) -> None:
+    named = {f"{number} {span.name}": span for number, span in enumerate(added)}
+    path = written(tmp_path_factory.mktemp("timeline"), *(replace(span, name=name) for name, span in named.items()))
+    records = {record.name: record for record in load_timeline(path)}
+    assert records.keys() == named.keys()
+    # All times are relative to one moment, here a span's start
+    base = records[min(records)].start_us - named[min(named)].start * 1e6
+    for name, span in named.items():
+        record = records[name]
+        assert (record.rank, record.iteration, record.stream) == (3, span.iteration, span.stream)
+        assert record.num_bytes == span.num_bytes
+        expected = [None if mark is None else mark * 1e6 + base for mark in (span.start, span.end, span.issued)]
+        assert [record.start_us, record.end_us, record.issued_us] == [
+            time if time is None else pytest.approx(time, rel=0, abs=0.3) for time in expected
+        ]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(spans(), max_size=15))
+def test_events_are_as_perfetto_wants_them(tmp_path_factory: pytest.TempPathFactory, added: list[Span]) -> None:
+    path = written(tmp_path_factory.mktemp("timeline"), *added)
+    events = events_of(path)
+    assert {event["ph"] for event in events} <= {"M", "X"} and {event["pid"] for event in events} == {3}
+    metadata = [event for event in events if event["ph"] == "M"]
+    names = {event["tid"]: event["args"]["name"] for event in metadata if event["name"] == "thread_name"}
+    threads: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            threads.setdefault(event["tid"], []).append(event)
+    assert names.keys() == threads.keys()
+    for thread, own in threads.items():
+        assert {event["cat"] for event in own} == {names[thread].split()[0]}
+        nanoseconds = [in_nanoseconds(event) for event in own]
+        assert all(start + length <= following for (start, length), (following, _) in pairwise(nanoseconds))
+    (process,) = (event for event in metadata if event["name"] == "process_name")
+    assert process["args"]["name"] == "rank 3"
+
+
+def test_neighbours_never_seem_to_overlap(tmp_path: Path) -> None:
+    marks = NOW + np.cumsum(np.random.default_rng(0).uniform(0, 5e-5, 500))
+    path = written(tmp_path, *(Span(0, "computation", "L0 FEC", *ends) for ends in pairwise(marks.tolist())))
+    own = [event for event in events_of(path) if event["ph"] == "X"]
+    assert len(own) == 499 and len({event["tid"] for event in own}) == 1
+    nanoseconds = [in_nanoseconds(event) for event in own]
+    assert all(start + length == following for (start, length), (following, _) in pairwise(nanoseconds))
+
+
+def test_overlapping_spans_take_as_few_threads_as_possible() -> None:
+    ends = {"a": (0, 4), "b": (1, 2), "c": (2, 5), "d": (4, 4), "e": (4, 6), "f": (5.5, 7)}
+    records = [Record(0, 0, "communication", name, *ends[name], None, 0) for name in "fedcba"]
+    assert [[record.name for record in lane] for lane in lanes_of(records)] == [["a", "d", "e"], ["b", "c", "f"]]
+
+
+def test_what_an_event_says(tmp_path: Path) -> None:
+    trans = span_at(7, 1.0, 0.5, "L3 TRANS.1/2", stream="communication", issued=NOW + 0.75, num_bytes=10**9)
+    instant = span_at(7, 1.0, 0.0, "L3 AGG", stream="planning", num_bytes=8)
+    events = {event["name"]: event for event in events_of(written(tmp_path, trans, instant, span_at(7, 1.0)))}
+    event = events["L3 TRANS.1/2"]
+    assert (event["cat"], event["dur"]) == ("communication", pytest.approx(5e5, abs=0.2))
+    assert event["args"]["iteration"] == 7 and event["args"]["bytes"] == 10**9
+    assert event["args"]["queued_us"] == event["ts"] - event["args"]["issued_us"] == pytest.approx(2.5e5, abs=0.2)
+    assert event["args"]["GB/s"] == pytest.approx(2, rel=1e-5)
+    assert events["L3 AGG"]["args"] == {"iteration": 7, "bytes": 8}
+    assert events["L0 FEC m0"]["args"] == {"iteration": 7}
+
+
+def test_times_are_wall_clock_times(tmp_path: Path) -> None:
+    before, start = time.time(), time.perf_counter()
+    path = written(tmp_path, Span(0, "computation", "L0 FEC", start, time.perf_counter()))
+    (record,) = load_timeline(path)
+    base = json.loads(path.read_text(encoding="utf-8"))["baseTimeNanoseconds"] / 1e9
+    assert base + record.start_us / 1e6 == pytest.approx(before, abs=0.5)
+
+
+def test_ranks_lie_on_one_axis_whenever_they_flush(tmp_path: Path) -> None:
+    timelines = [Timeline(tmp_path, rank) for rank in range(2)]
+    for timeline in timelines:
+        timeline.add(span_at(0, timeline.rank * 0.5))
+        timeline.flush()
+        time.sleep(0.1)
+    first, second = (load_timeline(timeline.path)[0].start_us for timeline in timelines)
+    assert second - first == pytest.approx(5e5, abs=5e4)
+    merged = {"traceEvents": [event for timeline in timelines for event in events_of(timeline.path)]}
+    (tmp_path / "merged.json").write_text(json.dumps(merged), encoding="utf-8")
+    assert [record.rank for record in load_timeline(tmp_path / "merged.json")] == [0, 1]
+
+
+class FakeEvent:
+    """A device's mark: it cannot be told from the host's time but by another one, and then as CUDA does."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+
+def fake_seconds(start: FakeEvent, end: FakeEvent) -> float:
+    return float(np.float32((end.seconds - start.seconds) * 1000)) / 1000
+
+
+def test_days_of_device_time_do_not_blur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offset = 1e6
+    monkeypatch.setattr(clock, "mark", lambda: FakeEvent(time.perf_counter() + offset))
+    monkeypatch.setattr(clock, "seconds", fake_seconds)
+    timeline = Timeline(tmp_path, 0)
+    # A week later, and long iterations: a float32 of milliseconds would be off by tens of microseconds
+    offset += 7 * 24 * 3600.0
+    for iteration in range(2):
+        start = time.perf_counter() + offset - 500
+        marks = [FakeEvent(start + 1e-5 * step) for step in range(50)]
+        # The iteration is near its anchor, and far from the flush
+        with monkeypatch.context() as near:
+            near.setattr(clock, "mark", lambda start=start: FakeEvent(start))
+            for begin, end in pairwise(marks):
+                timeline.add(Span(iteration, "computation", "L0 FEC", begin, end))  # pyright: ignore[reportArgumentType]
+    timeline.add(Span(1, "planning", "PLAN", time.perf_counter() - 500, time.perf_counter()))
+    timeline.flush()
+    records = load_timeline(timeline.path)
+    computed = [record for record in records if record.iteration == 1 and record.stream == "computation"]
+    assert len(computed) == 49
+    assert all(record.end_us - record.start_us == pytest.approx(10, abs=0.3) for record in computed)
+    # Host and device agree
+    (plan,) = (record for record in records if record.stream == "planning")
+    assert plan.start_us == pytest.approx(computed[0].start_us, abs=1e6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40))
+def test_growth_is_bounded(tmp_path_factory: pytest.TempPathFactory, keep: int, steps: list[tuple[int, bool]]) -> None:
+    timeline = Timeline(tmp_path_factory.mktemp("timeline"), 0, iterations=keep)
+    for iteration, flush in steps:
+        timeline.add(span_at(iteration, 0.0))
+        assert len(timeline._pending) <= keep
+        if flush:
+            timeline.flush()
+            assert len(timeline._finished) <= keep and not timeline._pending
+    timeline.flush()
+    latest = sorted({iteration for iteration, _ in steps})[-keep:]
+    assert {record.iteration for record in load_timeline(timeline.path)} == set(latest)
+
+
+def test_ascending_iterations_are_kept_whole(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, 0, iterations=3)
+    for iteration in range(8):
+        timeline.add(span_at(iteration, 0.0))
+        if iteration % 2:
+            timeline.flush()
+        timeline.add(span_at(iteration, 1.0))
+    timeline.flush()
+    assert sorted(record.iteration for record in load_timeline(timeline.path)) == [5, 5, 6, 6, 7, 7]
+
+
+def test_an_interrupted_write_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(tmp_path, 0)
+    assert load_timeline(timeline.path) == []
+    timeline.add(span_at(0, 0.0))
+    timeline.flush()
+    before = timeline.path.read_bytes()
+
+    def interrupted(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[:20].encode())
+        raise OSError("no space left on device")
+
+    timeline.add(span_at(1, 1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", interrupted)
+        timeline.flush()
+    assert timeline.path.read_bytes() == before
+    timeline.add(span_at(2, 2.0))
+    timeline.flush(last=True)
+    assert [record.iteration for record in load_timeline(timeline.path)] == [0, 1, 2]
+    assert os.listdir(tmp_path) == ["rank00000.json"]
+
+
+def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "there" / "rank00000.json").mkdir(parents=True)
+    for directory in (tmp_path / "file", tmp_path / "there"):
+        with pytest.raises(ValueError, match=rf"--balance-timeline {directory}: .*choose a writable directory"):
+            Timeline(directory, 0)
+
+
+EVENT = {"ph": "X", "pid": 0, "tid": 1, "cat": "waits", "name": "L0", "ts": 1, "dur": 1, "args": {"iteration": 0}}
+STRANGE = {
+    "no JSON": ("{", "is not JSON"),
+    "no object": ("[]", "holds a list instead of a JSON object"),
+    "nested": ("[" * 100_000, "more than 32 objects and arrays"),
+    "no events": ("{}", "is no timeline .*no list of traceEvents"),
+    "no event": ('{"traceEvents": [1]}', "is no timeline .*1 among the traceEvents"),
+    "another's event": (json.dumps({"traceEvents": [EVENT | {"cat": "kernel"}]}), "is no timeline .*stream 'kernel'"),
+    "a list of a stream": (json.dumps({"traceEvents": [EVENT | {"cat": []}]}), "is no timeline .*stream a list"),
+    "no iteration": (json.dumps({"traceEvents": [EVENT | {"args": {}}]}), "iteration: None is not an integer"),
+    "no number": (json.dumps({"traceEvents": [EVENT | {"ts": None}]}), "ts: None is not a number"),
+    "too late": (json.dumps({"traceEvents": [EVENT | {"ts": 1e308}]}), "ts: 1e.308 is not a number"),
+    "backwards": (json.dumps({"traceEvents": [EVENT | {"dur": -1}]}), "dur: -1 is not a number"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), STRANGE.values(), ids=STRANGE)
+def test_files_that_are_no_timelines(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "rank00000.json"
+    with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+        load_timeline(path)
+    path.write_text(json.dumps({"traceEvents": [EVENT]}), encoding="utf-8")
+    assert load_timeline(path) == [Record(0, 0, "waits", "L0", 1.0, 2.0, None, 0)]
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{path}: .*{said}"):
+        load_timeline(path)
+
+
+@pytest.mark.gpu
+def test_spans_of_a_device(tmp_path: Path) -> None:
+    start, host = clock.mark(), time.perf_counter()
+    torch.cuda._sleep(10**7)
+    middle = clock.mark()
+    torch.cuda._sleep(10**7)
+    timeline = Timeline(tmp_path, 0)
+    end = clock.mark()
+    timeline.add(Span(0, "computation", "first", start, middle, issued=host))
+    timeline.add(Span(0, "computation", "second", middle, end))
+    timeline.flush()
+    first, second = load_timeline(timeline.path)
+    assert (first.name, second.name) == ("first", "second")
+    assert first.end_us == second.start_us
+    assert first.end_us - first.start_us == pytest.approx(clock.seconds(start, middle) * 1e6, abs=2)
+    assert first.issued_us == pytest.approx(first.start_us, abs=1e4)
+
+
+def made_up() -> list[Record]:
+    """Two ranks, 100 ms: a forward and a backward pass, a transfer beside an all-to-all, a wait of rank 1 alone."""
+    return [
+        Record(0, 4, "computation", "L0 FEC m0", 0, 50_000, None, 0),
+        Record(0, 4, "computation", "L0 BEC m0", 50_000, 100_000, None, 0),
+        Record(0, 4, "communication", "L1 TRANS.1/2", 20_000, 60_000, None, 8),
+        Record(0, 4, "communication", "L0 A2A m0", 40_000, 80_000, None, 8),
+        Record(1, 4, "computation", "optimizer", 0, 20_000, None, 0),
+        Record(1, 4, "waits", "L0 A2A m0", 20_000, 100_000, None, 0),
+        Record(0, 5, "computation", "L0 FEC m0", 100_000, 900_000, None, 0),
+    ]
+
+
+def colour_at(image: Image.Image, x: int, y: int) -> str:
+    pixel = image.getpixel((x, y))
+    assert isinstance(pixel, tuple)
+    return "#{:02x}{:02x}{:02x}".format(*pixel)
+
+
+def test_the_picture_shows_what_was_where() -> None:
+    image = draw.picture(made_up(), 4)
+    assert image.width == 1400
+    left, width = draw.MARGIN + draw.LABELS, image.width - 2 * draw.MARGIN - draw.LABELS
+    rows = {(row.rank, row.stream): row for row in draw.rows_of([r for r in made_up() if r.iteration == 4], 104)}
+    assert list(rows) == [(rank, stream) for rank in range(2) for stream in STREAMS[:3]]
+
+    def at(rank: int, stream: str, milliseconds: float, lane: int = 0) -> str:
+        # Near the upper edge, where no letter reaches
+        y = rows[rank, stream].top + lane * draw.LANE + 3
+        found = colour_at(image, left + round(width * milliseconds / 100), y)
+        return {colour: name for name, colour in draw.COLOURS.items()}.get(found, found)
+
+    assert [at(0, "computation", time) for time in (1, 49, 51, 99)] == ["FEC", "FEC", "BEC", "BEC"]
+    trans = [at(0, "communication", time) for time in (19, 21, 59, 61)]
+    assert trans == [draw.ROW_PAPER, "TRANS", "TRANS", draw.ROW_PAPER]
+    assert [at(0, "communication", time, lane=1) for time in (39, 41, 79)] == [draw.ROW_PAPER, "A2A", "A2A"]
+    assert [at(1, "waits", time) for time in (19, 21, 99)] == [draw.ROW_PAPER, "wait", "wait"]
+    assert [at(1, "computation", time) for time in (1, 19, 21)] == ["other", "other", draw.ROW_PAPER]
+    assert at(0, "waits", 51) == at(1, "communication", 51) == draw.ROW_PAPER
+
+
+@settings(deadline=None)
+@given(st.floats(0.125, 1e9), st.floats(0, 1e12))
+def test_ticks_are_round_and_few(length_us: float, start_us: float) -> None:
+    ticks = draw.Scale(start_us, start_us + length_us).ticks_ms()
+    assert 1 <= len(ticks) <= 11 and ticks[0] == 0
+    if len(ticks) > 1:
+        mantissa = ticks[1] / 10 ** math.floor(math.log10(ticks[1]) + 1e-9)
+        assert any(mantissa == pytest.approx(factor) for factor in (1, 2, 5, 10))
+        assert ticks[-1] * 1e3 <= length_us * 1.001
+
+
+def test_labels_lose_words_and_never_overflow() -> None:
+    font = draw._font(14)
+    texts = [draw._fitting("L3 TRANS.1/2 m0", room, font) for room in (0, 20, 100, 200)]
+    assert texts == ["", "L3", "L3 TRANS.1/2", "L3 TRANS.1/2 m0"]
+
+
+def test_the_tool(tmp_path: Path) -> None:
+    files = [str(written(tmp_path, span_at(4, 0.0), rank=rank)) for rank in range(2)]
+    output = tmp_path / "picture.png"
+    draw.main([*files, "--iteration", "4", "--output", str(output)])
+    with Image.open(output) as image:
+        assert image.width == 1400
+    with pytest.raises(SystemExit, match=r"--iteration 5: is not in the files; choose one of those that are: 4"):
+        draw.main([*files, "--iteration", "5", "--output", str(output)])
+    with pytest.raises(SystemExit, match=r"--output .*none/picture.png: No such file"):
+        draw.main([*files, "--iteration", "4", "--output", str(tmp_path / "none" / "picture.png")])
+
+
+def test_every_operation_has_its_colour() -> None:
+    names = [name for name in draw.COLOURS if name not in ("wait", "other")]
+    for name in names:
+        for text in (f"L3 {name}.1/2", f"{name}", f"j+1:L3 {name} m0"):
+            assert draw.operation(Record(0, 0, "communication", text, 0, 1, None, 0)) == name
