@@ -11,6 +11,9 @@ from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
 
+LONG = 20
+"""Iterations over which an optimised run has to follow the plain one."""
+
 
 @pytest.fixture(scope="session")
 def curve_of(ranks) -> Callable[..., Curve]:
@@ -26,6 +29,12 @@ def curve_of(ranks) -> Callable[..., Curve]:
         return known[key][:iterations]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def length(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """`length(few)`: iterations of a training run; with `--slow`, as many as contract 1 of exactness names."""
+    return lambda few: max(few, LONG) if pytestconfig.getoption("--slow") else few
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from tests import features
 from tests.distributed.checkpoints import forget_placements, losses_of, straight_against_resumed, unequal_tensors
 from tests.distributed.runs import build
 
-ITERATIONS = 14
-"""Half of them before saving, which is amid an interval of three. The hot spot rotates after ten."""
+ITERATIONS = 8
+"""Half of them before saving, which is amid an interval of three."""
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 GATHERED_LATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -40,8 +40,8 @@ LAYOUTS = {
     ),
 }
 
-ALIKE = ("pp2 ep2", "ep4 bf16")
-"""Nearly other ones."""
+QUICK = ("ep4", "ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved")
+"""Whole and sharded optimizers, main parameters, a loss scale, stages and dense layers."""
 
 
 HOT = f"--moe-router-force-workload rotating_hotspot --global-batch-size 16 {DROPOUT}"
@@ -105,7 +105,7 @@ def test_a_resumed_run_without_its_placements_differs(ranks, tmp_path):
 
 @pytest.mark.parametrize(
     ("world_size", "flags"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in ALIKE else []) for name, case in LAYOUTS.items()],
+    [pytest.param(*case, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, case in LAYOUTS.items()],
 )
 def test_a_resumed_run_is_the_straight_run(ranks, tmp_path, world_size, flags):
     differing = ranks(world_size).run(straight_against_resumed, flags, str(tmp_path), ITERATIONS)
@@ -132,7 +132,7 @@ OTHER_LAYOUTS = {
 
 @dataclass(frozen=True)
 class Home:
-    """A run of ten iterations, and what it learned in the next ten."""
+    """A run of some iterations, and what it learned in as many more."""
 
     flags: str
     start: str
@@ -147,21 +147,21 @@ def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
     def of(more: str) -> Home:
         flags = f"--expert-model-parallel-size 4 --global-batch-size 8 --train-iters 40 {more}"
         start, stayed = (str(tmp_path_factory.mktemp(name)) for name in ("start", "stayed"))
-        ranks(4).run(losses_of, flags, None, start, 10)
-        return Home(flags, start, ranks(4).run(losses_of, flags, start, stayed, 10)[0])
+        ranks(4).run(losses_of, flags, None, start, FEW)
+        return Home(flags, start, ranks(4).run(losses_of, flags, start, stayed, FEW)[0])
 
     return of
 
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16"}
 
-QUICK = (("ep2 distributed", "fp32"), ("one process", "fp32"), ("pp2 ep2", "bf16"))
+QUICK_ELSEWHERE = (("ep2 distributed", "fp32"), ("pp2 ep2", "bf16"))
 
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        pytest.param(*case, marks=[] if case in QUICK_ELSEWHERE else [pytest.mark.slow])
         for case in itertools.product(OTHER_LAYOUTS, PRECISIONS)
     ],
 )
@@ -201,7 +201,7 @@ def check_there_and_back(
 ) -> None:
     other = f"{other} --global-batch-size 8 --train-iters 40"
     there, back = str(directory / "there"), str(directory / "back")
-    moved = ranks(world_size).run(losses_of, other, home.start, there, 10, f"{there} unchanged")[0]
+    moved = ranks(world_size).run(losses_of, other, home.start, there, FEW, f"{there} unchanged")[0]
     ranks(4).run(losses_of, home.flags, there, back, 1, f"{back} unchanged")
 
     for left, right in ((home.start, f"{there} unchanged"), (there, f"{back} unchanged")):

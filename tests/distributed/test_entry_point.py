@@ -39,11 +39,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     """A run over two pipeline stages with everything that prints and records."""
     events = tmp_path_factory.mktemp("events")
     flags = (
-        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 --train-iters 9 "
+        "--pipeline-model-parallel-size 2 --global-batch-size 8 --train-iters 9 "
         "--log-interval 2 --eval-interval 3 --eval-iters 2 --exit-interval 6 --log-tokens-per-expert "
         f"--tensorboard-dir {events}"
     )
-    return launch(4, flags), events
+    return launch(2, flags), events
 
 
 def test_it_trains_evaluates_and_stops_at_the_exit_interval(finished) -> None:
@@ -60,8 +60,8 @@ def test_it_prints_the_tokens_of_every_expert(finished) -> None:
     process, _ = finished
     rows = re.findall(r"^ +([12]) \|((?: +\d+){8}) \|", process.stdout, re.MULTILINE)
     assert [layer for layer, _ in rows] == ["1", "2"]
-    # micro batch 2 x 32 tokens x 2 data-parallel ranks x top-2
-    assert all(sum(map(int, counts.split())) == 2 * 32 * 2 * 2 for _, counts in rows)
+    # micro batch 2 x 32 tokens x top-2
+    assert all(sum(map(int, counts.split())) == 2 * 32 * 2 for _, counts in rows)
 
 
 def test_it_prints_nothing_that_nobody_can_act_on(finished) -> None:
@@ -85,11 +85,11 @@ def test_it_records_to_tensorboard(finished) -> None:
 
 def test_a_mistake_ends_every_rank_at_once_with_flag_value_and_remedy() -> None:
     start = time.monotonic()
-    process = launch(4, "--expert-model-parallel-size 3")
+    process = launch(2, "--expert-model-parallel-size 3")
     assert process.returncode != 0
     assert time.monotonic() - start < 60
     assert process.stderr.count("--expert-model-parallel-size 3 x expert tensor parallelism 1") >= 1
-    assert "must divide the number of processes (4); lower one of them" in process.stderr
+    assert "must divide the number of processes (2); lower one of them" in process.stderr
     # The launcher's own traceback comes after the message, and there is none of ours
     assert process.stderr.index("error: --expert-model-parallel-size") < process.stderr.index("Traceback")
     assert "ValueError" not in process.stderr

@@ -1,15 +1,17 @@
 """BalancedMoELayer in float64 against the single-process oracle, and its parts against plain references."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -49,9 +51,11 @@ def build_layer(
     groups: ProcessGroupCollection,
     all_to_all: AllToAll | None = None,
     path: ParallelDispatch | None = None,
+    submodules: MoESubmodules | None = None,
 ) -> BalancedMoELayer:
     """The layer alone, with initial weights large enough to matter."""
-    submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts))
+    submodules = copy.copy(submodules) or MoESubmodules()
+    submodules.experts = ModuleSpec(module=GroupedExperts)
     wire = all_to_all or FlatAllToAll(groups.ep)
     exchange = TokenExchange(wire, wire, wire)
     path = path or ParallelDispatch(SCHEDULES["megatron"], groups, sequence_parallel=True)
@@ -160,6 +164,88 @@ def test_equals_the_oracle(ranks, world_size: int, tokens: str, activation: str)
 def test_equals_the_oracle_when_experts_starve(ranks) -> None:
     changes = ACTIVATIONS["gelu"] | {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ranks(8).run(check_against_oracle, changes, "uneven")
+
+
+def check_against_megatron(changes: dict) -> None:
+    """One forward and backward pass of our layer and of megatron-core's, with the same weights, agree to 1e-12."""
+    config = moe_config(**AUXILIARY_LOSSES | changes)
+    groups = build_groups(config, seed=7)
+    _, submodules = parts(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False))
+    theirs = MoELayer(config, submodules=submodules, layer_number=1, pg_collection=groups)
+    ours = build_layer(config, groups, submodules=submodules)
+    # No rank is without tokens: the router's own gating, which has a bias
+    del ours.router.gating
+    copy_weights(ours, theirs)
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    hidden, weight = torch.randn(2, 12, 2, HIDDEN, dtype=torch.float64, generator=generator)
+    results = []
+    for layer in (ours, theirs):
+        inputs = hidden.clone().requires_grad_()
+        output, _ = layer(inputs)
+        (output * weight).sum().backward()
+        results.append([output, inputs.grad, *gradients(layer)])
+    differences = [relative(one, other) for one, other in zip(*results, strict=True)]
+    assert max(differences) < 1e-12, differences
+
+
+def copy_weights(ours: BalancedMoELayer, theirs: MoELayer) -> None:
+    """Give megatron-core's layer the weights of ours."""
+    for name in ("router", "shared_experts"):
+        if getattr(ours, name, None) is not None:
+            getattr(theirs, name).load_state_dict(getattr(ours, name).state_dict())
+    for index, expert in enumerate(theirs.experts.local_experts):
+        for name, parameter in ours.experts.named_parameters():
+            expert.get_parameter(name).data.copy_(parameter[index])
+
+
+def gradients(layer: MoELayer) -> list[torch.Tensor]:
+    """Return the gradients of all parameters of a layer, ours or megatron-core's, in one order."""
+    if isinstance(layer, BalancedMoELayer):
+        experts = [parameter.grad for parameter in layer.experts.parameters()]
+    else:
+        each = [dict(expert.named_parameters()) for expert in layer.experts.local_experts]
+        experts = [torch.stack([one[name].grad for one in each]) for name in each[0]]
+    shared = [] if getattr(layer, "shared_experts", None) is None else layer.shared_experts.parameters()
+    return [*(parameter.grad for parameter in (*layer.router.parameters(), *shared)), *experts]
+
+
+AUXILIARY_LOSSES = {"moe_aux_loss_coeff": 1e-2, "moe_z_loss_coeff": 1e-3}
+
+AS_MEGATRONS = {
+    "plain": (4, {}),
+    "tensor-parallel": (
+        4,
+        {
+            **{"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            **{
+                "sequence_parallel": True,
+                "add_bias_linear": False,
+                "gated_linear_unit": True,
+                "activation_func": F.silu,
+            },
+        },
+    ),
+    "allgather": (2, {"moe_token_dispatcher_type": "allgather"}),
+    "shared-experts": (
+        2,
+        {"add_bias_linear": False, "moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
+    ),
+    "capacity": (2, {"moe_expert_capacity_factor": 1.0}),
+    "capacity-padded": (2, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}),
+    "recompute-moe": (2, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    "expert-bias": (
+        2,
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.0},
+    ),
+    "squared-relu": (2, {"activation_func": squared_relu}),
+    "one-expert-per-rank": (4, {"num_moe_experts": 4}),
+}
+"""Number of ranks and the changes of the configuration."""
+
+
+@pytest.mark.parametrize(("world_size", "changes"), AS_MEGATRONS.values(), ids=AS_MEGATRONS)
+def test_equals_megatrons_layer(ranks, world_size: int, changes: dict) -> None:
+    ranks(world_size).run(check_against_megatron, changes)
 
 
 def initial_weights(gated: bool) -> list[torch.Tensor]:

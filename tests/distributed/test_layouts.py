@@ -21,7 +21,7 @@ from tests.layouts import QUICK, Layout
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
 
-ITERATIONS = 4
+ITERATIONS = 3
 
 
 class Trained(NamedTuple):

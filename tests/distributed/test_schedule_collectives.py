@@ -102,12 +102,12 @@ def collectives(layout: Layout, schedule: str, shapes: Sequence[tuple[int, int, 
 
 
 def test_volumes_are_the_papers(ranks) -> None:
-    """Of 35 shapes."""
+    """Of 14 shapes."""
     generator = random.Random(0)
     for layout in LAYOUTS:
         # Every part of an expert's capacity is whole
         shapes = [
-            (32 * generator.randint(1, 4), generator.choice((1, 2, 4)), generator.choice((1.0, 2.0))) for _ in range(5)
+            (32 * generator.randint(1, 4), generator.choice((1, 2, 4)), generator.choice((1.0, 2.0))) for _ in range(2)
         ]
         for schedule in SCHEDULES:
             for found in ranks(size_of(layout)).run(collectives, layout, schedule, shapes):

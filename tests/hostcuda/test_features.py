@@ -53,14 +53,25 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., li
     return of
 
 
-PARTS = ("policy", "pipeline", "layer recomputation", "baseline")
-"""Others have what they execute: blockwise overlap, the interleaved pipeline, full recomputation, megatron's layer."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in PARTS else []) for name in features.FEATURES],
+TOGETHER_AT_ONCE = (
+    ("sequence parallelism", "expert shards", "all-to-all", "codec", "chunks", "blockwise overlap"),
+    ("s1", "ownership", "distributed optimizer"),
+    ("s2", "exact plans", "full recomputation"),
+    ("interleaved pipeline", "blockwise overlap", "distributed optimizer"),
+    ("allgather", "policy"),
+    ("capacity", "layer recomputation", "chunks"),
+    ("megatron's layer",),
 )
+"""Every feature that executes something of its own, in few runs."""
+
+
+@pytest.mark.parametrize("names", TOGETHER_AT_ONCE, ids="-".join)
+def test_features_at_once(check, names: tuple[str, ...]) -> None:
+    check(names, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", features.FEATURES)
 def test_features(check, name: str) -> None:
     check((name,), "bf16")
 
