@@ -27,12 +27,12 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from textfiles import BadLine, existing_file, parse_line, positive_int
 
 from megatron_balance.config.flags import add_flags, build
 from megatron_balance.config.run_config import TokenizerConfig
 from megatron_balance.files.output_files import staged, writing
 from megatron_balance.training.tokenizer import build_tokenizer
+from textfiles import BadLine, existing_file, parse_line, positive_int
 
 CHUNK_BYTES = 2**18
 BAD_LINES_SHOWN = 20

@@ -18,17 +18,17 @@ from typing import get_args
 
 import matplotlib
 import numpy as np
-import report_charts as charts
 import rich
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
-from report_runs import LoggedRun, aligned, read_run
 from rich.table import Table
-from textfiles import positive_int
-from timeline_picture import picture
 
+import report_charts as charts
 from megatron_balance.files.output_files import staged
 from megatron_balance.flow.plan import Split
+from report_runs import LoggedRun, aligned, read_run
+from textfiles import positive_int
+from timeline_picture import picture
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 AGREEMENT = 1e-5

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
 from report_runs import LayerLoads, LoggedRun, Series, aligned
 
 BEFORE, AFTER, INK, GRID = "#c2703d", "#2f6db3", "#1f2328", "#d1d9e0"

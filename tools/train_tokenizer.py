@@ -18,9 +18,9 @@ from pathlib import Path
 import sentencepiece
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from textfiles import BadLine, existing_file, parse_line, positive_int
 
 from megatron_balance.files.output_files import staged, writing
+from textfiles import BadLine, existing_file, parse_line, positive_int
 
 # SentencePiece drops sentences above 4192 bytes; a character takes up to 4.
 SENTENCE_CHARACTERS = 1000

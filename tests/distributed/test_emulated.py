@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import emulated
 from megatron_balance.job.layout import build_groups
 from tests.distributed.runs import train
 from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
-from tests.unit.tools_loader import load_bench
-
-emulated = load_bench("emulated")
 
 Messages = list[tuple[torch.Size, str]]
 """Shape of the rows that each exchange sends, and the splits."""

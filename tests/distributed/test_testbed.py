@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import testbed as bench
+import traffic
 from tests.harness import PRELOAD
-from tests.unit.tools_loader import TOOLS, load_bench
 
-bench = load_bench("testbed")
-traffic = load_bench("traffic")
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 MEGABYTE = 1 << 20
 LINK, BUS = 100, 200

@@ -2,11 +2,9 @@
 
 from itertools import pairwise
 
+import chunk_time
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
-from tests.unit.tools_loader import load_bench
-
-chunk_time = load_bench("chunk_time")
 
 Measured, PLAIN = chunk_time.Measured, chunk_time.PLAIN
 

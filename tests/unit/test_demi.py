@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import demi as bench
 from megatron_balance.placement.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.placement.demi.problem import Problem
 from megatron_balance.placement.demi.program import relax
@@ -26,7 +27,6 @@ from megatron_balance.placement.demi.search import (
     times,
 )
 from tests.unit.demi_problems import even_problem, problems
-from tests.unit.tools_loader import load_bench
 
 
 def one_group(problem: Problem) -> np.ndarray:
@@ -226,7 +226,6 @@ def test_neighbours_differ_by_a_move_or_an_exchange(size: tuple[int, int]) -> No
 
 
 def test_solutions_are_close_to_the_least_makespan() -> None:
-    bench = load_bench("demi")
     ratios = []
     for seed in range(1000, 1025):
         problem = bench.instance(seed)
@@ -241,7 +240,6 @@ def test_solutions_are_close_to_the_least_makespan() -> None:
 @given(problems(most_workers=2, most_experts=3))
 def test_the_exact_program_against_all_placements(problem: Problem) -> None:
     assume(problem.load_E.sum() > 0)
-    bench = load_bench("demi")
     hosts_BE = placements_of(problem)
     makespan = math.ceil(finishes(problem, hosts_BE, Pace.eager(problem)).min())
     assume(makespan <= 12)
@@ -263,7 +261,7 @@ def test_the_exact_program_against_all_placements(problem: Problem) -> None:
     ],
 )
 def test_the_exact_program_on_cases_solved_by_hand(problem: Problem, slots: int) -> None:
-    least_makespan = load_bench("demi").least_makespan
+    least_makespan = bench.least_makespan
     assert least_makespan(problem, slots) == least_makespan(problem, slots + 2) == slots
     assert slots == 1 or least_makespan(problem, slots - 1) is None
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.unit.tools_loader import load_tool
+import dockerfile_steps as tool
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-tool = load_tool("dockerfile_steps")
 STAGES = tool.stages(TEXT)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import mutate_inputs
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_balance.cli.arguments import build_parser, yaml_flags
@@ -29,7 +30,6 @@ from megatron_balance.observe.load_log import read_loads
 from megatron_balance.observe.trace import load_timeline
 from megatron_balance.profile import cluster, cluster_profile
 from megatron_balance.training.data_files import check_indices
-from tests.unit.tools_loader import load_bench
 
 
 @pytest.fixture(autouse=True)
@@ -254,7 +254,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutated_inputs(kind: str) -> None:
-    result = load_bench("mutate_inputs").campaign(kind, count=KINDS[kind], seed=7)
+    result = mutate_inputs.campaign(kind, count=KINDS[kind], seed=7)
     assert result.failures == []
     assert result.accepted and result.refused
 

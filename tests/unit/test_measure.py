@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import profile_cluster as tool
 from megatron_balance.measure.measure import SIZES, device_groups, group_kinds, profile_of
 from megatron_balance.measure.stopwatch import Members
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin, load
-from tests.unit.tools_loader import load_tool
 
 TOKENS = (16, 32, 64, 128)
 layouts = st.integers(2, 24).flatmap(lambda ranks: st.tuples(st.just(ranks), st.integers(1, ranks)))
@@ -118,7 +118,6 @@ def test_too_few_sizes() -> None:
 
 
 def test_the_table_shows_every_line_and_what_stands_in() -> None:
-    tool = load_tool("profile_cluster")
     profile = profile_of(FakeCluster(), 4, 4, SIZES, TOKENS)
     rows = [line.split() for line in tool.table(profile)]
     for collective in COLLECTIVES:
@@ -141,7 +140,6 @@ def test_the_table_shows_every_line_and_what_stands_in() -> None:
     ],
 )
 def test_only_missing_flags_get_stand_ins(given_flags: str, added: str) -> None:
-    tool = load_tool("profile_cluster")
     assert tool.with_stand_ins(given_flags.split()) == [*given_flags.split(), *added.split()]
 
 
@@ -162,7 +160,7 @@ def test_mistakes_end_the_tool_before_it_joins_a_job(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit, match=message):
-        load_tool("profile_cluster").main(["--output", str(tmp_path / "profile.json"), *flags.split()])
+        tool.main(["--output", str(tmp_path / "profile.json"), *flags.split()])
 
 
 def test_kinds_that_are_not_there_have_everyone_stand_in() -> None:

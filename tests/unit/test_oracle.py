@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+import oracle
 from megatron_balance.placement.cost_model import LINKS, CostModel, Overlap
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.placements import random_placement
-from tests.unit.tools_loader import load_bench
-
-oracle = load_bench("oracle")
 
 EXACT = 1e-4
 """Precision of the solver."""

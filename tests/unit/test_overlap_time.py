@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import overlap_checks
+import overlap_time
+import slow_runs
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
@@ -18,11 +21,6 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.pro_prophet import ProProphet
 from megatron_balance.profile.cluster_profile import builtin, load
 from megatron_balance.workloads.workloads import load_matrix
-from tests.unit.tools_loader import load_bench
-
-overlap_checks = load_bench("overlap_checks")
-overlap_time = load_bench("overlap_time")
-slow_runs = load_bench("slow_runs")
 
 Outcome, Sample = overlap_checks.Outcome, overlap_checks.Sample
 

@@ -5,11 +5,11 @@ import argparse
 import numpy as np
 import pytest
 
+import placement_history as history
+import planner
 from megatron_balance.placement.policies import load_policy
 from megatron_balance.placement.policies.flexmoe import FlexMoE
-from tests.unit.tools_loader import load_bench
 
-history, planner = load_bench("placement_history"), load_bench("planner")
 ARGS = argparse.Namespace(guest_slots=2, predictor="last")
 EXPERT_BYTES = 2 * planner.HIDDEN * planner.FFN * planner.DTYPE_BYTES
 

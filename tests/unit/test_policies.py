@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle
+import planner
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.placement.cost_model import LINKS, CostModel, Overlap
 from megatron_balance.placement.placement import Placement
@@ -17,7 +19,6 @@ from megatron_balance.placement.policies.pro_prophet import _Search, _Start
 from megatron_balance.placement.splits import SPLITS, traffic_of
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
-from tests.unit.tools_loader import load_bench
 
 MODEL_DRIVEN = ("none", "pro_prophet", "fastermoe", "demi")
 
@@ -156,7 +157,7 @@ def test_fastermoe_stops_when_the_next_copy_does_not_pay() -> None:
 def test_pro_prophet_is_close_to_the_optimum(size: tuple[int, int, int], links: str) -> None:
     num_ranks, num_experts, slots = size
     current, cost = Placement.identity(num_experts, num_ranks, slots), cost_model(num_ranks, links=links)
-    best_seconds = load_bench("oracle").best_seconds
+    best_seconds = oracle.best_seconds
     ratios = []
     for workload, seed in itertools.product(WORKLOADS, range(4)):
         counts_DE = load_matrix(workload, num_ranks, num_experts, 2, 4096, seed, 7)
@@ -175,7 +176,7 @@ def test_traces_are_read_by_layout(tmp_path: Path) -> None:
         for iteration, counts_DE in enumerate(loads, start=1):
             log.add(iteration, {layer: (counts_DE, Placement.identity(counts_DE.shape[1], counts_DE.shape[0]))})
         log.flush()
-    traces = load_bench("planner").read_traces(tmp_path)
+    traces = planner.read_traces(tmp_path)
     assert {layout: list(loads) for layout, loads in traces.items()} == {
         (2, 4): ["rank 0 layer 2"],
         (1, 2): ["rank 1 layer 1"],

@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import policy_table
+import policy_time
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.placement.cost_model import balance_ratio
 from megatron_balance.placement.policies import POLICIES
 from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
-from tests.unit.tools_loader import load_bench
-
-policy_table = load_bench("policy_table")
-policy_time = load_bench("policy_time")
 
 Sample, NONE, CEILING = policy_table.Sample, policy_table.NONE, policy_table.CEILING
 RANKS, EXPERTS, TOPK = 4, 16, 2

@@ -12,10 +12,12 @@ import pytest
 import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+import preprocess_data as tool
+import train_tokenizer
 from tests.disks import small_disk
-from tests.unit.tools_loader import TOOLS, load_tool
 
-tool = load_tool("preprocess_data")
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
 EOD_OF_NULL = 100
@@ -84,7 +86,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     prefix = folder / "model"
     flags = ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", "400"]
-    assert load_tool("train_tokenizer").main(flags) == 0
+    assert train_tokenizer.main(flags) == 0
     return prefix.with_suffix(".model")
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+import report
+import report_charts as charts
+import report_runs as runs
 from megatron_balance.observe.balance import LayerReport, tensorboard_scalars
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.trace import Span, Timeline
 from megatron_balance.placement.placement import Placement
-from tests.unit.tools_loader import load_tool
-
-report, runs, charts = (load_tool(name) for name in ("report", "report_runs", "report_charts"))
 
 LAYERS, RANKS, EXPERTS, ITERATIONS = (2, 3), 4, 8, 12
 OWNERS = Placement.identity(EXPERTS, RANKS, 1)

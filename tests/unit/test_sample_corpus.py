@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import make_sample_corpus as tool
 from tests.disks import small_disk
-from tests.unit.tools_loader import load_tool
 
-tool = load_tool("make_sample_corpus")
 NAMES = ("code.jsonl", "english.jsonl")
 
 

@@ -4,11 +4,9 @@ import itertools
 
 import pytest
 
+import schedule_time
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
-from tests.unit.tools_loader import load_bench
-
-schedule_time = load_bench("schedule_time")
 
 VARIANTS, SHAPES = schedule_time.VARIANTS, schedule_time.SHAPES
 TIMES = {"baseline": 4.0, "megatron": 3.0, "s1": 2.0, "s2": 1.0, "auto": 1.1}

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.tools_loader import load_bench
-
-alltoall = load_bench("alltoall")
-namespaces = load_bench("namespaces")
-testbed = load_bench("testbed")
-traffic = load_bench("traffic")
+import alltoall
+import namespaces
+import testbed
+import traffic
 
 
 def seconds(megabytes: float) -> float:

@@ -16,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import timeline_picture as draw
 from megatron_balance.device import clock
 from megatron_balance.observe.trace import STREAMS, Record, Span, Timeline, lanes_of, load_timeline
-from tests.unit.tools_loader import load_tool
-
-draw = load_tool("timeline_picture")
 
 NOW = time.perf_counter()
 times = st.floats(-5, 5) | st.integers(-20, 20).map(lambda step: step * 1.7e-5)

@@ -9,10 +9,8 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+import train_tokenizer as tool
 from tests.disks import small_disk
-from tests.unit.tools_loader import load_tool
-
-tool = load_tool("train_tokenizer")
 
 # SentencePiece itself marks spaces with U+2581. Surrogates are no text.
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")

@@ -15,13 +15,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.package_info import __shortversion__
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+import flags_page
 from megatron_balance.cli.arguments import build_parser, parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.cli.upstream_flags import ACCEPTED, NEWER, NO_EFFECT_WITHOUT, REFUSED, REFUSED_VALUES, refusal
 from megatron_balance.config.flags import flag_names
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training import data
-from tests.unit.tools_loader import load_tool
 
 UPSTREAM: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "megatron_flags_0.16.1.json").read_text(encoding="utf-8")
@@ -210,7 +210,6 @@ def test_conditions_name_fields() -> None:
 
 @pytest.mark.skipif(__shortversion__ != COPIED_FROM, reason="the help of megatron-core's flags has changed")
 def test_the_page_of_flags_is_up_to_date() -> None:
-    flags_page = load_tool("flags_page")
     written = flags_page.PAGE.read_text(encoding="utf-8")
     assert written == flags_page.page(), "run python tools/flags_page.py"
 

@@ -23,15 +23,15 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from namespaces import TestbedUnavailable
-from testbed import Testbed
-from traffic import SPLITS, Limit, limit, split_rows
 
 from megatron_balance.comm.alltoall import Exchange, FlatAllToAll, NodeAllToAll, post
 from megatron_balance.comm.pipelined import peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS
 from megatron_balance.device import cpu
 from megatron_balance.job.groups import new_node_groups
+from namespaces import TestbedUnavailable
+from testbed import Testbed
+from traffic import SPLITS, Limit, limit, split_rows
 
 ROW_BYTES = 1024
 MOST_CORES = 0.5

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ranks
-
 from megatron_balance.workloads.workloads import WORKLOADS
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
 import ranks
 from namespaces import TestbedUnavailable
 from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from planner import cost_model
 from scipy.optimize import milp
 
 from megatron_balance.placement.cost_model import CostModel
@@ -31,6 +30,7 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import load_policy
 from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from planner import cost_model
 
 LAYOUTS = ((4, 16), (4, 64), (16, 64), (64, 256))
 """(D, E): the paper's settings 1 and 2, and larger ones."""

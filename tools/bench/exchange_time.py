@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
+
 import ranks
 from namespaces import TestbedUnavailable
 from testbed import Testbed

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from mutations import Kind, Refused
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -213,9 +214,8 @@ def _plan(profile: Any) -> None:
 
 def timeline_kind(folder: Path, _: Path) -> Kind:
     """A file of `--balance-timeline`; what is accepted is drawn."""
-    from timeline_picture import picture
-
     from megatron_balance.observe.trace import Span, Timeline, load_timeline
+    from timeline_picture import picture
 
     timeline = Timeline(folder, 0)
     for iteration, stream in ((1, "computation"), (1, "waits"), (2, "communication"), (2, "planning")):
@@ -238,10 +238,9 @@ def timeline_kind(folder: Path, _: Path) -> Kind:
 
 def loads_kind(folder: Path, _: Path) -> Kind:
     """A file of `--balance-log-dir`; what is accepted is counted as in a report."""
-    from report_runs import layer_loads
-
     from megatron_balance.observe.load_log import LoadLog, read_loads
     from megatron_balance.placement.placement import Placement
+    from report_runs import layer_loads
 
     placement, log, rng = Placement.identity(8, 4, 1), LoadLog(folder, 0), random.Random(0)
     for iteration in range(3):

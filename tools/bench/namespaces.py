@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
+
 from traffic import BURST
 
 NAMESPACES = Path("/run/netns")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ranks
+from megatron_balance.placement.cost_model import Overlap
 from namespaces import TestbedUnavailable
 from overlap_checks import (
     FULL,
@@ -34,8 +35,6 @@ from overlap_checks import (
     trans_share,
 )
 from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs
-
-from megatron_balance.placement.cost_model import Overlap
 
 if TYPE_CHECKING:
     from megatron_balance.training.run import Run

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from planner import TOPK, cost_model
 
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.placement.cost_model import CostModel, balance_ratio
@@ -34,6 +33,7 @@ from megatron_balance.placement.policies.flexmoe import FlexMoE
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import METHODS, Predictor
 from megatron_balance.workloads.workloads import load_matrix
+from planner import TOPK, cost_model
 
 DRIFTING = "drifting_router"
 SEQUENCES = ("hot_experts", "rotating_hotspot", "burst", DRIFTING)

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from oracle import best_seconds, least_seconds
 
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.placement.cost_model import LINKS, CostModel, balance_gain, balance_ratio
@@ -27,6 +26,7 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from oracle import best_seconds, least_seconds
 
 LAYOUTS = ((4, 16), (16, 16), (16, 64), (64, 256))
 """(D, E)."""

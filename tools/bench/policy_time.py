@@ -22,11 +22,10 @@ import sys
 from pathlib import Path
 
 import ranks
+from megatron_balance.workloads.workloads import BURST, ROTATION, WORKLOADS
 from namespaces import TestbedUnavailable
 from policy_table import CEILING, NONE, Job, Sample, heads, joined, plan_heads, plan_row, row
 from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs
-
-from megatron_balance.workloads.workloads import BURST, ROTATION, WORKLOADS
 
 COMMON = f"{MODEL} --num-layers 2 --seq-length 256 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 256"
 """Hot experts are a pair, so that hot_experts, hot_rank and spread_hot_experts differ. An expert is 0.5 MiB, 21 ms at

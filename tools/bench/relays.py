@@ -21,15 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from alltoall import Row, Sample, layout, meet, timed
-from namespaces import TestbedUnavailable
-from testbed import Testbed
-from traffic import limit
 
+from alltoall import Row, Sample, layout, meet, timed
 from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.device import cpu
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers
+from namespaces import TestbedUnavailable
+from testbed import Testbed
+from traffic import limit
 
 EXPERT = 0
 KINDS = ("trans", "agg")

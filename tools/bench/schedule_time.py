@@ -26,10 +26,9 @@ from unittest import mock
 
 import ranks
 from emulated import emulate
+from megatron_balance.profile.cluster_profile import ParallelLines
 from namespaces import TestbedUnavailable
 from slow_runs import MODEL, Cluster, add_options, device_of, jobs, profile_of
-
-from megatron_balance.profile.cluster_profile import ParallelLines
 
 VARIANTS = ("baseline", "megatron", "s1", "s2", "auto")
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ranks
 from emulated import BACKWARD_RATIO, EmulatedDevice, emulate
-from testbed import Testbed
-
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, CodecTimes, Fit, Throughput
+from testbed import Testbed
 
 if TYPE_CHECKING:
     from megatron_balance.config.run_config import RunConfig

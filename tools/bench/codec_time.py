@@ -1,6 +1,6 @@
 """Codecs of --moe-comm-codec: how fast they encode and decode, how many bytes they save, how far off they are.
 
-    python tools/bench/codecs.py [--device cuda] [--rows 4096] [--hidden 4096] [--dtypes bfloat16 float32]
+    python tools/bench/codec_time.py [--device cuda] [--rows 4096] [--hidden 4096] [--dtypes bfloat16 float32]
 
 GB/s are of rows, not of payload, and medians over rounds in which the codecs take turns; `copy` is a copy of the rows,
 the most that a device can do. `gain` is the bandwidth, in GB/s of rows per rank, below which the codec pays: there the
