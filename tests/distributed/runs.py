@@ -1,14 +1,18 @@
 """Small training runs as tasks for ranks: a command line in, every iteration's losses and gradient norm out."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
 
 from megatron_balance.build.run import build_run
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.placement.policies.none import NoPolicy
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.run import Run
@@ -80,7 +84,6 @@ def swap_two_experts(run: Run) -> None:
 
 def drop_one_token(run: Run) -> None:
     """Forget one of the first token's experts, on rank 0, in the first layer."""
-    from megatron.core.transformer.moe.router import TopKRouter
 
     def drop(router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]):
         probs, routing_map = output
@@ -99,3 +102,33 @@ def _first_experts(run: Run) -> GroupedExperts:
 
 def _copy_to_main_parameters(run: Run) -> None:
     run.optimizer.reload_model_params()
+
+
+def deviation(one: Curve, other: Curve) -> float:
+    """Largest relative difference of a loss or gradient norm."""
+    pairs = [(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+class Captured(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def modules(run: Run, name: str) -> list[torch.nn.Module]:
+    """This rank's modules whose name ends so, first layer first."""
+    chunks = unwrap_model(run.model)
+    return [module for chunk in chunks for own, module in chunk.named_modules() if own.endswith(name)]
+
+
+def plan_apart(run: Run) -> None:
+    """Of any two replicas that are neighbours, each leaves those layers alone that the other balances."""
+    for number, state in run.balancer.layers.items():
+        if (number + run.groups.expt_dp.rank()) % 2:
+            state.manager.policy = NoPolicy()

@@ -19,7 +19,7 @@ from megatron_balance.comm.registry import ALL_TO_ALLS, load_all_to_all
 from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.profile.cluster_profile import builtin
 from tests.distributed import runs
-from tests.distributed.test_layer import ACTIVATIONS, check_against_oracle
+from tests.distributed.layers import ACTIVATIONS, check_against_oracle
 
 LAYOUTS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "2x4": (8, 4), "4x2": (8, 2)}
 """Nodes x ranks of each -> ranks in all, ranks of a node."""

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from megatron_balance.observe.balance import LayerReport, mean_over_ranks
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
-from tests.distributed.runs import Curve, build
-from tests.distributed.test_loss_guard import modules
-from tests.distributed.test_parity import deviation
+from tests.distributed.runs import Curve, build, deviation, modules
 
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""

@@ -1,7 +1,6 @@
 """Tokens in chunks: every gradient is what it was, in any order of tasks, and the order is executed as it stands."""
 
 import functools
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,42 +12,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_balance.comm.alltoall import Exchange, P2PAllToAll
 from megatron_balance.flow.chunks import pipeline
 from megatron_balance.flow.chunks.chunking import Chunking
-from megatron_balance.flow.chunks.order import COMPUTING, ChunkStep, ChunkTask, Order, check, text
+from megatron_balance.flow.chunks.order import ChunkStep, ChunkTask, Order, text
 from megatron_balance.flow.chunks.pipeline import Start, execute
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.layout import build_groups, destroy_groups
 from tests.distributed import runs
-from tests.distributed.test_balancing import check_follows, with_policy
-from tests.distributed.test_layer import (
+from tests.distributed.layers import (
     ACTIVATIONS,
     EXPERTS,
     HIDDEN,
-    Collect,
+    all_on_all,
     build_layer,
     check_against_oracle,
+    host_on,
+    in_chunks,
     moe_config,
     own_gradients,
+    random_order,
 )
-from tests.distributed.test_parity import deviation
-from tests.distributed.test_placement import all_on_all, host_on
-
-
-def random_order(chunks: int, seed: int) -> Order:
-    """Any order that can be executed."""
-    generator, done, steps = random.Random(seed), [0] * chunks, []
-    while left := [chunk for chunk in range(chunks) if done[chunk] < len(COMPUTING)]:
-        chunk = generator.choice(left)
-        steps.append(ChunkStep(COMPUTING[done[chunk]], chunk))
-        done[chunk] += 1
-    assert not check(steps, chunks)
-    return tuple(steps)
-
-
-def in_chunks(chunks: int, seed: int, host: Callable[[BalancedMoELayer], Collect], layer: BalancedMoELayer) -> Collect:
-    """Split the layer's tokens, in an order for either pass that has nothing to do with the other's."""
-    chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
-    layer.dispatcher.chunks = lambda plan: chunking
-    return host(layer)
+from tests.distributed.policies import check_follows, with_policy
+from tests.distributed.runs import deviation
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

@@ -9,7 +9,7 @@ from megatron_balance.comm.codecs import CODECS, Codec, load_codec
 from megatron_balance.comm.compressed import Directions, token_exchange
 from megatron_balance.job.layout import build_groups
 from tests.distributed import runs
-from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
+from tests.distributed.layers import HIDDEN, build_layer, moe_config
 
 DIRECTIONS = {"dispatch": (1, 0, 0), "combine": (0, 1, 0), "forward": (1, 1, 0), "all": (1, 1, 1)}
 """Whether the rows to the experts, those back, and their gradients are compressed."""

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from megatron_balance.job.layout import build_groups, destroy_groups
 from megatron_balance.training.loop import train_step
 from tests.distributed import runs
-from tests.distributed.test_chunks import in_chunks
-from tests.distributed.test_layer import HIDDEN, build_layer, moe_config, own_gradients
-from tests.distributed.test_placement import all_on_all, host_on
+from tests.distributed.layers import HIDDEN, all_on_all, build_layer, host_on, in_chunks, moe_config, own_gradients
 from tests.operators import Operators
 
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}

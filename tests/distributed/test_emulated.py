@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import emulated
 from megatron_balance.job.layout import build_groups
+from tests.distributed.layers import HIDDEN, build_layer, moe_config
 from tests.distributed.runs import train
-from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
 
 Messages = list[tuple[torch.Size, str]]
 """Shape of the rows that each exchange sends, and the splits."""

@@ -13,40 +13,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.jobs import Job, Prepare
+from tests.distributed.guarded import (
+    FLAGS,
+    LIMIT,
+    TIMEOUT_MINUTES,
+    WORLD_SIZE,
+    Guarded,
+    replace_forward,
+    sleep_in_rank_1,
+)
+from tests.distributed.jobs import Prepare
 from tests.distributed.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_MINUTES = 0.1
-LIMIT = TIMEOUT_MINUTES * 60 + 10
-"""Seconds in which every rank but a stopped one has to exit."""
-
-FLAGS = f"--global-batch-size 24 --train-iters 100000 --log-interval 1 --distributed-timeout-minutes {TIMEOUT_MINUTES}"
-WORLD_SIZE = 3
 
 
-def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls: int, rank: int) -> None:
-    """Have the victims call `action` once, before the forward of a microbatch."""
-    from megatron_balance.training import loop
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Guarded]]:
+    jobs: list[Guarded] = []
 
-    original, count = loop.forward_step, 0
+    def of(mischief: Prepare | None = None, flags: str = FLAGS) -> Guarded:
+        jobs.append(Guarded(WORLD_SIZE, f"{BASE} {flags}", tmp_path, mischief))
+        return jobs[-1]
 
-    def forward_step(data, model):
-        nonlocal count
-        count += 1
-        if count == calls and rank in victims:
-            action()
-        return original(data, model)
-
-    loop.forward_step = forward_step
-
-
-def oversleep() -> None:
-    time.sleep(3600)
-
-
-def sleep_in_rank_1(rank: int) -> None:
-    replace_forward(oversleep, (1,), 20, rank)
+    yield of
+    for job in jobs:
+        job.kill()
 
 
 def fail_in_rank_1(rank: int) -> None:
@@ -91,38 +83,6 @@ def loop_on_all_ranks(rank: int) -> None:
 
 def think_on_all_ranks(rank: int) -> None:
     replace_forward(lambda: time.sleep(5), tuple(range(WORLD_SIZE)), 20, rank)
-
-
-class Guarded(Job):
-    """A job whose ranks are expected to end themselves."""
-
-    def join(self, ranks: list[int], seconds: float) -> list[int | None]:
-        """Exit codes of `ranks` at the latest after `seconds`; None: still there."""
-        start = time.monotonic()
-        for rank in ranks:
-            self.ranks[rank].join(max(0.0, start + seconds - time.monotonic()))
-        print(f"exits after {time.monotonic() - start:.1f} s")
-        return [self.ranks[rank].exitcode for rank in ranks]
-
-    def verdict(self, rank: int) -> str:
-        """What a rank said last, after all its stacks."""
-        stacks, _, line = self.output(rank).strip().rpartition("\n")
-        assert "Traceback" in stacks or ("Current thread" in stacks and "Thread 0x" in stacks)
-        print(line)
-        return line
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Guarded]]:
-    jobs: list[Guarded] = []
-
-    def of(mischief: Prepare | None = None, flags: str = FLAGS) -> Guarded:
-        jobs.append(Guarded(WORLD_SIZE, f"{BASE} {flags}", tmp_path, mischief))
-        return jobs[-1]
-
-    yield of
-    for job in jobs:
-        job.kill()
 
 
 def others(victim: int) -> list[int]:
@@ -244,7 +204,7 @@ def test_under_torchrun_all_ranks_speak_before_the_launcher_ends_them(tmp_path: 
         "import os, sys\n"
         "from megatron_balance.device import cpu\n"
         "cpu.install()\n"
-        "from tests.distributed.test_hang_guard import sleep_in_rank_1\n"
+        "from tests.distributed.guarded import sleep_in_rank_1\n"
         "sleep_in_rank_1(int(os.environ['RANK']))\n"
         "from megatron_balance.app import launch\n"
         "launch.pretrain(sys.argv[1:])\n"

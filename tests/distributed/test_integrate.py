@@ -20,8 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance import Balancing, add_balance_args, attach, balanced_layer_spec
 from megatron_balance.job.layout import build_groups
 from tests.distributed import upstream
-from tests.distributed.runs import Curve, Hosts
-from tests.distributed.test_parity import deviation
+from tests.distributed.runs import Curve, Hosts, deviation
 
 TOLERANCE = 1e-6
 """Relative, in float32, for every loss and gradient norm."""

@@ -1,155 +1,27 @@
 """BalancedMoELayer in float64 against the single-process oracle, and its parts against plain references."""
 
-import copy
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_balance.build.run import parts
-from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll
-from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
-from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
 from megatron_balance.job.layout import build_groups, destroy_groups
-
-HIDDEN, INNER, EXPERTS = 12, 20, 8
-
-
-def moe_config(**changes: object) -> TransformerConfig:
-    """A tiny float64 mixture over all ranks."""
-    settings = {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "num_moe_experts": EXPERTS,
-        "moe_router_topk": 3,
-        "moe_ffn_hidden_size": INNER,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": dist.get_world_size(),
-        "params_dtype": torch.float64,
-        "moe_router_dtype": "fp64",
-        "transformer_impl": "local",
-    }
-    return TransformerConfig(**(settings | changes))
-
-
-def build_layer(
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    all_to_all: AllToAll | None = None,
-    path: ParallelDispatch | None = None,
-    submodules: MoESubmodules | None = None,
-) -> BalancedMoELayer:
-    """The layer alone, with initial weights large enough to matter."""
-    submodules = copy.copy(submodules) or MoESubmodules()
-    submodules.experts = ModuleSpec(module=GroupedExperts)
-    wire = all_to_all or FlatAllToAll(groups.ep)
-    exchange = TokenExchange(wire, wire, wire)
-    path = path or ParallelDispatch(SCHEDULES["megatron"], groups, sequence_parallel=True)
-    layer = BalancedMoELayer(config, submodules, 1, path=path, balance=BalanceConfig(), exchange=exchange)
-    layer.set_layer_number(1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for parameter in layer.experts.parameters():
-        parameter.data.normal_(std=0.5, generator=generator)
-    layer.router.weight.data.normal_(std=2.0, generator=torch.Generator().manual_seed(99))
-    # megatron-core's own gating refuses a rank without tokens
-    layer.router.gating = lambda tokens: F.linear(tokens, layer.router.weight)
-    return layer
-
-
-def gathered(layer: BalancedMoELayer) -> list[torch.Tensor]:
-    """All experts' parameters [E, ...] as leaves, in the order fc1 weight, fc1 bias, fc2 weight, fc2 bias."""
-    whole = []
-    for parameter in layer.experts.parameters():
-        parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, parameter.detach().contiguous())
-        whole.append(torch.cat(parts).requires_grad_())
-    return whole
-
-
-def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).abs().max() / other.abs().max().clamp(min=1e-30)).item()
-
-
-Collect = Callable[[], list[torch.Tensor]]
-"""After a backward pass: the gradient of each of the experts' parameters."""
-
-
-def own_gradients(layer: BalancedMoELayer) -> Collect:
-    """Every expert is computed by its owner only."""
-    return lambda: [parameter.grad for parameter in layer.experts.parameters()]
-
-
-def check_against_oracle(
-    changes: dict,
-    tokens: str,
-    host: Callable[[BalancedMoELayer], Collect] = own_gradients,
-    all_to_all: Callable[[dist.ProcessGroup], AllToAll] = FlatAllToAll,
-) -> None:
-    """Output and every gradient of one forward and backward pass equal the oracle's to 1e-12.
-
-    `host` prepares the layer, such as by placing its experts; `all_to_all` is made from the expert-parallel group.
-    """
-    config = moe_config(**changes)
-    groups = build_groups(config, seed=7)
-    layer = build_layer(config, groups, all_to_all(groups.ep))
-    collect = host(layer)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    count = {"even": 16, "uneven": 1 + 7 * rank, "empty": 0 if rank == world - 1 else 9}[tokens]
-    generator = torch.Generator().manual_seed(1000 + rank)
-    hidden = torch.randn(count, 1, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
-    weight = torch.randn(count, 1, HIDDEN, dtype=torch.float64, generator=generator)
-
-    output, _ = layer(hidden)
-    (output * weight).sum().backward()
-    ours = collect()
-    router_grad, hidden_grad = layer.router.weight.grad.clone(), hidden.grad.clone()
-
-    layer.router.weight.grad, hidden.grad = None, None
-    parameters = gathered(layer)
-    names = [name for name, _ in layer.experts.named_parameters()]
-    named = dict(zip(names, parameters, strict=True))
-    weights = ExpertWeights(
-        named["linear_fc1.weight"],
-        named["linear_fc2.weight"],
-        named.get("linear_fc1.bias"),
-        named.get("linear_fc2.bias"),
-    )
-    probs, routing_map = layer.router(hidden)
-    expected = mixture_of_experts(
-        hidden.view(-1, HIDDEN), probs, routing_map, weights, config.activation_func, config.gated_linear_unit
-    )
-    (expected * weight.view(-1, HIDDEN)).sum().backward()
-
-    if count:
-        assert relative(output.view(-1, HIDDEN), expected) < 1e-12
-        assert relative(hidden_grad, hidden.grad) < 1e-12
-        assert relative(router_grad, layer.router.weight.grad) < 1e-12
-    home = EXPERTS // world
-    for mine, whole, name in zip(ours, parameters, names, strict=True):
-        total = whole.grad if whole.grad is not None else torch.zeros_like(whole)
-        dist.all_reduce(total)
-        assert mine is not None, f"{name} got no gradient"
-        assert relative(mine, total[rank * home : (rank + 1) * home]) < 1e-12, name
-
-
-ACTIVATIONS = {
-    "gelu": {"activation_func": F.gelu},
-    "swiglu-no-bias": {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False},
-}
+from tests.distributed.layers import (
+    ACTIVATIONS,
+    EXPERTS,
+    HIDDEN,
+    build_layer,
+    check_against_oracle,
+    moe_config,
+    relative,
+)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

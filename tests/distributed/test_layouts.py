@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_balance.placement.policies.none import NoPolicy
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests import layouts
 from tests.distributed import runs
-from tests.distributed.runs import Curve
-from tests.distributed.test_parity import deviation
+from tests.distributed.runs import Curve, deviation, plan_apart
 from tests.layouts import QUICK, Layout
 
 TOLERANCE = 1e-5
@@ -63,13 +61,6 @@ def route_apart(run: Run) -> None:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module.router_replay.seed += 100 * run.groups.expt_dp.rank()
-
-
-def plan_apart(run: Run) -> None:
-    """Of any two replicas that are neighbours, each leaves those layers alone that the other balances."""
-    for number, state in run.balancer.layers.items():
-        if (number + run.groups.expt_dp.rank()) % 2:
-            state.manager.policy = NoPolicy()
 
 
 def both_apart(run: Run) -> None:

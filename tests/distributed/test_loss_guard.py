@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-from megatron.core.utils import unwrap_model
 
 from megatron_balance.training import loop
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import train, train_step
 from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.run import Run
-from tests.distributed.runs import build
+from tests.distributed.runs import build, modules
 
 NAN, INF = float("nan"), float("inf")
 
@@ -31,12 +30,6 @@ PIPELINE = (
 )
 INTERLEAVED = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
 MEGATRON = "--moe-layer-impl megatron"
-
-
-def modules(run: Run, name: str) -> list[torch.nn.Module]:
-    """This rank's modules whose name ends so, first layer first."""
-    chunks = unwrap_model(run.model)
-    return [module for chunk in chunks for own, module in chunk.named_modules() if own.endswith(name)]
 
 
 def on_rank(rank: int, sabotage: Sabotage) -> Sabotage:

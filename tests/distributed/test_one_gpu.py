@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_balance.job.layout import destroy_groups
-from tests.distributed.runs import Curve, train_curve
-from tests.distributed.test_parity import deviation
+from tests.distributed.runs import Curve, deviation, train_curve
 from tests.harness import forget_auxiliary_losses
 
 pytestmark = pytest.mark.gpu

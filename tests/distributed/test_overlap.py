@@ -15,9 +15,8 @@ from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
 from tests.distributed import runs
-from tests.distributed.runs import Curve
-from tests.distributed.test_balancing import TOLERANCE, with_policy
-from tests.distributed.test_parity import deviation
+from tests.distributed.policies import TOLERANCE, with_policy
+from tests.distributed.runs import Curve, deviation
 
 EP4 = "--expert-model-parallel-size 4"
 MANY, FEW, ITERATIONS = 200, 30, 5

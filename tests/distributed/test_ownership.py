@@ -15,9 +15,7 @@ import torch.distributed as dist
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests.distributed import checkpoints, runs
-from tests.distributed.runs import Curve
-from tests.distributed.test_parity import deviation
-from tests.distributed.test_policy_failures import Captured
+from tests.distributed.runs import Captured, Curve, deviation
 from tests.distributed.wandering import wandering
 
 TOLERANCE = 1e-5

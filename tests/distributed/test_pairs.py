@@ -4,7 +4,7 @@ import pytest
 
 from tests import features
 from tests.distributed import runs
-from tests.distributed.test_parity import deviation
+from tests.distributed.runs import deviation
 
 ITERATIONS = 4
 

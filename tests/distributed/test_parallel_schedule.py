@@ -20,21 +20,21 @@ from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
 from megatron_balance.job.groups import new_twin
 from megatron_balance.job.layout import build_groups
 from tests.distributed import runs
-from tests.distributed.runs import Curve
-from tests.distributed.test_chunks import random_order
-from tests.distributed.test_layer import ACTIVATIONS, EXPERTS, HIDDEN, build_layer, moe_config, relative
-from tests.distributed.test_parity import deviation
+from tests.distributed.layers import (
+    ACTIVATIONS,
+    EXPERTS,
+    HIDDEN,
+    LAYOUTS,
+    Layout,
+    build_layer,
+    moe_config,
+    random_order,
+    relative,
+    size_of,
+)
+from tests.distributed.runs import Curve, deviation
 
 ITERATIONS = 3
-
-Layout = tuple[int, int, int]
-
-LAYOUTS = [(1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 1, 2), (4, 2, 2), (2, 4, 2), (1, 4, 2)]
-"""(N_MP, N_EP, N_ESP)."""
-
-
-def size_of(layout: Layout) -> int:
-    return max(layout[0], layout[1] * layout[2])
 
 
 def whole_experts(layer: BalancedMoELayer) -> tuple[torch.Tensor, torch.Tensor]:

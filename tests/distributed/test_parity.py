@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.distributed import runs
-from tests.distributed.runs import Curve
+from tests.distributed.runs import deviation
 
 TOLERANCE = 1e-6
 """Relative, in float32, for every loss and gradient norm."""
@@ -38,12 +38,6 @@ FEATURES = {
     "dense-layers": "--num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]",
     "one-expert-per-rank": "--num-experts 4 --expert-model-parallel-size 4",
 }
-
-
-def deviation(one: Curve, other: Curve) -> float:
-    """Largest relative difference of a loss or gradient norm."""
-    pairs = [(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)]
-    return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 def deviation_from_megatron(curve_of, flags: str, iterations: int) -> float:

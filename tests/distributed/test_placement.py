@@ -2,64 +2,18 @@
 
 import functools
 
-import numpy as np
 import pytest
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_balance.comm.transfer import ExpertTransfer
 from megatron_balance.flow.dispatcher import MegatronDispatcher
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import plan_transfers
-from tests.distributed.test_layer import ACTIVATIONS, EXPERTS, Collect, check_against_oracle
+from tests.distributed.layers import ACTIVATIONS, EXPERTS, Collect, all_on_all, check_against_oracle, host_on
 from tests.harness import RankFailure
 from tests.unit.placements import random_placement
 
 MUTATIONS = ("skip Agg", "Agg twice", "stale Trans")
-
-
-def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoELayer) -> Collect:
-    """Place the layer's experts, with one mistake if `mutation` names it."""
-    placement = Placement.parse(placement_text)
-    generator = np.random.default_rng(list(placement_text.encode()))
-    node_size, chunks, fanout = generator.integers(1, [placement.num_ranks + 1, 17, 4]).tolist()
-    transfers = plan_transfers(placement, node_size, chunks, fanout)
-    transfer, experts = ExpertTransfer(layer.ep_group), layer.experts
-    for parameter in experts.parameters():
-        # As DDP does it
-        parameter.main_grad = torch.zeros_like(parameter)
-    experts.allocate_guests(placement.guest_slots)
-    layer.host, layer.split = lambda counts_DE, training: placement.trimmed, split
-    if mutation == "stale Trans":
-        with torch.no_grad():
-            transfer.trans(transfers, placement, experts)
-            for parameter in experts.parameters():
-                parameter += 1e-3
-    else:
-        transfer.trans(transfers, placement, experts)
-
-    def collect() -> list[torch.Tensor]:
-        for parameter in experts.parameters():
-            parameter.main_grad += parameter.grad
-        if mutation == "Agg twice":
-            sent = [gradient.clone() for gradient in guest_gradients(layer)]
-            transfer.agg(transfers, placement, experts)
-            for gradient, again in zip(guest_gradients(layer), sent, strict=True):
-                gradient.copy_(again)
-        if mutation != "skip Agg":
-            transfer.agg(transfers, placement, experts)
-            assert not any(gradient.any() for gradient in guest_gradients(layer)), "Agg empties the slots"
-        return [parameter.main_grad for parameter in experts.parameters()]
-
-    return collect
-
-
-def guest_gradients(layer: BalancedMoELayer) -> list[torch.Tensor]:
-    projections = (layer.experts.linear_fc1.guests, layer.experts.linear_fc2.guests)
-    guests = (tensor for projection in projections for tensor in (projection.weight, projection.bias))
-    return [guest.main_grad for guest in guests if guest is not None]
 
 
 def host_with(dispatcher: str, host: functools.partial, layer: BalancedMoELayer) -> Collect:
@@ -68,11 +22,6 @@ def host_with(dispatcher: str, host: functools.partial, layer: BalancedMoELayer)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer.dispatcher = MegatronDispatcher(layer.config, layer.ep_group.rank(), groups)
     return host(layer)
-
-
-def all_on_all(world_size: int) -> Placement:
-    owners = Placement.identity(EXPERTS, world_size, EXPERTS - EXPERTS // world_size)
-    return owners.rehost([range(world_size)] * EXPERTS)
 
 
 def check(

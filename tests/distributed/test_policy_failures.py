@@ -29,8 +29,7 @@ from tests.distributed.failing_policies import (
     TwoFaults,
 )
 from tests.distributed.jobs import Job
-from tests.distributed.runs import BASE
-from tests.distributed.test_parity import deviation
+from tests.distributed.runs import BASE, Captured, deviation
 
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
@@ -50,17 +49,6 @@ FAILURES: dict[type[Turning], tuple[int, set[str]]] = {
     OneRankRaises: (2, {"raised ZeroDivisionError: on this rank only"}),
 }
 """By policy, the rank that warns and what it says of each layer."""
-
-
-class Captured(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:

@@ -14,8 +14,7 @@ from megatron_balance.comm.alltoall import Exchange, FlatAllToAll
 from megatron_balance.flow.chunks import pipeline
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape, volumes
 from megatron_balance.job.layout import build_groups
-from tests.distributed.test_layer import HIDDEN, build_layer, moe_config
-from tests.distributed.test_parallel_schedule import LAYOUTS, Layout, size_of
+from tests.distributed.layers import HIDDEN, LAYOUTS, Layout, build_layer, moe_config, size_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "collectives"
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests.distributed import runs
@@ -53,3 +54,18 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
         waits, complaints = Counter(checker.synchronisations), checker.complaints()
     acted = sum(layer.hosts_added + layer.experts_moved for report in reports for layer in report.balance.values())
     return Watched(runs.curve_of(reports), acted, complaints, waits, streams)
+
+
+SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
+"""What a CPU does not fuse, and megatron-core computes otherwise when it does."""
+
+
+def as_on_cuda(run: Run) -> None:
+    """Experts compute together: slot by slot, products of half precision round otherwise."""
+    for chunk in run.model:
+        for module in chunk.modules():
+            if isinstance(module, GroupedExperts):
+                together = module._all_slots
+                module._all_slots = lambda rows, tokens, probs, by_slot, *rest, together=together: together(
+                    rows, tokens, probs, False, *rest
+                )

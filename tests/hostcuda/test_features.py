@@ -5,32 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.training.run import Run
 from tests import features
-from tests.hostcuda.runs import Watched, watched
+from tests.hostcuda.runs import SAME_KERNELS, Watched, as_on_cuda, watched
 
 ITERATIONS = 2
 
 FEWER_SAMPLES = "--global-batch-size 8"
 
-SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
-"""What a CPU does not fuse, and megatron-core computes otherwise when it does."""
 
 PRECISIONS = {"bf16": "--bf16", "float32": ""}
 
 TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) and features.refusal(*pair) is None]
-
-
-def as_on_cuda(run: Run) -> None:
-    """Experts compute together: slot by slot, products of half precision round otherwise."""
-    for chunk in run.model:
-        for module in chunk.modules():
-            if isinstance(module, GroupedExperts):
-                together = module._all_slots
-                module._all_slots = lambda rows, tokens, probs, by_slot, *rest, together=together: together(
-                    rows, tokens, probs, False, *rest
-                )
 
 
 @pytest.fixture

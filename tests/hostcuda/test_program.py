@@ -16,14 +16,11 @@ from megatron_balance.device.side_stream import SideStream
 from megatron_balance.training.run import Run
 from tests import layouts
 from tests.distributed.checkpoints import straight_against_resumed
+from tests.distributed.guarded import LIMIT, TIMEOUT_MINUTES, Guarded
 from tests.distributed.jobs import Job
-from tests.distributed.runs import BASE
-from tests.distributed.test_hang_guard import LIMIT, TIMEOUT_MINUTES, Guarded
-from tests.distributed.test_layouts import plan_apart
-from tests.distributed.test_parity import deviation
+from tests.distributed.runs import BASE, deviation, plan_apart
 from tests.hostcuda import ranks as devices
-from tests.hostcuda.runs import Watched, watched, watching
-from tests.hostcuda.test_features import SAME_KERNELS, as_on_cuda
+from tests.hostcuda.runs import SAME_KERNELS, Watched, as_on_cuda, watched, watching
 
 PLAIN = "--disable-bias-linear --swiglu --moe-router-force-workload hot_experts"
 EP4 = f"{PLAIN} --expert-model-parallel-size 4 --moe-comm-node-size 2 --bf16"

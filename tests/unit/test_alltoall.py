@@ -15,7 +15,7 @@ from megatron_balance.comm.hierarchical import transposed
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
 from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, Fit, Throughput
-from tests.unit.test_checks import CPU, GPU, argv, layout_on
+from tests.unit.commands import CPU, GPU, argv, layout_on
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 5))
 """Nodes, ranks of a node."""

@@ -8,36 +8,9 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from megatron_balance.cli.arguments import Parsed, build_parser, parse_args
-from megatron_balance.cli.checks import Layout, Machine, check
-
-CPU = Machine(world_size=8, cuda=False, transformer_engine=False, apex=False)
-GPU = Machine(world_size=8, cuda=True, transformer_engine=True, apex=True)
-GOOD = {
-    **{"--num-layers": "4", "--hidden-size": "48", "--num-attention-heads": "4", "--seq-length": "32"},
-    **{"--micro-batch-size": "2", "--train-iters": "20", "--lr": "1e-3", "--num-experts": "8"},
-    **{"--tokenizer-type": "NullTokenizer", "--vocab-size": "127"},
-}
-"""A good command line but for the data."""
-
-
-def argv(flags: str = "", without: str = "") -> list[str]:
-    """`GOOD` and `flags`, which win; without the flags named in `without`."""
-    data = [] if "data" in flags or "data" in without.split() else ["--mock-data"]
-    good = [part for flag, value in GOOD.items() if flag not in without.split() for part in (flag, value)]
-    return good + data + flags.split()
-
-
-def parse(flags: str = "", world_size: int = 8) -> Parsed:
-    return parse_args(argv(flags), dataclasses.replace(CPU, world_size=world_size))
-
-
-def layout_on(machine: Machine, flags: str = "", given: tuple[str, ...] = ()) -> tuple[Layout, list[str]]:
-    """`check` alone: it knows a machine's libraries by `machine` only."""
-    return check(vars(PARSER.parse_args(argv(flags))), given, machine)
-
-
-PARSER = build_parser()
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Layout, Machine
+from tests.unit.commands import CPU, GPU, argv, layout_on, parse
 
 BAD = [
     # flags, what the message says: flag, value, remedy

@@ -21,7 +21,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device import cpu, machine
 from megatron_balance.device.machine import KERNELS, TAKEN_FOR_GRANTED, Machine, unfit_engine
 from megatron_balance.device.norm import TorchNorm
-from tests.unit.test_checks import CPU, GPU, argv, layout_on
+from tests.unit.commands import CPU, GPU, argv, layout_on
 
 NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)
 APEX, ENGINE = dataclasses.replace(NEITHER, apex=True), dataclasses.replace(NEITHER, transformer_engine=True)

@@ -7,7 +7,7 @@ from megatron_balance.cli.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.config.flags import flag_of
 from megatron_balance.placement.policies import OPTIONS, POLICIES
 from megatron_balance.workloads.workloads import WORKLOADS
-from tests.unit.test_checks import CPU, argv, parse
+from tests.unit.commands import CPU, argv, parse
 
 EP4 = "--expert-model-parallel-size 4"
 TOP2 = f"{EP4} --balance-policy top2"

@@ -1,0 +1,58 @@
+"""Jobs whose ranks are watched by the hang guard."""
+
+import time
+from collections.abc import Callable
+
+from tests.distributed.jobs import Job
+
+TIMEOUT_MINUTES = 0.1
+
+LIMIT = TIMEOUT_MINUTES * 60 + 10
+"""Seconds in which every rank but a stopped one has to exit."""
+
+FLAGS = f"--global-batch-size 24 --train-iters 100000 --log-interval 1 --distributed-timeout-minutes {TIMEOUT_MINUTES}"
+
+WORLD_SIZE = 3
+
+
+def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls: int, rank: int) -> None:
+    """Have the victims call `action` once, before the forward of a microbatch."""
+    from megatron_balance.training import loop
+
+    original, count = loop.forward_step, 0
+
+    def forward_step(data, model):
+        nonlocal count
+        count += 1
+        if count == calls and rank in victims:
+            action()
+        return original(data, model)
+
+    loop.forward_step = forward_step
+
+
+def oversleep() -> None:
+    time.sleep(3600)
+
+
+def sleep_in_rank_1(rank: int) -> None:
+    replace_forward(oversleep, (1,), 20, rank)
+
+
+class Guarded(Job):
+    """A job whose ranks are expected to end themselves."""
+
+    def join(self, ranks: list[int], seconds: float) -> list[int | None]:
+        """Exit codes of `ranks` at the latest after `seconds`; None: still there."""
+        start = time.monotonic()
+        for rank in ranks:
+            self.ranks[rank].join(max(0.0, start + seconds - time.monotonic()))
+        print(f"exits after {time.monotonic() - start:.1f} s")
+        return [self.ranks[rank].exitcode for rank in ranks]
+
+    def verdict(self, rank: int) -> str:
+        """What a rank said last, after all its stacks."""
+        stacks, _, line = self.output(rank).strip().rpartition("\n")
+        assert "Traceback" in stacks or ("Current thread" in stacks and "Thread 0x" in stacks)
+        print(line)
+        return line
