@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import guarded
 from tests.distributed.guarded import (
     FLAGS,
     LIMIT,
@@ -130,7 +131,7 @@ def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None
 
 FAILS = {
     "raises": (fail_in_rank_1, "ValueError: a bad sample"),
-    "leaves": (leave_in_rank_1, f"SystemExit raised in forward_step ({__file__}:"),
+    "leaves": (leave_in_rank_1, f"SystemExit raised in forward_step ({guarded.__file__}:"),
 }
 
 
