@@ -164,11 +164,16 @@ def _others() -> set[str]:
 
 
 def _check_leavings(cell: Cell, before: set[str]) -> None:
-    """Nothing is left but what was there before; what is about to end has some seconds for it."""
+    """Nothing stays but what was there before; what is about to end has some seconds for it.
+
+    What comes and goes meanwhile is of tests that run at the same time.
+    """
     deadline = time.monotonic() + 10
-    while left := set(_new_leavings(before)):
+    left = set(_new_leavings(before))
+    while left:
         assert time.monotonic() < deadline, f"{cell}: left behind: {sorted(left)}"
         time.sleep(0.2)
+        left &= set(_new_leavings(before))
 
 
 def _new_leavings(before: set[str]) -> Iterator[str]:
