@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.flow.dispatcher import MegatronDispatcher
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split

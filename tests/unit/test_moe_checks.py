@@ -6,7 +6,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.config.flags import flag_of
 from megatron_balance.placement.policies import OPTIONS, POLICIES
-from megatron_balance.workloads.workloads import WORKLOADS
+from megatron_balance.workloads.synthetic import WORKLOADS
 from tests.unit.test_checks import CPU, argv, parse
 
 EP4 = "--expert-model-parallel-size 4"

@@ -1,8 +1,8 @@
-"""What the manifest adds to the time of a save, and how long the parts of a save and a load take.
+"""Measures the time that the manifest adds to a save, and the time of a load.
 
     torchrun --nproc-per-node 2 tools/bench/save_time.py [--rounds 7] [--hidden-size 512] [--directory DIR]
 
-Saves with and without digests take turns in one job; everything else, fsync included, is the same.
+Saves with and without digests take turns in one job; everything else, including fsync, is the same.
 """
 
 import argparse
