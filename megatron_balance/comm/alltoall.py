@@ -103,8 +103,15 @@ class P2PAllToAll(AllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         rank = self.group.rank()
-        splits = splits_DD[:, rank].tolist(), splits_DD[rank].tolist()
-        return exchange_of(post_rows(self.group, rank, received, rows, *splits), received, rows)
+        works = post_rows(
+            self.group,
+            rank,
+            received,
+            rows,
+            output_splits=splits_DD[:, rank].tolist(),
+            input_splits=splits_DD[rank].tolist(),
+        )
+        return exchange_of(works, received, rows)
 
 
 def default_all_to_all(group: dist.ProcessGroup) -> AllToAll:
@@ -150,6 +157,7 @@ def post_rows(
     rank: int,
     received: torch.Tensor,
     rows: torch.Tensor,
+    *,
     output_splits: Sequence[int],
     input_splits: Sequence[int],
     tag: int = 0,

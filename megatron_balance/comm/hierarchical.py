@@ -77,19 +77,27 @@ class OneDimensionalAllToAll(StagedAllToAll):
         # Step 1: to the leader
         gathered = rows.new_empty((int(sent_LN.sum()) if leads else 0, *rows.shape[1:]))
         from_ranks = sent_LN.sum(1).tolist() if leads else nothing
-        yield post_rows(self.nodes.intra, local, gathered, rows, from_ranks, [len(rows), *nothing[1:]], self.tag)
+        to_leader = [len(rows), *nothing[1:]]
+        yield post_rows(
+            self.nodes.intra, local, gathered, rows, output_splits=from_ranks, input_splits=to_leader, tag=self.tag
+        )
 
         # Step 2: between leaders, one message for each pair of nodes
         crossed = rows.new_empty((int(received_DL.sum()) if leads else 0, *rows.shape[1:]))
         if leads:
             packed = transposed(gathered, sent_LN)
-            from_nodes = [int(block.sum()) for block in received_DL.split(size)]
-            yield post_rows(self.nodes.inter, node, crossed, packed, from_nodes, sent_LN.sum(0).tolist(), self.tag)
+            from_nodes, to_nodes = [int(block.sum()) for block in received_DL.split(size)], sent_LN.sum(0).tolist()
+            yield post_rows(
+                self.nodes.inter, node, crossed, packed, output_splits=from_nodes, input_splits=to_nodes, tag=self.tag
+            )
             crossed = transposed(crossed, received_DL)
 
         # Step 3: from the leader
         to_ranks = received_DL.sum(0).tolist() if leads else nothing
-        yield post_rows(self.nodes.intra, local, received, crossed, [len(received), *nothing[1:]], to_ranks, self.tag)
+        from_leader = [len(received), *nothing[1:]]
+        yield post_rows(
+            self.nodes.intra, local, received, crossed, output_splits=from_leader, input_splits=to_ranks, tag=self.tag
+        )
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
@@ -123,13 +131,13 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         # Step 1: within the node, to the rank with the same local rank as the destination
         aligned = rows.new_empty((int(aligned_LN.sum()), *rows.shape[1:]))
         packed = transposed(rows, sent_NL)
-        splits = aligned_LN.sum(1).tolist(), sent_NL.sum(0).tolist()
-        yield post_rows(self.nodes.intra, local, aligned, packed, *splits, self.tag)
+        splits = {"output_splits": aligned_LN.sum(1).tolist(), "input_splits": sent_NL.sum(0).tolist()}
+        yield post_rows(self.nodes.intra, local, aligned, packed, **splits, tag=self.tag)
 
         # Step 2: between nodes, to the destination
         packed = transposed(aligned, aligned_LN)
-        splits = received_NL.sum(1).tolist(), aligned_LN.sum(0).tolist()
-        yield post_rows(self.nodes.inter, node, received, packed, *splits, self.tag)
+        splits = {"output_splits": received_NL.sum(1).tolist(), "input_splits": aligned_LN.sum(0).tolist()}
+        yield post_rows(self.nodes.inter, node, received, packed, **splits, tag=self.tag)
 
 
 def _finish(stages: Iterator[Posted]) -> None:

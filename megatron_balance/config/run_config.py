@@ -119,9 +119,9 @@ class CommConfig:
     """How tokens travel between expert-parallel ranks."""
 
     moe_comm_alltoall: str = "default"
-    """All-to-all of the token dispatcher. flat: the backend's own. p2p: one message per pair of ranks, all at once.
-    1dh, 2dh: hierarchical. pipe: messages within nodes overlap those between nodes. auto: the fastest for each exchange
-    by --balance-profile. default: flat with NCCL, p2p with gloo. Or package.module:Class."""
+    """All-to-all of the token dispatcher. default: flat with NCCL, p2p with gloo. flat: the backend's own. p2p: one
+    message per pair of ranks. 1dh, 2dh: hierarchical. pipe: both levels overlap. auto: by --balance-profile. Or
+    package.module:Class."""
 
     moe_comm_node_size: int | None = None
     """Number of ranks per node; default: the launcher's LOCAL_WORLD_SIZE."""
@@ -138,8 +138,8 @@ class CommConfig:
     of others; auto: the number with the shortest predicted time, by --balance-profile."""
 
     moe_comm_order: str = "optsche"
-    """Order of the chunks' tasks. sequential: one chunk after the other. interleaved: the next chunk is exchanged while
-    one computes. optsche: the fastest order by --balance-profile (ScheMoE, Theorem 1). demi: by DEMI's schedule. Or
+    """Order of the chunks' tasks. sequential: one chunk after the other. interleaved: one chunk is exchanged while
+    another computes. optsche: the fastest by --balance-profile (ScheMoE, Theorem 1). demi: DEMI's schedule. Or
     package.module:function."""
 
     moe_comm_refit_interval: int = 100

@@ -126,7 +126,7 @@ UNMEASURED = CodecTimes(_QUICK, _QUICK)
 
 
 class Bandwidth(NamedTuple):
-    """All-reduce bandwidth of a device group with so many ranks and nodes."""
+    """All-reduce bandwidth of a device group, by its numbers of ranks and nodes."""
 
     ranks: int
     nodes: int
