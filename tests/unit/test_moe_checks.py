@@ -69,7 +69,7 @@ BAD = [
     ),
     (
         f"{SHARDED} --sequence-parallel --moe-layer-impl megatron --moe-token-dispatcher-type alltoall",
-        *("--expert-tensor-parallel-size 2", "gloo wants equally many", "use --moe-layer-impl balanced"),
+        *("--expert-tensor-parallel-size 2", "gloo needs the same number", "use --moe-layer-impl balanced"),
     ),
     (
         f"{SHARDED} --balance-policy top2 --balance-ownership transfer --expert-model-parallel-size 4",
