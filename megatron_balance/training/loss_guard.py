@@ -53,7 +53,7 @@ class _Start:
 
     data: list[Remembered]
     random_states: tuple[Any, ...]
-    expert_biases: list[torch.Tensor]
+    expert_biases: torch.Tensor | None
 
 
 class LossGuard:
@@ -70,7 +70,7 @@ class LossGuard:
         self._model, self._groups = model, groups
         self._gradients_count = not config.transformer.fp16
         self._gradients: BucketSums = []
-        self._start = _Start([], (), [])
+        self._start = _Start([], (), None)
         modules = (module for chunk in model for module in chunk.modules())
         self._biased = [module for module in modules if isinstance(module, TopKRouter) and module.enable_expert_bias]
         if self.enabled:
@@ -83,11 +83,11 @@ class LossGuard:
         """Begin an iteration; the caller takes its microbatches from the returned iterators."""
         if not self.enabled:
             return data
-        self._gradients = []
+        self._gradients, biases = [], self._expert_biases()
         self._start = _Start(
             data=[Remembered(source) for source in data],
             random_states=random._get_all_rng_states(),
-            expert_biases=[bias.clone() for bias in self._expert_biases()],
+            expert_biases=torch.stack(biases) if biases else None,
         )
         return list(self._start.data)
 
@@ -104,8 +104,9 @@ class LossGuard:
         """
         if not self.enabled or not self._is_bad(reports):
             return None
-        for bias, before in zip(self._expert_biases(), self._start.expert_biases, strict=True):
-            bias.copy_(before)
+        if self._start.expert_biases is not None:
+            for bias, before in zip(self._expert_biases(), self._start.expert_biases, strict=True):
+                bias.copy_(before)
         again = functools.partial(self._repeat, repeat)
         return explain(self._model, self._groups, reports=reports, gradients=self._gradients, repeat=again)
 

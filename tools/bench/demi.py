@@ -237,7 +237,15 @@ def _planning(args: argparse.Namespace) -> None:
     for num_ranks, num_experts in LAYOUTS:
         cost, current = cost_model(num_ranks, "relay"), Placement.identity(num_experts, num_ranks, args.guest_slots)
         loads = [
-            load_matrix(name, num_ranks, num_experts, TOPK, TOKENS, seed, STEP)
+            load_matrix(
+                name,
+                num_ranks=num_ranks,
+                num_experts=num_experts,
+                topk=TOPK,
+                tokens_per_rank=TOKENS,
+                seed=seed,
+                step=STEP,
+            )
             for name in BUSY
             for seed in range(args.seeds)
         ]
@@ -292,7 +300,15 @@ def _imbalance(args: argparse.Namespace) -> None:
         for workload in BUSY:
             degrees = np.zeros((args.seeds, len(POLICIES)))
             for seed in range(args.seeds):
-                counts_DE = load_matrix(workload, num_ranks, num_experts, TOPK, TOKENS, seed, STEP)
+                counts_DE = load_matrix(
+                    workload,
+                    num_ranks=num_ranks,
+                    num_experts=num_experts,
+                    topk=TOPK,
+                    tokens_per_rank=TOKENS,
+                    seed=seed,
+                    step=STEP,
+                )
                 for index, name in enumerate(POLICIES):
                     planned = load_policy(name).plan(counts_DE, current, cost)
                     degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum(0))

@@ -84,7 +84,14 @@ def sequence(name: str, num_ranks: int, num_experts: int, tokens: int, iteration
     if name == DRIFTING:
         return drifting_router(num_ranks, num_experts, tokens, iterations, seed=0)
     steps = range(1, iterations + 1)
-    return np.stack([load_matrix(name, num_ranks, num_experts, TOPK, tokens, 0, step) for step in steps])
+    return np.stack(
+        [
+            load_matrix(
+                name, num_ranks=num_ranks, num_experts=num_experts, topk=TOPK, tokens_per_rank=tokens, seed=0, step=step
+            )
+            for step in steps
+        ]
+    )
 
 
 def drifting_router(num_ranks: int, num_experts: int, tokens: int, iterations: int, seed: int) -> np.ndarray:

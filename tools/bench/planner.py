@@ -90,7 +90,16 @@ def _synthetic(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Lo
     """Return every workload's loads, one for each seed."""
     return {
         name: [
-            load_matrix(name, num_ranks, num_experts, TOPK, args.tokens, seed, BURST_STEP) for seed in range(args.seeds)
+            load_matrix(
+                name,
+                num_ranks=num_ranks,
+                num_experts=num_experts,
+                topk=TOPK,
+                tokens_per_rank=args.tokens,
+                seed=seed,
+                step=BURST_STEP,
+            )
+            for seed in range(args.seeds)
         ]
         for name in WORKLOADS
     }
