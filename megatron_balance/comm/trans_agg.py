@@ -107,9 +107,9 @@ class ExpertTransfer:
             return
         coming = iter([step.received for step in steps])
         for received in islice(coming, AHEAD):
-            traffic.expect(received)
+            traffic.receive(received)
         for step in steps:
-            traffic.expect(next(coming, None))
+            traffic.receive(next(coming, None))
             traffic.send(step.sent)
         traffic.finish()
 
@@ -119,7 +119,7 @@ class _Traffic:
 
     def __init__(self, group: dist.ProcessGroup, staging: Sequence[list[torch.Tensor]], adds: bool) -> None:
         self.group, self.adds, self.staging = group, adds, staging
-        self.expected = 0
+        self.num_received = 0
         self.arriving: deque[tuple[_Piece, Sequence[torch.Tensor], list[dist.Work]]] = deque()
         self.leaving: deque[tuple[_Piece, list[dist.Work]]] = deque()
 
@@ -127,24 +127,24 @@ class _Traffic:
         """Post both messages of a round at the same time, and wait for them."""
         operations, room = [], ()
         if step.received is not None:
-            room = self._room_for(step.received)
+            room = self._buffers_for(step.received)
             operations += step.received.operations(dist.irecv, room, self.group)
         if step.sent is not None:
             operations += step.sent.operations(dist.isend, step.sent.tensors, self.group)
         for work in _post(operations):
             work.wait()
         if step.received is not None:
-            self._take_in(step.received, room)
+            self._add_received(step.received, room)
         if step.sent is not None:
-            self._let_go(step.sent)
+            self._zero_sent(step.sent)
 
-    def expect(self, piece: _Piece | None) -> None:
+    def receive(self, piece: _Piece | None) -> None:
         """Post a receive; if all staging is in use, first wait for the oldest receive."""
         if piece is None:
             return
         if len(self.arriving) == len(self.staging):
-            self._land()
-        room = self._room_for(piece)
+            self._finish_receive()
+        room = self._buffers_for(piece)
         self.arriving.append((piece, room, _post(piece.operations(dist.irecv, room, self.group))))
 
     def send(self, piece: _Piece | None) -> None:
@@ -152,53 +152,53 @@ class _Traffic:
         if piece is None:
             return
         while any(other.name == piece.name for other, *_ in self.arriving):
-            self._land()
+            self._finish_receive()
         if len(self.leaving) == SENDS_AT_ONCE:
-            self._depart()
+            self._finish_send()
         self.leaving.append((piece, _post(piece.operations(dist.isend, piece.tensors, self.group))))
 
     def finish(self) -> None:
         while self.arriving:
-            self._land()
+            self._finish_receive()
         while self.leaving:
-            self._depart()
+            self._finish_send()
 
-    def _land(self) -> None:
+    def _finish_receive(self) -> None:
         piece, room, works = self.arriving.popleft()
         for work in works:
             work.wait()
-        self._take_in(piece, room)
+        self._add_received(piece, room)
 
-    def _depart(self) -> None:
+    def _finish_send(self) -> None:
         piece, works = self.leaving.popleft()
         for work in works:
             work.wait()
-        self._let_go(piece)
+        self._zero_sent(piece)
 
-    def _room_for(self, piece: _Piece) -> Sequence[torch.Tensor]:
+    def _buffers_for(self, piece: _Piece) -> Sequence[torch.Tensor]:
         """Return where a piece is received: in place, or in staging if it has to be added to the local tensors."""
         if not self.adds:
             return piece.tensors
-        index = self.expected % len(self.staging)
-        self.expected += 1
+        index = self.num_received % len(self.staging)
+        self.num_received += 1
         kept = self.staging[index]
-        fits = len(kept) == len(piece.tensors) and all(map(_has_room_for, kept, piece.tensors))
+        fits = len(kept) == len(piece.tensors) and all(map(_fits, kept, piece.tensors))
         if not fits:
             kept[:] = [torch.empty_like(tensor) for tensor in piece.tensors]
         return [room[: len(tensor)] for room, tensor in zip(kept, piece.tensors, strict=True)]
 
-    def _take_in(self, piece: _Piece, room: Sequence[torch.Tensor]) -> None:
+    def _add_received(self, piece: _Piece, room: Sequence[torch.Tensor]) -> None:
         if self.adds:
             for tensor, received in zip(piece.tensors, room, strict=True):
                 tensor.add_(received)
 
-    def _let_go(self, piece: _Piece) -> None:
+    def _zero_sent(self, piece: _Piece) -> None:
         if self.adds:
             for tensor in piece.tensors:
                 tensor.zero_()
 
 
-def _has_room_for(room: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _fits(room: torch.Tensor, tensor: torch.Tensor) -> bool:
     return len(room) >= len(tensor) and room.dtype == tensor.dtype
 
 

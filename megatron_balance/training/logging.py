@@ -29,13 +29,13 @@ class RunLog:
         self.config = config
         self.iterations = iterations
         self.flops_per_sample = flops_per_sample(config, vocab_size)
-        self.speaks = dist.get_rank() == dist.get_world_size() - 1
-        self.writer = _tensorboard(config) if self.speaks else None
+        self.prints = dist.get_rank() == dist.get_world_size() - 1
+        self.writer = _tensorboard(config) if self.prints else None
         self._since_line: list[StepReport] = []
 
     def message(self, text: str) -> None:
         """Print a message on the last rank."""
-        if self.speaks:
+        if self.prints:
             print(text, flush=True)
 
     def step(self, report: StepReport, progress: Progress) -> None:

@@ -91,7 +91,7 @@ def train_step(run: Run) -> StepReport:
     fault = run.guard.fault(reports, repeat)
     run.position.enter("optimizer")
     # megatron-core's abstract `step` has no return type
-    stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()  # pyright: ignore
+    stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
     if run.balancer is not None:
         run.balancer.transfer_owners()
     if stepped:

@@ -50,7 +50,7 @@ def main() -> int:
     job.start(launch, config.launch.distributed_backend, 10)
     run = build_run(config)
     quiet_log = RunLog(config, run.length.iterations, run.vocab_size)
-    quiet_log.speaks = False
+    quiet_log.prints = False
     train_step(run)
 
     digest, seconds = manifest.digest, {"with": [], "without": [], "load": []}
