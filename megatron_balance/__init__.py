@@ -36,16 +36,18 @@ Rooms
 
 Shapes
 
-Names of tensors and arrays end in one letter per dimension:
+Names of tensors and arrays end in one letter per dimension. A file says where its letters differ.
 
-    A   sampled or chosen items of a search        N   shards of an expert; nodes
-    B   batch of placements or of chunks           O   orders
+    A   sampled or chosen items of a search        N   shards of an expert; nodes; iterations
+    B   batch of placements, chunks or stages      O   orders
     C   chunks                                     P   physical experts (rank, slot)
-    D   ranks of an expert-parallel group          R   rows: one per expert that a token chose
-    E   logical experts                            S   sources of rows: ranks, shard by shard
-    G   guest slots                                T   tokens (DEMI's schedules: time slots)
-    H   hidden size (or hosts, next to S)          W   ranks of an all-to-all
-    K   experts per token                          L   layers
+    D   ranks of an expert-parallel group;         R   rows: one per expert that a token chose
+        sources of rows                            S   slots of a rank
+    E   logical experts                            T   tokens (DEMI's schedules: time slots)
+    G   guest slots                                W   ranks of an all-to-all
+    H   hidden size; next to D: hosts
+    K   experts per token
+    L   layers; ranks of a node
 """
 
 import importlib

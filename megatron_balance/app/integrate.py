@@ -265,9 +265,11 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     cuda = torch.cuda.is_available()
     backend = values.get("distributed_backend") or ("nccl" if cuda else "gloo")
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
-    check_moe(values, given, expert_tp, values["ffn_hidden_size"], cuda, notices)
+    ffn = values["ffn_hidden_size"]
+    check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=cuda, notices=notices)
     # Whoever calls has chosen the dispatcher already
-    token_dispatcher(values, given | {"moe_token_dispatcher_type"}, backend, cuda, notices)
+    given = given | {"moe_token_dispatcher_type"}
+    token_dispatcher(values, given, backend=backend, cuda=cuda, notices=notices)
     return notices
 
 

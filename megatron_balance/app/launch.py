@@ -71,7 +71,7 @@ def pretrain(argv: list[str]) -> None:
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
             with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
-                train(run, log, checkpoints, stopping, after_step)
+                train(run, log, checkpoints=checkpoints, stopping=stopping, after_step=after_step)
         if recorder is not None and run.progress.iteration > resumed_at:
             log.message(recorder.table(run.groups))
         log.close()
@@ -164,7 +164,7 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
     trace, loads, timeline, error = None, None, None, None
     try:
         if trace_path is not None:
-            trace = RoutingTrace(run.model, Path(trace_path), rank, lambda: run.progress.iteration, done)
+            trace = RoutingTrace(run.model, Path(trace_path), rank, lambda: run.progress.iteration, first_step=done)
         if balance.balance_log_dir is not None and run.groups.ep.rank() == 0:
             loads = LoadLog(Path(balance.balance_log_dir), rank, done + 1)
         if balance.balance_timeline is not None and run.balancer is not None:

@@ -10,8 +10,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_balance.comm.alltoall import connect
-from megatron_balance.comm.moves import OwnershipTransfer, Place
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.ownership_transfer import OwnershipTransfer, Place
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job import groups as device_groups

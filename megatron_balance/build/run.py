@@ -94,7 +94,7 @@ def build_run(
         scheduler=build_param_scheduler(config, optimizer, length),
         batches=batches,
         length=length,
-        data=build_data(config, tokenizer, groups, length, consumed) if with_data else Data([], None, None),
+        data=build_data(config, tokenizer, groups, length, consumed=consumed) if with_data else Data([], None, None),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
         balancer=build_balancer(config, groups, model, optimizer, batches.get, profile, policy),
@@ -116,7 +116,7 @@ def force_workload(
     divided = path.splits_tokens or config.transformer.sequence_parallel
     part = BatchPart.of(path.groups, config.model.seq_length, divided)
     workload = Workload(config.balance.moe_router_force_workload, config.train.seed)
-    force_routing(model, workload, part, step, microbatches)
+    force_routing(model, workload, part, step=step, microbatches=microbatches)
 
 
 def build_model(

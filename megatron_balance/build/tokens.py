@@ -100,11 +100,11 @@ def build_exchange(config: RunConfig, path: ParallelDispatch, profile: Callable[
     wire = load_all_to_all(
         config.comm.moe_comm_alltoall,
         path.wire,
-        lambda: device_groups.new_node_groups(
+        nodes=lambda: device_groups.new_node_groups(
             path.wire, dist.group.WORLD, _node_size(config, path.wire), config.launch.distributed_timeout_minutes
         ),
-        lambda: _profile_of(config, path.wire, profile()),
-        functools.partial(print, flush=True) if dist.get_rank() == 0 else None,
+        profile=lambda: _profile_of(config, path.wire, profile()),
+        log=functools.partial(print, flush=True) if dist.get_rank() == 0 else None,
     )
     return token_exchange(wire, load_codec(config.comm.moe_comm_codec), config.comm.moe_comm_codec_directions)
 

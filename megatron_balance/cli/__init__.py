@@ -1,0 +1,11 @@
+"""What does a command line mean? From flags to a checked RunConfig, before a process group exists.
+
+arguments         build the parser, parse a command line, construct the RunConfig
+parser            our extensions of argparse: files of flags, reasons for refused flags
+yaml_file         flags from a YAML file (--yaml-cfg)
+checks            flags against each other: what is required, the model's shape, batch sizes, data
+moe_checks        flags of MoE layers, balancing and expert communication
+machine_checks    flags against the machine: backend, packages, fused kernels
+upstream_flags    Megatron's flags that have no effect or are refused, with the reasons
+layer_frequency   the expressions of --moe-layer-freq
+"""

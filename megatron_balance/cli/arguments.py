@@ -1,7 +1,7 @@
 """Command line -> RunConfig.
 
-Megatron's flags come by reflection from megatron-core's config dataclasses, the rest from ours (config.py). Parsing and
-checking need no process group: every rank does both before it joins the job, so a mistake stops all of them.
+Megatron's flags are derived by reflection from megatron-core's config dataclasses, the others from ours (config/).
+Parsing and checking need no process group: every rank does both before it joins the job, so a mistake stops all ranks.
 """
 
 import argparse
@@ -40,7 +40,7 @@ INTERNAL_FIELDS = {
     *("store_param_remainders", "decoupled_weight_decay", "preserve_fp32_weights", "use_custom_fsdp", "nccl_ub"),
     *("use_inference_optimized_layers",),
 }
-"""Fields of megatron-core's dataclasses that no flag sets: derived below, or megatron-core's own business."""
+"""Fields of megatron-core's dataclasses that have no flag: they are derived below, or internal to megatron-core."""
 
 PRECISIONS = {
     "fp32": torch.float32,
@@ -55,7 +55,7 @@ OPTIMIZER_PRECISIONS = {
     "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-"""What the precision-aware optimizer may keep its state in."""
+"""Precisions in which the precision-aware optimizer may keep its state."""
 
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "num_moe_experts": {"arg_names": ["--num-experts"]},
@@ -97,7 +97,7 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "bucket_size": {"arg_names": ["--ddp-bucket-size"]},
     "check_for_nan_in_grad": {
         "arg_names": ["--no-check-for-nan-in-loss-and-grad"],
-        "help": "Do not look for NaN and infinity before a step.",
+        "help": "Do not check losses and gradients for NaN and infinity before a step.",
         "action": "store_false",
         "default": True,
     },
@@ -106,13 +106,13 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "pad_buckets_for_high_nccl_busbw": {"arg_names": ["--ddp-pad-buckets-for-high-nccl-busbw"]},
     "reduce_scatter_with_fp32_accumulation": {"arg_names": ["--ddp-reduce-scatter-with-fp32-accumulation"]},
 }
-"""Upstream's spelling and default where they differ from the field's."""
+"""Upstream's flag names, types and defaults, where they differ from the field's."""
 
 SHORTHANDS = {
     "--recompute-activations": ("recompute_granularity", "selective"),
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
 }
-"""Switches of upstream's that give another flag a value."""
+"""Upstream's switches that set the value of another flag."""
 
 MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
@@ -139,20 +139,22 @@ class Parsed(NamedTuple):
 
     config: ours.RunConfig
     notices: list[str]
-    """What was decided for the user, one sentence each, to be logged once."""
+    """Decisions made for the user, one sentence each, to be logged once."""
 
     flags: dict[str, str]
-    """Every flag that has an effect, and its value, whatever it was given by, or is left at."""
+    """Value of every flag that has an effect, whether given or left at its default."""
 
 
 def build_parser() -> Parser:
-    """All flags, grouped as `--help` shows them."""
+    """Build the parser with all flags, grouped as `--help` shows them."""
     parser = Parser(
         usage="pretrain_gpt_moe.py [@FILE] [flags]  (--help shows them)",
         description="Train a GPT with mixture-of-experts layers on megatron-core. @FILE stands for the flags in FILE.",
         allow_abbrev=False,
     )
-    parser.add_argument("--yaml-cfg", metavar="FILE", help="Flags from a YAML file; those given here win.")
+    parser.add_argument(
+        "--yaml-cfg", metavar="FILE", help="Read flags from a YAML file; flags on the command line override them."
+    )
     skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
     for title, cls in GROUPS:
         group = parser.add_argument_group(title)
@@ -181,7 +183,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     """Parse and check a command line on a machine with `machine.world_size` processes.
 
     Raises:
-        ValueError: flags contradict each other; names the flag, the value and the remedy.
+        ValueError: the flags contradict each other; the error names the flag, the value and the remedy.
         SystemExit: argparse's own errors (unknown flag, not a number) and `--help`.
     """
     parser = build_parser()
@@ -195,7 +197,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
         if args.load is None:
             raise ValueError("--use-checkpoint-args: also give --load")
         saved = saved_flags.of_newest(Path(args.load), args.ckpt_step)
-        # Of several flags for one field, shorthands come last
+        # Where a field has several flags, its shorthands come last
         actions = {action.dest: action for action in reversed(parser._actions)}
         taken = (saved.keys() & actions.keys()) - given
         vars(args).update({name: saved_flags.as_flag(actions[name], saved[name]) for name in taken})
@@ -209,11 +211,11 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
 
 
 def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
-    """The flags of the command line's `--yaml-cfg`, parsed once on their own so that an error names the file.
+    """Return the flags in the file of `--yaml-cfg`, after parsing them separately so that an error names the file.
 
     Raises:
         ValueError: the file is not a mapping of flags to values.
-        SystemExit: argparse's own errors about a value in it.
+        SystemExit: argparse's own errors about a value in the file.
     """
     path = parser.parse_args(argv).yaml_cfg
     if path is None:
@@ -238,7 +240,7 @@ def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
 def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
     flags: dict[str, argparse.Action] = {}
     for action in parser._actions:
-        # Those without an effect go by their flags, not by a field
+        # A flag without an effect has its own name as its destination, not that of a field
         if action.dest in values and not action.dest.startswith("--") and action.dest != "yaml_cfg":
             flags.setdefault(action.dest, action)
     return {
@@ -263,7 +265,7 @@ def _without_effect(given: Collection[str]) -> list[str]:
 
 
 def _only(value: str, reason: str) -> Callable[[str], str]:
-    """A converter that accepts one value of a flag."""
+    """Return a converter that accepts only this value."""
 
     def convert(text: str) -> str:
         if text != value:
@@ -274,7 +276,7 @@ def _only(value: str, reason: str) -> Callable[[str], str]:
 
 
 def _all_but(reasons: Mapping[str, str], kind: Any) -> Callable[[str], Any]:
-    """A converter that refuses some of upstream's values with the reason."""
+    """Return a converter that refuses some of upstream's values, each with its reason."""
 
     @functools.wraps(kind)
     def convert(text: str) -> Any:
@@ -290,13 +292,13 @@ def _megatron_fields() -> list[dataclasses.Field]:
 
 
 def _is_without_effect(field: dataclasses.Field) -> bool:
-    """Whether the flag of a field of megatron-core's is refused, or accepted without effect."""
+    """Return whether the flag of one of megatron-core's fields is refused, or accepted without effect."""
     names = MEGATRON_FLAGS.get(field.name, {}).get("arg_names") or flag_names(field)
     return any(refusal(name) or name in ACCEPTED for name in names)
 
 
 def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
-    """Checked flags -> the configuration objects that the rest of the program is built from."""
+    """Build the configuration from checked flags."""
     dtype = torch.bfloat16 if values["bf16"] else torch.float16 if values["fp16"] else torch.float32
     return ours.RunConfig(
         transformer=_transformer_config(values, layout, dtype),
@@ -304,8 +306,8 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
             OptimizerConfig,
             values,
             params_dtype=dtype,
-            # megatron-core saves the 16 bits that main parameters have more than the weights as numbers in float32,
-            # which no other optimizer could resume from, and FusedAdam refuses on loading
+            # megatron-core saves the 16 bits by which main parameters exceed the weights as float32 numbers: no other
+            # optimizer can resume from them, and FusedAdam refuses to load them
             store_param_remainders=False,
             **{name: PRECISIONS[values[name]] for name in OPTIMIZER_PRECISIONS},
         ),
@@ -352,19 +354,19 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         moe_aux_loss_coeff=_single(values["moe_aux_loss_coeff"]),
         batch_p2p_comm=not layout.overlap_p2p_comm,
         cuda_graph_scope=[],
-        # gloo still reads an output that the schedule frees; NCCL orders the two by streams
+        # gloo may still read an output while the schedule frees it; NCCL orders the two by streams
         deallocate_pipeline_outputs=layout.backend == "nccl",
         **{name: getattr(layout, name) for name in layout.FUSIONS},
     )
 
 
 def _single(value: Any) -> Any:
-    """A list of one as its element: megatron-core takes a list to mean several auxiliary losses."""
+    """Return the element of a list of one: megatron-core takes any list to mean several auxiliary losses."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _window(text: str) -> tuple[int, int]:
-    """`--window-size`: `128,0` or `(128,0)`."""
+    """Parse `--window-size`: `128,0` or `(128,0)`."""
     try:
         left, right = (int(part) for part in text.strip("()[] ").split(","))
     except ValueError as error:

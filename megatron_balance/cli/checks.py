@@ -1,4 +1,4 @@
-"""Cross-flag checks: what the flags mean together, before anything starts.
+"""Checks of flags against each other and the machine, before anything starts.
 
 Every error is a ValueError that names the flag, its value and the remedy.
 """
@@ -21,7 +21,7 @@ REQUIRED = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr", "tokenizer_type"),
     *("train_iters train_samples", "data_path train_data_path mock_data"),
 )
-"""What has no default; of several, one is enough."""
+"""Fields without a default; where an entry has several names, one of them is enough."""
 
 AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
@@ -43,7 +43,7 @@ AT_MOST = {
     "train_iters": 10**9,
     "train_samples": 10**12,
 }
-"""Far above every published model: what is larger is a mistake, and would be counted out for hours."""
+"""Limits far above every published model: a larger value is a mistake, and setting it up would take hours."""
 
 MOST_MICROBATCHES = 1 << 16
 
@@ -54,9 +54,9 @@ NO_EFFECT_WITHOUT_POLICY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What follows from the flags and the machine."""
+    """Settings that follow from the flags and the machine."""
 
     FUSIONS: ClassVar[tuple[str, ...]] = (
         *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
@@ -90,11 +90,14 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
 
     Args:
         values: every flag's value by field name.
-        given: names of the flags that the user wrote.
+        given: fields whose flags the user wrote.
         machine: processes and libraries.
 
     Returns:
-        The derived layout and notices for the log, one sentence each.
+        The derived layout, and notices for the log, one sentence each.
+
+    Raises:
+        ValueError: the error names the flag, its value and the remedy.
     """
     notices: list[str] = []
     if values["dry_run"]:
@@ -108,7 +111,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     virtual = _virtual_pipeline_size(values)
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = _ffn_hidden_size(values)
-    moe_ffn = check_moe(values, given, expert_tp, ffn, machine.cuda, notices)
+    moe_ffn = check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=machine.cuda, notices=notices)
     return Layout(
         backend=backend,
         transformer_impl=impl,
@@ -116,14 +119,14 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         max_position_embeddings=_positions(values),
         ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
-        moe_token_dispatcher_type=token_dispatcher(values, given, backend, machine.cuda, notices),
+        moe_token_dispatcher_type=token_dispatcher(values, given, backend=backend, cuda=machine.cuda, notices=notices),
         sequence_parallel=values["sequence_parallel"],
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
         split=_data(values, notices),
         **fusions(values, machine, impl, notices),
         overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
-        # The interleaved schedule alone starts gathers; without it, each bucket starts the next one's
+        # Only the interleaved schedule starts gathers; without it, each bucket starts that of the next one
         align_param_gather=virtual is not None and values["align_param_gather"],
     ), notices
 
@@ -147,14 +150,14 @@ def _required(values: Mapping[str, Any]) -> None:
 
 
 def at_least_one(values: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse a number below 1."""
+    """Raise ValueError if any of these fields has a value below 1."""
     for name in names:
         if values[name] is not None and values[name] < 1:
             raise ValueError(f"{flag_of(name)} {values[name]}: give at least 1")
 
 
 def _available(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
-    """Refuse balancing flags that nothing would read; note other idle flags."""
+    """Raise ValueError for balancing flags that have no effect; add a notice for other flags without effect."""
     refuse_idle(values, given)
     for name, condition in NO_EFFECT_WITHOUT.items():
         needed, _, value = condition.partition(" ")
@@ -171,7 +174,7 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
 
 
 def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuse balancing flags that nothing would read."""
+    """Raise ValueError for balancing flags that have no effect."""
     for name in NO_EFFECT_WITHOUT_POLICY:
         chunks = values["moe_comm_chunks"] != "1"
         decides = chunks or "auto" in (values["moe_comm_alltoall"], values["moe_parallel_schedule"])
@@ -181,7 +184,7 @@ def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
-    """Without tensor parallelism, upstream switches it off: there is nothing to divide the sequence among."""
+    """Return whether sequence parallelism is on; like upstream, switch it off without tensor parallelism."""
     if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
         notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
         return False
@@ -193,7 +196,7 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
     if world_size % (tensor * pipeline):
         raise ValueError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}: "
-            f"must divide the number of processes ({world_size}); change them or start another number"
+            f"must divide the number of processes ({world_size}); change them or the number of processes"
         )
     expert = values["expert_model_parallel_size"] * (values["expert_tensor_parallel_size"] or tensor)
     if world_size % (expert * pipeline):
@@ -268,12 +271,12 @@ def _latent_attention(values: Mapping[str, Any]) -> None:
     if values["position_embedding_type"] != "rope":
         raise ValueError(
             f"--position-embedding-type {values['position_embedding_type']}: --multi-latent-attention has rotary "
-            "embeddings of its own; use --position-embedding-type rope"
+            "embeddings itself; use --position-embedding-type rope"
         )
     if values["tensor_model_parallel_size"] > 1:
         raise ValueError(
-            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention is not cut "
-            "among ranks; use 1 (experts may be cut: --expert-tensor-parallel-size)"
+            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention cannot be "
+            "split among ranks; use 1 (experts can be split: --expert-tensor-parallel-size)"
         )
     for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
         if values[name]:
@@ -288,7 +291,7 @@ def _positions(values: Mapping[str, Any]) -> int:
 
 
 def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
-    """Default inner width: 4 x hidden, or two thirds of it in multiples of 64 for SwiGLU, which has three matrices."""
+    """Return the inner width; default: 4 x hidden, for SwiGLU with its third matrix 2/3 of that in multiples of 64."""
     if values["ffn_hidden_size"]:
         return values["ffn_hidden_size"]
     return int(values["hidden_size"] * 4 * 2 / 3 / 64) * 64 if values["swiglu"] else 4 * values["hidden_size"]
@@ -310,7 +313,7 @@ def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
     if stages == 1:
         raise ValueError(f"{flag_of(name)} {value}: needs --pipeline-model-parallel-size above 1")
     if stages == 2 and not values["overlap_p2p_comm"]:
-        # Batched, the two messages between the same two ranks would be taken for each other
+        # In a batch, the two messages between the same two ranks could not be distinguished
         raise ValueError(
             "--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with the interleaved schedule"
         )
@@ -324,12 +327,12 @@ def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: i
     total = values["global_batch_size"] or step
     if total % step:
         raise ValueError(
-            f"--global-batch-size {total}: must be a multiple of --micro-batch-size {values['micro_batch_size']} "
-            f"times the data-parallel size {data_parallel}, that is of {step}"
+            f"--global-batch-size {total}: must be a multiple of {step}, which is --micro-batch-size "
+            f"{values['micro_batch_size']} times the data-parallel size {data_parallel}"
         )
     if total // step > MOST_MICROBATCHES:
         raise ValueError(
-            f"--global-batch-size {total}: are {total // step} microbatches of {step}; give at most "
+            f"--global-batch-size {total}: makes {total // step} microbatches of {step}; give at most "
             f"{MOST_MICROBATCHES * step}, or a larger --micro-batch-size"
         )
     stages = values["pipeline_model_parallel_size"]
@@ -342,7 +345,7 @@ def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: i
 
 
 def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
-    """The split string of a single blend."""
+    """Check the sources of samples; return `--split`, or its default for a single blend."""
     per_split = [values[f"{split}_data_path"] for split in ("train", "valid", "test")]
     sources = [bool(values["data_path"]), any(per_split), values["mock_data"]]
     if sum(sources) != 1:

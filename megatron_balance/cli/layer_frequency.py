@@ -1,4 +1,4 @@
-"""Which layers are mixtures: the expressions that `--moe-layer-freq` takes."""
+"""Parser for `--moe-layer-freq`, which says which layers have experts."""
 
 import argparse
 import ast
@@ -6,21 +6,21 @@ import operator
 from typing import Any
 
 FREQUENCY_LIMIT = 100_000
-"""Longest list that a --moe-layer-freq expression may build."""
+"""Maximum length of a list that an expression may build."""
 
 TEXT_LIMIT = 20_000
-"""Characters of an expression: a list of all layers that a model may have takes 12,000."""
+"""Maximum number of characters in an expression; a list for the deepest model that is allowed takes 12,000."""
 
 _OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
 
 
 def parse_layer_frequency(text: str) -> int | list[int]:
-    """`--moe-layer-freq`: an integer N, or a list expression such as `([0]*1+[1]*23)` of zeros and ones.
+    """Parse an integer N, or a list expression of zeros and ones such as `([0]*1+[1]*23)`.
 
-    Only integers, lists, `+` and `*` are understood; nothing is evaluated as Python.
+    Only integers, lists, `+` and `*` are accepted; nothing is evaluated as Python.
 
     Raises:
-        argparse.ArgumentTypeError: anything else.
+        argparse.ArgumentTypeError: the text is anything else.
     """
     try:
         if len(text) > TEXT_LIMIT:

@@ -1,4 +1,4 @@
-"""What the flags ask of the machine: its backend, its packages and their kernels; the part of checks.py about them."""
+"""Checks of flags against the machine: its backend, its packages and their kernels. Called by checks.py."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from megatron_balance.config.flags import flag_of
 from megatron_balance.device.machine import KERNELS, TAKEN_FOR_GRANTED, Machine
 
 ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
-"""In place of GELU."""
+"""Activations other than GELU."""
 
 INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
@@ -15,10 +15,10 @@ INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 def backends(
     values: Mapping[str, Any], given: Collection[str], machine: Machine, notices: list[str]
 ) -> tuple[str, str]:
-    """Collective backend and transformer implementation, with fallbacks for upstream's defaults.
+    """Return the collective backend and the transformer implementation, with fallbacks for upstream's defaults.
 
     Raises:
-        ValueError: something that was asked for, or a package, does not work here; names it and the remedy.
+        ValueError: a requested feature or an installed package does not work here; the error names the remedy.
     """
     backend, impl = values["distributed_backend"], values["transformer_impl"]
     if backend == "nccl" and not machine.cuda:
@@ -41,7 +41,7 @@ def backends(
 
 
 def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
-    """Refuse packages that megatron-core cannot work with, and what needs one that is not there."""
+    """Raise ValueError for packages that megatron-core cannot use, and for flags that need a missing package."""
     if machine.cuda and machine.unfit:
         raise ValueError(f"{machine.unfit}; install one of those ({INSTALL}) or uninstall it")
     unbuilt = sorted(machine.unbuilt.intersection(TAKEN_FOR_GRANTED))
@@ -64,15 +64,15 @@ def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
 
 
 def fusions(values: Mapping[str, Any], machine: Machine, impl: str, notices: list[str]) -> dict[str, bool]:
-    """Fields of the layout: the fused kernels that are wanted and there."""
-    # A dry run computes nothing, and megatron-core looks for the kernels as it builds
+    """Return the layout's fields for fused kernels: whether each one is both requested and available."""
+    # A dry run computes nothing, but megatron-core looks for the kernels when it builds the model
     engine, real = machine.transformer_engine, machine.cuda and not values["dry_run"]
-    # Of apex's kernels, Transformer Engine's layers need none but the output layer's, which is megatron-core's own
+    # With Transformer Engine, only the output layer, which is megatron-core's, uses one of apex's kernels
     wanted = [name for name in KERNELS if values[name] and (name != "masked_softmax_fusion" or impl == "local")]
     missing = [f"--no-{name.replace('_', '-')}" for name in wanted if real and not machine.fuses(name)]
     if missing:
         notices.append(f"no kernels of apex here: {' '.join(missing)}")
-    # The fused kernel of SwiGLU neither clamps nor adds
+    # The fused SwiGLU kernel supports neither a clamp nor an offset
     plain_gate = values["activation_func_clamp_value"] is None and not values["glu_linear_offset"]
     gated = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"] and plain_gate
     gelu = not any(values[name] for name in ACTIVATIONS)

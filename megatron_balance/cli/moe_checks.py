@@ -1,4 +1,4 @@
-"""What the flags of mixtures of experts and of balancing mean together; the part of checks.py about them."""
+"""Checks of the flags for mixtures of experts and for balancing. Called by checks.py."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,8 +16,7 @@ NOT_BALANCED = (
     *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
 )
-"""What only megatron-core's own MoE layer reads; later versions than 0.16.1 do not have all of it."""
-
+"""Fields that only megatron-core's MoE layer reads; versions after 0.16.1 lack some of them."""
 
 DEMI = ("none", "demi", "demi_s1", "demi_s2", "demi_s3")
 """Policies with one host for each expert."""
@@ -26,23 +25,24 @@ DEMI = ("none", "demi", "demi_s1", "demi_s2", "demi_s3")
 def check_moe(
     values: Mapping[str, Any],
     given: Collection[str],
+    *,
     expert_tp: int,
     ffn_hidden_size: int,
     cuda: bool,
     notices: list[str],
 ) -> int | None:
-    """Check the MoE flags; returns the experts' inner width.
+    """Check the MoE flags and return the experts' inner width.
 
     Args:
         values: every flag's value by field name.
-        given: names of the flags that the user wrote.
-        expert_tp: expert tensor parallelism.
+        given: fields whose flags the user wrote.
+        expert_tp: expert-tensor-parallel size.
         ffn_hidden_size: inner width of dense layers, and of experts by default.
         cuda: whether there is a CUDA device.
-        notices: sentences for the log are added here.
+        notices: list that sentences for the log are appended to.
 
     Raises:
-        ValueError: names the flag, its value and the remedy.
+        ValueError: the error names the flag, its value and the remedy.
     """
     experts, parallel = values["num_moe_experts"], values["expert_model_parallel_size"]
     if experts is None:
@@ -63,7 +63,7 @@ def check_moe(
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
     if values["moe_layer_impl"] == "balanced":
         _balanced_layer(values, given, notices)
-    _schedule(values, given, expert_tp, ffn_hidden_size, notices)
+    _schedule(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn_hidden_size, notices=notices)
     if values["balance_policy"] != "none":
         _policy(values, given)
     if values["moe_router_force_workload"] != "none":
@@ -75,7 +75,7 @@ def check_moe(
 
 
 def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
-    """What `--moe-layer-impl balanced` does not do."""
+    """Check that no flag asks for a feature that `--moe-layer-impl balanced` lacks."""
     for name in NOT_BALANCED:
         if values.get(name):
             raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
@@ -84,9 +84,9 @@ def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: 
 
 
 def _schedule(
-    values: Mapping[str, Any], given: Collection[str], expert_tp: int, ffn_hidden_size: int, notices: list[str]
+    values: Mapping[str, Any], given: Collection[str], *, expert_tp: int, ffn_hidden_size: int, notices: list[str]
 ) -> None:
-    """What step orders need (flow/parallel_schedule.py). Arguments as of `check_moe`."""
+    """Check what the parallel schedules require (flow/parallel_schedule.py); same arguments as `check_moe`."""
     schedule, tensor = values["moe_parallel_schedule"], values["tensor_model_parallel_size"]
     flag, same_tokens = f"--moe-parallel-schedule {schedule}", tensor > 1 and not values["sequence_parallel"]
     if values["moe_layer_impl"] != "balanced":
@@ -189,7 +189,7 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _transfer(values: Mapping[str, Any]) -> None:
-    """What experts that change their owners need."""
+    """Check what ownership transfer requires."""
     flag = "--balance-ownership transfer"
     if values["balance_load"] == "exact":
         raise ValueError(
@@ -205,7 +205,7 @@ def _transfer(values: Mapping[str, Any]) -> None:
     if values["tensor_model_parallel_size"] > 1 and values["add_bias_linear"]:
         raise ValueError(
             f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with {flag} also give "
-            "--disable-bias-linear: of experts' biases, the gradient norm counts those of tensor-parallel rank 0 alone"
+            "--disable-bias-linear: the gradient norm counts experts' biases on tensor-parallel rank 0 only"
         )
     if values["use_precision_aware_optimizer"]:
         raise ValueError(
@@ -215,11 +215,11 @@ def _transfer(values: Mapping[str, Any]) -> None:
 
 
 def token_dispatcher(
-    values: Mapping[str, Any], given: Collection[str], backend: str, cuda: bool, notices: list[str]
+    values: Mapping[str, Any], given: Collection[str], *, backend: str, cuda: bool, notices: list[str]
 ) -> str:
-    """The token dispatcher's type: the one of the flag, or `alltoall` where the way of tokens is chosen.
+    """Return the type of the token dispatcher: the flag's, or `alltoall` if other flags choose how tokens travel.
 
-    Arguments and errors as of `check_moe`, which comes before; `backend` is the one of collectives.
+    Call it after `check_moe`; arguments and errors are the same, and `backend` is the collective backend.
     """
     wanted = values["moe_token_dispatcher_type"]
     ways = "moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule"
@@ -231,7 +231,7 @@ def token_dispatcher(
     if expert_tp > 1 and uneven and backend == "gloo" and wanted == "alltoall":
         raise ValueError(
             f"--expert-tensor-parallel-size {expert_tp} (default: the tensor-parallel size): with --moe-layer-impl "
-            "megatron it gathers rows, of which gloo wants equally many from each rank; use --moe-layer-impl balanced, "
+            "megatron it gathers rows, and gloo needs the same number from each rank; use --moe-layer-impl balanced, "
             "or --moe-pad-expert-input-to-capacity"
         )
     if "moe_comm_codec_directions" in given and "moe_comm_codec" not in chosen:
@@ -284,7 +284,9 @@ def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
         find_order(order)
         return
     if chunks != "auto":
-        raise ValueError(f"--moe-comm-chunks {chunks}: with --moe-comm-order demi the schedule says how many; use auto")
+        raise ValueError(
+            f"--moe-comm-chunks {chunks}: with --moe-comm-order demi the schedule decides the number; use auto"
+        )
     if policy not in DEMI:
         raise ValueError(
             f"--balance-policy {policy}: --moe-comm-order demi schedules experts with one host each; use "
@@ -293,7 +295,7 @@ def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _forced_workload(values: Mapping[str, Any]) -> None:
-    """What `--moe-router-force-workload` cannot overrule."""
+    """Check that no flag conflicts with `--moe-router-force-workload`."""
     flag = f"--moe-router-force-workload {values['moe_router_force_workload']}"
     for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
         if values[name]:

@@ -1,4 +1,4 @@
-"""What argparse leaves to the program: files of flags, why a flag is refused, and how parsing ends."""
+"""Our extensions of argparse: files of flags, reasons for refused flags, and how parsing ends."""
 
 import argparse
 import shlex
@@ -13,16 +13,17 @@ from megatron_balance.job.endings import Ending
 from megatron_balance.messages import cleaned
 
 MAX_FILE_BYTES = 64 * KIB
-"""Of a file of flags."""
+"""Maximum size of a file of flags."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Knows why it refuses a flag, and where the flags come from if not from the command line."""
+    """A parser whose errors give the reason for a refused flag, and the file that the flags come from."""
 
     source = ""
+    """Prefix of errors that names the file which the flags come from; empty for the command line."""
 
     def expanded(self, words: Iterable[str]) -> list[str]:
-        """A command line with the flags of each `@FILE` in its place; `#` begins a comment there."""
+        """Return the command line with each `@FILE` replaced by the flags in it; `#` starts a comment in the file."""
         return [flag for word in words for flag in (self._flags_in(word[1:]) if word.startswith("@") else [word])]
 
     def _flags_in(self, path: str) -> list[str]:
@@ -37,12 +38,12 @@ class Parser(argparse.ArgumentParser):
             except ValueError as error:
                 self.error(f"@{path}: line {number}: {cleaned(line, 80)!r}: {error}")
             if other := next((word for word in words if word.startswith("@")), None):
-                self.error(f"@{path}: line {number}: {cleaned(other, 80)!r}: such files do not name others; give both")
+                self.error(f"@{path}: line {number}: {cleaned(other, 80)!r}: such a file cannot name others; give both")
             flags += words
         return flags
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """As argparse does, with an Ending."""
+        """Exit as argparse does, but with an Ending."""
         if message:
             self._print_message(message, sys.stderr)
         ending = Ending(status)
@@ -50,8 +51,10 @@ class Parser(argparse.ArgumentParser):
             ending.reason = message.removeprefix(f"{self.prog}: error: ").strip()
         raise ending
 
-    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        """Parse; a flag that is neither ours nor Megatron's, or refused, ends the run with the reason."""
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # typeshed's overloads
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Parse the flags; report an unknown or refused flag as an error that gives the reason."""
         values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
         for flag in (text.partition("=")[0] for text in unknown):
             if reason := refusal(flag):

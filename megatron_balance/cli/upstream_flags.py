@@ -1,4 +1,4 @@
-"""Flags that do nothing or are refused, and why: data, and one lookup.
+"""Flags of Megatron's that have no effect or are refused, with the reasons: tables and one lookup.
 
 Every other flag of Megatron's does what Megatron's documentation says. A reason completes the sentence `--flag: ...`.
 """
@@ -11,12 +11,12 @@ ACCEPTED = {
         ("--use-mcore-models", "--use-legacy-models", "--no-scatter-gather-tensors-in-pipeline",
          "--fp16-lm-cross-entropy", "--no-gradient-reduce-div-fusion", "--no-async-tensor-model-parallel-allreduce",
          "--disable-async-tensor-model-parallel-allreduce"),
-        "has no effect on models of megatron-core, and this program builds no others",
+        "has no effect on megatron-core's models, which are the only ones here",
     ),
     "--no-position-embedding": "has no effect with --position-embedding-type rope, which adds none to the embeddings",
-    "--moe-extended-tp": "is gone from megatron-core; --expert-tensor-parallel-size says how experts are split",
+    "--moe-extended-tp": "was removed from megatron-core; --expert-tensor-parallel-size says how experts are split",
     "--use-flash-attn": "has no effect; --attention-backend chooses the attention",
-    "--local-rank RANK": "has no effect; the launcher's LOCAL_RANK counts",
+    "--local-rank RANK": "has no effect; the launcher's LOCAL_RANK is used",
     **dict.fromkeys(
         ("--use-dist-ckpt", "--auto-detect-ckpt-format", "--dist-ckpt-format torch_dist"),
         "has no effect; checkpoints are always in --ckpt-format torch_dist",
@@ -30,22 +30,22 @@ ACCEPTED = {
     ),
     "--no-create-attention-mask-in-dataloader": "is always so: attention is causal by construction",
     "--dataloader-type single": "is always so: samples are read once, in order",
-    "--disable-gloo-process-groups": "is always so: no gloo groups are made beside those of --distributed-backend",
+    "--disable-gloo-process-groups": "is always so: no gloo groups are created in addition to --distributed-backend's",
     **dict.fromkeys(
         ("--manual-gc", "--manual-gc-interval N", "--no-manual-gc-eval", "--disable-manual-gc-eval"),
-        "has no effect; Python collects garbage when it sees fit",
+        "has no effect; Python's own garbage collection stays on",
     ),
-    "--train-sync-interval N": "has no effect; host and device meet in every iteration",
+    "--train-sync-interval N": "has no effect; host and device synchronize in every iteration",
     "--empty-unused-memory-level 0": "is always so: the allocator keeps its memory",
     **dict.fromkeys(("--timing-log-level 0", "--no-barrier-with-level-1-timing"), "is always so: no timers are kept"),
     "--rerun-mode disabled": "is always so: no iteration is run twice",
     "--disable-msc": "is always so: files are plain files",
     "--no-one-logger": "is always so: nothing is sent to one-logger",
 }  # fmt: skip
-"""Flags whose absence changes nothing: `--switch`, `--flag VALUE` (any value), or `--flag value` (only that one)."""
+"""Flags without an effect: `--switch`, `--flag VALUE` (any value), or `--flag value` (this value only)."""
 
 REFUSED = {
-    # What this program is not
+    # Tasks other than training a GPT on text
     "this program trains; it does not serve": """
         --inference-* --no-inference-* --enable-chunked-prefill --disable-chunked-prefill --decode-only-cuda-graphs
         --nccl-all-reduce-for-prefill --use-legacy-static-engine --max-tokens-to-oom --flash-decode
@@ -89,14 +89,14 @@ REFUSED = {
         --offload-modules --min-offloaded-tensor-size
         --optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
         --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --disable-pin-cpu-*""",
-    "megatron-core's batch-level overlap cuts its own MoE layer in stages and is not supported": """
+    "megatron-core's batch-level overlap splits its own MoE layer into stages and is not supported": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute --ep-overlap-*""",
     "Transformer Engine's user buffers are not set up, so tensor parallelism does not overlap; leave it out": """
         --tp-comm-* --no-tp-comm-* --disable-tp-comm-*""",
     "special NCCL communicators are not supported; NCCL's own environment variables work": """
         --use-nccl-ub --disable-symmetric-registration --use-sharp --sharp-* --nccl-communicator-config-path
         --high-priority-stream-groups --pipeline-model-parallel-comm-backend""",
-    "it needs a PyTorch with ring exchange, which nobody publishes": "--use-ring-exchange-p2p",
+    "it needs a build of PyTorch with ring exchange, which is not published": "--use-ring-exchange-p2p",
     "weights are not clipped by their attention logits": "--qk-clip --qk-clip-*",
     "megatron-core's transformer layer does not have it": "--apply-residual-connection-post-layernorm",
     "use --optimizer adam or sgd": "--muon-*",
@@ -106,7 +106,7 @@ REFUSED = {
     "name the data with --data-path or --train-data-path, --valid-data-path and --test-data-path": """
         --data-args-path --per-split-data-args-path --per-dataset-sequences-path""",
     "object storage is not supported; copy the data to a file system": "--object-storage-cache-path",
-    "all validation data is one blend, of which --eval-iters batches are drawn": """
+    "all validation data is one blend, from which --eval-iters batches are drawn": """
         --full-validation --multiple-validation-sets""",
     "batch sizes change by --rampup-batch-size only": "--phase-transition-iterations --decrease-batch-size-if-needed",
     "this program always trains; leave it out": "--skip-train",
@@ -115,7 +115,7 @@ REFUSED = {
     "checkpoints are written to --save in --ckpt-format torch_dist, as megatron-core 0.14 and later lay them out": """
         --ckpt-convert-* --dist-ckpt-save-pre-mcore-014 --distrib-optim-fully-reshardable-mem-efficient
         --load-main-params-from-ckpt""",
-    "every checkpoint is a lasting one in --save; use --async-save and --keep-last": """
+    "every checkpoint in --save is permanent; use --async-save and --keep-last": """
         --non-persistent-* --replication --replication-*""",
     "parallel sizes come from the command line; give them there": "--use-mp-args-from-checkpoint-args",
     "give --tokenizer-model, which wins over the checkpoint's": """
@@ -123,20 +123,20 @@ REFUSED = {
     "jobs are restarted by the launcher (torchrun --max-restarts, sbatch --requeue) with --load": """
         --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --adlr-autoresume --adlr-autoresume-interval""",
     "one-logger is not supported; use --tensorboard-dir": "--one-logger-* --app-tag-run-*",
-    "a training run reports no such thing; use NVIDIA's own tools (Nsight Systems, nvidia-smi)": """
+    "not reported by a training run; use NVIDIA's own tools (Nsight Systems, nvidia-smi)": """
         --log-straggler --straggler-* --disable-straggler-on-startup --run-workload-inspector-server --log-energy""",
     "debugging aids of Megatron-LM are not supported": """
         --check-weight-hash-across-dp-replicas-interval --dump-param-to-param-group-map --save-dgrads-interval
         --save-wgrads-interval --fake-process-group --disable-jit-fuser --enable-experimental
         --config-logger-dir""",
     "the order of ranks is tensor, expert, data, pipeline": "--use-tp-pp-dp-mapping",
-    "stages hold equally many layers; --decoder-first- and --decoder-last-pipeline-num-layers change the ends":
+    "stages have equal numbers of layers; --decoder-first- and --decoder-last-pipeline-num-layers change the ends":
         "--pipeline-model-parallel-layout",
-    "process groups are made at once, with one timeout: --distributed-timeout-minutes": """
+    "process groups are created at the start, with one timeout: --distributed-timeout-minutes": """
         --lazy-mpu-init --distributed-timeout-seconds-after-init""",
     "workers of the data loader get no handler; send the signal to the launcher's children only":
         "--exit-signal-handler-for-dataloader",
-    # Would do harm
+    # Harmful
     "it gives every expert-parallel rank the same experts; leave it out": "--use-cpu-initialization",
     "data-parallel ranks must start with the same weights; leave it out": "--data-parallel-random-init",
     # Megatron has, or had, another flag for the same
@@ -154,7 +154,7 @@ REFUSED = {
     "megatron-core's tokenizers are used; leave it out": "--legacy-tokenizer",
     "use --tokenizer-special-tokens": "--tiktoken-special-tokens --vocab-extra-ids",
     "use --make-vocab-size-divisible-by": "--padded-vocab-size",
-    # Still to come
+    # Planned
     "not available yet": """
         --moe-router-force-biased --moe-per-layer-logging
         --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
@@ -162,7 +162,7 @@ REFUSED = {
         --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
     "not available yet; use --tensorboard-dir": "--wandb-*",
 }  # fmt: skip
-"""Reason -> the flags that are refused for it; `*` stands for any ending."""
+"""Reason -> the flags that are refused for this reason; `*` matches any ending."""
 
 NEWER = """
     --activation-offload-fraction --adaptive-muon-* --delay-offload-* --delta-offload-* --expert-gtp-*
@@ -176,9 +176,9 @@ NEWER = """
     --use-grouped-gemm-for-* --use-layer-wise-* --use-mup --use-transformer-engine-op-fuser
     --no-cuda-graph-* --disable-cuda-graph-* --no-dsa-* --disable-dsa-* --no-fsdp-* --disable-fsdp-* --no-soap-*
     --disable-soap-*"""
-"""Flags for fields that megatron-core gained after 0.16.1. Refused until someone has looked at what each does here."""
+"""Flags for fields that megatron-core added after 0.16.1, refused until someone has checked what each does here."""
 
-NEWER_REASON = "came after megatron-core 0.16.1 and is not supported yet; leave it out"
+NEWER_REASON = "was added after megatron-core 0.16.1 and is not supported yet; leave it out"
 
 REFUSED_VALUES = {
     "--ckpt-format": {
@@ -202,7 +202,7 @@ REFUSED_VALUES = {
         ),
     },
 }
-"""Flag -> upstream's choices that are refused, with the reason."""
+"""Flag -> the choices of upstream's that are refused -> the reason."""
 
 NO_EFFECT_WITHOUT = {
     "num_query_groups": "group_query_attention",
@@ -242,12 +242,12 @@ NO_EFFECT_WITHOUT = {
         ("ckpt_step", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "ckpt_fully_parallel_load"), "load"
     ),
 }  # fmt: skip
-"""Field -> the field, or field and value, without which it is noted that its flag does nothing."""
+"""Field -> the field, or field and value, without which its flag has no effect; a notice reports this."""
 
 
 @functools.cache
 def refusal(flag: str) -> str | None:
-    """Why a flag is refused; None if it is not, or if nobody ever heard of it."""
+    """Return the reason why a flag is refused, or None if it is accepted or unknown."""
     reasons = {**REFUSED, NEWER_REASON: NEWER}
     patterns = ((pattern, reason) for reason, names in reasons.items() for pattern in names.split())
     return next((reason for pattern, reason in patterns if fnmatchcase(flag, pattern)), None)

@@ -1,7 +1,7 @@
 """`--yaml-cfg`: a YAML file of flags -> the same flags as a command line.
 
-The file is only parsed: values stay the text that was written and go through the same parser as the command line, so
-every check holds and no object is ever constructed from it.
+The file is only parsed. Its values stay text and go through the same parser as the command line, so that every check
+applies, and no object is ever constructed from the file.
 """
 
 import argparse
@@ -17,32 +17,32 @@ BOOL, NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 
 
 def read_flags(path: str, parser: argparse.ArgumentParser, refusal: Callable[[str], str | None]) -> list[str]:
-    """The flags in the YAML file `path`, in its order.
+    """Return the flags in the YAML file `path`, in the order of the file.
 
-    A key is the name of one of `parser`'s flags without dashes before it, written with `-` or `_`; its value is `true`
-    or `false` for a switch, a list for a flag that takes several, null for the default. Mappings under any other key
-    are sections, whose names mean nothing. `refusal` says why a flag that is not in `parser` is refused.
+    A key is the name of one of `parser`'s flags without the leading dashes, written with `-` or `_`. Its value is
+    `true` or `false` for a switch, a list for a flag with several values, null for the default. Any other key may have
+    a mapping as its value: a section, whose name has no meaning. `refusal` returns why a flag is refused.
 
     Raises:
-        ValueError: anything else; names the file, the key and the remedy.
+        ValueError: the file contains anything else; the error names the file, the key and the remedy.
     """
     root = read_yaml(path, "--yaml-cfg")
     try:
-        return [token for flag in _Flags(parser, refusal).of(root) for token in flag] if root else []
+        return [token for flag in _Flags(parser, refusal).read(root) for token in flag] if root else []
     except ValueError as error:
         raise ValueError(f"--yaml-cfg {path}: {cleaned(error, 300)}") from error
 
 
 class _Flags:
-    """Walks the mapping and remembers what it has seen."""
+    """Reader of the mapping, which remembers the flags that it has seen."""
 
     def __init__(self, parser: argparse.ArgumentParser, refusal: Callable[[str], str | None]) -> None:
         self.parser, self.refusal = parser, refusal
         self.actions = {flag: action for action in parser._actions for flag in action.option_strings}
         self.seen: dict[str, str] = {}
 
-    def of(self, section: yaml.Node) -> Iterator[list[str]]:
-        """The flags of a mapping and of the sections in it."""
+    def read(self, section: yaml.Node) -> Iterator[list[str]]:
+        """Yield the flags in a mapping and in its sections."""
         if not isinstance(section, yaml.MappingNode):
             raise ValueError("is not a mapping; write one `flag-name: value` per line")
         for key, value in section.value:
@@ -50,7 +50,7 @@ class _Flags:
                 raise _error(key, "is not a name; write `flag-name: value`")
             flag = f"--{key.value.replace('_', '-')}"
             if flag not in self.actions and isinstance(value, yaml.MappingNode):
-                yield from self.of(value)
+                yield from self.read(value)
             else:
                 yield self._flag(key, flag, value)
 
@@ -79,7 +79,7 @@ class _Flags:
 
 
 def _text(key: yaml.ScalarNode, value: yaml.Node, in_list: bool = False) -> str:
-    """A scalar as it was written."""
+    """Return a scalar as it is written in the file."""
     if not isinstance(value, yaml.ScalarNode) or value.tag in (BOOL, NULL):
         raise _error(key, "takes a number or text here; put text such as yes, no, on, off in quotes")
     if in_list and value.value.startswith(("-", "@")):

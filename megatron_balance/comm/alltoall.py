@@ -1,10 +1,10 @@
-"""Exchange of tokens between the ranks of a group: the AllToAll interface, and the members that know no nodes.
+"""Exchange of rows between the ranks of a group: the AllToAll interface, and the all-to-alls that ignore nodes.
 
-Rows travel whole. All ranks know the split matrix: `splits_DD[i, j]` (int64 on the host, zeros included) is the number
-of rows that rank i sends to rank j. Rows are sent and received in the order of the ranks. Every rank of the group
-starts the same exchanges in the same order, whatever its part in them.
+All ranks know the split matrix: `splits_DD[i, j]` (int64 on the host, may be zero) is the number of rows that rank i
+sends to rank j. Rows are sent and received in the order of the ranks. Every rank of the group starts the same exchanges
+in the same order, even if it sends and receives nothing.
 
-Shape suffixes: D ranks of the group.
+In the shapes, D counts the ranks of the group: hosts, or all shards of all hosts.
 """
 
 import functools
@@ -21,7 +21,7 @@ from megatron_balance.job.groups import NodeGroups
 
 @dataclass(frozen=True)
 class Exchange:
-    """A started exchange."""
+    """An exchange in progress."""
 
     wait: Callable[[], torch.Tensor]
     """Returns the received rows [sum of the rank's column, ...]: from rank 0, then rank 1, ... On CUDA the current
@@ -29,41 +29,42 @@ class Exchange:
 
 
 class AllToAll(ABC):
-    """Rows to every rank of `group`, rows from every rank of it (AbsAlltoAll, ScheMoE section 3.1)."""
+    """Interface of all-to-all exchanges of rows between the ranks of `group` (AbsAlltoAll, ScheMoE section 3.1)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     @abstractmethod
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        """Start sending `rows` [sum of the rank's row of splits_DD, ...] of any dtype and return at once.
+        """Start sending `rows` [sum of the rank's row of splits_DD, ...] of any dtype and return immediately.
 
-        Several exchanges may be under way, and be waited for in any order. The rows must not change until then.
+        Several exchanges may be in progress and may be waited for in any order. `rows` must not change until then.
         """
 
     @property
     def reverse(self) -> "AllToAll":
-        """What takes gradients back."""
+        """The all-to-all for gradients, which travel the reverse way."""
         return self
 
     def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows as they can be sent, and room for those that come."""
+        """Return the rows in a form that can be sent, and a buffer for the received rows."""
         received = int(splits_DD[:, self.group.rank()].sum())
         return rows.detach().contiguous(), rows.new_empty((received, *rows.shape[1:]))
 
 
-class Alone(AllToAll):
-    """For a group of one rank, which keeps what it has."""
+class SingleRankAllToAll(AllToAll):
+    """The all-to-all of a group of one rank, which keeps its rows."""
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         return Exchange(lambda: rows)
 
 
 class NodeAllToAll(AllToAll):
-    """Treats ranks of the same node and those of others differently."""
+    """Base class of all-to-alls that distinguish messages within nodes from messages between nodes."""
 
     tag = 0
-    """Marks messages on gloo, for those that share groups with others without keeping to one order of posting."""
+    """Tag of messages on gloo; each class that shares groups with others needs its own, because their posting order is
+    not defined."""
 
     def __init__(self, nodes: NodeGroups) -> None:
         super().__init__(nodes.ep)
@@ -73,9 +74,9 @@ class NodeAllToAll(AllToAll):
 
     @functools.cached_property
     def thread(self) -> ThreadPoolExecutor:
-        """Posts, on a CPU, what has to wait for earlier messages: one exchange after another, beside the computation.
+        """Thread that, on a CPU, posts messages that have to wait for earlier ones, overlapped with the computation.
 
-        On CUDA the order of a stream does the same.
+        It handles one exchange at a time. On CUDA the order of a stream does the same.
         """
         return ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
 
@@ -89,11 +90,11 @@ class FlatAllToAll(AllToAll):
         splits = splits_DD[:, rank].tolist(), splits_DD[rank].tolist()
         work = dist.all_to_all_single(received, rows, *splits, group=self.group, async_op=True)
         assert work is not None
-        return ending_with([work], received, rows)
+        return exchange_of([work], received, rows)
 
 
 class P2PAllToAll(AllToAll):
-    """One message to every other rank, all posted at once."""
+    """One message to every other rank, all of them posted at the same time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -102,24 +103,31 @@ class P2PAllToAll(AllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         rank = self.group.rank()
-        splits = splits_DD[:, rank].tolist(), splits_DD[rank].tolist()
-        return ending_with(post_rows(self.group, rank, received, rows, *splits), received, rows)
+        works = post_rows(
+            self.group,
+            rank,
+            received,
+            rows,
+            output_splits=splits_DD[:, rank].tolist(),
+            input_splits=splits_DD[rank].tolist(),
+        )
+        return exchange_of(works, received, rows)
 
 
 def default_all_to_all(group: dist.ProcessGroup) -> AllToAll:
-    """What `--moe-comm-alltoall default` stands for; for a rank alone, nothing.
+    """Return the all-to-all that `--moe-comm-alltoall default` stands for; a single rank needs no exchange.
 
-    NCCL's own exchange is a batch of messages already. gloo's posts its sends before its receives and so halves the
-    bandwidth of each link; but messages from a GPU are beyond gloo.
+    NCCL's own all-to-all is already a batch of messages. gloo's posts its sends before its receives, which halves the
+    bandwidth of each link; but gloo cannot send messages from a GPU.
     """
     if group.size() == 1:
-        return Alone(group)
+        return SingleRankAllToAll(group)
     on_cpu = dist.get_backend(group) == "gloo" and not torch.cuda.is_available()
     return P2PAllToAll(group) if on_cpu else FlatAllToAll(group)
 
 
 def connect(group: dist.ProcessGroup | None) -> None:
-    """Let all ranks set up an NCCL communicator together: the first batch of messages may not concern all of them."""
+    """Set up an NCCL communicator on all ranks together: the first batch of messages may not involve all of them."""
     if group is not None and dist.get_backend(group) == "nccl":
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
@@ -130,10 +138,10 @@ def post(
     sends: Mapping[int, torch.Tensor],
     tag: int = 0,
 ) -> list[dist.Work]:
-    """Start receiving from and sending to ranks of `group`, in the order given; what is empty does not travel.
+    """Start receiving from and sending to ranks of `group`, in the given order; empty tensors are not sent.
 
-    All receives come first: on gloo, a sender waits until the receiver says that it is ready, and saying so queues
-    behind the bulk data that the receiver itself sends. NCCL takes all of them as one batch.
+    All receives are posted first: on gloo, a sender waits for the receiver's ready notification, which queues behind
+    the bulk data that the receiver itself sends. NCCL takes all messages as one batch.
     """
     operations = [
         dist.P2POp(verb, tensor, group=group, tag=tag, group_peer=peer)
@@ -149,17 +157,21 @@ def post_rows(
     rank: int,
     received: torch.Tensor,
     rows: torch.Tensor,
+    *,
     output_splits: Sequence[int],
     input_splits: Sequence[int],
     tag: int = 0,
 ) -> list[dist.Work]:
-    """Start an exchange between all ranks of `group` by messages, and copy the rows that stay on this rank.
+    """Post one message per pair of ranks of `group`, and copy the rows that stay on this rank.
 
-    Step k goes to rank + k and comes from rank - k, so that no two ranks send to the same one.
+    In step k, a rank sends to rank + k and receives from rank - k, so that no two ranks send to the same rank.
 
     Args:
-        group: None: this rank alone.
-        output_splits, input_splits: rows of `received` and of `rows` that belong to each rank of the group.
+        group: None for this rank alone.
+        received: [sum of output_splits, ...].
+        rows: [sum of input_splits, ...].
+        output_splits: number of rows from each rank of the group.
+        input_splits: number of rows to each rank of the group.
     """
     targets, sources = rows.split(list(input_splits)), received.split(list(output_splits))
     size = len(targets)
@@ -170,21 +182,21 @@ def post_rows(
     return works
 
 
-def ending_with(works: list[dist.Work], received: torch.Tensor, sent: torch.Tensor) -> Exchange:
-    """The exchange of `sent` for `received` that is over when `works` are."""
+def exchange_of(works: list[dist.Work], received: torch.Tensor, sent: torch.Tensor) -> Exchange:
+    """Return the exchange that sends `sent`, fills `received` and completes with `works`."""
 
     def wait() -> torch.Tensor:
-        # Each once: gloo would wait for a second message
+        # Wait for each once: gloo would wait for a second message
         while works:
             works.pop().wait()
-        in_use_here(received, sent)
+        keep_until_read(received, sent)
         return received
 
     return Exchange(wait)
 
 
-def in_use_here(*tensors: torch.Tensor) -> None:
-    """Keep the memory of tensors for the current CUDA stream, which may not be the one that allocated them."""
+def keep_until_read(*tensors: torch.Tensor) -> None:
+    """Keep the memory of tensors until the current CUDA stream has used them, even if another stream allocated it."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,16 +1,17 @@
-"""Chooses an all-to-all for each exchange by predicted time.
+"""Choice of an all-to-all for each exchange by predicted time.
 
-A member's messages are written down as matrices, one for each of its stages, which follow each other:
+The messages of an all-to-all are described by matrices, one for each of its consecutive stages:
 
-    flat   inside nodes, then between nodes        p2p, pipe  all at once
-    2dh    align inside nodes, then across them    1dh        to the leaders, between leaders, from the leaders
+    flat   within nodes, then between nodes        p2p, pipe  all in one stage
+    2dh    within nodes, then between nodes        1dh        to the leaders, between leaders, from the leaders
 
-Inside a stage both levels work at the same time. A level takes alpha * n + beta * b, where n counts the messages of its
-busiest rank, b the bytes of its busiest rank or link, sent or received, and alpha and beta are the profile's
-point-to-point lines. So `flat` and `pipe` are Eqs. 17 and 16 of ScheMoE, for splits of any shape.
+In each stage, both levels (within nodes and between nodes) work at the same time. A level takes alpha * n + beta * b
+seconds, where n is the number of messages of its busiest rank, b the bytes of its busiest rank or link, sent or
+received, and alpha and beta are the profile's point-to-point line. `flat` and `pipe` are therefore Eqs. 17 and 16 of
+ScheMoE, for any split matrix.
 
-Shape suffixes: D ranks of the group, N nodes, L ranks of a node, S stages. Matrices [D, D] hold bytes from rank i to
-rank j.
+In the shapes, L counts the ranks of a node, and B the stages of all members together. Matrices [D, D] hold the bytes
+from rank i to rank j.
 """
 
 import itertools
@@ -28,15 +29,15 @@ from megatron_balance.profile.cluster_profile import ClusterProfile
 
 
 class AutoAllToAll(NodeAllToAll):
-    """Leaves each exchange to the member that is predicted to be the fastest; `pipe` wins ties.
+    """Delegates each exchange to the all-to-all with the shortest predicted time; `pipe` wins ties.
 
-    The prediction depends on the profile, the split matrix and the size of a row only, so all ranks choose alike.
+    The prediction depends only on the profile, the split matrix and the size of a row, so all ranks choose the same.
     """
 
-    def __init__(self, nodes: NodeGroups, profile: ClusterProfile, say: Callable[[str], None] | None = None) -> None:
-        """`say` is called with a line when a member is chosen for the first time."""
+    def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
+        """`log` is called with a line when a member is chosen for the first time."""
         super().__init__(nodes)
-        self.profile, self.say = profile, say
+        self.profile, self.log = profile, log
         default = default_all_to_all(nodes.ep)
         self.members: dict[str, AllToAll] = {
             "pipe": PipelinedAllToAll(nodes),
@@ -45,24 +46,24 @@ class AutoAllToAll(NodeAllToAll):
         if nodes.ep.size() % nodes.node_size == 0:
             self.members["2dh"] = TwoDimensionalAllToAll(nodes)
         self.members["1dh"] = OneDimensionalAllToAll(nodes)
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
         bytes_DD = splits_DD.numpy() * row_bytes
         seconds = predict(self.members, bytes_DD, self.profile)
         chosen = min(seconds, key=seconds.__getitem__)
-        if self.say is not None and chosen not in self._said:
+        if self.log is not None and chosen not in self._logged:
             times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())
-            self.say(
+            self.log(
                 f"--moe-comm-alltoall auto: {chosen} for {bytes_DD.sum() / 1e6:.3g} MB in all (predicted: {times})"
             )
-        self._said.add(chosen)
+        self._logged.add(chosen)
         return self.members[chosen].start(rows, splits_DD)
 
 
 def exchange_seconds(all_to_all: AllToAll, bytes_DD: np.ndarray, profile: ClusterProfile) -> float:
-    """Seconds of one exchange; of a class that is not known here, as if all its messages went at once."""
+    """Return the seconds of one exchange; an unknown class is assumed to send all its messages in one stage."""
     if all_to_all.group.size() == 1:
         return 0.0
     if isinstance(all_to_all, AutoAllToAll):
@@ -80,23 +81,23 @@ _NAMES: dict[type[AllToAll], str] = {
 
 
 def predict(members: Iterable[str], bytes_DD: np.ndarray, profile: ClusterProfile) -> dict[str, float]:
-    """Seconds that each of the members takes for the exchange of bytes_DD, by the model above."""
+    """Return the seconds that each member takes to exchange bytes_DD, by the model above."""
     size = profile.node_size
     node = np.arange(len(bytes_DD)) // size
     same_node = node[:, None] == node
     sent = {name: stages(name, bytes_DD, size) for name in members}
-    stages_SDD = np.stack([stage_DD for found in sent.values() for stage_DD in found])
-    near_SDD, far_SDD = stages_SDD * same_node, stages_SDD * ~same_node
+    stages_BDD = np.stack([stage_DD for found in sent.values() for stage_DD in found])
+    near_BDD, far_BDD = stages_BDD * same_node, stages_BDD * ~same_node
     near, far = profile.link("p2p", "intra"), profile.link("p2p", "inter")
-    far_bytes_S = np.maximum(_busiest(far_SDD), node_share(profile) * _busiest(far_SDD, size))
-    near_S = near.alpha * _busiest(near_SDD > 0) + near.beta * _busiest(near_SDD)
-    far_S = far.alpha * _busiest(far_SDD > 0) + far.beta * far_bytes_S
-    seconds = iter(np.maximum(near_S, far_S).tolist())
+    far_bytes_B = np.maximum(_busiest(far_BDD), node_share(profile) * _busiest(far_BDD, size))
+    near_B = near.alpha * _busiest(near_BDD > 0) + near.beta * _busiest(near_BDD)
+    far_B = far.alpha * _busiest(far_BDD > 0) + far.beta * far_bytes_B
+    seconds = iter(np.maximum(near_B, far_B).tolist())
     return {name: sum(itertools.islice(seconds, len(found))) for name, found in sent.items()}
 
 
 def stages(name: str, bytes_DD: np.ndarray, node_size: int) -> list[np.ndarray]:
-    """What the member called `name` sends in each of its stages, as matrices like bytes_DD; diagonals do not travel."""
+    """Return the bytes that the member `name` sends in each of its stages, as matrices [D, D] with zero diagonals."""
     ranks = np.arange(len(bytes_DD))
     node, local, firsts = ranks // node_size, ranks % node_size, ranks[::node_size]
     same_node, same_local = node[:, None] == node, local[:, None] == local
@@ -121,10 +122,10 @@ def stages(name: str, bytes_DD: np.ndarray, node_size: int) -> list[np.ndarray]:
 
 
 def node_share(profile: ClusterProfile) -> float:
-    """How much of its bytes a node's link to others carries one after the other: 1/L (a link per rank) to 1 (one link).
+    """Return the fraction of a node's bytes that share a link to other nodes: 1/L (a link per rank) to 1 (one link).
 
-    From the profile's all-to-all among all ranks, of whose bytes a share f crosses nodes: what a byte takes there
-    beyond its time inside nodes, over f times what a byte of one rank alone takes.
+    It follows from the profile's all-to-all among all ranks, where a fraction f of the bytes crosses nodes: the seconds
+    per byte beyond those within nodes, divided by f times the seconds per byte of a single rank.
     """
     num_ranks, size = profile.num_ranks, profile.node_size
     crossing, beta = (num_ranks - size) / max(1, num_ranks - 1), profile.link("p2p", "inter").beta
@@ -134,8 +135,8 @@ def node_share(profile: ClusterProfile) -> float:
     return min(max(together / (crossing * beta), 1), size) / size
 
 
-def _busiest(amounts_SDD: np.ndarray, size: int = 1) -> np.ndarray:
-    """[S]: the largest sum that `size` ranks next to each other send or receive in each stage."""
-    firsts = range(0, amounts_SDD.shape[1], size)
-    received_S, sent_S = (np.add.reduceat(amounts_SDD.sum(axis), firsts, axis=1).max(1) for axis in (1, 2))
-    return np.maximum(received_S, sent_S)
+def _busiest(amounts_BDD: np.ndarray, size: int = 1) -> np.ndarray:
+    """Return the largest sum that `size` consecutive ranks send or receive in each stage, [B]."""
+    firsts = range(0, amounts_BDD.shape[1], size)
+    received_B, sent_B = (np.add.reduceat(amounts_BDD.sum(axis), firsts, axis=1).max(1) for axis in (1, 2))
+    return np.maximum(received_B, sent_B)

@@ -1,10 +1,10 @@
-"""Compression of token rows on the wire of an all-to-all (AbsCompressor, ScheMoE section 3.1).
+"""Compression of the rows of an all-to-all (AbsCompressor, ScheMoE section 3.1).
 
-A codec turns rows [R, H] of floats into payload [R, B] of bytes. B depends on H and dtype only and rows are coded one
-by one, so the payload of an exchange has the splits of its rows. Nothing here waits for a CUDA device. Nothing is
-differentiable either: the exchange sends gradients the reverse way, with a codec or without.
+A codec turns rows [R, H] of floats into a payload [R, B] of bytes. B depends only on H and the dtype, and each row is
+coded by itself, so the payload of an exchange has the same splits as its rows. Nothing here waits for a CUDA device.
+Nothing here is differentiable: the exchange sends gradients the reverse way, with or without a codec.
 
-    codec  B, in bytes        ratio from 32 / 16 bits    error, of an element x             NaN, Inf
+    codec  B, in bytes        ratio from 32 / 16 bits    error of an element x              NaN, Inf
     none   itemsize H         1 / 1                      0                                  arrive bit for bit
     bf16   2 H                2 / 1                      |x| / 2^8                          arrive
     fp16   2 H                2 / 1                      |x| / 2^11 up to 65504             arrive
@@ -12,9 +12,9 @@ differentiable either: the exchange sends gradients the reverse way, with a code
     int8   H + 8              4 / 2                      (hi - lo) / 500                    arrive
     zfp    H rate / 8 + 1     32 / rate, 16 / rate       2^e 80 / 2^rate, e of 4 elements   their row becomes NaN
 
-The full bounds are in the classes. They are for the value that is decoded before it is rounded to `dtype`, which adds
-half a unit in its last place. The lossy codecs round float64 to float32 first, finite elements never to infinity. They
-may lose the sign of a zero.
+The full bounds are in the classes. They hold for the decoded value before it is rounded to `dtype`, which adds half a
+unit in the last place. The lossy codecs first round float64 to float32, never a finite element to infinity. They may
+lose the sign of a zero.
 """
 
 import importlib
@@ -30,27 +30,27 @@ from megatron_balance.config.flags import named
 FLAG = "--moe-comm-codec"
 
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Least step between codes: its reciprocal and its multiples are ordinary float32 numbers."""
+"""Smallest step between codes: its reciprocal and its multiples are normal float32 numbers."""
 
 
 class Codec(ABC):
-    """Rows to bytes and back."""
+    """Interface of codecs, which turn rows into bytes and back."""
 
     @abstractmethod
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
-        """B for rows of `hidden` elements."""
+        """Return B for rows of `hidden` elements."""
 
     @abstractmethod
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, B] uint8, contiguous, for rows [R, H] of any strides; R may be 0, H may not."""
+        """Encode rows [R, H] of any strides as [R, B] uint8, contiguous; R may be 0, H may not."""
 
     @abstractmethod
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """[R, H] of `dtype` for a payload [R, B] that was encoded from rows of `dtype`."""
+        """Decode a payload [R, B] that was encoded from rows of `dtype`, as [R, H] of `dtype`."""
 
 
 class NoCodec(Codec):
-    """The bytes as they are. Neither way copies what is contiguous: the result shares its memory."""
+    """The rows' bytes, unchanged. Contiguous tensors are not copied: the result shares their memory."""
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
         return hidden * dtype.itemsize
@@ -63,7 +63,7 @@ class NoCodec(Codec):
 
 
 class _Narrower(Codec):
-    """Every element as a 16-bit float, rounded to nearest; of the type itself without loss and without a copy."""
+    """Every element as a 16-bit float, rounded to nearest; rows of that type are sent losslessly and without a copy."""
 
     wire: torch.dtype
 
@@ -78,15 +78,15 @@ class _Narrower(Codec):
 
 
 class BFloat16(_Narrower):
-    """bfloat16: error <= max(|x| / 2^8, 2^-134) per element. NaN and Inf arrive, and spoil no other element."""
+    """bfloat16: error <= max(|x| / 2^8, 2^-134) per element. NaN and Inf arrive, and affect no other element."""
 
     wire = torch.bfloat16
 
 
 class Float16(_Narrower):
-    """float16: error <= max(|x| / 2^11, 2^-25) per element up to 65504; beyond, a finite element arrives as +-65504.
+    """float16: error <= max(|x| / 2^11, 2^-25) per element up to 65504; larger finite elements arrive as +-65504.
 
-    NaN and Inf arrive, and spoil no other element. For rows of bfloat16 it saves nothing and may saturate.
+    NaN and Inf arrive, and affect no other element. For rows of bfloat16 it saves nothing and may saturate.
     """
 
     wire = torch.float16
@@ -95,8 +95,8 @@ class Float16(_Narrower):
 class Float8(Codec):
     """float8 e4m3 with a float32 scale per row: error <= max(|x| / 16, amax / 2^18, 2^-136) per element.
 
-    amax is the largest finite magnitude of the row. It is sent as 416, the largest but one: 448 stands for infinity,
-    which e4m3fn lacks. So NaN and Inf arrive, and the finite elements of their row keep the bound.
+    amax is the largest finite magnitude of the row. It is sent as 416, the second largest code: 448 represents
+    infinity, which e4m3fn lacks. NaN and Inf therefore arrive, and the finite elements of their row keep the bound.
 
     Payload row: H codes, then the scale.
     """
@@ -109,14 +109,14 @@ class Float8(Codec):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         rows = _at_most_float32(rows)
         amax_R1 = _finite(rows).abs_().amax(1, keepdim=True).float()
-        # amax must not decode to more than itself: that may be infinite
+        # amax must not decode to a larger value, which may be infinite
         scale_R1 = (amax_R1 / (self.HIGHEST * _ABOVE_ONE)).clamp_min(SMALLEST)
         levels = (rows / scale_R1).clamp_(-self.INFINITE, self.INFINITE)
         return _payload(levels, torch.float8_e4m3fn, scale_R1)
 
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         codes, scale_R1 = _codes_and_header(payload, hidden, torch.float8_e4m3fn)
-        # Holds every code, in the fewest bytes
+        # The smallest type that represents every code
         levels = codes.to(torch.bfloat16)
         levels.masked_fill_(levels == self.INFINITE, torch.inf)
         levels.masked_fill_(levels == -self.INFINITE, -torch.inf)
@@ -126,10 +126,10 @@ class Float8(Codec):
 class Int8(Codec):
     """253 evenly spaced values from lo to hi, per row: error <= (hi - lo) / 500 + amax / 2^23 + 2^-127 per element.
 
-    lo and hi are the row's least and largest finite element, amax the larger of their magnitudes. An offset and a step
-    bound the error by half of hi - lo over 252; a step alone, by half of 2 amax over 252, which is never less.
-    A constant row is exact down to 2^-126. NaN and Inf have codes of their own and arrive; the finite elements of their
-    row keep the bound with 0 counted in lo and hi.
+    lo and hi are the row's smallest and largest finite elements, amax the larger of their magnitudes. An offset and a
+    step bound the error by half of hi - lo over 252; a step alone, by half of 2 amax over 252, which is never smaller.
+    A constant row is exact down to 2^-126. NaN and Inf have their own codes and arrive; the finite elements of their
+    row keep the bound if lo and hi include 0.
 
     Payload row: H codes, then the middle of the range and the step in float32.
     """
@@ -143,9 +143,9 @@ class Int8(Codec):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         rows = _at_most_float32(rows)
         finite = _finite(rows)
-        # Apart: aminmax is not vectorised on the CPU
+        # Separate calls: aminmax is not vectorised on the CPU
         low_R1, high_R1 = (end.float() for end in (finite.amin(1, keepdim=True), finite.amax(1, keepdim=True)))
-        # Rounded towards zero, so that the end of larger magnitude is the farther one: codes of +-126 stay inside it
+        # Rounded towards zero, so that the end with the larger magnitude is farther away: codes of +-126 stay inside
         middle_R1 = low_R1 / 2 + high_R1 / 2
         middle_R1 = torch.where(low_R1 == high_R1, low_R1, torch.nextafter(middle_R1, torch.zeros_like(middle_R1)))
         reach_R1 = torch.maximum(high_R1 - middle_R1, middle_R1 - low_R1)
@@ -156,7 +156,7 @@ class Int8(Codec):
 
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         codes, header_R2 = _codes_and_header(payload, hidden, torch.int8)
-        # Holds every code, in the fewest bytes
+        # The smallest type that represents every code
         levels = codes.to(torch.bfloat16)
         levels.masked_fill_(codes == self.INFINITE, torch.inf)
         levels.masked_fill_(codes == -self.INFINITE, -torch.inf)
@@ -168,18 +168,18 @@ class Int8(Codec):
 class Zfp(Codec):
     """zfp at a fixed rate, on CPU tensors: error <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e.
 
-    e is the least such integer. The bound is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to 3
-    tell which elements have begun, so rate - 3 bit planes of 32 arrive; the rest is at most 2/3 of the last one
-    (negabinary), and the inverse transform enlarges it by up to 15/4. Elements below 2^-97 are sent as 0. A row with
-    NaN or Inf arrives as NaN in all elements; other rows are not affected.
+    e is the smallest such integer. The bound is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to
+    3 say which elements have begun, so rate - 3 of 32 bit planes arrive; the rest is at most 2/3 of the last one
+    (negabinary), and the inverse transform enlarges it by up to 15/4. Elements below 2^-97 are sent as 0. All elements
+    of a row with NaN or Inf arrive as NaN; other rows are not affected.
 
-    Payload row: ceil(H / 4) blocks, then 1 byte that is 1 for a row of NaN.
+    Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 for a row of NaN.
 
     Attributes:
-        rate: bits per element, even, so that a block is whole bytes; 4 to 24.
+        rate: bits per element, from 4 to 24; even, so that a block is a whole number of bytes.
 
     Raises:
-        ValueError: zfpy is not installed, no such rate, or tensors that are not on the CPU.
+        ValueError: zfpy is not installed, the rate is invalid, or the tensors are not on the CPU.
     """
 
     rate: int = 8
@@ -200,11 +200,11 @@ class Zfp(Codec):
             return payload
         rows = _at_most_float32(rows.detach()).float()
         payload[:, -1] = ~rows.isfinite().all(1)
-        # zfp knows no NaN or Inf, and its integers do not survive smaller exponents
+        # zfp supports neither NaN nor Inf, and its integers do not survive smaller exponents
         values = torch.where(rows.isfinite() & (rows.abs() >= 2.0**-97), rows, 0)
         blocks = pad(values, (0, -hidden % 4)).flatten().numpy()
         stream = _zfpy().compress_numpy(blocks, rate=self.rate, write_header=False)
-        # Blocks lie side by side in little-endian words, so whole bytes can be cut; the last word's end is filling
+        # Blocks follow each other in little-endian words, so whole bytes can be split off; the last word is padded
         block_bytes = self._block_bytes(hidden)
         stream = torch.frombuffer(bytearray(stream), dtype=torch.uint8, count=num_rows * block_bytes)
         payload[:, :-1] = stream.view(num_rows, block_bytes)
@@ -239,31 +239,32 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def load_codec(name: str) -> Codec:
-    """A codec by its name here, or by `package.module:Class`, made without arguments.
+    """Return the codec with a name in CODECS, or of a class `package.module:Class`, constructed without arguments.
 
     Raises:
-        ValueError: no such name, module or class, a class that is no Codec or wants arguments, or zfp without zfpy.
+        ValueError: there is no such name, module or class, the class is not a Codec or needs arguments, or zfpy is
+            missing.
     """
     flag = f"{FLAG} {name}"
     factory = named(FLAG, name, CODECS)
     if not (isinstance(factory, type) and issubclass(factory, Codec)):
-        raise ValueError(f"{flag}: is no subclass of {Codec.__module__}.{Codec.__qualname__}")
+        raise ValueError(f"{flag}: is not a subclass of {Codec.__module__}.{Codec.__qualname__}")
     try:
         return factory()
     except TypeError as error:
-        raise ValueError(f"{flag}: cannot be made without arguments: {error}") from error
+        raise ValueError(f"{flag}: cannot be constructed without arguments: {error}") from error
 
 
 _ABOVE_ONE = 1 + 2.0**-20
-"""More than the rounding of a few float32 operations, less than shows in a code."""
+"""A factor above the rounding error of a few float32 operations, and too small to change a code."""
 
 
 def _saturated(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows rounded to `dtype`, where finite elements that are too large become its largest."""
+    """Round rows to `dtype`; finite elements outside its range become its largest finite values."""
     largest = torch.finfo(dtype).max
     if torch.finfo(rows.dtype).max <= largest:
         return rows.to(dtype)
-    # The largest float16 is no bfloat16
+    # bfloat16 cannot represent the largest float16
     rows = rows.to(torch.promote_types(rows.dtype, dtype))
     return torch.where(rows.isinf(), rows, rows.clamp(-largest, largest)).to(dtype)
 
@@ -273,12 +274,12 @@ def _at_most_float32(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(rows: torch.Tensor) -> torch.Tensor:
-    """A copy with 0 in place of NaN and Inf."""
+    """Return a copy with 0 in place of NaN and Inf."""
     return torch.nan_to_num(rows, nan=0, posinf=0, neginf=0)
 
 
 def _payload(levels: torch.Tensor, code: torch.dtype, header: torch.Tensor) -> torch.Tensor:
-    """Rows of codes of one byte, each followed by its header of float32."""
+    """Return rows of one-byte codes, each row followed by its float32 header."""
     num_rows, hidden = levels.shape
     payload = levels.new_empty((num_rows, hidden + 4 * header.shape[1]), dtype=torch.uint8)
     payload[:, :hidden].view(code).copy_(levels)
@@ -291,7 +292,7 @@ def _codes_and_header(payload: torch.Tensor, hidden: int, code: torch.dtype) -> 
 
 
 def _read_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of each row as numbers of `dtype`; a copy where the bytes are not contiguous or not aligned."""
+    """Reinterpret the bytes of each row as `dtype`; copy only if they are not contiguous or not aligned."""
     flat = rows.flatten()
     if flat.storage_offset() * flat.itemsize % dtype.itemsize:
         flat = flat.clone()

@@ -1,4 +1,4 @@
-"""Which of a layer's exchanges travel compressed."""
+"""Compression of a layer's exchanges."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,14 +9,18 @@ from megatron_balance.comm.alltoall import AllToAll, Exchange
 from megatron_balance.comm.codecs import Codec, NoCodec
 
 Directions = Literal["dispatch", "combine", "forward", "all"]
-"""Tokens to their experts, the experts' rows back, both, or both and their gradients."""
+"""Compressed exchanges: tokens to their experts, the experts' outputs back, both, or both and their gradients."""
 
 
 class CompressedAllToAll(AllToAll):
-    """Rows [R, H] of floats as a codec's payload over another all-to-all (ScheMoE section 3.1)."""
+    """Sends rows [R, H] of floats as a codec's payload over another all-to-all (ScheMoE section 3.1)."""
 
     def __init__(self, wire: AllToAll, codec: Codec, gradients: bool) -> None:
-        """`gradients`: whether they travel compressed too."""
+        """
+        Args:
+            wire: all-to-all that carries the payload.
+            gradients: whether to compress gradients as well.
+        """
         super().__init__(wire.group)
         self.wire, self.codec, self.gradients = wire, codec, gradients
 
@@ -38,14 +42,14 @@ class TokenExchange:
     """Tokens to their experts."""
 
     combine: AllToAll
-    """The experts' rows back."""
+    """The experts' outputs back."""
 
     probs: AllToAll
-    """Combine weights to the experts, one number per row: never compressed."""
+    """Combine weights to the experts, one number per row; never compressed."""
 
 
 def token_exchange(wire: AllToAll, codec: Codec, directions: Directions) -> TokenExchange:
-    """`wire` for everything, with `codec` on the rows of `directions`; nothing is compressed for a rank alone."""
+    """Return a layer's exchanges over `wire`, with `codec` on `directions`; a single rank compresses nothing."""
     if isinstance(codec, NoCodec) or wire.group.size() == 1:
         return TokenExchange(wire, wire, wire)
     compressed = CompressedAllToAll(wire, codec, gradients=directions == "all")

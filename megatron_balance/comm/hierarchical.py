@@ -1,9 +1,10 @@
-"""Exchanges in several stages, which send fewer and longer messages between nodes.
+"""Hierarchical all-to-alls, whose stages send fewer and longer messages between nodes.
 
-Between nodes, every rank of a flat exchange sends D - L messages; of a 2D-hierarchical one N - 1; of a 1D-hierarchical
-one only the leader of each node sends any, N - 1. They pay with more bytes inside the nodes.
+Messages between nodes: every rank of a flat all-to-all sends D - L of them; every rank of a 2D-hierarchical one sends
+N - 1; in a 1D-hierarchical one, only the leader of each node sends any, N - 1. In return, more bytes are exchanged
+within the nodes.
 
-Shape suffixes: D ranks of the group, N nodes, L ranks of a node.
+In the shapes, N counts nodes and L the ranks of a node.
 """
 
 import functools
@@ -13,23 +14,23 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, in_use_here, post_rows
+from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, keep_until_read, post_rows
 from megatron_balance.job.groups import NodeGroups
 
 Posted = list[dist.Work]
-"""A stage under way."""
+"""The messages of a stage in progress."""
 
 
 class StagedAllToAll(NodeAllToAll):
-    """An exchange in stages, each of which begins when this rank has finished the one before."""
+    """Base class of exchanges in stages; a stage begins when this rank has finished the previous one."""
 
     @abstractmethod
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
-        """Fill `received`: post a stage and yield it, go on when it is over."""
+        """Fill `received`: post a stage, yield its messages, and continue when they have completed."""
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """Packing for a stage waits for the stage before it; the stream that computes need not."""
+        """Stream for packing: a stage has to wait for the previous one, but the computation does not."""
         return torch.cuda.Stream()
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
@@ -48,20 +49,20 @@ class StagedAllToAll(NodeAllToAll):
     def _queue(self, stages: Iterator[Posted], rows: torch.Tensor, received: torch.Tensor) -> Exchange:
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
-            in_use_here(rows, received)
+            keep_until_read(rows, received)
             _finish(stages)
             done = self._stream.record_event()
 
         def wait() -> torch.Tensor:
             torch.cuda.current_stream(rows.device).wait_event(done)
-            in_use_here(received)
+            keep_until_read(received)
             return received
 
         return Exchange(wait)
 
 
 class OneDimensionalAllToAll(StagedAllToAll):
-    """Everything goes through the first rank of each node, its leader (1DH-A2A of HetuMoE; ScheMoE section 2)."""
+    """All rows pass through the first rank of each node, its leader (1DH-A2A of HetuMoE; ScheMoE section 2)."""
 
     tag = 1
 
@@ -76,26 +77,36 @@ class OneDimensionalAllToAll(StagedAllToAll):
         # Step 1: to the leader
         gathered = rows.new_empty((int(sent_LN.sum()) if leads else 0, *rows.shape[1:]))
         from_ranks = sent_LN.sum(1).tolist() if leads else nothing
-        yield post_rows(self.nodes.intra, local, gathered, rows, from_ranks, [len(rows), *nothing[1:]], self.tag)
+        to_leader = [len(rows), *nothing[1:]]
+        yield post_rows(
+            self.nodes.intra, local, gathered, rows, output_splits=from_ranks, input_splits=to_leader, tag=self.tag
+        )
 
-        # Step 2: between leaders, all that one node has for another in one message
+        # Step 2: between leaders, one message for each pair of nodes
         crossed = rows.new_empty((int(received_DL.sum()) if leads else 0, *rows.shape[1:]))
         if leads:
             packed = transposed(gathered, sent_LN)
-            from_nodes = [int(block.sum()) for block in received_DL.split(size)]
-            yield post_rows(self.nodes.inter, node, crossed, packed, from_nodes, sent_LN.sum(0).tolist(), self.tag)
+            from_nodes, to_nodes = [int(block.sum()) for block in received_DL.split(size)], sent_LN.sum(0).tolist()
+            yield post_rows(
+                self.nodes.inter, node, crossed, packed, output_splits=from_nodes, input_splits=to_nodes, tag=self.tag
+            )
             crossed = transposed(crossed, received_DL)
 
         # Step 3: from the leader
         to_ranks = received_DL.sum(0).tolist() if leads else nothing
-        yield post_rows(self.nodes.intra, local, received, crossed, [len(received), *nothing[1:]], to_ranks, self.tag)
+        from_leader = [len(received), *nothing[1:]]
+        yield post_rows(
+            self.nodes.intra, local, received, crossed, output_splits=from_leader, input_splits=to_ranks, tag=self.tag
+        )
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
-    """Ranks of equal number exchange between nodes what they first collect on theirs (2DH-A2A of Tutel and DeepSpeed).
+    """Ranks collect rows within their node, then exchange them with their counterparts on other nodes.
+
+    This is the 2DH-A2A of Tutel and DeepSpeed.
 
     Raises:
-        ValueError: a smaller last node, where some ranks have no counterpart.
+        ValueError: the last node is smaller, so that some ranks have no counterpart.
     """
 
     tag = 2
@@ -117,16 +128,16 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         aligned_LN = splits_NLNL[node, :, :, local]
         received_NL = splits_NLNL[:, :, node, local]
 
-        # Step 1: inside the node, to the rank with the number of the destination
+        # Step 1: within the node, to the rank with the same local rank as the destination
         aligned = rows.new_empty((int(aligned_LN.sum()), *rows.shape[1:]))
         packed = transposed(rows, sent_NL)
-        splits = aligned_LN.sum(1).tolist(), sent_NL.sum(0).tolist()
-        yield post_rows(self.nodes.intra, local, aligned, packed, *splits, self.tag)
+        splits = {"output_splits": aligned_LN.sum(1).tolist(), "input_splits": sent_NL.sum(0).tolist()}
+        yield post_rows(self.nodes.intra, local, aligned, packed, **splits, tag=self.tag)
 
         # Step 2: between nodes, to the destination
         packed = transposed(aligned, aligned_LN)
-        splits = received_NL.sum(1).tolist(), aligned_LN.sum(0).tolist()
-        yield post_rows(self.nodes.inter, node, received, packed, *splits, self.tag)
+        splits = {"output_splits": received_NL.sum(1).tolist(), "input_splits": aligned_LN.sum(0).tolist()}
+        yield post_rows(self.nodes.inter, node, received, packed, **splits, tag=self.tag)
 
 
 def _finish(stages: Iterator[Posted]) -> None:
@@ -136,7 +147,7 @@ def _finish(stages: Iterator[Posted]) -> None:
 
 
 def transposed(rows: torch.Tensor, sizes_AB: torch.Tensor) -> torch.Tensor:
-    """Chunks of rows laid out as [A, B] (sizes in `sizes_AB`) -> laid out as [B, A]."""
+    """Reorder blocks of rows from the layout [A, B] of `sizes_AB`, their numbers of rows, to the layout [B, A]."""
     if 1 in sizes_AB.shape:
         return rows
     chunks = rows.split(sizes_AB.flatten().tolist())

@@ -1,4 +1,7 @@
-"""Exchanges that keep two communicators busy: Pipe-A2A (ScheMoE section 5), and SAA (Parm section III-D)."""
+"""Exchanges that keep two communicators busy: Pipe-A2A (ScheMoE section 5) and SAA (Parm section III-D).
+
+In the shapes, M counts the members: the tensor-parallel ranks with the same tokens.
+"""
 
 import functools
 from collections import deque
@@ -12,23 +15,23 @@ from megatron_balance.comm.alltoall import (
     Exchange,
     NodeAllToAll,
     connect,
-    ending_with,
-    in_use_here,
+    exchange_of,
+    keep_until_read,
     post,
 )
 from megatron_balance.comm.sharded import DirectAllToAll
 from megatron_balance.device.side_stream import SideStream
 
 MESSAGES_AT_ONCE = 3
-"""That a rank sends to other nodes on gloo: one is on the link, the next is there when the link is free, and the third
-when the receiver of one of them is busy.
+"""Number of messages that a rank sends to other nodes at the same time on gloo: one is on the link, one is ready when
+the link becomes free, and one fills the gap while a receiver is busy.
 
-All at once would share the links by chance, and some would have nothing to carry while others carry the last messages.
+If all were sent at once, they would share the links at random, and some links would be idle at the end.
 """
 
 
 class PipelinedAllToAll(NodeAllToAll):
-    """Both levels carry messages at the same time: on CUDA in two NCCL streams, on gloo over two sets of sockets."""
+    """Messages within and between nodes are in progress at the same time: two NCCL streams, or two gloo groups."""
 
     tag = 3
 
@@ -39,12 +42,12 @@ class PipelinedAllToAll(NodeAllToAll):
         near, far = peers_in_order(rank, self.group.size(), self.nodes.node_size)
         far_sends, far_receives = {peer: sends[peer] for peer in far}, {peer: receives[peer] for peer in far}
         near_sends, near_receives = ({peer - first: some[peer] for peer in near} for some in (sends, receives))
-        # What takes longest goes first; on every rank alike, because NCCL's communicators may wait for each other
+        # The slowest messages go first, in the same order on every rank: NCCL's communicators may wait for each other
         works = post(self.group, far_receives, far_sends if rows.is_cuda else {}, self.tag)
         sent = None if rows.is_cuda else self.thread.submit(self._send_in_order, far_sends)
         works += post(self.nodes.intra, near_receives, near_sends, self.tag)
         receives[rank].copy_(sends[rank])
-        exchange = ending_with(works, received, rows)
+        exchange = exchange_of(works, received, rows)
 
         def wait() -> torch.Tensor:
             if sent is not None:
@@ -64,10 +67,10 @@ class PipelinedAllToAll(NodeAllToAll):
 
 
 def peers_in_order(rank: int, num_ranks: int, node_size: int) -> tuple[list[int], list[int]]:
-    """(peers on the rank's node, peers on other nodes), in the order in which it sends to them.
+    """Return (peers on the rank's node, peers on other nodes), in the order in which the rank sends to them.
 
-    Node n turns to node n + 1 first, then n + 2, ...; on each, rank l of the node starts with rank l there. In every
-    step each rank sends one message and receives one, and so does each node's link (nodes of equal size).
+    Node n sends to node n + 1 first, then to n + 2, ...; on each of them, local rank l starts with local rank l. In
+    every step each rank sends one message and receives one, and so does each node's link if nodes have equal sizes.
     """
     nodes = [range(num_ranks)[first : first + node_size] for first in range(0, num_ranks, node_size)]
     node, local = divmod(rank, node_size)
@@ -80,10 +83,10 @@ def _rotated(ranks: range, start: int) -> list[int]:
 
 
 class Simultaneous(DirectAllToAll):
-    """Results come back and are passed on to the ranks with the same tokens at the same time (SAA, Parm III-D).
+    """Overlaps the all-to-all of results with their all-gather among the ranks with the same tokens (SAA, Parm III-D).
 
-    An all-to-all in phases, each of which brings what one host's shards have made; while the next phase travels, the
-    sums of the last one go to the other members. So `collect` returns the rows of all members, one after the other.
+    The all-to-all has a phase for each host, whose shards send their results. During the next phase, the sums over
+    shards are sent to the other members. `collect` therefore returns the rows of all members, one after the other.
     """
 
     tag = 4
@@ -91,22 +94,25 @@ class Simultaneous(DirectAllToAll):
     def __init__(self, shards: int, members: dist.ProcessGroup, sources: Sequence[int]) -> None:
         """
         Args:
-            members: ranks with the same tokens, of which each sends a share of the rows; used by nobody else.
-            sources: number of each member among the sources.
+            members: ranks with the same tokens, each of which sends a part of the rows; nothing else uses this group.
+            sources: index of each member among the sources.
         """
         super().__init__(shards)
         self.members, self.sources = members, tuple(sources)
-        self.lane = SideStream("AlltoAll and AllGather")
+        self.side_stream = SideStream("AlltoAll and AllGather")
         connect(members)
 
-    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_SH: torch.Tensor) -> Exchange:
-        rows, splits_MH = rows.detach().contiguous(), splits_SH[[*self.sources]]
+    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+        rows, splits_MH = rows.detach().contiguous(), splits_DH[[*self.sources]]
         gathered = rows.new_empty(int(splits_MH.sum()), *rows.shape[1:])
-        flight = self.lane.start(functools.partial(self._run, wire.group, rows, gathered, splits_SH, splits_MH))
+        run = functools.partial(
+            self._run, wire.group, rows=rows, gathered=gathered, splits_DH=splits_DH, splits_MH=splits_MH
+        )
+        work = self.side_stream.start(run)
 
         def wait() -> torch.Tensor:
-            flight.wait()
-            in_use_here(rows, gathered)
+            work.wait()
+            keep_until_read(rows, gathered)
             return gathered
 
         return Exchange(wait)
@@ -114,45 +120,44 @@ class Simultaneous(DirectAllToAll):
     def _run(
         self,
         group: dist.ProcessGroup,
+        *,
         rows: torch.Tensor,
         gathered: torch.Tensor,
-        splits_SH: torch.Tensor,
+        splits_DH: torch.Tensor,
         splits_MH: torch.Tensor,
     ) -> None:
-        hosts, (own_host, _) = splits_SH.shape[1], divmod(group.rank(), self.shards)
+        hosts, (own_host, _) = splits_DH.shape[1], divmod(group.rank(), self.shards)
         parts = gathered.split(splits_MH.flatten().tolist())
-        results = rows.split(splits_SH[:, own_host].tolist())
+        results = rows.split(splits_DH[:, own_host].tolist())
         phases: deque[tuple[int, torch.Tensor, list[dist.Work]]] = deque()
         passing_on: list[dist.Work] = []
         for step in range(hosts + 1):
             if step < hosts:
-                phases.append(self._phase(group, step, results, splits_SH))
+                phases.append(self._phase(group, step, results, splits_DH))
             if step > 0:
                 host, partial, works = phases.popleft()
                 for work in works:
                     work.wait()
-                passing_on += self._pass_on(step - 1, host, partial, parts, hosts)
+                passing_on += self._pass_on(step - 1, host, partial, parts)
         for work in passing_on:
             work.wait()
 
     def _phase(
-        self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_SH: torch.Tensor
+        self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_DH: torch.Tensor
     ) -> tuple[int, torch.Tensor, list[dist.Work]]:
-        """Start sending to the sources of one host and receiving from the shards of another: [shards, rows, ...]."""
-        rank, hosts = group.rank(), splits_SH.shape[1]
+        """Start sending to the sources of one host and receiving from the shards of another, [shards, rows, ...]."""
+        rank, hosts = group.rank(), splits_DH.shape[1]
         target, host = (rank // self.shards - step) % hosts, (rank // self.shards + step) % hosts
-        partial = results[0].new_empty(self.shards, int(splits_SH[rank, host]), *results[0].shape[1:])
+        partial = results[0].new_empty(self.shards, int(splits_DH[rank, host]), *results[0].shape[1:])
         receives = {host * self.shards + shard: partial[shard] for shard in range(self.shards)}
         sends = {peer: results[peer] for peer in range(target * self.shards, (target + 1) * self.shards)}
         if step == 0:
             receives.pop(rank).copy_(sends.pop(rank))
         return host, partial, post(group, receives, sends, self.tag)
 
-    def _pass_on(
-        self, step: int, host: int, partial: torch.Tensor, parts: Sequence[torch.Tensor], hosts: int
-    ) -> list[dist.Work]:
-        """Start the exchange of this phase's sums between the members; each has those of another host."""
-        rank = self.members.rank()
+    def _pass_on(self, step: int, host: int, partial: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Start exchanging this phase's sums between the members, each of which has the sums of a different host."""
+        rank, hosts = self.members.rank(), len(parts) // len(self.sources)
         sums = parts[rank * hosts + host]
         torch.sum(partial, 0, out=sums)
         others = [(rank + turn) % len(self.sources) for turn in range(1, len(self.sources))]

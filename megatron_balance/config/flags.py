@@ -1,9 +1,9 @@
 """Dataclass fields -> command-line flags.
 
-One mechanism serves megatron-core's config dataclasses and ours: the field's name is the flag's name, its
-annotation the type, its docstring (the string literal below it) the help text. Where a flag differs from the
-field, `field(metadata={"argparse_meta": {...}})` says how, with the keys of `argparse.add_argument` and
-`arg_names`; megatron-core's own dataclasses carry the same metadata.
+One mechanism serves megatron-core's config dataclasses and ours: the field's name is the flag's name, its annotation
+is the type, and its docstring (the string literal below it) is the help text. Where a flag differs from its field,
+`field(metadata={"argparse_meta": {...}})` holds the arguments of `argparse.add_argument`, and `arg_names` for the
+flag's names; megatron-core's own dataclasses carry the same metadata.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from megatron_balance.messages import described
 
 
 def flag_field(default: Any, **argparse_meta: Any) -> Any:
-    """A dataclass field whose flag is spelled or parsed unlike the default for its name and type."""
+    """Declare a dataclass field whose flag's name or parsing does not follow from the field's name and type."""
     return dataclasses.field(default=default, metadata={"argparse_meta": argparse_meta})
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Docstrings of a dataclass's fields, inherited ones included: `{field name: text}`."""
+    """Return the docstrings of a dataclass's fields, inherited ones included: `{field name: text}`."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -56,11 +56,11 @@ def add_flags(
     skip: Collection[str] = (),
     metadata: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({}),
 ) -> list[str]:
-    """Add one flag per field of dataclass `cls` and return the fields that got one.
+    """Add one flag per field of dataclass `cls` and return the names of the added fields.
 
-    Fields in `skip`, fields whose type has no text form (callables, process groups, ...) and fields whose name is
-    already a flag of the parser (two dataclasses may share `bf16`) are left out. `metadata[field]` overrides the
-    field's own `argparse_meta`.
+    Fields in `skip`, fields whose type has no text form (callables, process groups, ...) and fields that the parser
+    already has (two dataclasses may share `bf16`) are left out. `metadata[field]` overrides the field's own
+    `argparse_meta`.
     """
     taken = {action.dest for action in group._actions}
     hints = typing.get_type_hints(cls)
@@ -82,34 +82,34 @@ def add_flags(
 
 
 def flag_names(field: dataclasses.Field) -> list[str]:
-    """How the flag of a field is spelled on the command line, by the field alone."""
+    """Return the names of a field's flag on the command line, as far as the field itself defines them."""
     meta = field.metadata.get("argparse_meta", {})
     return list(meta.get("arg_names", ())) or _names(field.name, negated=_default(field) is True)
 
 
 def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
-    """Construct dataclass `cls` from the entries of `values` named like its fields; `given` wins."""
+    """Construct dataclass `cls` from the entries of `values` that are named like its fields; `given` overrides them."""
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     return cls(**({name: values[name] for name in names & values.keys()} | given))
 
 
 def flag_of(name: str) -> str:
-    """A field's name as it is written on the command line."""
+    """Return the name of a field's flag on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
-    """A question to append to an error about an unknown flag; empty where none of `parser`'s flags is like it."""
+    """Return a suggestion to append to an error about an unknown flag; empty if no flag of `parser` is similar."""
     shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     names = [name for action in shown for name in action.option_strings]
     return "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(flag, names, n=1, cutoff=0.8))
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
-    """The member of an enumeration with this name.
+    """Return the member of an enumeration with this name.
 
     Raises:
-        argparse.ArgumentTypeError: there is none.
+        argparse.ArgumentTypeError: the enumeration has no such member.
     """
     if name not in kind.__members__:
         raise argparse.ArgumentTypeError(f"{name[:80]!r}: choose from {', '.join(kind.__members__)}")
@@ -132,7 +132,7 @@ def _help(text: str) -> str:
 
 
 def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
-    """`add_argument` keywords for a type annotation, or None where text cannot stand for the type."""
+    """Return the `add_argument` keywords for a type annotation, or None if the type has no text form."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         members = [member for member in inner if member is not type(None)]
@@ -152,10 +152,10 @@ def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
 
 
 def named(flag: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What `known` has under the name that was given with a flag, or what is found at `package.module:Class`.
+    """Look up the name that was given with a flag in `known`, or import it as `package.module:Class`.
 
     Raises:
-        ValueError: no such name, module or class.
+        ValueError: there is no such name, module or class.
     """
     remedy = f"choose from {', '.join(known)}, or give package.module:Class"
     if ":" not in name:
@@ -167,5 +167,5 @@ def named(flag: str, name: str, known: Mapping[str, Any]) -> Any:
         return getattr(importlib.import_module(module_name), class_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # anybody's module: its SystemExit must not end this program in silence
+    except BaseException as error:  # a user's module: its SystemExit must not end this program silently
         raise ValueError(f"{flag} {name}: cannot be imported: {described(error)}; {remedy}") from error

@@ -1,8 +1,11 @@
 """Every setting of a run, as frozen dataclasses. A field's docstring is its `--help`.
 
-megatron-core's own `TransformerConfig`, `OptimizerConfig` and `DistributedDataParallelConfig` are used as they are;
-the classes here and in training_config.py hold the flags that Megatron users know from outside megatron-core, and our
-own. `RunConfig` is all of them together: nothing below the entry point reads parsed arguments.
+megatron-core's `TransformerConfig`, `OptimizerConfig` and `DistributedDataParallelConfig` are used unchanged. The
+classes here and in training_config.py hold our own flags and those that Megatron-LM defines outside megatron-core.
+`RunConfig` contains all of them: nothing below the entry point reads parsed arguments.
+
+A field of `flag_field(None)` whose type excludes None is required, or derived by cli/checks.py: it has a value in every
+RunConfig.
 """
 
 import dataclasses
@@ -26,9 +29,9 @@ from megatron_balance.config.training_config import (
 Policy = str  # a name in placement.policies' registry, or "package.module:Class"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """Expert placement: who computes which expert, and when its weights move."""
+    """Expert placement: which ranks compute each expert, and when its weights move."""
 
     moe_layer_impl: Literal["balanced", "megatron"] = "balanced"
     """balanced: our MoE layer. megatron: megatron-core's own MoELayer, the baseline of every comparison."""
@@ -75,20 +78,20 @@ class BalanceConfig:
     """demi: the relative computing capacity of each expert-parallel rank; default: equal."""
 
     balance_overlap: Literal["none", "blockwise"] = "none"
-    """none: Plan, Trans and Agg where they are needed. blockwise: beside the computation of neighbouring blocks, and
-    policies know that they are hidden there."""
+    """When Plan, Trans and Agg run. none: where their results are needed. blockwise: overlapped with the computation of
+    neighbouring blocks, which policies take into account."""
 
     balance_ownership: Literal["fixed", "transfer"] = "fixed"
-    """fixed: an expert's parameters and optimizer state stay where they are. transfer: they move to a rank that goes on
-    computing the expert instead of its owner, once that has cost as much as moving."""
+    """Ownership of experts. fixed: an expert's parameters and optimizer state never move. transfer: they move to a rank
+    that keeps computing the expert in place of its owner, once the copies have cost as much as the move."""
 
     balance_profile: str = "builtin"
-    """Cluster profile of the cost model. builtin: constants, so that runs repeat. auto: measured once and kept in
-    --save, or --load. Or a path: a profile that tools/profile_cluster.py wrote, or the data sheet of a cluster (.yaml,
-    see configs/clusters)."""
+    """Cluster profile for the cost model. builtin: constants, so that runs are reproducible. auto: measured once and
+    kept in --save, or in --load. Otherwise the path of a profile from tools/profile_cluster.py, or of a cluster's data
+    sheet (.yaml, see configs/clusters)."""
 
     balance_explain: bool = False
-    """Print each change of a placement with the layer's predicted times before and after."""
+    """Print each change of a placement, with the layer's predicted times before and after it."""
 
     moe_router_force_workload: Literal[
         "none",
@@ -101,104 +104,105 @@ class BalanceConfig:
         "rotating_hotspot",
         "burst",
     ] = "none"
-    """Let tokens choose experts by a synthetic workload instead of the router's scores, for benchmarks. It depends on
-    the workload, --seed and the iteration only, not on the layout."""
+    """Route tokens by a synthetic workload instead of the router's scores, for benchmarks. The choices depend only on
+    the workload, --seed and the iteration, not on the layout."""
 
     balance_log_dir: str | None = None
-    """Directory for load matrices and placements (.npz)."""
+    """Directory for the load matrices and placements of every iteration (.npz)."""
 
     balance_timeline: str | None = None
-    """Directory for a Chrome/Perfetto trace of each rank (.json): what happened when in the latest iterations."""
+    """Directory for a Chrome/Perfetto trace of the latest iterations, one file per rank (.json)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CommConfig:
     """How tokens travel between expert-parallel ranks."""
 
     moe_comm_alltoall: str = "default"
-    """All-to-all of the token dispatcher: default (flat with NCCL, p2p with gloo), flat (the backend's own), p2p (all
-    messages at once), 1dh, 2dh (hierarchical), pipe (messages inside nodes beside those between nodes), auto (by
-    --balance-profile), or package.module:Class."""
+    """All-to-all of the token dispatcher. default: flat with NCCL, p2p with gloo. flat: the backend's own. p2p: one
+    message per pair of ranks. 1dh, 2dh: hierarchical. pipe: both levels overlap. auto: by --balance-profile. Or
+    package.module:Class."""
 
     moe_comm_node_size: int | None = None
-    """Ranks per node; default: LOCAL_WORLD_SIZE as the launcher set it."""
+    """Number of ranks per node; default: the launcher's LOCAL_WORLD_SIZE."""
 
     moe_comm_codec: str = "none"
-    """Lossy compression on the wire: none, bf16, fp16, fp8, int8, zfp, or package.module:Class."""
+    """Lossy compression of the exchanged rows: none, bf16, fp16, fp8, int8, zfp, or package.module:Class."""
 
     moe_comm_codec_directions: Literal["dispatch", "combine", "forward", "all"] = "forward"
-    """What --moe-comm-codec compresses. dispatch: tokens to their experts. combine: the experts' rows back.
-    forward: both. all: both and their gradients."""
+    """Exchanges that --moe-comm-codec compresses. dispatch: tokens on the way to their experts. combine: the experts'
+    outputs on the way back. forward: both. all: both and their gradients."""
 
     moe_comm_chunks: str = "1"
-    """Split a layer's tokens into N chunks, so that the exchange of one hides under the computation of others; auto: as
-    many as are predicted to be the fastest, by --balance-profile."""
+    """Number of chunks that a layer's tokens are split into, so that the exchange of one chunk overlaps the computation
+    of others; auto: the number with the shortest predicted time, by --balance-profile."""
 
     moe_comm_order: str = "optsche"
-    """In which order chunks are worked on. sequential: one after the other. interleaved: the next one travels while one
-    computes. optsche: the fastest order by --balance-profile (ScheMoE, Theorem 1). Or package.module:function."""
+    """Order of the chunks' tasks. sequential: one chunk after the other. interleaved: one chunk is exchanged while
+    another computes. optsche: the fastest by --balance-profile (ScheMoE, Theorem 1). demi: DEMI's schedule. Or
+    package.module:function."""
 
     moe_comm_refit_interval: int = 100
-    """Iterations between two choices of the number of chunks and their order."""
+    """Number of iterations between two choices of the number of chunks and their order."""
 
     moe_parallel_schedule: Literal["megatron", "baseline", "s1", "s2", "auto"] = "megatron"
-    """Step order of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section III). megatron:
-    all-to-all, then all-gather among an expert's shards. baseline: the other way round, as DeepSpeed-MoE. s1: each
-    tensor-parallel rank routes a part of the tokens. s2: each sends a part of the rows. auto: s1 or s2, by
-    --balance-profile."""
+    """Communication schedule of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section
+    III). megatron: all-to-all, then all-gather among an expert's shards. baseline: the reverse, as in DeepSpeed-MoE.
+    s1: each tensor-parallel rank routes its part of the tokens. s2: each sends its part of the rows. auto: the faster
+    of s1 and s2 by --balance-profile."""
 
     moe_parallel_saa: bool = flag_field(True, arg_names=["--no-moe-parallel-saa"])
-    """With s2, gather results among tensor-parallel ranks when all are there, not while more are on their way."""
+    """With s2, gather results among tensor-parallel ranks after the all-to-all instead of overlapping the two (SAA)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The GPT around the transformer: embeddings, positions, vocabulary, activation."""
 
-    seq_length: int | None = None
-    """Tokens per sample."""
+    seq_length: int = flag_field(None)
+    """Number of tokens per sample."""
 
-    max_position_embeddings: int | None = None
-    """Longest position; default: --seq-length."""
+    max_position_embeddings: int = flag_field(None)
+    """Number of positions that have embeddings; default: --seq-length."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """Position embedding."""
+    """Kind of position embedding."""
 
     rotary_base: int = 10000
     """Base period of rotary position embeddings."""
 
     rotary_percent: float = 1.0
-    """Share of each head's dimensions that is rotated."""
+    """Fraction of each head's dimensions that are rotated."""
 
     rotary_seq_len_interpolation_factor: int | None = None
-    """Sequence length interpolation factor of rotary embeddings."""
+    """Factor by which rotary embeddings interpolate positions to longer sequences."""
 
     use_rope_scaling: bool = False
     """Scale rotary frequencies as Llama 3.1 does."""
 
     rope_scaling_factor: float = 8.0
-    """Factor of --use-rope-scaling."""
+    """Scaling factor of --use-rope-scaling."""
 
     make_vocab_size_divisible_by: int = 128
-    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+    """Pad the vocabulary to a multiple of this number times the tensor-parallel size."""
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer weights of its own."""
+    """Do not share weights between the embedding and the output layer."""
 
     group_query_attention: bool = False
-    """Group-query attention with --num-query-groups groups."""
+    """Use group-query attention with --num-query-groups groups."""
 
     qk_layernorm_across_heads: bool = False
-    """Normalize queries and keys, each over all heads of a token together, where --qk-layernorm takes a head alone."""
+    """Normalize queries and keys over all heads of a token together; --qk-layernorm normalizes each head separately."""
 
     swiglu: bool = False
-    """SwiGLU (gated SiLU) in place of GELU."""
+    """Use SwiGLU (gated SiLU) instead of GELU."""
 
     quick_geglu: bool = False
-    """Gated quick GELU (x * sigmoid(1.702 x)) in place of GELU."""
+    """Use gated quick GELU (x * sigmoid(1.702 x)) instead of GELU."""
 
     squared_relu: bool = False
-    """Squared ReLU in place of GELU."""
+    """Use squared ReLU instead of GELU."""
 
     bias_gelu_fusion: bool = flag_field(True, arg_names=["--no-bias-gelu-fusion"])
     """Do not fuse bias and GELU."""
@@ -207,36 +211,37 @@ class ModelConfig:
     """Do not fuse bias and SwiGLU."""
 
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers per virtual pipeline stage: the interleaved 1F1B schedule."""
+    """Number of layers per virtual pipeline stage; enables the interleaved 1F1B schedule."""
 
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Virtual pipeline stages per rank, instead of --num-layers-per-virtual-pipeline-stage."""
+    """Number of virtual pipeline stages per rank, instead of --num-layers-per-virtual-pipeline-stage."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Processes and their backend."""
+    """Processes and the backend that connects them."""
 
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    """Collective backend; without CUDA it is gloo."""
+    """Backend of the process groups; always gloo on a machine without CUDA."""
 
     distributed_timeout_minutes: float = 10
-    """Minutes that a rank may wait in one collective; then every rank says which rank stalled, and ends."""
+    """Minutes that a rank may wait in one collective; after that, every rank reports which rank stalled, and exits."""
 
     align_grad_reduce: bool = flag_field(True, arg_names=["--no-align-grad-reduce"])
-    """Let each pipeline stage start its gradient reductions when it is ready, not all stages together."""
+    """Let each pipeline stage start its gradient reductions as soon as it is ready, not at the same time as the
+    others."""
 
     grad_reduce_in_bf16: bool = False
-    """Accumulate and reduce gradients in bfloat16 with --bf16, instead of float32."""
+    """With --bf16, accumulate and reduce gradients in bfloat16 instead of float32."""
 
     dry_run: bool = False
-    """Check a layout of WORLD_SIZE processes in this one, without their devices: print groups, schedule and the memory
-    of a rank of each pipeline stage, and exit. Nothing is allocated."""
+    """Check a layout of WORLD_SIZE processes in a single process, without their devices: print the groups, the schedule
+    and the memory of one rank of each pipeline stage, then exit. Nothing is allocated."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run: everything the entry point hands down."""
+    """All settings of a run, which the entry point passes on."""
 
     transformer: TransformerConfig
     optimizer: OptimizerConfig
@@ -253,5 +258,5 @@ class RunConfig:
     launch: LaunchConfig
 
     def replace(self, **changes: object) -> "RunConfig":
-        """A copy with some parts exchanged."""
+        """Return a copy with some parts replaced."""
         return dataclasses.replace(self, **changes)

@@ -161,7 +161,15 @@ def profile_of(
             f"{name}: {encode.seconds_per_token * 1e6:.3g} us per token to compress, "
             f"{decode.seconds_per_token * 1e6:.3g} us back"
         )
-    return ClusterProfile(num_ranks, node_size, links, forward, backward, tuple(bandwidths), coded)
+    return ClusterProfile(
+        num_ranks=num_ranks,
+        node_size=node_size,
+        links=links,
+        forward=forward,
+        backward=backward,
+        all_reduce=tuple(bandwidths),
+        codecs=coded,
+    )
 
 
 def measure_parallel(

@@ -80,8 +80,8 @@ def schedule_run(
 
         return there_and_back
     each = -(-num_bytes // (row_bytes * sources))
-    splits_SH = torch.full((sources, hosts), each)
+    splits_DH = torch.full((sources, hosts), each)
     sharding = path.simultaneous if line == "simultaneous" else path.sharding()
     assert sharding is not None
-    results = torch.zeros(int(splits_SH[:, groups.ep.rank()].sum()), hidden, dtype=dtype, device=device)
-    return lambda: sharding.collect(wire, results, splits_SH).wait()
+    results = torch.zeros(int(splits_DH[:, groups.ep.rank()].sum()), hidden, dtype=dtype, device=device)
+    return lambda: sharding.collect(wire, results, splits_DH).wait()

@@ -1,0 +1,10 @@
+"""What can people look at? Loads, balance and traces of a run.
+
+balance         LayerReport: measures of balance, for the log line and TensorBoard
+load            tokens per expert, counted at the routers
+load_log        files of load matrices and placements (--balance-log-dir)
+routing_trace   files of every token's experts (--moe-routing-trace-path)
+trace           files for Perfetto with the activities of each stream (--balance-timeline)
+scalars         TensorBoard event files
+optional        writing of all these files: a failure is a warning and never stops training
+"""

@@ -1,7 +1,4 @@
-"""How well balancing works, in the numbers of the training log line and of TensorBoard.
-
-Shape suffix: D expert-parallel ranks.
-"""
+"""Measures of how well balancing works, for the training log line and TensorBoard."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,63 +11,63 @@ import torch.distributed as dist
 from megatron_balance.placement.cost_model import balance_gain, balance_ratio
 
 PERCENTILES = (50, 90)
-"""Over layers, in TensorBoard."""
+"""Percentiles over layers that TensorBoard shows."""
 
 LARGEST_GAIN = 1000.0
-"""What stands for an infinite RB: no plot shows infinity."""
+"""Upper limit of RB, because a plot cannot show infinity."""
 
 
 class LayerReport(NamedTuple):
-    """One MoE layer in one iteration."""
+    """Balance, bytes and times of one MoE layer in one iteration."""
 
     ratio_before: float
-    """Heaviest rank's tokens over the mean (FlexMoE Eq. 6), had experts been laid out in order and computed by
-    their owners; 1 is even."""
+    """Heaviest rank's tokens over the mean (FlexMoE Eq. 6) without balancing, that is, if owners in their initial order
+    computed all tokens; 1 is even."""
 
     ratio_after: float
-    """The same as it was computed."""
+    """The same ratio with the placement that was used."""
 
     rb: float
-    """Pro-Prophet's RB, the ratio of standard deviations before and after; at most LARGEST_GAIN."""
+    """Pro-Prophet's RB, the ratio of the standard deviations before and after balancing; at most LARGEST_GAIN."""
 
     hosts_added: float
-    """(expert, rank) pairs where a rank computed an expert that it does not own."""
+    """Number of (expert, rank) pairs where a rank computed an expert that it does not own."""
 
     trans_bytes: float
     agg_bytes: float
-    """What Trans and Agg moved, over all links."""
+    """Bytes moved by Trans and Agg, over all links."""
 
     plan_seconds: float
     plan_wait_seconds: float
     trans_wait_seconds: float
     agg_wait_seconds: float
-    """How long computation waited for Plan, Trans and Agg: what of them was not hidden."""
+    """Seconds that the computation waited for Plan, Trans and Agg: the parts of them that were not overlapped."""
 
     predicted_seconds: float
-    """The cost model's time of the layer."""
+    """Time of the layer by the cost model."""
 
     measured_seconds: float
     prediction_error: float
-    """Share of tokens that were predicted on the wrong expert or source, `predictor.prediction_error`."""
+    """Fraction of tokens that were predicted for the wrong expert or source (`predictor.prediction_error`)."""
 
     experts_moved: float = 0.0
-    """Experts that changed their owner after the iteration."""
+    """Number of experts that changed their owner after the iteration."""
 
     transfer_bytes: float = 0.0
-    """What they moved with their optimizer state, over all links."""
+    """Bytes moved with these experts, optimizer state included, over all links."""
 
 
 def evenness(before_D: np.ndarray, after_D: np.ndarray) -> tuple[float, float, float]:
-    """`ratio_before`, `ratio_after` and `rb` of tokens per rank before and after balancing."""
+    """Return `ratio_before`, `ratio_after` and `rb` for the tokens per rank before and after balancing."""
     gain = min(balance_gain(before_D, after_D), LARGEST_GAIN)
     return balance_ratio(before_D), balance_ratio(after_D), gain
 
 
 def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int, LayerReport]:
-    """Each layer's report, averaged over the ranks that have one; every rank of the job calls it.
+    """Average each layer's report over the ranks that have one; every rank of the job calls this.
 
     Args:
-        own: this rank's reports by layer number, 1 to `num_layers`; empty for a rank that has nothing to add.
+        own: this rank's reports by layer number, 1 to `num_layers`; may be empty.
     """
     table = torch.zeros(num_layers + 1, len(LayerReport._fields) + 1, dtype=torch.float64)
     for layer, report in own.items():
@@ -85,7 +82,7 @@ def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int
 
 
 def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
-    """The log line's fields about balance, ending in a bar: means over iterations of layer -> report.
+    """Return the log line's fields about balance, ending in a bar, averaged over iterations of layer -> report.
 
     Load ratios are means over layers; hosts, experts moved, planning time, waits and bytes are sums over layers.
     """
@@ -111,9 +108,9 @@ def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
 
 
 def tensorboard_scalars(reports: Mapping[int, LayerReport]) -> dict[str, float]:
-    """One iteration's numbers under Megatron's names: `moe/{name}_layer_{i}`, and `moe/{name}_p50` over layers.
+    """Return an iteration's numbers under Megatron's names: `moe/{name}_layer_{i}`, and `moe/{name}_p50` over layers.
 
-    There, the first layer of the model is number 0.
+    In these names, the first layer of the model is number 0.
     """
     scalars = {}
     for name in LayerReport._fields:
@@ -125,7 +122,7 @@ def tensorboard_scalars(reports: Mapping[int, LayerReport]) -> dict[str, float]:
 
 
 def _count(mean: float) -> str:
-    """A mean of counts: whole if it is, else with a decimal, or a digit where that would read as none at all."""
+    """Format a mean of counts: without decimals if it is whole, otherwise with one, or with one significant digit."""
     if mean == int(mean):
         return str(int(mean))
     return f"{mean:.1f}" if mean >= 0.05 else f"{mean:.1g}"

@@ -1,4 +1,4 @@
-"""How many tokens the router sends to each expert."""
+"""Number of tokens that the routers send to each expert."""
 
 import torch
 import torch.distributed as dist
@@ -7,9 +7,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class LoadRecorder:
-    """Counts, per MoE layer, the tokens routed to each expert in the latest training forward pass of this rank.
+    """Counts, for each MoE layer, the tokens routed to each expert in this rank's latest training forward pass.
 
-    It listens to the routers, so it works with any MoE layer.
+    It hooks into the routers, so it works with any MoE layer.
     """
 
     def __init__(self, model: list[torch.nn.Module]) -> None:
@@ -20,12 +20,13 @@ class LoadRecorder:
                     module.register_forward_hook(self._count)
 
     def _count(self, router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        # Under recomputation the first pass runs without gradients; the second is the one to count
+        # With recomputation, the first pass runs without gradients; only the second is counted
         if router.training and torch.is_grad_enabled():
+            assert router.layer_number is not None
             self.counts[router.layer_number] = output[1].detach().sum(0)
 
     def gather(self, groups: ProcessGroupCollection) -> dict[int, list[int]]:
-        """Tokens per expert of every MoE layer of the model, over all ranks; every rank calls it."""
+        """Return the tokens per expert of every MoE layer of the model, over all ranks; every rank calls this."""
         own = {}
         for layer, counts in sorted(self.counts.items()):
             total = counts.clone()
@@ -37,7 +38,7 @@ class LoadRecorder:
         return dict(sorted(entry for stage in stages for entry in stage.items()))
 
     def table(self, groups: ProcessGroupCollection) -> str:
-        """`gather` as a table for people, with each layer's balance."""
+        """Format the result of `gather` as a table, with each layer's balance; every rank calls this."""
         loads = self.gather(groups)
         experts = max((len(counts) for counts in loads.values()), default=0)
         width = max(7, *(len(str(count)) + 1 for counts in loads.values() for count in counts), 7)

@@ -1,9 +1,8 @@
-"""Load matrices and placements of every iteration as files (`--balance-log-dir`).
+"""Files with the load matrices and placements of every iteration (`--balance-log-dir`).
 
-One rank of each expert-parallel group writes `loads_rank00000_iter0000000.npz`: the rank and the first iteration, with
-the arrays `iterations` [N] int64 and, for every MoE layer n, `layer_<n>` [N, D, E] int64 and `placement_<n>` [N] str.
-
-Shape suffixes: N iterations, D expert-parallel ranks, E logical experts.
+One rank of each expert-parallel group writes `loads_rank00000_iter0000000.npz`, named after the rank and the first
+iteration. It contains the arrays `iterations` [N] int64 and, for every MoE layer n, `layer_<n>` [N, D, E] int64 and
+`placement_<n>` [N] str, where N counts the iterations.
 """
 
 import re
@@ -21,10 +20,10 @@ from megatron_balance.observe.optional import MOST_BYTES, Attempts, write_whole
 from megatron_balance.placement.placement import Placement
 
 MAX_BYTES = 4 * 1024 * MIB
-"""Of a file's arrays; 100 iterations of 60 layers with 64 ranks and 256 experts have 800 MB."""
+"""Maximum size of a file's arrays; 100 iterations of 60 layers with 64 ranks and 256 experts take 800 MB."""
 
 MOST_TOKENS = 2**40
-"""Of one rank for one expert in an iteration: sums of many still fit into 64 bits."""
+"""Maximum number of tokens of one rank for one expert in an iteration: sums of many still fit into 64 bits."""
 
 _FILE = re.compile(r"loads_rank(\d{5,})_iter(\d{7,})\.npz")
 _LAYER = re.compile(r"layer_(\d+)")
@@ -34,9 +33,10 @@ class LoadLog:
     """Collects load matrices and writes them, one file at every `flush`.
 
     Args:
-        rank: of this process in the whole job.
-        first_iteration: where the run starts or resumes; this rank's files that begin there or later are removed,
-            because they tell of iterations that happen again.
+        directory: created if it does not exist.
+        rank: rank of this process in the whole job.
+        first_iteration: iteration where the run starts or resumes; this rank's files that begin there or later are
+            removed, because their iterations will be repeated.
 
     Raises:
         ValueError: the directory cannot be written to.
@@ -57,11 +57,11 @@ class LoadLog:
             raise ValueError(f"--balance-log-dir {directory}: {error}; choose a writable directory") from error
 
     def add(self, iteration: int, layers: Mapping[int, tuple[ArrayLike, Placement]]) -> None:
-        """Note one iteration; iterations ascend.
+        """Add one iteration; iterations ascend.
 
         Args:
-            layers: every MoE layer of this rank, the same ones each time: its load matrix [D, E] (on the host) and the
-                placement that its tokens were routed under.
+            layers: load matrix [D, E] (on the host) of every MoE layer of this rank, and the placement with which its
+                tokens were routed; the same layers in every call.
         """
         assert not self._iterations or (iteration > self._iterations[-1] and layers.keys() == self._loads.keys())
         self._iterations.append(iteration)
@@ -70,9 +70,9 @@ class LoadLog:
             self._placements.setdefault(layer, []).append(str(placement))
 
     def flush(self, last: bool = False) -> None:
-        """Write what was added since the last time, if anything; a file appears whole or not at all.
+        """Write the iterations added since the last flush, if any; a file appears only when complete.
 
-        What cannot be written is kept for the next time, up to MOST_BYTES.
+        If writing fails, they are kept for the next flush, up to MOST_BYTES.
         """
         if not self._iterations:
             return
@@ -101,25 +101,25 @@ class LoadLog:
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """What one rank logged, over all its files; iterations ascend."""
+    """The loads that one rank logged, from all its files; iterations ascend."""
 
     iterations: np.ndarray
-    """[N] int64."""
+    """Iteration numbers, [N] int64."""
 
     counts: dict[int, np.ndarray]
-    """MoE layer -> [N, D, E] int64, tokens of each source rank for each expert."""
+    """Tokens of each source rank for each expert: MoE layer -> [N, D, E] int64."""
 
     placements: dict[int, np.ndarray]
-    """MoE layer -> [N] str, for `Placement.parse`."""
+    """Placements in the format of `Placement.parse`: MoE layer -> [N] str."""
 
 
 def read_loads(directory: Path) -> dict[int, Loads]:
-    """Rank -> its loads, by ascending rank.
+    """Read all files of a directory; return rank -> loads, in ascending order of ranks.
 
-    Where a run was resumed, the iterations after that point are taken from the resumed run.
+    If a run was resumed, the iterations after that point are those of the resumed run.
 
     Raises:
-        ValueError: no files, or one that is not as `LoadLog` writes them; names the path.
+        ValueError: there are no files, or `LoadLog` did not write one of them; the error names the path.
     """
     files = _files(directory) if directory.is_dir() else []
     if not files:
@@ -129,14 +129,14 @@ def read_loads(directory: Path) -> dict[int, Loads]:
 
 
 def _files(directory: Path, rank: int | None = None) -> list[tuple[Path, int, int]]:
-    """(path, rank, first iteration) of the files of one rank or all, by ascending iteration."""
+    """Return (path, rank, first iteration) of the files of one rank or all, in ascending order of iterations."""
     names = [(path, _FILE.fullmatch(path.name)) for path in directory.iterdir()]
     found = [(path, int(match[1]), int(match[2])) for path, match in names if match]
     return sorted((entry for entry in found if rank in (None, entry[1])), key=lambda entry: entry[2])
 
 
 def _join(files: list[tuple[Path, int, int]]) -> Loads:
-    """The files of one rank, each up to where the next one begins."""
+    """Join the files of one rank, each up to the first iteration of the next one."""
     parts: list[Loads] = []
     ends = [first for _, _, first in files[1:]] + [None]
     for (path, _, first), end in zip(files, ends, strict=True):
@@ -159,18 +159,18 @@ def _join(files: list[tuple[Path, int, int]]) -> Loads:
 
 
 def _shapes(loads: Loads) -> dict[int, tuple[int, ...]]:
-    """MoE layer -> (D, E)."""
+    """Return MoE layer -> (D, E)."""
     return {layer: counts_NDE.shape[1:] for layer, counts_NDE in loads.counts.items()}
 
 
 def _read(path: Path, first: int) -> Loads:
-    """One file, checked."""
+    """Read and check one file."""
     check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
         if unpacked > MAX_BYTES:
-            raise ValueError(f"would unpack to {unpacked} bytes; {MAX_BYTES} are the most")
+            raise ValueError(f"would unpack to {unpacked} bytes; the maximum is {MAX_BYTES}")
         with np.load(path, allow_pickle=False) as arrays:
             layers = sorted(int(match[1]) for match in map(_LAYER.fullmatch, arrays) if match)
             if len(arrays) != 1 + 2 * len(layers):
@@ -181,7 +181,7 @@ def _read(path: Path, first: int) -> Loads:
                 {layer: arrays[f"placement_{layer}"] for layer in layers},
             )
     except Exception as error:  # a damaged archive makes zipfile, zlib and numpy raise almost anything
-        raise ValueError(f"{path}: is no log of --balance-log-dir ({cleaned(error)}); remove it") from error
+        raise ValueError(f"{path}: is not a log of --balance-log-dir ({cleaned(error)}); remove it") from error
     problem = _problem(loads, first)
     if problem is not None:
         raise ValueError(f"{path}: {problem}; remove it")

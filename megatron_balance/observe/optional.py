@@ -1,4 +1,4 @@
-"""Files that a run writes for people to look at: trouble with them is a warning, and never ends training."""
+"""Optional output files: a failure to write them is a warning and never stops training."""
 
 import contextlib
 import logging
@@ -13,22 +13,22 @@ from megatron_balance.messages import cleaned
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 30.0
-"""Between attempts to write, once one has failed."""
+"""Seconds between attempts to write after a failure."""
 
 MOST_BYTES = 2**26
-"""Limit on the records that wait in memory while writing fails; beyond it, the oldest are dropped."""
+"""Maximum size of the records kept in memory while writing fails; above it, the oldest are dropped."""
 
 
 class Attempts:
-    """Attempts to write for a flag: says when they begin to fail and when they succeed again.
+    """Attempts to write a flag's output, which logs when they begin to fail and when they succeed again.
 
     Args:
-        flag: with its value.
+        flag: the flag and its value, for the log.
     """
 
     def __init__(self, flag: str) -> None:
         self.flag, self.dropped = flag, 0
-        """What could not be kept since writing fails."""
+        """Number of records dropped since writing began to fail."""
         self._next: float | None = None
 
     @property
@@ -36,9 +36,9 @@ class Attempts:
         return self._next is not None
 
     def run(self, write: Callable[[], None], last: bool = False) -> bool:
-        """Whether `write` was called and succeeded; after a failure it is not called for a while, except as the last.
+        """Call `write` and return whether it succeeded; an OSError is a failure.
 
-        Only an OSError is a failure.
+        After a failure, `write` is not called for RETRY_SECONDS, except if `last`.
         """
         if self._next is not None and not last and time.monotonic() < self._next:
             return False
@@ -46,22 +46,22 @@ class Attempts:
             write()
         except OSError as error:
             if not self.failing:
-                message = "%s: %s; training goes on, and writing is tried again"
+                message = "%s: %s; training continues, and writing will be retried"
                 logger.warning(message, self.flag, cleaned(error))
             self._next = time.monotonic() + RETRY_SECONDS
             return False
         if self.failing:
-            lost = f"; {self.dropped} records were dropped meanwhile" if self.dropped else ""
+            lost = f"; {self.dropped} records were dropped in the meantime" if self.dropped else ""
             logger.warning("%s: writing works again%s", self.flag, lost)
             self._next, self.dropped = None, 0
         return True
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` write a file that appears whole or not at all; its directory is made if it is gone.
+    """Let `write` write a file that appears at `path` only when complete; create its directory if it is missing.
 
     Raises:
-        OSError: it could not be written; nothing is left of it.
+        OSError: the file could not be written; no part of it is left.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
@@ -69,17 +69,18 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         write(unfinished)
         os.replace(unfinished, path)
     except OSError:
-        # The space may be what is missing
+        # The disk may be full
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
 
 
 class AppendedFile:
-    """A file that records are appended to, each whole or not at all.
+    """A file to which records are appended, each completely or not at all.
 
     Args:
-        size: bytes of the file that are to stay.
+        flag: the flag and its value, for the log.
+        size: number of bytes of an existing file to keep.
     """
 
     def __init__(self, path: Path, flag: str, size: int = 0) -> None:
@@ -89,11 +90,11 @@ class AppendedFile:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """Records that are not written yet."""
+        """Return the number of records that have not been written yet."""
         return len(self._pending)
 
     def add(self, record: bytes) -> None:
-        """Note a record for the next `flush`."""
+        """Add a record for the next `flush`."""
         self._pending.append(record)
         self._bytes += len(record)
         while self._bytes > MOST_BYTES and self.attempts.failing:
@@ -101,19 +102,19 @@ class AppendedFile:
             self.attempts.dropped += 1
 
     def flush(self, last: bool = False) -> None:
-        """Write what was added since the last time; what cannot be written is kept for the next."""
+        """Write the records added since the last flush; keep them for the next one if writing fails."""
         if self._pending:
             self.attempts.run(self.write, last)
 
     def write(self) -> None:
-        """Write what is pending.
+        """Write the pending records.
 
         Raises:
-            OSError: it could not be written; the file is as before, as far as possible.
+            OSError: they could not be written; the file is restored as far as possible.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab", buffering=0) as file:
-            # Whatever half a record another attempt has left; and a file that is new begins at its beginning
+            # Remove the part of a record that a failed attempt may have left; a new file is empty
             size = min(self.size, os.fstat(file.fileno()).st_size)
             os.ftruncate(file.fileno(), size)
             try:

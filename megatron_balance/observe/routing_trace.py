@@ -1,9 +1,7 @@
 """Every token's experts as JSON lines, in the format of Megatron-LM's router tracer (`--moe-routing-trace-path`).
 
-    {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 2, "topk": 2,
-     "top_indices": [[1, 4], [0, 4]]}
-
-Shape suffixes: T tokens of one router call, E logical experts, K choices per token.
+{"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 2, "topk": 2,
+ "top_indices": [[1, 4], [0, 4]]}
 """
 
 import json
@@ -21,7 +19,7 @@ _STEP = re.compile(rb'\{"step": (\d+), ')
 
 
 class _Call(NamedTuple):
-    """One router call, still on the device."""
+    """A router call, whose tensors are still on the device."""
 
     step: int
     layer: int
@@ -31,22 +29,22 @@ class _Call(NamedTuple):
 
 
 class RoutingTrace:
-    """Writes `router_trace_rank{rank}.jsonl`: a record per MoE layer and microbatch that trains.
+    """Writes `router_trace_rank{rank}.jsonl`: one record per MoE layer and training microbatch.
 
-    It listens to the routers, so it works with any MoE layer. Calls in which tokens were dropped leave no record, as
-    upstream, because the format has no room for them.
+    It hooks into the routers, so it works with any MoE layer. As upstream, calls in which tokens were dropped are not
+    recorded, because the format cannot represent them.
 
     Args:
-        rank: of this process in the whole job.
-        step: the iteration in progress, from 0.
-        first_step: where the run starts or resumes; earlier steps of a trace that is already there are kept.
+        rank: rank of this process in the whole job.
+        step: returns the iteration in progress, from 0.
+        first_step: step where the run starts or resumes; earlier steps of an existing trace are kept.
 
     Raises:
         ValueError: the directory cannot be written to.
     """
 
     def __init__(
-        self, model: list[torch.nn.Module], directory: Path, rank: int, step: Callable[[], int], first_step: int = 0
+        self, model: list[torch.nn.Module], directory: Path, rank: int, step: Callable[[], int], *, first_step: int = 0
     ) -> None:
         self.rank, self.step = rank, step
         self._calls: list[_Call] = []
@@ -62,7 +60,7 @@ class RoutingTrace:
                     module.register_forward_hook(self._note)
 
     def flush(self, last: bool = False) -> None:
-        """Write the calls since the last time; after every iteration, so that none is written twice or not at all."""
+        """Write the calls since the last flush; called after every iteration, so that a resumed trace is complete."""
         for call in self._calls:
             if call.complete.item():
                 record = {
@@ -80,19 +78,19 @@ class RoutingTrace:
         self._calls = []
 
     def _note(self, router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        # Under recomputation the first pass runs without gradients; the second is the one to record
+        # With recomputation, the first pass runs without gradients; only the second is recorded
         if not (router.training and torch.is_grad_enabled()):
             return
         assert router.layer_number is not None
         map_TE = output[1]
-        # What stays here until `flush` is small, and needs no wait for the device
+        # These tensors are small enough to keep until `flush`, and computing them does not wait for the device
         choices_TK = map_TE.int().topk(router.topk, dim=1).indices.sort(dim=1).values.int()
         complete = (map_TE.sum(1) == router.topk).all()
         self._calls.append(_Call(self.step(), router.layer_number - 1, choices_TK, complete))
 
 
 def _cut(path: Path, first_step: int) -> int:
-    """Cut a trace off where `first_step` begins or a line was not written to its end; returns its size."""
+    """Truncate a trace at `first_step` or at the first incomplete line, and return its size."""
     path.touch()
     end = 0
     with path.open("r+b") as file:

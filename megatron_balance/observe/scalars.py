@@ -1,26 +1,27 @@
-"""Numbers over iterations for TensorBoard (`--tensorboard-dir`), as its own event files."""
+"""Writer of TensorBoard event files (`--tensorboard-dir`)."""
 
 import os
 import socket
 import time
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+# protobuf creates these classes when the modules are imported
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.optional import AppendedFile
 
 FLUSH_SECONDS = 120.0
-"""After which what was added is written, however little it is."""
+"""Maximum number of seconds before added numbers are written."""
 
 
 class Scalars:
-    """Writes one event file, from the thread that adds numbers: a writer's own thread would hide its errors.
+    """Writes one event file on the thread that adds numbers; TensorBoard's writer thread would hide errors.
 
     Args:
-        queue_size: so many numbers are kept before they are written.
+        queue_size: number of events that are kept in memory before they are written.
 
     Raises:
         ValueError: the directory cannot be written to.
@@ -31,7 +32,7 @@ class Scalars:
         path = directory / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self.queue_size, self._written = queue_size, time.monotonic()
         self._file = AppendedFile(path, flag)
-        # It frames records, and passes each on in one piece
+        # RecordWriter frames each record and writes it with one call
         self._records = RecordWriter(_Adding(self._file))
         try:
             self._records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
@@ -40,7 +41,7 @@ class Scalars:
             raise ValueError(f"{flag}: {cleaned(error)}; choose a writable directory") from error
 
     def add_scalar(self, name: str, value: float, iteration: int) -> None:
-        """Note a number; now and then all are written."""
+        """Add a number; write all of them if the queue is full or FLUSH_SECONDS have passed."""
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
         self._records.write(Event(wall_time=time.time(), step=iteration, summary=summary).SerializeToString())
         if len(self._file) >= self.queue_size or time.monotonic() - self._written > FLUSH_SECONDS:
@@ -48,12 +49,12 @@ class Scalars:
             self._written = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all remaining numbers."""
         self._file.flush(last=True)
 
 
 class _Adding:
-    """A file as RecordWriter wants it."""
+    """Adapter of an AppendedFile to the file interface that RecordWriter needs."""
 
     def __init__(self, file: AppendedFile) -> None:
         self.write = file.add

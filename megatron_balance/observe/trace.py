@@ -1,8 +1,9 @@
-"""What a rank did when, for Perfetto and chrome://tracing (`--balance-timeline`).
+"""Trace of a rank's activities for Perfetto and chrome://tracing (`--balance-timeline`).
 
 Each rank writes `rank00000.json` in the Trace Event Format: a process per rank, a thread per stream, a complete event
-per span. Spans that overlap on one stream get further threads, because Perfetto drops events that do. Files of several
-ranks share a time axis, as far as their hosts' clocks agree, and may be merged by concatenating `traceEvents`.
+per span. If spans on a stream overlap, the stream gets more threads, because Perfetto drops overlapping events. Files
+of several ranks share a time axis, as far as their hosts' clocks agree, and can be merged by concatenating
+`traceEvents`.
 """
 
 import json
@@ -20,46 +21,46 @@ from megatron_balance.observe.optional import Attempts, write_whole
 
 Stream = Literal["computation", "waits", "communication", "planning"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-"""In the order of the rows."""
+"""All streams, in the order of their rows."""
 
 _ERA_SECONDS = 2**23
-"""Times count from a multiple of this (97 days), the same on all ranks: a double then holds them to the nanosecond."""
+"""Times are relative to a multiple of this (97 days), the same on all ranks, so that a double is exact to 1 ns."""
 
 _TICKS = 8
-"""Times are whole eighths of a microsecond: sums and nanoseconds are then exact, and neighbours never overlap."""
+"""Times are whole eighths of a microsecond, so that sums and nanoseconds are exact, and neighbours never overlap."""
 
 _THREADS = 1000
-"""Thread ids for each stream."""
+"""Number of thread ids reserved for each stream."""
 
 MAX_BYTES = 512 * MIB
-"""Of a file; an event takes about 200 bytes."""
+"""Maximum size of a file; an event takes about 200 bytes."""
 
 _MOST_US = 2e6 * _ERA_SECONDS
-"""Of a time in a file: two eras, because a run may go on into the next one."""
+"""Maximum time in a file: two eras, because a run may continue into the next one."""
 
 _MOST = {"pid": 10**6, "iteration": 10**12, "bytes": 2**60}
-"""Of whole numbers in a file."""
+"""Maximum of each whole number in a file."""
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Something that lasted on one stream; its marks may be of the device or of the host."""
+    """An activity on one stream; its marks are on the device or on the host."""
 
     iteration: int
     stream: Stream
     name: str
-    """Such as "L3 TRANS.1/2" or "L2 FEC m0"."""
+    """Name of the activity, such as "L3 TRANS.1/2" or "L2 FEC m0"."""
     start: clock.Mark
     end: clock.Mark
     issued: clock.Mark | None = None
-    """When the host issued it, if it started later."""
+    """Mark where the host issued it, if it started later."""
     num_bytes: int = 0
-    """Sent by this rank."""
+    """Bytes sent by this rank."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A span in a file; times are microseconds since the file's base, whole eighths of one."""
+    """A span in a file; times are microseconds since the file's base, in whole eighths."""
 
     rank: int
     iteration: int
@@ -73,10 +74,11 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class _Iteration:
-    """Spans whose marks the device may not have reached."""
+    """Spans of an iteration, whose marks the device may not have reached yet."""
 
     anchor: clock.Mark
-    """A mark near the spans': the device tells the time between two as float32, which coarsens with the distance."""
+    """A mark close to those of the spans: the device measures the time between two marks as a float32, whose precision
+    decreases with their distance."""
     spans: list[Span] = field(default_factory=list)
 
 
@@ -91,7 +93,7 @@ class _Moment:
 
     @classmethod
     def now(cls, base: float) -> "_Moment":
-        """The device has finished everything at this moment, so that it marks it without delay."""
+        """Mark the present on all clocks, after the device has finished all work, so that its mark has no delay."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         moment = cls(time.time() - base, time.perf_counter(), clock.mark())
@@ -100,7 +102,7 @@ class _Moment:
         return moment
 
     def microseconds(self, mark: clock.Mark, anchor: clock.Mark) -> float:
-        """From a file's base to a mark."""
+        """Return the microseconds from a file's base to a mark."""
         if isinstance(mark, float):
             seconds = self.wall + (mark - self.host)
         else:
@@ -109,11 +111,11 @@ class _Moment:
 
 
 class Timeline:
-    """Keeps the spans of the latest iterations and writes them, all in one file, at every `flush`.
+    """Keeps the spans of the latest iterations and writes all of them to one file at every `flush`.
 
     Args:
-        rank: of this process in the whole job.
-        iterations: how many to keep.
+        rank: rank of this process in the whole job.
+        iterations: number of iterations to keep.
 
     Raises:
         ValueError: the directory cannot be written to.
@@ -131,7 +133,7 @@ class Timeline:
             raise ValueError(f"--balance-timeline {directory}: {error}; choose a writable directory") from error
 
     def add(self, span: Span) -> None:
-        """Note a span, whose marks need not be reached yet."""
+        """Add a span; the device need not have reached its marks yet."""
         if span.iteration not in self._pending:
             self._pending[span.iteration] = _Iteration(clock.mark())
             _keep_latest(self._pending, self.iterations)
@@ -139,11 +141,11 @@ class Timeline:
             self._pending[span.iteration].spans.append(span)
 
     def flush(self, last: bool = False) -> None:
-        """Wait for the device and write the latest iterations, if any were added; a file appears whole or not at all.
+        """Wait for the device and write the latest iterations, if any were added; a file appears only when complete.
 
-        What cannot be written may be the next time, if it still belongs to the latest iterations.
+        If writing fails, they are written at the next flush, as long as they are among the latest iterations.
 
-        The wall clock is read anew each time: over days, the device's and the hosts' clocks drift apart.
+        Each flush reads the wall clock again: over days, the device's and the hosts' clocks drift apart.
         """
         if not self._pending and not self._attempts.failing:
             return
@@ -168,11 +170,15 @@ class Timeline:
             "baseTimeNanoseconds": int(self._base) * 10**9,
         }
         text = json.dumps(trace)
-        write_whole(self.path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+
+        def write(unfinished: Path) -> None:
+            unfinished.write_text(text, encoding="utf-8")
+
+        write_whole(self.path, write)
 
 
 def _trace_events(rank: int, records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One rank's events: names of the process and its threads, then each thread's spans by ascending time."""
+    """Return one rank's events: names of the process and its threads, then each thread's spans in ascending order."""
     events = [_metadata(rank, 0, "process_name", name=f"rank {rank}")]
     events.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
     records = list(records)
@@ -187,7 +193,7 @@ def _trace_events(rank: int, records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def lanes_of(records: Sequence[Record]) -> list[list[Record]]:
-    """As few lists as it takes so that nothing overlaps within one; each ascends."""
+    """Divide records among the fewest lists without overlaps; each list is in ascending order."""
     lanes: list[list[Record]] = []
     for record in sorted(records, key=lambda record: (record.start_us, record.end_us)):
         lane = next((lane for lane in lanes if lane[-1].end_us <= record.start_us), None)
@@ -198,10 +204,10 @@ def lanes_of(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def load_timeline(path: Path) -> list[Record]:
-    """The spans of a file, or of several merged into one, thread by thread.
+    """Read the spans of a file, or of several merged files, thread by thread.
 
     Raises:
-        ValueError: it is not as `Timeline` writes it; names the path.
+        ValueError: `Timeline` did not write the file; the error names the path.
     """
     content = read_object(path, MAX_BYTES)
     events = content.get("traceEvents")
@@ -210,7 +216,7 @@ def load_timeline(path: Path) -> list[Record]:
             raise ValueError("no list of traceEvents")
         return [_read(event) for event in events if not isinstance(event, dict) or event.get("ph") == "X"]
     except ValueError as error:
-        raise ValueError(f"{path}: is no timeline of --balance-timeline ({error})") from error
+        raise ValueError(f"{path}: is not a timeline of --balance-timeline ({error})") from error
 
 
 def _metadata(rank: int, thread: int, kind: str, **args: Any) -> dict[str, Any]:
@@ -241,7 +247,7 @@ def _complete_event(record: Record, thread: int) -> dict[str, Any]:
 def _read(event: Any) -> Record:
     args = event.get("args") if isinstance(event, dict) else None
     if not isinstance(args, dict):
-        raise ValueError(f"{shown(event)} among the traceEvents is no event with args")
+        raise ValueError(f"{shown(event)} among the traceEvents is not an event with args")
 
     def number(of: dict[str, Any], name: str, high: float = 0) -> Any:
         return number_in(of.get(name), 0, high or _MOST[name], name, whole=name in _MOST)

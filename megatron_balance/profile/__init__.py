@@ -1,0 +1,6 @@
+"""How fast is a cluster? The constants of cost models, as data; nothing here measures.
+
+cluster_profile   ClusterProfile: times of communication and computation, saved as JSON
+cluster           a profile derived from a description of the hardware (configs/clusters/*.yaml)
+flops             operations and time of a layer's non-expert part
+"""

@@ -1,7 +1,7 @@
-"""Clusters as data, configs/clusters/*.yaml: what papers and data sheets say, and the profile that follows from it.
+"""Clusters as described by papers and data sheets (configs/clusters/*.yaml), and the profile that follows from them.
 
-Every number stands beside its source, and what no source says is left out. Nothing here measures: rates are those of
-data sheets, which a run does not reach.
+Every number comes with its source; a number without a source is omitted. Nothing here is measured: the rates are those
+of data sheets, which a run does not reach.
 """
 
 import dataclasses
@@ -20,88 +20,88 @@ from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile
 
 @dataclass(frozen=True)
 class Number:
-    """A number and where it is from."""
+    """A number and its source."""
 
     value: float
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU, and the nodes that have it."""
+    """One kind of GPU, and the number of nodes that have it."""
 
     name: str
     nodes: Number | None = None
     memory_gb: Number | None = None
     fp32_tflops: Number | None = None
     half_tflops: Number | None = None
-    """Dense products of 16-bit numbers, added up in 32 bits."""
+    """Dense matrix products of 16-bit numbers, accumulated in 32 bits."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What GPUs send over; one GPU's share of it inside a node, one adapter between nodes."""
+    """A link between GPUs: within a node, the part of one GPU; between nodes, one adapter."""
 
     name: str
     gb_per_second: Number
-    """10^9 bytes in each direction."""
+    """10^9 bytes per second in each direction."""
     latency_us: Number | None = None
     adapters: Number | None = None
-    """Of a node's network; one if left out."""
+    """Number of network adapters per node; default: one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of as many GPUs each."""
+    """Nodes with equal numbers of GPUs, and the links between them."""
 
     name: str
     gpus_per_node: Number
     gpus: tuple[Gpu, ...]
     node: Link
-    """Between any two GPUs of a node."""
+    """Link between any two GPUs of a node."""
     pair: Link | None = None
-    """Between the first and the second GPU of a node, the third and the fourth, ..."""
+    """Link between the first and the second GPU of a node, the third and the fourth, ..."""
     network: Link | None = None
-    """Between nodes."""
+    """Link between nodes."""
 
     @property
     def num_nodes(self) -> float | None:
-        """None: as many as you like."""
+        """Number of nodes; None if it is not limited."""
         counts = [gpu.nodes.value for gpu in self.gpus if gpu.nodes is not None]
         return sum(counts) if len(counts) == len(self.gpus) else None
 
 
 class Ranks(NamedTuple):
-    """Where a job's ranks are."""
+    """Distribution of a job's ranks over nodes."""
 
     num_ranks: int
-    """D: expert-parallel size."""
+    """D, the expert-parallel size."""
     node_size: int
-    """Expert-parallel ranks of one group on one node."""
+    """Number of ranks of one expert-parallel group on each node."""
     ranks_per_node: int
-    """All ranks on one node."""
+    """Number of all ranks on each node."""
     expert_tensor_parallel: int = 1
-    """Ranks next to each other that have shards of the same experts."""
+    """Number of consecutive ranks with shards of the same experts."""
 
 
 WHOLE = {"nodes": 10**6, "gpus_per_node": 10**4, "adapters": 10**4}
-"""Counts, from 1 to so many: the largest machines have tens of thousands of nodes (top500.org)."""
+"""Maximum of each count; the largest machines have tens of thousands of nodes (top500.org)."""
 
 RANGES = {
     "gb_per_second": (1e-6, 1e5),  # 1 kB/s to 100 TB/s; NVLink 5.0 has 900 GB/s in each direction
-    "latency_us": (1e-3, 1e7),  # what light takes for 30 cm, to 10 s
+    "latency_us": (1e-3, 1e7),  # the time light takes for 30 cm, to 10 s
     "memory_gb": (1e-3, 1e6),
     "fp32_tflops": (1e-6, 1e6),  # a million to 10^18 operations per second
     "half_tflops": (1e-6, 1e6),
 }
-"""What a number can be, far beyond what there is: outside is a slip of units or of the keyboard."""
+"""Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
 
 
 def read(path: Path) -> Cluster:
-    """The cluster in a YAML file.
+    """Read the cluster in a YAML file.
 
     Raises:
-        ValueError: a file that cannot be read, or a field that is missing, unknown or no number with its source.
+        ValueError: the file cannot be read, or a field is missing, unknown, or not a number with its source.
     """
     root = read_yaml(path)
     try:
@@ -111,14 +111,14 @@ def read(path: Path) -> Cluster:
 
 
 def _plain(node: yaml.Node | None) -> Any:
-    """What a YAML document holds; ValueError where a mapping has a key twice."""
+    """Return the content of a YAML document; raise ValueError if a mapping has the same key twice."""
     if isinstance(node, yaml.MappingNode):
         content: dict[Any, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise ValueError(f"line {key.start_mark.line + 1}: a key is not a name")
             if key.value in content:
-                raise ValueError(f"line {key.start_mark.line + 1}: {key.value}: is there twice; keep one of them")
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value}: appears twice; keep one of them")
             content[key.value] = _plain(value)
         return content
     if isinstance(node, yaml.SequenceNode):
@@ -127,7 +127,7 @@ def _plain(node: yaml.Node | None) -> Any:
 
 
 def _parse(wanted: Any, content: Any, where: str) -> Any:
-    """`content` as a value of type `wanted`: a string, one of the dataclasses above, a tuple of them, or None."""
+    """Convert `content` to the type `wanted`: a string, one of the dataclasses above, a tuple of them, or None."""
     if isinstance(wanted, types.UnionType):
         wanted = next(choice for choice in typing.get_args(wanted) if choice is not type(None))
     if typing.get_origin(wanted) is tuple:
@@ -136,7 +136,7 @@ def _parse(wanted: Any, content: Any, where: str) -> Any:
         return tuple(_parse(typing.get_args(wanted)[0], entry, f"{where}[{i}]") for i, entry in enumerate(content))
     if wanted is str:
         if not isinstance(content, str) or not content:
-            raise ValueError(f"{where}: {shown(content)} is not a text; write one")
+            raise ValueError(f"{where}: {shown(content)} is not a string; write one")
         return content
     if wanted is float:
         name = where.split(".")[-2]
@@ -157,10 +157,10 @@ def _parse(wanted: Any, content: Any, where: str) -> Any:
 
 
 def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
-    """`profile_of` the cluster in a file, for `--balance-profile`.
+    """Return the profile of the cluster in a file, for `--balance-profile`; see `profile_of`.
 
     Raises:
-        ValueError: as of `read` and of `profile_of`.
+        ValueError: see `read` and `profile_of`.
     """
     try:
         cluster = read(path)
@@ -173,21 +173,23 @@ def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: i
 
 
 def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
-    """The profile of a job on this cluster; what the file does not say, latencies above all, is as `builtin` has it.
+    """Return the profile of a job on this cluster; numbers missing in the file, mostly latencies, are `builtin`'s.
 
-    - Experts compute at the rate of the slowest kind of GPU; a backward takes two forwards (Pro-Prophet Eq. 3).
-    - A rank sends inside its node at the link's rate. A node's adapters serve the messages that leave it, of all
-      expert-parallel groups at the same time, and one message has at most one adapter.
-    - Of what a rank sends in an all-to-all, (D - node_size) / (D - 1) leaves the node; levels follow each other, as in
-      ScheMoE's Eq. 17. All other operations of a group pass each link once, and wait for the slowest of them; an
-      all-reduce passes it twice.
+    - Experts compute at the rate of the slowest kind of GPU; a backward pass takes as long as two forward passes
+      (Pro-Prophet Eq. 3).
+    - Within its node, a rank sends at the link's rate. The messages of all expert-parallel groups that leave a node
+      share its adapters, and a message uses at most one adapter.
+    - In an all-to-all, the fraction (D - node_size) / (D - 1) of the bytes that a rank sends leaves the node; the two
+      levels follow each other, as in ScheMoE's Eq. 17. All other operations of a group pass each link once, an
+      all-reduce twice, and take as long as on the slowest link.
 
     Args:
-        hidden, ffn: width of the model, and of a rank's part of one expert, as of `builtin`.
+        hidden: width of the model.
+        ffn: inner width of a rank's part of one expert.
         dtype_bytes: size of the numbers that experts compute with and send.
 
     Raises:
-        ValueError: the job is larger than the cluster, or the file does not say what it takes.
+        ValueError: the job is larger than the cluster, or the file lacks a required number.
     """
     _check(cluster, ranks)
     base = builtin(ranks.num_ranks, ranks.node_size, hidden, ffn, dtype_bytes)
@@ -207,11 +209,11 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     links["all_reduce"] = {kind: line._replace(beta=2 * line.beta) for kind, line in links["all_reduce"].items()}
     per_token = 4 * hidden * ffn / (1e12 * _tflops(cluster, dtype_bytes))
     return ClusterProfile(
-        ranks.num_ranks,
-        ranks.node_size,
-        links,
-        Throughput(per_token, base.forward.overhead, 0.0, 0.0),
-        Throughput(2 * per_token, base.backward.overhead, 0.0, 0.0),
+        num_ranks=ranks.num_ranks,
+        node_size=ranks.node_size,
+        links=links,
+        forward=Throughput(per_token, base.forward.overhead, 0.0, 0.0),
+        backward=Throughput(2 * per_token, base.backward.overhead, 0.0, 0.0),
     )
 
 
@@ -219,7 +221,7 @@ def _check(cluster: Cluster, ranks: Ranks) -> None:
     if ranks.ranks_per_node > cluster.gpus_per_node.value:
         raise ValueError(
             f"gpus_per_node: {cluster.gpus_per_node.value}, but this job has {ranks.ranks_per_node} ranks on a node; "
-            "say with --moe-comm-node-size how many there would be"
+            "give the number there would be with --moe-comm-node-size"
         )
     nodes = -(-ranks.num_ranks // ranks.node_size)
     if nodes > 1 and cluster.network is None:
@@ -229,7 +231,7 @@ def _check(cluster: Cluster, ranks: Ranks) -> None:
 
 
 def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
-    """A link's line where so many senders share its adapters; each of them uses one."""
+    """Return the alpha-beta line of a link whose adapters are shared by `senders`; each sender uses one adapter."""
     latency = alpha if link.latency_us is None else link.latency_us.value * 1e-6
     sharers = max(1.0, senders / (link.adapters.value if link.adapters is not None else 1))
     return Fit(latency, sharers / (link.gb_per_second.value * 1e9), 0.0, 0.0)

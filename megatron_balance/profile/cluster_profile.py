@@ -1,4 +1,4 @@
-"""How fast a cluster communicates and computes: the constants that every cost model here is given.
+"""Speed of a cluster's communication and computation: the constants of all cost models.
 
 Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b seconds. Nothing here measures.
 """
@@ -22,7 +22,7 @@ GROUPS = ("intra", "inter", "ep")
 """Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
 
 MAX_BYTES = 4 * MIB
-"""Of a file; 60 kB are a group of 64 ranks."""
+"""Maximum size of a file; a profile for 64 ranks has 60 kB."""
 
 _SECONDS, _ERROR, _COUNT = (0, 60, "seconds"), (0, 1e9, "times"), (1, 10**6, "")
 RANGES: Mapping[str, tuple[float, float, str]] = {
@@ -34,18 +34,18 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "ranks", "nodes", "mp", "esp"), _COUNT),
 }
-"""What a number in a file may be, from least to most; a count has no unit.
+"""Minimum, maximum and unit of each number in a file; a count has no unit.
 
-A link carries 1 kB/s or more, and at most 100 TB/s (NVLink 5.0: 0.9 TB/s), but `fit` makes a line flat where noise is
-all there is. Nothing takes a minute for a message, or for one token.
+A link carries between 1 kB/s and 100 TB/s (NVLink 5.0: 0.9 TB/s); `fit` returns a flat line if the measured times are
+only noise. No message and no token takes a minute.
 """
 
 
 class Fit(NamedTuple):
-    """The alpha-beta line through measured times."""
+    """An alpha-beta line fitted to measured times."""
 
     alpha: float
-    """Seconds that a message of no bytes takes."""
+    """Seconds of an empty message."""
 
     beta: float
     """Seconds per byte."""
@@ -54,21 +54,21 @@ class Fit(NamedTuple):
     """Root mean square of (fitted - measured) / measured."""
 
     held_out: float
-    """The same error where a line through every other size predicts the sizes in between."""
+    """The same error for a line that is fitted to every other size and predicts the sizes in between."""
 
     def seconds(self, num_bytes: float) -> float:
         return self.alpha + self.beta * num_bytes
 
 
 def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Least squares on relative errors, because sizes span orders of magnitude and small messages matter too.
+    """Fit a line by least squares of relative errors, because sizes span orders of magnitude.
 
     Args:
-        sizes_bytes: message sizes, at least four of them and two different in each half.
+        sizes_bytes: at least four message sizes; each of the two halves needs two different ones.
         seconds: time of each message, above zero.
 
     Raises:
-        ValueError: too few sizes, lengths that differ, or a time that is not a positive number.
+        ValueError: there are too few sizes, the lengths differ, or a time is not a positive number.
     """
     sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
     if sizes.ndim != 1 or sizes.shape != times.shape:
@@ -85,7 +85,7 @@ def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 
 def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[float, float]:
-    """alpha and beta, both at least zero: a negative one is noise, and would let a model gain by sending more."""
+    """Return alpha and beta, both at least zero: a negative value is noise, and would make sending more look faster."""
     scaled = np.stack([1 / times, sizes / times], axis=1)
     alpha, beta = np.linalg.lstsq(scaled, np.ones(len(times)), rcond=None)[0].tolist()
     if alpha < 0:
@@ -106,14 +106,14 @@ class Throughput(NamedTuple):
     overhead: float
 
     residual: float
-    """As of a Fit."""
+    """See Fit."""
 
     held_out: float
-    """As of a Fit."""
+    """See Fit."""
 
 
 class CodecTimes(NamedTuple):
-    """A codec on one rank's rows of this model."""
+    """Time of a codec for one rank's rows of this model."""
 
     encode: Throughput
     decode: Throughput
@@ -122,91 +122,91 @@ class CodecTimes(NamedTuple):
 _QUICK = Throughput(1e-8, 10e-6, 0.0, 0.0)
 
 UNMEASURED = CodecTimes(_QUICK, _QUICK)
-"""A kernel that reads and writes rows of a few kilobytes at some hundred GB/s."""
+"""Times of an unmeasured codec: a kernel that reads and writes rows of a few kilobytes at some hundred GB/s."""
 
 
 class Bandwidth(NamedTuple):
-    """All-reduce bandwidth of one shape of device group."""
+    """All-reduce bandwidth of a device group, by its numbers of ranks and nodes."""
 
     ranks: int
     nodes: int
     bytes_per_second: float
-    """Size of the reduced buffer over the time that the collective takes."""
+    """Size of the reduced buffer divided by the time of the collective."""
 
 
 class ParallelLines(NamedTuple):
-    """Exchanges of tensor-parallel ranks and sharded experts, for Parm's Algorithm 1."""
+    """Times of exchanges among tensor-parallel ranks and sharded experts, for Parm's Algorithm 1."""
 
     mp: int
-    """Tensor-parallel ranks that they are for."""
+    """Number of tensor-parallel ranks."""
 
     esp: int
-    """Shards of an expert that they are for."""
+    """Number of shards of an expert."""
 
     all_gather: Fit
-    """MP-AllGather, over bytes of the gathered buffer."""
+    """MP-AllGather, as a function of the bytes of the gathered buffer."""
 
     all_to_all: Fit
-    """EP&ESP-AlltoAll, over bytes of what a rank sends, with what it keeps."""
+    """EP&ESP-AlltoAll, as a function of the bytes that a rank sends, including those that it keeps."""
 
     simultaneous: Fit
-    """That with an MP-AllGather of its results beside it (SAA), over the same bytes."""
+    """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), as a function of the same bytes."""
 
     sorting: Fit
-    """No exchange, but s2 has more of it: rows are copied by expert, and what comes back is added up, with gradients of
-    both; over bytes of the rows."""
+    """Local work, of which s2 has more: copying rows by expert and summing the returned rows, and the gradients of
+    both, as a function of the bytes of the rows."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
-    """Constants of one cluster and one shape of expert; a value that is saved as JSON."""
+    """Constants of one cluster and one shape of expert, which are saved as JSON."""
 
     num_ranks: int
-    """D: expert-parallel size that the profile is for."""
+    """D, the expert-parallel size that the profile is for."""
 
     node_size: int
-    """Expert-parallel ranks on one node."""
+    """Number of expert-parallel ranks on one node."""
 
     links: Mapping[str, Mapping[str, Fit]]
-    """links[collective][group kind], over bytes: of the message or buffer; for an all-to-all, of what the busiest rank
-    sends to others or receives from them; for an all-gather, of the gathered buffer."""
+    """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all, those
+    that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer."""
 
     forward: Throughput
     backward: Throughput
 
     all_reduce: tuple[Bandwidth, ...] = ()
-    """Measured device groups, FlexMoE's BPS (Eq. 9)."""
+    """Bandwidth of the measured device groups, FlexMoE's BPS (Eq. 9)."""
 
     codecs: Mapping[str, CodecTimes] = field(default_factory=dict)
-    """What `--moe-comm-codec` of the measured run took."""
+    """Times of the measured codecs, which are those of `--moe-comm-codec`."""
 
     parallel: ParallelLines | None = None
-    """Measured where the run has tensor-parallel ranks with the same tokens."""
+    """Measured only if the run has tensor-parallel ranks with the same tokens."""
 
     def link(self, collective: str, group: str = "ep") -> Fit:
         return self.links[collective][group]
 
     def codec(self, name: str) -> CodecTimes:
-        """What `--moe-comm-codec name` takes; one that was not measured, as much as the fastest of them might."""
+        """Return the times of `--moe-comm-codec name`; an unmeasured codec is assumed to be as fast as possible."""
         return self.codecs.get(name, UNMEASURED)
 
     def group_kind(self, ranks: Sequence[int]) -> str:
-        """`intra` if the ranks share a node, else `inter`."""
+        """Return `intra` if the ranks share a node, otherwise `inter`."""
         return "intra" if len({rank // self.node_size for rank in ranks}) <= 1 else "inter"
 
     def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds to all-reduce a buffer over a device group; FlexMoE Eq. 9 with BPS from the profile.
+        """Return the seconds to all-reduce a buffer over a device group: FlexMoE Eq. 9 with BPS from the profile.
 
-        A group counts by its number of ranks and of nodes. One that was not measured gets, in this order: the seconds
-        per byte interpolated linearly by number of ranks among measured groups of its kind (one node, or several), the
-        nearest measured one where it is smaller or larger than all of them; and where its kind was never measured,
+        Groups are distinguished by their numbers of ranks and nodes. For a group that was not measured, the seconds per
+        byte are interpolated linearly by the number of ranks among the measured groups of its kind (one node, or
+        several); outside their range, the nearest group is used. If no group of its kind was measured, the time is
         alpha + beta * bytes of the profile's all-reduce for that kind.
         """
         distinct = set(ranks)
         return self.group_seconds(len(distinct), len({rank // self.node_size for rank in distinct}), num_bytes)
 
     def group_seconds(self, ranks: int, nodes: int, num_bytes: float) -> float:
-        """`all_reduce_seconds` of so many ranks on so many nodes."""
+        """Return `all_reduce_seconds` of a group with this number of ranks and nodes."""
         if ranks < 2:
             return 0.0
         exact = [group for group in self.all_reduce if (group.ranks, group.nodes) == (ranks, nodes)]
@@ -219,10 +219,10 @@ class ClusterProfile:
         return num_bytes * float(np.interp(ranks, [group.ranks for group in kin], slowness))
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON, whole or not at all.
+        """Write the profile as JSON; the file appears only when complete.
 
         Raises:
-            OSError: no such directory, or no space.
+            OSError: the directory does not exist, or there is no space.
         """
         content = {"version": VERSION, **dataclasses.asdict(self)}
         content["links"] = {
@@ -245,7 +245,8 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
     """Read a profile and check that it is for this cluster.
 
     Raises:
-        ValueError: a file that cannot be read or is damaged, another version, or another size of cluster or node.
+        ValueError: the file cannot be read or is damaged, or has another version, or is for another number of ranks or
+            node size.
     """
     where = f"--balance-profile {path}"
     content = read_object(path, MAX_BYTES, "--balance-profile")
@@ -310,7 +311,7 @@ def _parallel(content: Any) -> ParallelLines:
 
 
 def _keys(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:
-    """`content`, if it is an object with these keys and no others, in their order."""
+    """Return `content` in the order of `names`, after checking that it is an object with exactly these keys."""
     if not isinstance(content, dict):
         raise ValueError(f"{where}: {shown(content)} is not an object with {', '.join(names)}")
     if wrong := sorted(content.keys() ^ set(names)):
@@ -320,7 +321,7 @@ def _keys(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _numbers(kind: Any, content: Any, where: str) -> Any:
-    """A named tuple of numbers."""
+    """Convert an object to a named tuple of numbers."""
     fields = _keys(content, kind._fields, where)
     return kind(**{name: _number(value, f"{where}.{name}") for name, value in fields.items()})
 
@@ -331,14 +332,16 @@ def _number(value: Any, where: str) -> Any:
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
-    """Constants of a plausible GPU cluster, so that runs without a measured profile repeat on any machine.
+    """Return constants of a plausible GPU cluster, so that runs without a measured profile repeat on any machine.
 
-    Within a node 150 GB/s and 10 us per message, between nodes 25 GB/s and 25 us; two matrix products per expert at
-    200 TFLOP/s with 2-byte numbers, half of that with wider ones; a backward costs two forwards (Pro-Prophet Eq. 3).
-    The expert-parallel group counts as one kind of link, the slower one where it spans nodes.
+    Within a node: 150 GB/s and 10 us per message; between nodes: 25 GB/s and 25 us. An expert's two matrix products run
+    at 200 TFLOP/s with 2-byte numbers, and at half of that with wider ones; a backward pass takes as long as two
+    forward passes (Pro-Prophet Eq. 3). The whole expert-parallel group has one kind of link: the slower one if it spans
+    nodes.
 
     Args:
-        hidden, ffn: width of the model and of one expert.
+        hidden: width of the model.
+        ffn: inner width of one expert.
         dtype_bytes: size of the numbers that experts compute with.
     """
     intra, inter = Fit(10e-6, 1 / 150e9, 0.0, 0.0), Fit(25e-6, 1 / 25e9, 0.0, 0.0)
@@ -351,4 +354,4 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
     flops = 200e12 if dtype_bytes <= 2 else 100e12
     per_token = 4 * hidden * ffn / flops
     forward, backward = Throughput(per_token, 20e-6, 0.0, 0.0), Throughput(2 * per_token, 40e-6, 0.0, 0.0)
-    return ClusterProfile(num_ranks, node_size, links, forward, backward)
+    return ClusterProfile(num_ranks=num_ranks, node_size=node_size, links=links, forward=forward, backward=backward)

@@ -1,4 +1,4 @@
-"""What a layer computes besides its experts: how long that takes is known before training (Pro-Prophet section V-B)."""
+"""Operations and time of a layer's non-expert part, which are known before training (Pro-Prophet section V-B)."""
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -8,14 +8,14 @@ from megatron_balance.profile.cluster_profile import ClusterProfile
 def non_expert_seconds(
     profile: ClusterProfile, config: TransformerConfig, tokens: int, seq_length: int, dense_layers: int = 0
 ) -> tuple[float, float]:
-    """Forward and backward of one block's non-MoE part, T_FNEC and T_BNEC of Eq. 8.
+    """Return the forward and backward seconds of one block's non-MoE part, T_FNEC and T_BNEC of Eq. 8.
 
-    The device is taken to compute it at the rate at which it computes experts, of which the profile knows. That rate is
-    high, so that what is hidden beside this part is there rather than not.
+    The device is assumed to compute this part at the rate of experts, which the profile contains. This rate is high, so
+    the time available for overlap is underestimated rather than overestimated.
 
     Args:
-        tokens: of one microbatch, on all ranks that share its attention.
-        dense_layers: between this block's MoE layer and the next one.
+        tokens: tokens of one microbatch, on all ranks that share its attention.
+        dense_layers: number of dense layers between this block's MoE layer and the next one.
     """
     assert config.moe_ffn_hidden_size is not None and config.ffn_hidden_size is not None
     shared = config.moe_shared_expert_intermediate_size or 0
@@ -26,13 +26,13 @@ def non_expert_seconds(
 
 
 def attention_flops(config: TransformerConfig, seq_length: int) -> float:
-    """Floating-point operations of one token's causal self-attention, forward."""
-    # A token attends to half of the sequence in the mean: scores, and the values that they weigh
+    """Return the floating-point operations of one token's causal self-attention, forward."""
+    # On average, a token attends to half of the sequence: scores, and the values that they weight
     return 2 * attention_weights(config) + seq_length * attended_width(config)
 
 
 def attention_weights(config: TransformerConfig) -> int:
-    """Entries of the matrices of one layer's attention."""
+    """Return the number of weights in the matrices of one layer's attention."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if isinstance(config, MLATransformerConfig):
         query, rank = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.q_lora_rank
@@ -45,7 +45,7 @@ def attention_weights(config: TransformerConfig) -> int:
 
 
 def attended_width(config: TransformerConfig) -> int:
-    """Channels of all heads that are multiplied for a token and each token that it attends to: keys', and values'."""
+    """Return the channels of all heads, of keys and of values, that are multiplied for each pair of tokens."""
     if isinstance(config, MLATransformerConfig):
         channels = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
     else:
@@ -55,6 +55,6 @@ def attended_width(config: TransformerConfig) -> int:
 
 
 def mlp_flops(config: TransformerConfig, inner: int) -> float:
-    """Floating-point operations of one token in an MLP of this inner width, or in one expert, forward."""
+    """Return the floating-point operations of one token in an MLP or expert of this inner width, forward."""
     matrices = 3 if config.gated_linear_unit else 2
     return 2 * matrices * config.hidden_size * inner

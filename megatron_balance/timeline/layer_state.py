@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_balance.comm.moves import Field
-from megatron_balance.comm.transfer import Slots
+from megatron_balance.comm.ownership_transfer import Field
+from megatron_balance.comm.trans_agg import Slots
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import LayerReport, evenness

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.moves import OwnershipTransfer
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.ownership_transfer import OwnershipTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.device import clock
 from megatron_balance.device.side_stream import AsyncWork, SideStream
 from megatron_balance.observe.balance import LayerReport

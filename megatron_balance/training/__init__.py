@@ -1,0 +1,15 @@
+"""How does a run train? The loop, its inputs, and when it stops.
+
+run               Run: the objects of a built run
+progress          Progress: counters that checkpoints save; StepReport: the report of one iteration
+loop              the training loop, one iteration, and evaluation
+data              data sets, and the samples that each rank reads
+data_files        checks of data files before they are mapped into memory
+tokenizer         construction of megatron-core's tokenizers
+schedule          batch size, learning rate and weight decay over the run
+loss_guard        detection of a NaN or an infinity before the optimizer's step
+fault_search      search for its source: rank, layer, expert
+stopping          early end by signal, time limit or iteration
+logging           Megatron's log line, TensorBoard, evaluation results
+optimizer_state   the tensors that optimizers keep for a parameter
+"""

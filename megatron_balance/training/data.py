@@ -1,4 +1,4 @@
-"""Samples: datasets and the order in which ranks read them. All formats are megatron.core.datasets'."""
+"""Data sets, and the order in which ranks read their samples. All formats are those of megatron.core.datasets."""
 
 import functools
 import hashlib
@@ -8,15 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, TopLevelDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from megatron_balance.config.run_config import DataConfig, RunConfig
 from megatron_balance.files.input_files import MIB, content_of
@@ -31,7 +31,7 @@ Batch = dict[str, torch.Tensor]
 Blend = tuple[list[str], list[float] | None]
 
 MAX_WHOLE_BYTES = MIB
-"""Larger data files are compared by their size and a few samples: there may be hundreds of them."""
+"""Data files above this size are compared between ranks by their size and a few samples: there may be hundreds."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Data:
 
 
 def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Vocabulary size rounded up so that every tensor-parallel rank gets an equal, well-aligned part."""
+    """Round up the vocabulary size so that every tensor-parallel rank gets an equal, well-aligned part."""
     multiple = divisible_by * tensor_parallel_size
     return -(-size // multiple) * multiple
 
 
 def parse_blend(paths: list[str]) -> Blend:
-    """`[prefix, ...]` without weights, or `[weight, prefix, weight, prefix, ...]`."""
+    """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]` into prefixes and weights, if any."""
     try:
         weights = [float(weight) for weight in paths[0::2]]
     except ValueError:
@@ -67,14 +67,16 @@ def build_data(
     tokenizer: MegatronTokenizerBase,
     groups: ProcessGroupCollection,
     length: Length,
+    *,
     consumed: tuple[Callable[[], int], Callable[[], int]] = (lambda: 0, lambda: 0),
 ) -> Data:
-    """Build the datasets (rank 0 writes the index caches first) and this rank's iterators over them.
+    """Build the data sets (rank 0 writes the index caches first) and this rank's iterators over them.
 
-    `consumed` says how many samples training and validation have used up before; it is asked when the first sample is
-    drawn, so a checkpoint may be loaded in between.
+    Args:
+        consumed: return the number of samples that training and validation have consumed. They are called when the
+            first sample is drawn, so that a checkpoint may be loaded before.
     """
-    # Only the ends of the pipeline look at samples: tokens at the first stage, labels at the last
+    # Only the ends of the pipeline read samples: tokens on the first stage, labels on the last
     reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
     _check_files(config.data, reads)
     datasets = BlendedMegatronDatasetBuilder(
@@ -84,23 +86,28 @@ def build_data(
         _dataset_config(config, tokenizer),
     ).build()
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
-    size = vocabulary(tokenizer, config.tokenizer)
+    vocab_size = vocabulary(tokenizer, config.tokenizer)
 
-    def iterators(dataset: Dataset | None, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]] | None:
+    def iterators(
+        dataset: TopLevelDataset | None, consumed: Callable[[], int], repeat: bool
+    ) -> list[Iterator[Batch]] | None:
         if not reads:
-            return [iter(())] * chunks
+            return [iter(()) for _ in range(chunks)]
         if dataset is None:
             return None
-        return [_iterate(dataset, config, groups, size, consumed, repeat) for _ in range(chunks)]
+        return [
+            _iterate(dataset, config, groups, vocab_size=vocab_size, consumed=consumed, repeat=repeat)
+            for _ in range(chunks)
+        ]
 
     train, valid, test = datasets
-    return Data(
-        iterators(train, consumed[0], False), iterators(valid, consumed[1], True), iterators(test, lambda: 0, True)
-    )
+    train_data = iterators(train, consumed[0], False)
+    assert train_data is not None, "a run has training samples"
+    return Data(train_data, iterators(valid, consumed[1], True), iterators(test, lambda: 0, True))
 
 
 def prefixes_of(data: DataConfig) -> list[str]:
-    """The prefixes of all files of samples."""
+    """Return the prefixes of all data files."""
     given = [data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path]
     return [prefix for paths in given if paths and not data.mock_data for prefix in parse_blend(paths)[0]]
 
@@ -109,13 +116,13 @@ def _check_files(data: DataConfig, reads: bool) -> None:
     """Raise ValueError on every rank if any rank's data files are invalid, or differ from those of rank 0.
 
     Args:
-        reads: whether this rank reads samples; rank 0 always checks, because it builds the index caches.
+        reads: whether this rank reads samples; rank 0 always checks the files, because it builds the index caches.
     """
     prefixes, problem, contents = prefixes_of(data), None, None
     rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
-            # One thorough look at files that all ranks share; but a rank may lack a mount that others have
+            # One thorough check is enough for files that all ranks share, but a rank may lack another one's mount
             data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
             paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
@@ -123,7 +130,7 @@ def _check_files(data: DataConfig, reads: bool) -> None:
         except ValueError as error:
             problem = str(error)
     # One digest per rank: thousands of ranks may read hundreds of files
-    digest = contents and hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest() if contents else None
     answers = gather((problem, digest))
     for rank, (problem, _) in enumerate(answers):
         if problem is not None:
@@ -133,7 +140,11 @@ def _check_files(data: DataConfig, reads: bool) -> None:
 
 
 def _name_difference(contents: list[dict[str, str] | None]) -> NoReturn:
-    """Raise ValueError for the first file that is not the same on all ranks; `contents` has each rank's digests."""
+    """Raise ValueError for the first file that differs between ranks.
+
+    Args:
+        contents: each rank's digests by path; None for ranks that have not read the files.
+    """
     of_first, *others = contents
     assert of_first is not None
     rank, path = next(
@@ -147,7 +158,7 @@ def _name_difference(contents: list[dict[str, str] | None]) -> NoReturn:
 
 
 def _num_samples(config: RunConfig, length: Length) -> list[int]:
-    """Samples that training, all validations and one test will draw."""
+    """Return the numbers of samples that training, all validations and one test will draw."""
     train = config.train
     if train.eval_interval is None:
         return [length.samples, 0, 0]
@@ -181,7 +192,7 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
 
 
 def _end_with_the_rank(rank_pid: int, worker: int) -> None:
-    """Let only the rank end its loader's workers: SLURM signals all processes of a job, the rank has yet to save."""
+    """Let only the rank end its loader's workers: SLURM signals all processes of a job before the rank has saved."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
@@ -193,32 +204,37 @@ def _end_with_the_rank(rank_pid: int, worker: int) -> None:
 
 
 def _iterate(
-    dataset: Dataset,
+    dataset: TopLevelDataset,
     config: RunConfig,
     groups: ProcessGroupCollection,
-    size: int,
+    *,
+    vocab_size: int,
     consumed: Callable[[], int],
     repeat: bool,
 ) -> Iterator[Batch]:
-    """Microbatches of this data-parallel rank on its device, for ever if `repeat`; `size` is the vocabulary's."""
+    """Yield the microbatches of this data-parallel rank on its device; start again at the end if `repeat`."""
     step = config.train.micro_batch_size * groups.dp.size()
     position = consumed() % max(1, len(dataset) // step * step) if repeat else consumed()
     device = torch.cuda.current_device()
     while True:
         sampler = MicrobatchSampler(
-            len(dataset), config.train.micro_batch_size, groups.dp.rank(), groups.dp.size(), position
+            len(dataset),
+            micro_batch_size=config.train.micro_batch_size,
+            rank=groups.dp.rank(),
+            ranks=groups.dp.size(),
+            consumed_samples=position,
         )
         loader = DataLoader(
             dataset,
             batch_sampler=sampler,
             num_workers=config.data.num_workers,
             pin_memory=torch.cuda.is_available(),
-            # Workers' seeds drawn from the default generator would shift dropout by when iterators are made
+            # Drawing the workers' seeds from the default generator would change the random numbers of dropout
             generator=torch.Generator().manual_seed(config.train.seed),
             worker_init_fn=functools.partial(_end_with_the_rank, os.getpid()),
         )
         for sample in loader:
-            check_batch(sample, dataset, size)
+            check_batch(sample, dataset, vocab_size)
             yield {name: value.to(device, non_blocking=True) for name, value in sample.items()}
         if not repeat:
             return
@@ -226,35 +242,37 @@ def _iterate(
 
 
 def batch_bytes(micro_batch_size: int, seq_length: int) -> int:
-    """Of a Batch: three tensors of int64 and one of float32."""
+    """Return the bytes of a Batch: three tensors of int64 and one of float32."""
     return micro_batch_size * seq_length * 28
 
 
-def check_batch(batch: Batch, dataset: Dataset, size: int) -> None:
-    """Refuse a microbatch with token ids outside a vocabulary of `size`, before it is on its way to the device.
+def check_batch(batch: Batch, dataset: TopLevelDataset, vocab_size: int) -> None:
+    """Check, before a microbatch is copied to the device, that its token ids are in the vocabulary.
 
-    The embedding would fail with an index error, which on CUDA ends the process without a word about the data.
+    Otherwise the embedding would fail with an index error, which on CUDA ends the process without naming the data.
 
     Raises:
-        ValueError: names the file.
+        ValueError: a token id is outside the vocabulary; the error names the file.
     """
     for tokens in (batch["tokens"], batch["labels"]):
         low, high = torch.aminmax(tokens)
-        if low >= 0 and high < size:
+        if low >= 0 and high < vocab_size:
             continue
-        row = int(((tokens < 0) | (tokens >= size)).any(1).nonzero()[0])
-        source = dataset.datasets[batch["dataset_id"][row]] if "dataset_id" in batch else dataset
-        data_files.check_tokens(f"{source.dataset_path}.bin", tokens[row].numpy(), size)
+        row = int(((tokens < 0) | (tokens >= vocab_size)).any(1).nonzero()[0])
+        source: Any = dataset
+        if "dataset_id" in batch:
+            source = source.datasets[batch["dataset_id"][row]]
+        data_files.check_tokens(f"{source.dataset_path}.bin", tokens[row].numpy(), vocab_size)
 
 
 class MicrobatchSampler:
-    """Indices of one data-parallel rank's microbatches, in order, from sample `consumed_samples` on.
+    """Sample indices of one data-parallel rank's microbatches, in order, starting at sample `consumed_samples`.
 
-    Consecutive samples go to consecutive data-parallel ranks, a microbatch each, so the samples of a global batch do
-    not depend on the layout.
+    Consecutive microbatches of samples go to consecutive data-parallel ranks, so the samples of a global batch do not
+    depend on the layout.
     """
 
-    def __init__(self, total: int, micro_batch_size: int, rank: int, ranks: int, consumed_samples: int = 0) -> None:
+    def __init__(self, total: int, *, micro_batch_size: int, rank: int, ranks: int, consumed_samples: int = 0) -> None:
         if total - consumed_samples < micro_batch_size * ranks:
             raise ValueError(
                 f"the dataset has {total} samples, {consumed_samples} of them consumed: too few for one microbatch on "
@@ -266,8 +284,8 @@ class MicrobatchSampler:
     def __len__(self) -> int:
         return (self.total - self.consumed_samples) // (self.micro_batch_size * self.ranks)
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[list[int]]:
         step = self.micro_batch_size * self.ranks
         for index in range(len(self)):
             start = self.consumed_samples + index * step + self.rank * self.micro_batch_size
-            yield range(start, start + self.micro_batch_size)
+            yield list(range(start, start + self.micro_batch_size))

@@ -1,4 +1,4 @@
-"""Files of samples, looked at before megatron.core maps them into memory and believes what they say."""
+"""Checks of data files before megatron.core maps them into memory and trusts their contents."""
 
 import math
 import os
@@ -12,28 +12,28 @@ import numpy as np
 from numpy.lib import format as npy
 
 _HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, code of the tokens' type, count of sequences, count of document boundaries."""
+"""Magic, version, code of the tokens' type, number of sequences, number of document boundaries."""
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Code of an integer type (megatron.core's DType) -> tokens. Codes 6 and 7 are floating-point types."""
+"""Code of an integer type (megatron.core's DType) -> NumPy type. Codes 6 and 7 are floating-point types."""
 
 _CHUNK = 1 << 18
-"""Numbers looked at together: few enough to stay in a cache."""
+"""Numbers that are checked together: few enough to stay in a cache."""
 
 _SAMPLES, _SAMPLE_TOKENS = 8, 4096
-"""Places in a .bin file that are looked at before a run, and tokens at each."""
+"""Places in a .bin file that are checked before a run, and tokens at each of them."""
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> None:
-    """Refuse PREFIX.idx files that do not describe PREFIX.bin; megatron.core would read past its end, or never return.
+    """Check that each PREFIX.idx describes its PREFIX.bin; megatron.core would read past its end, or never return.
 
-    A thorough check reads each .idx once and keeps nothing: 20 bytes for each sequence that is a document, 0.1 s for 10
-    million of them in the page cache. Otherwise headers and file sizes are compared, which is one small read each.
+    A thorough check reads each .idx file once: 20 bytes per sequence if each sequence is a document, 0.1 s for 10
+    million of them in the page cache. Otherwise only headers and file sizes are compared, with one small read per file.
 
     Raises:
-        ValueError: which file, what is wrong, and what to do.
+        ValueError: a file is wrong; the error names the file, the problem and the remedy.
     """
     for prefix in dict.fromkeys(prefixes):
         try:
@@ -50,13 +50,13 @@ def check_indices(prefixes: Iterable[str], thorough: bool) -> None:
 
 
 def check_samples(prefixes: Iterable[str], vocabulary: int) -> None:
-    """Refuse .bin files with token ids outside the vocabulary, as far as a few reads show, and indices of others.
+    """Check samples of each .bin file for token ids outside the vocabulary, and that its .idx file belongs to it.
 
-    The places are spread evenly over each .bin file, its beginning and end included: at most 8 reads of 32 KiB. What
-    lies between them is not looked at. Files that are not here are left out.
+    The samples are spread evenly over the .bin file, including its beginning and end: at most 8 reads of 32 KiB.
+    Missing files are skipped.
 
     Raises:
-        ValueError: which file, what is wrong, and what to do.
+        ValueError: a file is wrong; the error names the file, the problem and the remedy.
     """
     here = [prefix for prefix in dict.fromkeys(prefixes) if os.path.isfile(f"{prefix}.idx")]
     here = [prefix for prefix in here if os.path.isfile(f"{prefix}.bin")]
@@ -74,14 +74,14 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> None:
 
 
 def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | None = None) -> None:
-    """Refuse token ids outside the vocabulary.
+    """Check that token ids are in the vocabulary.
 
     Args:
-        path: the .bin file that they come from.
-        first: number in the file of the first of them, if they lie there as they are here.
+        path: .bin file that the tokens come from.
+        first: index in the file of the first token, if the tokens are consecutive in the file.
 
     Raises:
-        ValueError: the file, the token and the remedy.
+        ValueError: a token is outside the vocabulary; the error names the file, the token and the remedy.
     """
     outside = (tokens < 0) | (tokens >= vocabulary)
     if outside.any():
@@ -94,34 +94,36 @@ def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | No
 
 
 def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
-    """Refuse index caches that are not arrays of integers; costs one small read of each, nothing where there are none.
+    """Check that index caches are arrays of integers, with one small read of each.
 
-    megatron.core reads them with `allow_pickle=True`, which runs the code of a file that is a pickle under this name.
+    megatron.core reads them with `allow_pickle=True`, so a pickle under this name could run its code.
 
     Args:
-        prefixes: of the data, without `.bin` and `.idx`.
-        cache_path: `--data-cache-path`; without it, the caches lie beside the data.
+        prefixes: prefixes of the data files.
+        cache_path: `--data-cache-path`; if None, the caches are next to the data.
 
     Raises:
-        ValueError: which file, and what to do.
+        ValueError: a file is not an index cache; the error names the file and the remedy.
     """
     for path in _caches(prefixes, cache_path):
         try:
             _check_cache(path)
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"{path}: no cached index ({reason}); delete it, the next run writes a new one") from error
+            raise ValueError(
+                f"{path}: is not a cached index ({reason}); delete it, and the next run writes a new one"
+            ) from error
 
 
 def _caches(prefixes: Iterable[str], cache_path: str | None) -> Iterator[Path]:
-    """Every .npy file that megatron.core may read."""
-    beside = [os.path.join(prefix, "cache", "GPTDataset_indices") for prefix in prefixes]
-    for directory in [cache_path] if cache_path else dict.fromkeys(beside):
+    """Yield every .npy file that megatron.core may read."""
+    next_to_data = [os.path.join(prefix, "cache", "GPTDataset_indices") for prefix in prefixes]
+    for directory in [cache_path] if cache_path else dict.fromkeys(next_to_data):
         yield from sorted(Path(directory).glob("*.npy"))
 
 
 def _check_cache(path: Path) -> None:
-    """ValueError, or whatever numpy raises, unless `path` is exactly an array of integers."""
+    """Raise ValueError, or any exception of NumPy's, unless `path` is exactly an array of integers."""
     if not path.is_file():
         raise ValueError("not a regular file")
     with open(path, "rb") as file:
@@ -137,9 +139,9 @@ def _check_cache(path: Path) -> None:
         raise ValueError(f"{size} bytes, for a header of {start} and an array of shape {shape} of {dtype}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Index:
-    """Header of an .idx file, which agrees with the file's size, and what it refers to."""
+    """Header of an .idx file, which agrees with the file's size, and the size of its .bin file."""
 
     path: str
     token_type: str
@@ -162,9 +164,9 @@ class _Index:
 
 def _check_index(idx_path: str, bin_path: str, thorough: bool) -> None:
     for path in (bin_path, idx_path):
-        # What is absent is told by its own exception
+        # os.stat reports a missing file
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError(f"{path} is not a regular file")
     index = _read_header(idx_path, os.stat(bin_path).st_size)
     if thorough:
         _check_sequences(index)
@@ -180,12 +182,18 @@ def _read_header(idx_path: str, bin_bytes: int) -> _Index:
     if (magic, version) != (_MAGIC, _VERSION):
         raise ValueError(f"is not an index of version {_VERSION}: starts with {magic!r}, version {version}")
     if code not in _TOKEN_TYPES:
-        raise ValueError(f"has tokens of type {code}, which is no type of integers")
+        raise ValueError(f"has tokens of type {code}, which is not an integer type")
     if not sequences or not boundaries or not bin_bytes:
         raise ValueError(f"has {sequences} sequences, {boundaries} document boundaries and {bin_bytes} bytes of tokens")
-    index = _Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
+    index = _Index(
+        path=idx_path,
+        token_type=_TOKEN_TYPES[code],
+        sequences=sequences,
+        boundaries=boundaries,
+        bin_bytes=bin_bytes,
+    )
     expected = index.boundaries_at + 8 * boundaries
-    # Multimodal data have a byte more for every sequence
+    # Multimodal data have one more byte for every sequence
     if size not in (expected, expected + sequences):
         counts = f"{sequences} sequences and {boundaries} document boundaries"
         raise ValueError(f"has {size} bytes, {counts} take {expected}")
@@ -193,13 +201,13 @@ def _read_header(idx_path: str, bin_bytes: int) -> _Index:
 
 
 def _check_sequences(index: _Index) -> None:
-    """Sequences follow one another inside the .bin file, aligned to tokens, and hold at least one token."""
+    """Check that sequences follow each other in the .bin file, aligned to tokens, with at least one token in total."""
     previous = tokens = 0
     for first in range(0, index.sequences, _CHUNK):
         count = min(_CHUNK, index.sequences - first)
         lengths = _numbers(index.path, "<i4", count, _HEADER.size + 4 * first)
         starts = _numbers(index.path, "<i8", count, index.pointers_at + 8 * first)
-        _check_order(starts, previous, first, index.bin_bytes, "sequence {} starts at byte {}")
+        _check_order(starts, previous, first, limit=index.bin_bytes, text="sequence {} starts at byte {}")
         _refuse(lengths < 0, first, lengths, "sequence {} has {} tokens")
         _refuse(starts & (index.token_bytes - 1) != 0, first, starts, "sequence {} starts at byte {}, inside a token")
         ends = lengths.astype(np.int64)
@@ -213,21 +221,21 @@ def _check_sequences(index: _Index) -> None:
 
 
 def _check_boundaries(index: _Index) -> None:
-    """Documents consist of consecutive sequences, from the first to the last."""
+    """Check that documents consist of consecutive sequences, from the first to the last."""
     previous = 0
     for first in range(0, index.boundaries, _CHUNK):
         count = min(_CHUNK, index.boundaries - first)
         boundaries = _numbers(index.path, "<i8", count, index.boundaries_at + 8 * first)
         if first == 0 and boundaries[0] != 0:
             raise ValueError(f"document 0 starts at sequence {boundaries[0]}")
-        _check_order(boundaries, previous, first, index.sequences, "document {} starts at sequence {}")
+        _check_order(boundaries, previous, first, limit=index.sequences, text="document {} starts at sequence {}")
         previous = int(boundaries[-1])
     if previous != index.sequences:
         raise ValueError(f"the last document ends at sequence {previous} of {index.sequences}")
 
 
-def _check_order(numbers: np.ndarray, previous: int, first: int, limit: int, text: str) -> None:
-    """ValueError unless the chunk goes on from `previous` without a step back, up to `limit` at most."""
+def _check_order(numbers: np.ndarray, previous: int, first: int, *, limit: int, text: str) -> None:
+    """Raise ValueError unless the chunk continues from `previous` in ascending order, up to `limit` at most."""
     if numbers[0] < previous:
         raise ValueError(text.format(first, numbers[0]) + f", after one that starts at {previous}")
     _refuse(numbers[1:] < numbers[:-1], first + 1, numbers[1:], text + ", before the previous one")
@@ -235,7 +243,7 @@ def _check_order(numbers: np.ndarray, previous: int, first: int, limit: int, tex
 
 
 def _numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
-    # A copy, not a memory map: a file that becomes shorter is an error, not a SIGBUS
+    # A copy, not a memory map: a file that is truncated meanwhile raises an error instead of SIGBUS
     numbers = np.fromfile(path, dtype, count, offset=offset)
     if len(numbers) != count:
         raise ValueError("became shorter while it was read")
@@ -243,7 +251,7 @@ def _numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
 
 
 def _refuse(bad: np.ndarray, first: int, numbers: np.ndarray, text: str) -> None:
-    """ValueError about the first bad number of a chunk that begins with number `first`, if there is one."""
+    """Raise ValueError for the first bad number, if any, of a chunk whose first number has the index `first`."""
     if bad.any():
         place = int(bad.argmax())
         raise ValueError(text.format(first + place, numbers[place]))

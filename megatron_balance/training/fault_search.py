@@ -1,7 +1,7 @@
-"""Where a NaN or an infinity came from: the rank, the layer and the expert.
+"""Search for the source of a NaN or an infinity: the rank, the layer and the expert.
 
-Four searches, the surest first: weights, the forward pass once more, losses, gradients. The first one that finds
-something on any rank ends the search. It may be slow, and every rank takes part in all of it.
+There are four steps, the most reliable first: weights, a repeated forward pass, losses, gradients. The search ends with
+the first step that finds a source on any rank. It may be slow, and every rank takes part in every step.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import unwrap_model
@@ -22,66 +23,70 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 
 LossReports = list[dict[str, torch.Tensor]]
-"""The losses of each microbatch, as the loss function returned them."""
+"""Losses of each microbatch, as returned by the loss function."""
 
 BucketSums = list[tuple[Any, torch.Tensor]]
 """DDP's gradient buckets, each with the sum of its elements before the reduction."""
 
+
 MAX_LINES = 8
 
 SLOT_IN_NAME = re.compile(r"\.local_experts\.(\d+)|\.linear_fc\d\.(?:weight|bias)(\d+)$")
-"""megatron-core's ways to number a rank's experts: SequentialMLP's modules, TEGroupedMLP's parameters."""
+"""Number of a rank's expert in megatron-core's names: of SequentialMLP's modules and TEGroupedMLP's parameters."""
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One place where something is not finite."""
+    """A place where a value is not finite."""
 
     order: tuple[int, ...]
-    """Place in the computation: the smallest among all ranks' findings is the source, later ones are consequences."""
+    """Place in the computation: the smallest one among all ranks' findings is the source, others are consequences."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One model chunk of this rank."""
+    """A model chunk of this rank."""
 
     place: tuple[int, int]
-    """Virtual pipeline stage and pipeline rank: chunks sorted by it are in the order of the forward pass."""
+    """Virtual pipeline stage and pipeline rank, which sort chunks in the order of the forward pass."""
 
-    model: torch.nn.Module
+    model: GPTModel
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return chain(self.model.named_parameters(), self.model.named_buffers())
 
     def global_name(self, name: str) -> str:
-        """A module's or parameter's name in this chunk, with the number that its layer has in the whole model."""
-        layers = self.model.decoder.layers
+        """Return the name of a module or parameter of this chunk, with the number of its layer in the whole model."""
+        layers: Any = self.model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         return re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + offset}", name)
 
     def moe_layer(self, name: str) -> BaseMoELayer | None:
-        """The MoE layer among whose routed experts `name` is."""
+        """Return the MoE layer whose routed experts include the module or parameter `name`, or None."""
         before, dot, _ = name.partition(".experts")
-        return self.model.get_submodule(before) if dot else None
+        layer: Any = self.model.get_submodule(before) if dot else None
+        return layer
 
 
 def explain(
-    model: list[torch.nn.Module],
+    model: Sequence[torch.nn.Module],
     groups: ProcessGroupCollection,
+    *,
     reports: LossReports,
     gradients: BucketSums,
     repeat: Callable[[], LossReports],
 ) -> str:
-    """The source of a bad iteration in at most ten lines; the same on every rank, and every rank calls it.
+    """Describe the source of a bad iteration in at most ten lines, the same on every rank; every rank calls this.
 
     Args:
-        reports: this rank's losses; empty off the last pipeline stage.
+        reports: this rank's losses; empty except on the last pipeline stage.
         gradients: every bucket of this rank that was reduced in the iteration.
-        repeat: the iteration's forward pass again, with the same microbatches and random numbers.
+        repeat: repeats the iteration's forward pass with the same microbatches and random numbers.
     """
-    chunks = [Chunk((stage, groups.pp.rank()), unwrap_model(chunk)) for stage, chunk in enumerate(model)]
+    unwrapped: Any = unwrap_model([*model])
+    chunks = [Chunk((stage, groups.pp.rank()), chunk) for stage, chunk in enumerate(unwrapped)]
     again: LossReports = []
 
     def forward_again() -> list[Finding]:
@@ -104,7 +109,7 @@ def explain(
 
 
 def describe(findings: Sequence[Sequence[Finding]]) -> str:
-    """The earliest of all ranks' findings, a line each; `findings[r]` are rank r's."""
+    """Describe the earliest of all ranks' findings, one per line; `findings[r]` are rank r's."""
     source = min(finding.order for own in findings for finding in own)
     ranks: dict[str, list[str]] = {}
     for rank, own in enumerate(findings):
@@ -117,7 +122,7 @@ def describe(findings: Sequence[Sequence[Finding]]) -> str:
 
 
 def bad_weights(chunks: Sequence[Chunk]) -> list[Finding]:
-    """Every parameter and buffer that holds a NaN or an infinity."""
+    """Find every parameter and buffer that contains a NaN or an infinity."""
     return [
         Finding((), f"{_label(chunk, name, tensor)} holds {kind(tensor)}")
         for chunk in chunks
@@ -127,11 +132,11 @@ def bad_weights(chunks: Sequence[Chunk]) -> list[Finding]:
 
 
 def bad_losses(reports: LossReports, again: LossReports) -> list[Finding]:
-    """The microbatches whose loss was bad, though every module's output is finite `again`."""
+    """Find the microbatches whose loss was bad although every module's output was finite in the repeated pass."""
     found = []
     for microbatch, report in enumerate(reports):
         if not is_finite(report):
-            cause = "it passed when repeated: a fault of this device or its links?"
+            cause = "it was finite when repeated: a fault of this device or its links?"
             if not is_finite(again[microbatch]):
                 cause = "the model's output is finite: a fault of the loss mask?"
             found.append(Finding((), f"the loss of microbatch {microbatch} is {kind(report)}; {cause}"))
@@ -139,7 +144,7 @@ def bad_losses(reports: LossReports, again: LossReports) -> list[Finding]:
 
 
 def bad_gradients(chunks: Sequence[Chunk], gradients: BucketSums) -> list[Finding]:
-    """Among the buckets that were bad on this rank alone, the parameter that the backward pass came to first."""
+    """Find, in the buckets that were bad before the reduction, the parameter that the backward pass reached first."""
     buckets = [bucket for bucket, total in gradients if not is_finite(total)]
     if not buckets:
         return []
@@ -148,16 +153,20 @@ def bad_gradients(chunks: Sequence[Chunk], gradients: BucketSums) -> list[Findin
     found = [Finding((1,), "a gradient bucket was bad before its reduction, and no parameter's gradient is now")]
     for chunk in chunks:
         for position, (name, parameter) in enumerate(chunk.model.named_parameters()):
-            if parameter in suspects and not is_finite(parameter.main_grad):
+            if parameter in suspects and not is_finite(gradient := _main_grad(parameter)):
                 order = (-chunk.place[0], -chunk.place[1], -position)
-                label = _label(chunk, name, parameter.main_grad)
-                found.append(Finding(order, f"the gradient of {label} is {kind(parameter.main_grad)}"))
+                label = _label(chunk, name, gradient)
+                found.append(Finding(order, f"the gradient of {label} is {kind(gradient)}"))
     return [min(found)]
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]  # set by DDP
 
 
 @contextlib.contextmanager
 def first_bad_output(chunks: Sequence[Chunk]) -> Iterator[list[Finding]]:
-    """While open, listens to every module; the list gets the first that turns finite inputs into a bad output."""
+    """Hook into every module; the yielded list receives the first one that turns finite inputs into a bad output."""
     found: list[Finding] = []
     hooks = []
     for chunk in chunks:
@@ -174,7 +183,7 @@ def first_bad_output(chunks: Sequence[Chunk]) -> Iterator[list[Finding]]:
 
 
 class _Listener:
-    """Hears every module of a chunk finish, and counts along, so that ranks can compare when."""
+    """Hooks for the modules of a chunk, which count finished modules so that ranks can compare their order."""
 
     def __init__(self, chunk: Chunk, found: list[Finding]) -> None:
         self.chunk, self.found = chunk, found
@@ -196,7 +205,7 @@ class _Listener:
 
 
 def _label(chunk: Chunk, name: str, tensor: torch.Tensor) -> str:
-    """Global name of a parameter, or of its gradient `tensor`, and the experts in which it is bad."""
+    """Return the global name of a parameter and the experts for which `tensor`, its value or gradient, is bad."""
     layer = chunk.moe_layer(name)
     if layer is None:
         return chunk.global_name(name)
@@ -209,7 +218,7 @@ def _label(chunk: Chunk, name: str, tensor: torch.Tensor) -> str:
 
 
 def _label_of_output(chunk: Chunk, name: str, args: tuple, output: Any) -> str:
-    """Global name of a module, and the experts for which its output is bad."""
+    """Return the global name of a module and the experts for which its output is bad."""
     layer = chunk.moe_layer(name)
     if layer is None:
         return chunk.global_name(name)
@@ -219,7 +228,7 @@ def _label_of_output(chunk: Chunk, name: str, args: tuple, output: Any) -> str:
         experts = layer.placement.home[rank] + layer.placement.guests[rank]
     rows, sizes = tree_leaves(output)[0], args[1] if len(args) > 1 else None
     slots = _slot_in(name)
-    # The modules that compute all experts at once are told how many consecutive rows belong to each
+    # Modules that compute all experts together receive the number of consecutive rows of each expert
     if not slots and sizes is not None and len(sizes) == len(experts):
         sizes = [int(size) for size in sizes]
         if sum(sizes) == rows.shape[0]:
@@ -237,12 +246,12 @@ def _of_experts(experts: Sequence[int]) -> str:
 
 
 def is_finite(values: Any) -> bool:
-    """Whether no floating-point tensor in `values`, nested as it may be, holds a NaN or an infinity."""
+    """Return whether no floating-point tensor in `values`, at any depth, contains a NaN or an infinity."""
     return all(torch.isfinite(torch.stack(tensor.detach().aminmax())).all() for tensor in _floats(values))
 
 
 def kind(values: Any) -> str:
-    """`NaN` or `Inf`, whichever is in `values`; NaN if both are."""
+    """Return `NaN` if `values` contain one, otherwise `Inf`."""
     return "NaN" if any(tensor.isnan().any() for tensor in _floats(values)) else "Inf"
 
 
@@ -250,6 +259,6 @@ def _floats(values: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(values):
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             continue
-        # Recomputation frees the storage of what it will compute again
+        # Recomputation frees the storage of tensors that it will recompute
         if leaf.numel() and leaf.untyped_storage().size():
             yield leaf

@@ -1,4 +1,4 @@
-"""What a run prints and records: Megatron's log line, TensorBoard, evaluation results."""
+"""Output of a run: Megatron's log line, TensorBoard and evaluation results."""
 
 import datetime
 import math
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.observe.balance import log_fields, tensorboard_scalars
@@ -18,36 +19,36 @@ if TYPE_CHECKING:
 
 
 class RunLog:
-    """Prints on the last rank, which holds the loss of the last pipeline stage, and records to TensorBoard there.
+    """Log of a run, printed and recorded to TensorBoard on the last rank, which has the last pipeline stage's loss.
 
     Raises:
-        ValueError: there, TensorBoard's directory cannot be written to.
+        ValueError: TensorBoard's directory cannot be written to; raised on the last rank.
     """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
         self.config = config
         self.iterations = iterations
         self.flops_per_sample = flops_per_sample(config, vocab_size)
-        self.speaks = dist.get_rank() == dist.get_world_size() - 1
-        self.writer = _tensorboard(config) if self.speaks else None
+        self.prints = dist.get_rank() == dist.get_world_size() - 1
+        self.writer = _tensorboard(config) if self.prints else None
         self._since_line: list[StepReport] = []
 
     def message(self, text: str) -> None:
-        """One sentence, once."""
-        if self.speaks:
+        """Print a message on the last rank."""
+        if self.prints:
             print(text, flush=True)
 
     def step(self, report: StepReport, progress: Progress) -> None:
-        """Count an iteration; print the log line when it is due."""
+        """Record an iteration, and print the log line every `--log-interval` iterations."""
         self._since_line.append(report)
         if self.writer is not None and report.iteration % self.config.log.tensorboard_log_interval == 0:
-            self._record(report)
+            self._record(report, self.writer)
         if report.iteration % self.config.log.log_interval == 0:
             self.message(self._line(progress))
             self._since_line = []
 
     def evaluation(self, name: str, progress: Progress, losses: dict[str, float]) -> None:
-        """The result of a validation or test."""
+        """Print and record the result of a validation or test."""
         parts = "".join(
             f" {key} value: {value:.6E} | {key} PPL: {math.exp(min(20, value)):.6E} |" for key, value in losses.items()
         )
@@ -63,7 +64,7 @@ class RunLog:
             self.writer.close()
 
     def _line(self, progress: Progress) -> str:
-        """Megatron's log line, field by field: scrapers parse it."""
+        """Format Megatron's log line; scrapers parse its fields."""
         reports, last = self._since_line, self._since_line[-1]
         seconds = sum(report.seconds for report in reports) / len(reports)
         line = f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
@@ -87,14 +88,15 @@ class RunLog:
             line += log_fields([report.balance for report in reports])
         return line
 
-    def _record(self, report: StepReport) -> None:
+    def _record(self, report: StepReport, writer: "Scalars") -> None:
         scalars = {
             **report.losses,
-            "learning-rate": report.learning_rate,
             "batch-size": report.global_batch_size,
             "iteration-time": report.seconds,
             "throughput": self._throughput(report, report.seconds),
         }
+        if report.learning_rate is not None:
+            scalars["learning-rate"] = report.learning_rate
         if report.grad_norm is not None:
             scalars["grad-norm"] = report.grad_norm
         if self.config.log.log_loss_scale_to_tensorboard:
@@ -104,10 +106,10 @@ class RunLog:
         if report.balance:
             scalars |= tensorboard_scalars(report.balance)
         for name, value in scalars.items():
-            self.writer.add_scalar(name, value, report.iteration)
+            writer.add_scalar(name, value, report.iteration)
 
     def _throughput(self, report: StepReport, seconds: float) -> float:
-        """Model TFLOP/s per device."""
+        """Return the model's TFLOP/s per device."""
         return self.flops_per_sample * report.global_batch_size / seconds / dist.get_world_size() / 1e12
 
 
@@ -121,19 +123,21 @@ def _tensorboard(config: RunConfig) -> "Scalars | None":
 
 
 def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
-    """Floating-point operations of one sample, forward and backward, without recomputation.
+    """Return the floating-point operations of one sample, forward and backward, without recomputation.
 
-    A multiplication by a weight costs 2 operations forward and 4 backward; the attention scores count in full, as
-    is usual in reported throughputs.
+    A multiplication by a weight costs 2 operations forward and 4 backward. Attention scores count in full despite the
+    causal mask, as is usual in reported throughputs.
     """
     transformer, sequence = config.transformer, config.model.seq_length
     hidden = transformer.hidden_size
     projections = 3 if transformer.gated_linear_unit else 2
     attention = attention_weights(transformer) + sequence * attended_width(transformer)
     layers, moe_layers = transformer.num_layers, sum(moe_layer_pattern(transformer))
+    assert transformer.ffn_hidden_size is not None
     dense = projections * hidden * transformer.ffn_hidden_size
     sparse = 0
     if moe_layers:
+        assert transformer.moe_ffn_hidden_size is not None and transformer.num_moe_experts is not None
         inner = transformer.moe_router_topk * transformer.moe_ffn_hidden_size
         sparse = projections * hidden * (inner + (transformer.moe_shared_expert_intermediate_size or 0))
         sparse += hidden * transformer.num_moe_experts
@@ -141,8 +145,8 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
     return 6.0 * sequence * (weights + hidden * vocab_size)
 
 
-def moe_layer_pattern(config) -> list[int]:
-    """1 for every MoE layer, 0 for every dense one."""
+def moe_layer_pattern(config: TransformerConfig) -> list[int]:
+    """Return 1 for every MoE layer and 0 for every dense layer."""
     if config.num_moe_experts is None:
         return [0] * config.num_layers
     if isinstance(config.moe_layer_freq, int):
@@ -151,7 +155,7 @@ def moe_layer_pattern(config) -> list[int]:
 
 
 def peak_memory_bytes() -> int:
-    """Peak device memory of this rank; on a CPU the peak resident size of the process."""
+    """Return the peak device memory of this rank, or, on a CPU, the peak resident size of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     import resource

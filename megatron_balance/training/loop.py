@@ -1,4 +1,4 @@
-"""The training loop: megatron-core's schedules, optimizer and scheduler, one iteration after another."""
+"""The training loop, which runs megatron-core's schedules, optimizer and scheduler in each iteration."""
 
 import functools
 import time
@@ -24,23 +24,30 @@ from megatron_balance.training.stopping import Stopping
 
 
 class Saver(Protocol):
-    """What the loop asks of checkpoints."""
+    """The interface of checkpoints that the loop uses."""
 
     def after_step(self, last: bool) -> None:
-        """Every rank calls it after each iteration: save if it is time to; `last` says that no iteration follows."""
+        """Save if a checkpoint is due; every rank calls this after each iteration.
+
+        Args:
+            last: whether this is the last iteration.
+        """
         ...
 
 
 def train(
     run: Run,
     log: RunLog,
+    *,
     checkpoints: Saver | None = None,
     stopping: Stopping | None = None,
     after_step: Callable[[StepReport], None] | None = None,
 ) -> None:
-    """Train from where the run is to its end, or until `stopping` says so; both ends are saved.
+    """Train until the end of the run, or until `stopping` returns a reason to stop; in both cases, save.
 
-    `after_step` is called after every iteration.
+    Args:
+        run: may be resumed; training continues after its `progress`.
+        after_step: called after every iteration.
     """
     settings, progress = run.config.train, run.progress
     stopping = stopping or Stopping(settings)
@@ -67,7 +74,7 @@ def train(
 
 
 def train_step(run: Run) -> StepReport:
-    """One iteration: every microbatch forward and backward, gradients reduced, one optimizer step."""
+    """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step."""
     start = time.perf_counter()
     progress = run.progress
     run.position.enter("forward-backward", progress.iteration + 1)
@@ -83,7 +90,8 @@ def train_step(run: Run) -> StepReport:
     reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
     fault = run.guard.fault(reports, repeat)
     run.position.enter("optimizer")
-    stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()
+    # megatron-core's abstract `step` has no return type
+    stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
     if run.balancer is not None:
         run.balancer.transfer_owners()
     if stepped:
@@ -113,7 +121,7 @@ def train_step(run: Run) -> StepReport:
 
 @torch.no_grad()
 def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
-    """Mean losses over `--eval-iters` global batches; empty off the last pipeline stage."""
+    """Return the mean losses over `--eval-iters` global batches; empty except on the last pipeline stage."""
     run.position.enter("evaluation")
     for chunk in run.model:
         chunk.eval()
@@ -126,9 +134,10 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
 
 
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
-    """This rank's losses of every microbatch; empty off the last pipeline stage."""
+    """Run all microbatches and return this rank's losses of each; empty except on the last pipeline stage."""
     config, stages = run.config.transformer, run.groups.pp.size()
-    single = len(run.model) == 1
+    chunks: list[torch.nn.Module] = [*run.model]
+    single = len(chunks) == 1
 
     def counted_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         run.position.advance()
@@ -137,7 +146,7 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
     return get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(
         forward_step_func=counted_forward_step,
         data_iterator=data[0] if single else data,
-        model=run.model[0] if single else run.model,
+        model=chunks[0] if single else chunks,
         num_microbatches=microbatches,
         seq_length=run.config.model.seq_length,
         micro_batch_size=run.config.train.micro_batch_size,
@@ -146,7 +155,7 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
 
 
 def forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """One microbatch through one model chunk; returns its output and the loss function of that output."""
+    """Run one microbatch through one model chunk; return the output and its loss function."""
     first, last = get_attr_wrapped_model(model, "pre_process"), get_attr_wrapped_model(model, "post_process")
     batch = next(data) if first or last else {}
     output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
@@ -154,23 +163,24 @@ def forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.T
 
 
 def token_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss of a microbatch, its number of tokens, and both for the log.
+    """Return the summed loss of a microbatch, its number of tokens, and both of them for the log.
 
     Args:
-        loss_mask: [b, s], 1 where a token counts.
+        loss_mask: [b, s], 1 for tokens that count.
         losses: [b, s], cross entropy of every token.
     """
+    assert loss_mask is not None, "only the last pipeline stage computes losses"
     mask = loss_mask.reshape(-1).float()
     loss = (losses.reshape(-1).float() * mask).sum()
     tokens = mask.sum()
-    # The schedule divides `loss` in place: what is logged has to be a copy
+    # The schedule divides `loss` in place, so the log needs a copy
     return loss, tokens.int(), {"lm loss": torch.stack([loss.detach(), tokens]).clone()}
 
 
 def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[str, float]:
-    """Per-token means over the microbatches and data-parallel ranks of the last pipeline stage."""
+    """Return the per-token means over the microbatches and data-parallel ranks of the last pipeline stage."""
     if not is_pp_last_stage(groups.pp) or not reports:
         return {}
     means = {}
@@ -188,7 +198,7 @@ def _balance_reports(run: Run) -> dict[int, LayerReport]:
 
 
 def _auxiliary_losses(run: Run) -> dict[str, float]:
-    """megatron-core's per-layer auxiliary losses, averaged over the MoE layers; clears its tracker."""
+    """Return megatron-core's auxiliary losses, averaged over the MoE layers, and clear its tracker."""
     config = run.config.transformer
     if config.num_moe_experts is None:
         return {}
@@ -197,7 +207,7 @@ def _auxiliary_losses(run: Run) -> dict[str, float]:
         loss_scale=1 / run.batches.get(),
         iteration=run.progress.iteration,
         total_loss_dict=totals,
-        # Pipeline stages reduce the same names even if one of them has no MoE layer
+        # All pipeline stages must reduce the same names, even a stage without an MoE layer
         force_initialize=True,
         track_names=_auxiliary_loss_names(config.moe_router_load_balancing_type, config.moe_z_loss_coeff),
         num_layers=config.num_layers,

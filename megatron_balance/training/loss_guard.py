@@ -1,7 +1,7 @@
-"""No poisoned step: a NaN or an infinity in a loss or a gradient is found before the optimizer sees it.
+"""Detection of a NaN or an infinity in a loss or a gradient before the optimizer's step.
 
-A good iteration pays for one read of every gradient bucket, on the device and just before the bucket is reduced, and
-for one all-reduce and one host read of a single number. Only a bad iteration is searched for its source.
+In a good iteration, this costs one read of every gradient bucket, on the device just before the bucket is reduced, and
+one all-reduce and one read by the host of a single number. Only a bad iteration is searched for the source.
 """
 
 import functools
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.utils import unwrap_model
 
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training.data import Batch
@@ -29,11 +29,11 @@ Repeat = Callable[[list[Iterator[Batch]]], LossReports]
 
 
 class PoisonedRun(RuntimeError):
-    """`--max-consecutive-bad-iterations` iterations in a row had a NaN or infinite loss or gradient."""
+    """`--max-consecutive-bad-iterations` consecutive iterations had a NaN or infinite loss or gradient."""
 
 
 class Remembered:
-    """An iterator that keeps what it gave, so that it can be given again."""
+    """An iterator that keeps the microbatches it has returned, so that they can be repeated."""
 
     def __init__(self, source: Iterator[Batch]) -> None:
         self.source = source
@@ -49,7 +49,7 @@ class Remembered:
 
 @dataclass(frozen=True)
 class _Start:
-    """What an iteration began with and a bad one goes back to."""
+    """State at the start of an iteration, which is restored after a bad one."""
 
     data: list[Remembered]
     random_states: tuple[Any, ...]
@@ -57,13 +57,13 @@ class _Start:
 
 
 class LossGuard:
-    """Decides for every iteration whether the optimizer may step, and names the source if it may not.
+    """Decides in every iteration whether the optimizer may step, and if not, finds the source of the fault.
 
-    Checks nothing with `--no-check-for-nan-in-loss-and-grad`. With fp16 only losses count, because infinite gradients
-    are how the loss scaler learns its scale.
+    With `--no-check-for-nan-in-loss-and-grad` it checks nothing. With fp16 it checks only losses, because the loss
+    scaler relies on infinite gradients to find its scale.
     """
 
-    def __init__(self, config: RunConfig, model: list[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    def __init__(self, config: RunConfig, model: list[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
         self.enabled = config.ddp.check_for_nan_in_grad
         self.limit = config.train.max_consecutive_bad_iterations
         self.spikes = SpikyLoss() if config.train.check_for_spiky_loss else None
@@ -71,76 +71,81 @@ class LossGuard:
         self._gradients_count = not config.transformer.fp16
         self._gradients: BucketSums = []
         self._start = _Start([], (), None)
-        modules = (module for chunk in model for module in unwrap_model(chunk).modules())
+        modules = (module for chunk in model for module in chunk.modules())
         self._biased = [module for module in modules if isinstance(module, TopKRouter) and module.enable_expert_bias]
         if self.enabled:
             for chunk in model:
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-                    # DDP calls it before it reduces; its own waits for the device at every bucket, and ends the run
+                    # DDP calls this before it reduces; its own check waits for the device at every bucket, and raises
                     group.check_grads = functools.partial(self._note_gradients, group)
 
     def begin(self, data: list[Iterator[Batch]]) -> list[Iterator[Batch]]:
-        """Begin an iteration; take its microbatches from the returned iterators."""
+        """Begin an iteration; the caller takes its microbatches from the returned iterators."""
         if not self.enabled:
             return data
-        self._gradients = []
+        self._gradients, biases = [], self._expert_biases()
         self._start = _Start(
             data=[Remembered(source) for source in data],
             random_states=random._get_all_rng_states(),
-            expert_biases=torch.stack([router.expert_bias for router in self._biased]) if self._biased else None,
+            expert_biases=torch.stack(biases) if biases else None,
         )
         return list(self._start.data)
 
     def fault(self, reports: LossReports, repeat: Repeat) -> str | None:
-        """What is wrong with the iteration's losses or gradients, and where it came from; None: the optimizer may step.
+        """Return the fault in the iteration's losses or gradients and its source, or None if the optimizer may step.
 
-        Every rank calls it once gradients are reduced, and gets the same answer. After a fault the routers' expert
-        biases are what they were before the iteration, and random number generators go on as if nothing had been
-        repeated.
+        Every rank calls this after gradients are reduced, and gets the same answer. After a fault, the routers' expert
+        biases are restored to those before the iteration, and the states of random number generators are as if no
+        forward pass had been repeated.
 
         Args:
-            reports: this rank's loss of each microbatch, before any reduction; empty off the last pipeline stage.
-            repeat: the forward pass again, without gradients; communicates like the first one.
+            reports: this rank's loss of each microbatch, before any reduction; empty except on the last pipeline stage.
+            repeat: repeats the forward pass without gradients; it communicates like the first one.
         """
         if not self.enabled or not self._is_bad(reports):
             return None
-        for index, router in enumerate(self._biased):
-            router.expert_bias.copy_(self._start.expert_biases[index])
+        if self._start.expert_biases is not None:
+            for bias, before in zip(self._expert_biases(), self._start.expert_biases, strict=True):
+                bias.copy_(before)
         again = functools.partial(self._repeat, repeat)
-        return explain(self._model, self._groups, reports, self._gradients, again)
+        return explain(self._model, self._groups, reports=reports, gradients=self._gradients, repeat=again)
 
-    def review(self, report: StepReport, progress: Progress, say: Callable[[str], None]) -> None:
-        """Tell the user of a bad or spiky iteration.
+    def review(self, report: StepReport, progress: Progress, log: Callable[[str], None]) -> None:
+        """Log a bad or spiky iteration.
 
         Raises:
-            PoisonedRun: on every rank, with the source, when too many bad iterations came in a row.
+            PoisonedRun: on every rank, with the source, after too many consecutive bad iterations.
         """
         if report.fault is not None:
-            text = f"iteration {report.iteration} has a NaN or infinite loss or gradient; its step is left out"
+            text = f"iteration {report.iteration} has a NaN or infinite loss or gradient; its step is skipped"
             text += f" ({progress.bad_in_a_row} in a row):\n{report.fault}"
-            say(text)
+            log(text)
             if progress.bad_in_a_row >= self.limit:
                 raise PoisonedRun(f"--max-consecutive-bad-iterations {self.limit} is reached: {text}")
         elif self.spikes is not None and "lm loss" in report.losses:
             spike = self.spikes.describe(report.losses["lm loss"])
             if spike is not None:
-                say(f"iteration {report.iteration}: spiky loss: {spike}")
+                log(f"iteration {report.iteration}: spiky loss: {spike}")
+
+    def _expert_biases(self) -> list[torch.Tensor]:
+        biases = [router.expert_bias for router in self._biased]
+        return [bias for bias in biases if bias is not None]
 
     def _note_gradients(self, group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
-        """DDP's `check_grads`: remember each bucket's sum, which a NaN or an infinity turns into one."""
+        """Replacement of DDP's `check_grads`: keep each bucket's sum, which is finite only if all elements are."""
         if self._gradients_count:
             self._gradients += [(bucket, bucket.grad_data.sum()) for bucket in group.buckets]
         if check_for_large:
             type(group).check_grads(group, check_for_nan_or_inf=False, check_for_large=True)
 
     def _is_bad(self, reports: LossReports) -> bool:
-        """Whether any rank has a non-finite loss or gradient."""
+        """Return whether any rank has a non-finite loss or gradient."""
         numbers = [torch.zeros(1, device=torch.cuda.current_device())]
         numbers += [total.reshape(1) for _, total in self._gradients]
         numbers += [value for report in reports for value in report.values()]
         bad = torch.isfinite(torch.cat(numbers)).all().logical_not().int()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        # The host has to know before it launches the optimizer
+        # The host needs the answer before it launches the optimizer's step
         return bool(bad.item())
 
     @torch.no_grad()
@@ -154,22 +159,22 @@ class LossGuard:
 
 
 class SpikyLoss:
-    """Notices a loss far above those of the iterations before.
+    """Detector of a loss that is more than ten standard deviations above the mean of the last hundred losses.
 
-    Far is ten standard deviations above the mean of the last hundred losses. megatron-core's rule, ten times the
-    largest of the first hundred, never fires once a cross entropy has come down from its start.
+    megatron-core's rule, ten times the largest of the first hundred losses, never fires after the loss has come down
+    from its initial value.
     """
 
     WINDOW = 100
     DEVIATIONS = 10.0
     SMALLEST_DEVIATION = 1e-3
-    """Relative to the mean: a loss that does not change at all has no deviation to measure with."""
+    """Minimum standard deviation relative to the mean, for a loss that hardly changes."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=self.WINDOW)
 
     def describe(self, loss: float) -> str | None:
-        """What is spiky about `loss`, the run's next; None until WINDOW finite losses are known."""
+        """Add the run's next loss; return a description if it is spiky, once WINDOW finite losses are known."""
         if not math.isfinite(loss):
             return None
         spike = None

@@ -1,25 +1,26 @@
-"""What megatron-core's optimizers keep of a parameter, whichever of them it is."""
+"""State that megatron-core's optimizers keep for a parameter, with or without the distributed optimizer."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_balance.comm.moves import Field, Interval
+from megatron_balance.comm.ownership_transfer import Field, Interval
 
 HALF = (torch.float16, torch.bfloat16)
-"""Precisions with main parameters in float32."""
+"""Precisions of parameters that have main parameters in float32."""
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that step parameters of this rank."""
+    """Return the optimizers that step parameters of this rank."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
 
 def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The tensors of a parameter's size that torch's Adam or SGD keeps of it."""
+    """Return the names of the tensors of a parameter's size that torch's Adam or SGD keeps for it."""
     group = inner.param_groups[0]
     if "betas" in group:
         return "exp_avg", "exp_avg_sq"
@@ -27,25 +28,25 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Give optimizers the state that they would have after a step in which nothing happened.
+    """Allocate the state that optimizers would have after a step that changes nothing.
 
-    Without it, a run that has skipped every step so far would save less than a resumed one looks for, and the
-    distributed optimizer asks for Adam's step.
+    Otherwise a run that has skipped every step would save less than a resumed run expects, and the distributed
+    optimizer requires Adam's step.
     """
     for part in optimizers(optimizer):
         if part.init_state_fn is None:
-            # megatron-core calls it even where, as for SGD, it has set none
+            # megatron-core calls this function even if it has not set one, as for SGD
             part.init_state_fn = lambda *_: None
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 _allocate(part.optimizer, parameter)
 
 
-def _allocate(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+def _allocate(inner: Any, parameter: torch.Tensor) -> None:
     state = inner.state[parameter]
     if hasattr(inner, "initialize_state"):
-        # Transformer Engine's FusedAdam may keep main parameters too, and each tensor in a precision of its own; it
-        # takes a state that has anything to be whole
+        # Transformer Engine's FusedAdam may also keep main parameters, and each tensor in its own precision; it takes
+        # any non-empty state to be complete
         if not state:
             inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16)
         return
@@ -58,10 +59,11 @@ def _allocate(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
 def expert_fields(
     optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], gathered_late: bool
 ) -> list[Field]:
-    """Everything that has to move with the experts in `parameters`, each [S, ...]: the same fields on every rank.
+    """Return all tensors that have to move with the experts in `parameters`: the same fields on every rank.
 
     Args:
-        gathered_late: between steps only the shard of the distributed optimizer is up to date in the parameters
+        parameters: [S, ...] each, with a part for each home slot.
+        gathered_late: whether, between steps, only the distributed optimizer's shard of the parameters is up to date
             (`--overlap-param-gather`).
     """
     allocate(optimizer)
@@ -69,7 +71,7 @@ def expert_fields(
 
 
 def state_bytes(optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], sharers: int) -> float:
-    """Bytes of the parameters and of all that is kept of them, which `sharers` ranks share: the mean over those."""
+    """Return the bytes of the parameters and of their optimizer state per rank, if `sharers` ranks share the state."""
     names, total = state_names(optimizers(optimizer)[0].optimizer), 0.0
     for parameter in parameters:
         tensors = len(names) + (parameter.dtype in HALF)
@@ -85,8 +87,12 @@ def _fields(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, gathere
     yield from (Field(slot_size, kept, tensor.view(-1)) for tensor in state)
 
 
+def _main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.main_param  # pyright: ignore[reportAttributeAccessIssue]  # set by megatron-core's optimizers
+
+
 def _kept_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[Interval, Sequence[torch.Tensor]]:
-    """Which elements of a parameter this rank steps, and what it keeps of them: main parameter, optimizer's state."""
+    """Return the range of a parameter's elements that this rank steps, and its main parameter and optimizer state."""
     half = parameter.dtype in HALF
     parts = optimizers(optimizer)
     for part in parts:
@@ -97,7 +103,7 @@ def _kept_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> 
             group, index = part.model_param_group_index_map[parameter]
             main, interval = part.optimizer.param_groups[group]["params"][index], (kept.start, kept.end)
         else:
-            main, interval = parameter.main_param if half else parameter, (0, parameter.numel())
+            main, interval = _main_param(parameter) if half else parameter, (0, parameter.numel())
             if all(main is not other for group in part.optimizer.param_groups for other in group["params"]):
                 continue
         state = [part.optimizer.state[main][name] for name in state_names(part.optimizer)]

@@ -1,13 +1,13 @@
-"""Where a run is, and what each of its iterations was like."""
+"""Progress of a run, and reports about its iterations."""
 
 from dataclasses import dataclass, field
 
 from megatron_balance.observe.balance import LayerReport
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Progress:
-    """Where a run is."""
+    """Counters of a run, which checkpoints save."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -17,24 +17,26 @@ class Progress:
     bad_in_a_row: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one iteration was like; the same on every rank, except that `losses` is empty off the last stage."""
+    """Report about one iteration, the same on every rank, except that only the last stage has `losses`."""
 
     iteration: int
     losses: dict[str, float]
-    """`lm loss` per token, then the auxiliary losses averaged over MoE layers."""
+    """`lm loss` per token, and the auxiliary losses averaged over MoE layers."""
 
     grad_norm: float | None
-    learning_rate: float
+    learning_rate: float | None
+    """None on a rank without parameters."""
+
     loss_scale: float
     global_batch_size: int
     skipped: bool
-    """The optimizer did not step (fp16 overflow, or a fault)."""
+    """Whether the optimizer did not step (fp16 overflow, or a fault)."""
 
     seconds: float
     balance: dict[int, LayerReport] = field(default_factory=dict)
-    """What balancing did, by layer number; empty without a policy."""
+    """Balance of each layer, by layer number; empty without a policy."""
 
     fault: str | None = None
-    """Where a NaN or infinite loss or gradient came from; None if there was none."""
+    """Source of a NaN or infinite loss or gradient; None if there was none."""

@@ -1,8 +1,8 @@
-"""Run: everything that `build/run.py` makes of a command line, and that the training loop and checkpoints work on."""
+"""Run: the objects that build/run.py constructs from a configuration, used by the training loop and checkpoints."""
 
 from dataclasses import dataclass, field
 
-import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -18,13 +18,15 @@ from megatron_balance.training.progress import Progress
 from megatron_balance.training.schedule import Length
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A built run; only `progress` and the objects' own state change."""
 
     config: RunConfig
     groups: ProcessGroupCollection
-    model: list[torch.nn.Module]
+    model: list[DistributedDataParallel]
+    """Model chunks of this rank."""
+
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     batches: NumMicroBatchesCalculator
@@ -34,6 +36,6 @@ class Run:
     guard: LossGuard
     balancer: Balancer | None = None
     chunks: ChunkChoice | None = None
-    """What splits the layers' tokens."""
+    """Choice of each layer's chunks; None without chunks."""
     progress: Progress = field(default_factory=Progress)
     position: Position = field(default_factory=Position)

@@ -1,4 +1,4 @@
-"""Batch size, learning rate and weight decay over the course of a run, by megatron-core's own parts."""
+"""Batch size, learning rate and weight decay over the course of a run, with megatron-core's schedulers."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_balance.config.run_config import RunConfig, SchedulerConfig, TrainConfig
 
 NOT_RANK_ZERO = 1
-"""The calculator logs on rank 0; the loop prints the batch size of every logged iteration anyway."""
+"""Rank given to the calculator, which logs on rank 0; the log line shows the batch size anyway."""
 
 
 def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
-    """Number of microbatches as a function of the samples consumed so far.
+    """Build the calculator of the number of microbatches from the number of consumed samples.
 
     Raises:
-        ValueError: a ramp that does not lead to the global batch size in whole microbatches on every rank.
+        ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
     """
     if train.rampup_batch_size is None:
         return ConstantNumMicroBatchesCalculator(
@@ -34,13 +34,14 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
 
 
 class RampingBatches(NumMicroBatchesCalculator):
-    """Global batches that grow from START by INCREMENT, each size over an equal share of SAMPLES.
+    """Global batches that grow from START by INCREMENT, with equal parts of SAMPLES for each size.
 
-    Written out because megatron-core 0.19 has only tables of thresholds.
+    We implement it because megatron-core 0.19 only has tables of thresholds.
     """
 
     def __init__(self, train: TrainConfig, data_parallel_size: int) -> None:
         super().__init__()
+        assert train.rampup_batch_size is not None
         self.start, self.increment, self.samples = train.rampup_batch_size
         self.final = train.global_batch_size
         self.micro_batch_size = train.micro_batch_size
@@ -55,7 +56,7 @@ class RampingBatches(NumMicroBatchesCalculator):
         self.num_micro_batches = size // (self.micro_batch_size * self.data_parallel_size)
 
     def grows_at(self, consumed_samples: int) -> int | None:
-        """The first number of consumed samples with a larger batch; None if there is none."""
+        """Return the next number of consumed samples at which the batch grows; None if it does not grow any more."""
         increments = (self.final - self.start) // self.increment
         done = min(increments, consumed_samples * increments // self.samples)
         return None if done == increments else -(-(done + 1) * self.samples // increments)
@@ -63,23 +64,26 @@ class RampingBatches(NumMicroBatchesCalculator):
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is."""
+    """Length of a run."""
 
     iterations: int
     samples: int
 
 
 def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
-    """Iterations and samples of the whole run, in whole global batches.
+    """Return the iterations and samples of the whole run, in whole global batches.
 
-    With a ramping batch size neither follows from the other by a product.
+    With a ramp of the batch size, the number of samples is not a multiple of the number of iterations.
+
+    Raises:
+        ValueError: `--train-samples` is less than one global batch.
     """
     batches = build_batch_schedule(train, data_parallel_size)
     iterations = samples = 0
     while True:
         batches.update(samples, consistency_check=False)
         batch = batches.get_current_running_global_batch_size()
-        # As many as have this size, which may be more than could be counted one by one
+        # All iterations with this batch size together, because counting each of them may take too long
         limits = [] if train.train_iters is None else [train.train_iters - iterations]
         if train.train_samples is not None:
             limits.append((train.train_samples - samples) // batch)
@@ -94,10 +98,10 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
 
 
 def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, length: Length) -> OptimizerParamScheduler:
-    """Learning-rate and weight-decay schedule; its steps are samples.
+    """Build the schedule of learning rate and weight decay, whose steps are samples.
 
     Raises:
-        ValueError: settings that contradict each other.
+        ValueError: the settings contradict each other.
     """
     scheduler, batch = config.scheduler, config.train.global_batch_size
     total = config.train.train_samples or length.samples
@@ -108,13 +112,13 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
     weight_decay = config.optimizer.weight_decay
     start_wd = weight_decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
     end_wd = weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
-    _check_rates(config, warmup, decay)
+    max_lr, min_lr = _checked_rates(config, warmup, decay)
     _check_weight_decay(scheduler, start_wd, end_wd)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=scheduler.lr_warmup_init,
-        max_lr=config.optimizer.lr,
-        min_lr=config.optimizer.min_lr,
+        max_lr=max_lr,
+        min_lr=min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=scheduler.lr_decay_style,
@@ -129,8 +133,10 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
     )
 
 
-def _check_rates(config: RunConfig, warmup: int, decay: int) -> None:
+def _checked_rates(config: RunConfig, warmup: int, decay: int) -> tuple[float, float]:
+    """Check the settings of the learning rate; return its maximum and minimum."""
     rate, floor, start = config.optimizer.lr, config.optimizer.min_lr, config.scheduler.lr_warmup_init
+    assert rate is not None and floor is not None, "--lr is required, and --min-lr has a default"
     if warmup >= decay:
         raise ValueError(
             f"--lr-warmup-iters, -samples or -fraction: a warmup of {warmup} samples must be shorter than the decay "
@@ -148,6 +154,7 @@ def _check_rates(config: RunConfig, warmup: int, decay: int) -> None:
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: the schedule of a resumed run "
             "comes from the flags or from the checkpoint; choose one"
         )
+    return rate, floor
 
 
 def _check_weight_decay(scheduler: SchedulerConfig, start: float, end: float) -> None:

@@ -1,4 +1,4 @@
-"""When a run stops before its end: a signal, a time limit or an iteration. All ranks stop at the same iteration."""
+"""Early end of a run because of a signal, a time limit or an iteration. All ranks stop at the same iteration."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ from megatron_balance.config.run_config import TrainConfig
 
 
 class Stopping:
-    """Decides after every iteration whether the run goes on."""
+    """Decides after every iteration whether the run continues."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -21,7 +21,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """With `--exit-signal-handler`: take note of `--exit-signal` instead of dying of it."""
+        """With `--exit-signal-handler`, record `--exit-signal` instead of being killed by it."""
         if not self.config.exit_signal_handler:
             yield
             return
@@ -35,7 +35,7 @@ class Stopping:
         self.signalled = True
 
     def reason(self, iteration: int) -> str | None:
-        """Why the run stops after this iteration, or None. Collective if a signal or a time limit may stop it."""
+        """Return the reason to stop after this iteration, or None; collective if a signal or a time limit is set."""
         config = self.config
         if config.exit_interval and iteration % config.exit_interval == 0:
             return f"--exit-interval {config.exit_interval}"

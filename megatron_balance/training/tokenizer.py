@@ -1,7 +1,7 @@
-"""Text <-> token ids, by megatron-core's tokenizers.
+"""Construction of megatron-core's tokenizers.
 
 megatron-core 0.19 moved `build_tokenizer`, renamed some of its settings, and counts the NullTokenizer's
-end-of-document token as part of `vocab_size`. Here the flags mean the same with either.
+end-of-document token as part of `vocab_size`. Here the flags mean the same with every version.
 """
 
 import argparse
@@ -17,19 +17,20 @@ from megatron_balance.files.input_files import check_regular
 from megatron_balance.messages import cleaned
 
 try:
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
+    from megatron.core.tokenizers.utils.build_tokenizer import (  # pyright: ignore[reportMissingImports]
+        build_tokenizer as build_megatron_tokenizer,
+    )
 except ModuleNotFoundError:
     from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
-
 
 FROM_A_FILE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 
 
 def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
-    """megatron-core's tokenizer of the given type; a NullTokenizer has `vocab_size` tokens and end-of-document.
+    """Build megatron-core's tokenizer of the given type; a NullTokenizer has `vocab_size` tokens and end-of-document.
 
     Raises:
-        ValueError: a flag that the type needs is missing, or what the flags name is no tokenizer of this type.
+        ValueError: a flag that the type needs is missing, or its file is not a tokenizer of this type.
     """
     kind, model = config.tokenizer_type, config.tokenizer_model
     if kind == "NullTokenizer" and not config.vocab_size:
@@ -42,23 +43,25 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         check_regular(path, flag)
     try:
         return _build(config)
-    except Exception as error:  # each library raises types of its own
+    except Exception as error:  # each library raises its own types
         raise ValueError(
-            f"--tokenizer-model {model}: no tokenizer of --tokenizer-type {kind} ({cleaned(error, 300)}); give the "
+            f"--tokenizer-model {model}: is not a model of --tokenizer-type {kind} ({cleaned(error, 300)}); give the "
             "model that belongs to the type"
         ) from error
 
 
 def _other_files(config: TokenizerConfig) -> dict[str, str]:
-    """By flag; a FIFO among them would be waited for without end."""
+    """Return the paths of other files by flag; opening a FIFO among them would block forever."""
     files = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
     files["--tokenizer-metadata"] = config.tokenizer_metadata
     return {flag: path for flag, path in files.items() if path is not None}
 
 
 def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int:
-    """How many token ids there are, before padding."""
-    return max(tokenizer.vocab_size, config.vocab_size or 0)
+    """Return the number of token ids, before padding."""
+    # A property of every tokenizer, but an abstract method of the base class
+    size: int = tokenizer.vocab_size  # pyright: ignore[reportAssignmentType]
+    return max(size, config.vocab_size or 0)
 
 
 def _build(config: TokenizerConfig) -> MegatronTokenizerBase:
@@ -70,7 +73,7 @@ def _build(config: TokenizerConfig) -> MegatronTokenizerBase:
 
 
 def _newer_settings(config: TokenizerConfig) -> dict[str, object]:
-    """What 0.19's function reads under another name, or does not have a flag here."""
+    """Return the settings that 0.19's function reads under another name, or that have no flag here."""
     return {
         "special_tokens": config.tokenizer_special_tokens,
         "metadata_path": config.tokenizer_metadata,

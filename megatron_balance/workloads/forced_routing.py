@@ -1,10 +1,8 @@
-"""Routers whose choices come from a synthetic workload (`--moe-router-force-workload`), so that imbalance repeats.
+"""Routers that choose experts by a synthetic workload (`--moe-router-force-workload`), so that imbalance repeats.
 
-A choice depends on the workload, the seed, the step and the token's place in the global batch alone, so every layout
-sees the same logical workload. megatron-core's own hook for decided choices is used, its router replay: the chosen
-experts replace the top-k, while probabilities, z-loss and auxiliary losses remain those of the router's logits.
-
-Shape suffixes: T tokens of one router call, K choices per token, E logical experts.
+A choice depends only on the workload, the seed, the step and the token's index in the global batch, so every layout
+sees the same logical workload. We use megatron-core's hook for given choices, its router replay: the chosen experts
+replace the top-k, while probabilities, z-loss and auxiliary losses are still computed from the router's logits.
 """
 
 from collections import Counter
@@ -17,25 +15,25 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from megatron_balance.workloads.workloads import workload_choices
+from megatron_balance.workloads.synthetic import workload_choices
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the choices are derived from, besides the step and the token; layer number n (from 1) adds n to the seed."""
+    """Parameters of the choices, in addition to the step and the token; layer number n (from 1) adds n to the seed."""
 
     name: str
-    """A name in observe.workloads.WORKLOADS."""
+    """A name in workloads.synthetic.WORKLOADS."""
 
     seed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchPart:
-    """Which tokens of a global batch one rank's routers see."""
+    """The tokens of a global batch that one rank's routers see."""
 
     seq_length: int
-    """Tokens per sample, whole."""
+    """Number of tokens of a whole sample."""
 
     data_rank: int
     data_ranks: int
@@ -43,23 +41,33 @@ class BatchPart:
 
     sequence_rank: int = 0
     sequence_ranks: int = 1
-    """Where they route other tokens, each tensor-parallel rank has an equal, contiguous part of every sequence."""
+    """If tensor-parallel ranks route different tokens, each has an equal, contiguous part of every sequence."""
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, seq_length: int, divided: bool) -> "BatchPart":
-        """This rank's part; `divided`: tensor-parallel ranks route a part of each sequence each."""
-        split = (groups.tp.rank(), groups.tp.size()) if divided else (0, 1)
-        return cls(seq_length, groups.dp.rank(), groups.dp.size(), *split)
+        """Return this rank's part.
+
+        Args:
+            divided: whether each tensor-parallel rank routes a part of each sequence.
+        """
+        sequence_rank, sequence_ranks = (groups.tp.rank(), groups.tp.size()) if divided else (0, 1)
+        return cls(
+            seq_length=seq_length,
+            data_rank=groups.dp.rank(),
+            data_ranks=groups.dp.size(),
+            sequence_rank=sequence_rank,
+            sequence_ranks=sequence_ranks,
+        )
 
     def samples(self, tokens: int) -> int:
-        """Samples in a microbatch of which this rank has so many tokens."""
+        """Return the number of samples in a microbatch of which this rank has `tokens` tokens."""
         return tokens * self.sequence_ranks // self.seq_length
 
     def token_ranges(self, microbatch: int, samples: int) -> list[range]:
-        """For each sample of a microbatch, the indices of this rank's tokens among all of the global batch.
+        """Return, for each sample of a microbatch, the indices of this rank's tokens in the global batch.
 
         Args:
-            microbatch: its number in the iteration, from 0.
+            microbatch: index in the iteration, from 0.
             samples: `--micro-batch-size`.
         """
         length = self.seq_length // self.sequence_ranks
@@ -69,10 +77,11 @@ class BatchPart:
 
 
 class ForcedChoices(RouterReplay):
-    """The decided choices of one router.
+    """The forced choices of one router.
 
-    Within an iteration a router meets the microbatches in order, once in every kind of pass: with gradients, without
-    (the first pass of recomputation, or a repetition), and in evaluation, which goes round the same microbatches.
+    In each iteration, a router is called for the microbatches in order, once in every kind of pass: with gradients,
+    without (the first pass of recomputation, or a repetition), and in evaluation, which cycles through the same
+    microbatches.
     """
 
     def __init__(
@@ -80,10 +89,11 @@ class ForcedChoices(RouterReplay):
         router: TopKRouter,
         workload: Workload,
         part: BatchPart,
+        *,
         step: Callable[[], int],
         microbatches: Callable[[], int],
     ) -> None:
-        # Not the base's constructor: it adds every instance to a list that nothing ever shortens
+        # Do not call the base's constructor: it adds every instance to a global list that is never cleared
         assert router.layer_number is not None
         self.router, self.part = router, part
         self.workload, self.seed = workload.name, workload.seed + router.layer_number
@@ -94,23 +104,31 @@ class ForcedChoices(RouterReplay):
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores [T, K] of the chosen experts, and these [T, K], for `scores` [T, E].
+        """Return the scores [T, K] of the chosen experts, and the experts [T, K], for `scores` [T, E].
 
-        Tokens are in the router's order: sequence positions, and for each of them the samples.
+        Tokens are in the router's order: by sequence position, then by sample.
         """
         step, total = self.step(), self.microbatches()
         microbatch = self._next_call(step) % total
         samples = self.part.samples(len(scores))
         tokens = total * self.part.data_ranks * samples * self.part.seq_length
         choices = [
-            workload_choices(self.workload, scores.shape[1], topk, indices, tokens, self.seed, step)
+            workload_choices(
+                self.workload,
+                num_experts=scores.shape[1],
+                topk=topk,
+                tokens=indices,
+                total_tokens=tokens,
+                seed=self.seed,
+                step=step,
+            )
             for indices in self.part.token_ranges(microbatch, samples)
         ]
         choices_TK = torch.from_numpy(np.stack(choices, axis=1).reshape(-1, topk)).to(scores.device)
         return scores.gather(1, choices_TK), choices_TK
 
     def _next_call(self, step: int) -> int:
-        """How many calls of this kind the iteration has had before."""
+        """Count a call and return the number of earlier calls of its kind in the iteration."""
         if step != self._calls_of_step:
             self._calls, self._calls_of_step = Counter(), step
         kind = "evaluation" if not self.router.training else "first" if not torch.is_grad_enabled() else "gradients"
@@ -122,32 +140,33 @@ def force_routing(
     model: list[torch.nn.Module],
     workload: Workload,
     part: BatchPart,
+    *,
     step: Callable[[], int],
     microbatches: Callable[[], int],
 ) -> None:
-    """Make all routers of `model` choose by the workload, K different experts for each token.
+    """Make all routers of `model` choose by the workload: K different experts for each token.
 
     Args:
-        step: the iteration in progress, from 0; a resumed run goes on with its iteration's workload.
-        microbatches: of the iteration in progress, on each data-parallel rank.
+        step: returns the iteration in progress, from 0; a resumed run continues with the workload of its iteration.
+        microbatches: returns the number of microbatches per data-parallel rank in the iteration in progress.
 
     Raises:
-        ValueError: a router that does not let its choices be decided.
+        ValueError: the choices of a router cannot be forced.
     """
     for chunk in model:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 _refuse(module, workload)
-                module.router_replay = ForcedChoices(module, workload, part, step, microbatches)
+                module.router_replay = ForcedChoices(module, workload, part, step=step, microbatches=microbatches)
 
 
 def _refuse(router: TopKRouter, workload: Workload) -> None:
     flag = f"--moe-router-force-workload {workload.name}"
     if router.config.moe_router_fusion:
-        raise ValueError(f"{flag}: --moe-router-fusion cannot be told what to choose; leave one of them out")
+        raise ValueError(f"{flag}: --moe-router-fusion does not support given choices; leave one of them out")
     if router.routing_type in ("sinkhorn", "quantile_balancing"):
         raise ValueError(
-            f"{flag}: --moe-router-load-balancing-type {router.routing_type} cannot be told what to choose; use none"
+            f"{flag}: --moe-router-load-balancing-type {router.routing_type} does not support given choices; use none"
         )
     if router.router_replay is not None:
-        raise ValueError(f"{flag}: --moe-enable-routing-replay decides the choices already; leave one of them out")
+        raise ValueError(f"{flag}: --moe-enable-routing-replay already gives the choices; leave one of them out")

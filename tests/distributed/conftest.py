@@ -46,7 +46,11 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
             kind: dict.fromkeys(cluster_profile.GROUPS, Fit(1e-9, 1e-12, 0, 0)) for kind in cluster_profile.COLLECTIVES
         }
         profile = cluster_profile.ClusterProfile(
-            ranks, ranks, links, Throughput(1e-4, 0, 0, 0), Throughput(2e-4, 0, 0, 0)
+            num_ranks=ranks,
+            node_size=ranks,
+            links=links,
+            forward=Throughput(1e-4, 0, 0, 0),
+            backward=Throughput(2e-4, 0, 0, 0),
         )
         paths[ranks] = tmp_path_factory.mktemp("profiles") / f"{ranks}.json"
         profile.save(paths[ranks])

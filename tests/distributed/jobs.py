@@ -156,7 +156,7 @@ class Death:
     def __call__(self, rank: int) -> None:
         """Prepare a rank for it."""
         if self.staging_bytes is not None:
-            transfer = importlib.import_module("megatron_balance.comm.moves").OwnershipTransfer
+            transfer = importlib.import_module("megatron_balance.comm.ownership_transfer").OwnershipTransfer
             transfer.__init__ = functools.partialmethod(transfer.__init__, staging_bytes=self.staging_bytes)
         if rank != self.rank:
             return
@@ -191,7 +191,7 @@ def _points() -> dict[str, Function]:
     def of(module: str, name: str) -> Function:
         return lambda: (importlib.import_module(module), name)
 
-    training, transfer = "megatron_balance.training", "megatron_balance.comm.moves"
+    training, transfer = "megatron_balance.training", "megatron_balance.comm.ownership_transfer"
     return {
         "serialize": of(f"{training}.run_state", "sharded_state"),
         "plan": lambda: (importlib.import_module(f"{training}.writer").ShardStrategy, "async_save"),
@@ -219,6 +219,9 @@ POINTS = _points()
 
 WHOLE: dict[str, Function] = {
     "save": lambda: (importlib.import_module("megatron_balance.checkpoint.checkpoints").Checkpoints, "_start"),
-    "transfer": lambda: (importlib.import_module("megatron_balance.comm.moves").OwnershipTransfer, "transfer"),
+    "transfer": lambda: (
+        importlib.import_module("megatron_balance.comm.ownership_transfer").OwnershipTransfer,
+        "transfer",
+    ),
 }
 """What is counted."""

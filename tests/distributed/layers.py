@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import COMPUTING, ChunkStep, Order, check

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run

@@ -16,7 +16,7 @@ from megatron_balance.job.layout import build_groups
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
 from megatron_balance.workloads.forced_routing import BatchPart, Workload, force_routing
-from megatron_balance.workloads.workloads import WORKLOADS, workload_choices
+from megatron_balance.workloads.synthetic import WORKLOADS, workload_choices
 from tests.distributed import runs
 
 EXPERTS, TOPK, SEQUENCE, SAMPLES = 8, 3, 4, 2
@@ -47,14 +47,16 @@ def force_one_router(workload: str, changes: dict) -> None:
     """Two microbatches of one router follow the workload to the token; probabilities and gradients are finite."""
     router, groups = build_router(**changes)
     part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
-    force_routing([router], Workload(workload, 5), part, lambda: 9, lambda: 2)
+    force_routing([router], Workload(workload, 5), part, step=lambda: 9, microbatches=lambda: 2)
     # Logits whose exponentials vanish beside each other, as a diverged router's do
     scale = torch.linspace(0.1, 400, SEQUENCE * SAMPLES).view(SEQUENCE, SAMPLES, 1)
     for microbatch in range(2):
         hidden = (torch.randn(SEQUENCE, SAMPLES, 12) * scale).to(router.weight.dtype).requires_grad_()
         probs_TE, map_TE = router(hidden)
         tokens = range(microbatch * 8, (microbatch + 1) * 8)
-        choices_TK = workload_choices(workload, EXPERTS, TOPK, tokens, 16, seed=6, step=9)
+        choices_TK = workload_choices(
+            workload, num_experts=EXPERTS, topk=TOPK, tokens=tokens, total_tokens=16, seed=6, step=9
+        )
         # The router's order is [sequence, samples], the workload's [samples, sequence]
         expected_TK = choices_TK.reshape(SAMPLES, SEQUENCE, TOPK).swapaxes(0, 1).reshape(-1, TOPK)
         assert torch.equal(map_TE, as_map(expected_TK, EXPERTS))
@@ -101,8 +103,8 @@ def force(run: Run) -> None:
         run.model,
         Workload("hot_experts", 5),
         BatchPart.of(run.groups, run.config.model.seq_length, run.config.transformer.sequence_parallel),
-        lambda: run.progress.iteration,
-        run.batches.get,
+        step=lambda: run.progress.iteration,
+        microbatches=run.batches.get,
     )
 
 
@@ -161,7 +163,15 @@ def test_the_same_workload_in_every_layout(ranks, layout: str) -> None:
     tokens = 8 * 32
 
     def expected(layer: int, step: int) -> np.ndarray:
-        choices_TK = workload_choices("hot_experts", EXPERTS, 2, range(tokens), tokens, 5 + layer, step)
+        choices_TK = workload_choices(
+            "hot_experts",
+            num_experts=EXPERTS,
+            topk=2,
+            tokens=range(tokens),
+            total_tokens=tokens,
+            seed=5 + layer,
+            step=step,
+        )
         return np.bincount(choices_TK.ravel(), minlength=EXPERTS)
 
     layers = 4 if layout == "interleaved" else 2
@@ -207,10 +217,13 @@ def start_an_iteration_early() -> None:
     router, groups = build_router()
     iterations, maps = [3, 3, 4], []
     part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
-    force_routing([router], Workload("burst", 5), part, lambda: iterations[len(maps)], lambda: 4)
+    force_routing([router], Workload("burst", 5), part, step=lambda: iterations[len(maps)], microbatches=lambda: 4)
     for _ in iterations:
         maps.append(router(torch.zeros(SEQUENCE, 1, 12))[1])
-    choices = [workload_choices("burst", EXPERTS, TOPK, range(16), 16, 6, now) for now in (3, 4)]
+    choices = [
+        workload_choices("burst", num_experts=EXPERTS, topk=TOPK, tokens=range(16), total_tokens=16, seed=6, step=now)
+        for now in (3, 4)
+    ]
     expected = [choices[0][:4], choices[0][4:8], choices[1][:4]]
     assert all(torch.equal(one, as_map(other, EXPERTS)) for one, other in zip(maps, expected, strict=True))
 
@@ -224,7 +237,13 @@ def refused(changes: dict) -> str:
     for name, value in changes.items():
         setattr(router.config if hasattr(router.config, name) else router, name, value)
     with pytest.raises(ValueError) as error:
-        force_routing([router], Workload("burst", 0), BatchPart(4, 0, 1), lambda: 0, lambda: 1)
+        force_routing(
+            [router],
+            Workload("burst", 0),
+            BatchPart(seq_length=4, data_rank=0, data_ranks=1),
+            step=lambda: 0,
+            microbatches=lambda: 1,
+        )
     return str(error.value)
 
 

@@ -55,7 +55,7 @@ def leave_in_rank_1(rank: int) -> None:
 
 
 def fail_beside_the_computation_of_rank_1(rank: int) -> None:
-    from megatron_balance.comm.transfer import ExpertTransfer
+    from megatron_balance.comm.trans_agg import ExpertTransfer
 
     original, count = ExpertTransfer.agg, 0
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm import moves
-from megatron_balance.comm.moves import Extent, Field, Moved, OwnershipTransfer, Place, plan_messages
+from megatron_balance.comm import ownership_transfer
+from megatron_balance.comm.ownership_transfer import Extent, Field, Moved, OwnershipTransfer, Place, plan_messages
 from megatron_balance.placement.ownership import Move
 from tests.unit.ownership_cases import Case, Tensors, draw_case, equal
 
@@ -70,10 +70,10 @@ def raises(*_: object) -> None:
 FAILING_STEPS: dict[str, tuple[object, str, object, str]] = {
     "fields": (Case, "kept_by", raises, "MemoryError: no room for it"),
     "extents": (Extent, "of", raises, "MemoryError: no room for it"),
-    "messages": (moves, "plan_messages", raises, "MemoryError: no room for it"),
-    "rounds": (moves, "plan_rounds", raises, "MemoryError: no room for it"),
-    "parcels": (moves, "_parcels", raises, "MemoryError: no room for it"),
-    "staging": (moves._Round, "num_bytes", 2**60, "RuntimeError: "),
+    "messages": (ownership_transfer, "plan_messages", raises, "MemoryError: no room for it"),
+    "rounds": (ownership_transfer, "plan_rounds", raises, "MemoryError: no room for it"),
+    "parcels": (ownership_transfer, "_parcels", raises, "MemoryError: no room for it"),
+    "staging": (ownership_transfer._Round, "num_bytes", 2**60, "RuntimeError: "),
 }
 """What may fail on one rank alone, in the order of a Transfer: where it is, what is there instead, and what is said."""
 
@@ -120,4 +120,7 @@ def test_a_failure_on_any_rank_changes_nothing(ranks) -> None:
 
 def test_the_example_needs_several_rounds() -> None:
     case = ring()
-    assert len(moves.plan_rounds(plan_messages(case.moves, case.places, case.extents), case.staging_bytes)) > 3
+    assert (
+        len(ownership_transfer.plan_rounds(plan_messages(case.moves, case.places, case.extents), case.staging_bytes))
+        > 3
+    )

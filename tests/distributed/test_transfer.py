@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from tests.unit.placements import random_placement

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_balance.comm.moves import Extent, Field, Interval, Place
+from megatron_balance.comm.ownership_transfer import Extent, Field, Interval, Place
 from megatron_balance.placement.ownership import Move
 
 Choose = Callable[[int, int], int]

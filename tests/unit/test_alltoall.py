@@ -85,7 +85,8 @@ def profile(near: tuple[float, float], far: tuple[float, float], together: float
     """Two nodes: alpha and beta inside and between them, and beta of an all-to-all among all."""
     lines = {"intra": Fit(*near, 0, 0), "inter": Fit(*far, 0, 0), "ep": Fit(0, together, 0, 0)}
     speed = Throughput(1, 0, 0, 0)
-    return ClusterProfile(2 * size, size, dict.fromkeys(COLLECTIVES, lines), speed, speed)
+    links = dict.fromkeys(COLLECTIVES, lines)
+    return ClusterProfile(num_ranks=2 * size, node_size=size, links=links, forward=speed, backward=speed)
 
 
 EVEN = np.full((4, 4), 6)

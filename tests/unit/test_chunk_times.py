@@ -21,11 +21,11 @@ FORWARD, BACKWARD = Throughput(3.0, 5.0, 0, 0), Throughput(7.0, 11.0, 0, 0)
 CODEC = CodecTimes(Throughput(0.5, 2.0, 0, 0), Throughput(0.25, 1.0, 0, 0))
 LINE = Fit(100.0, 1.0, 0, 0)
 PROFILE = ClusterProfile(
-    2,
-    2,
-    dict.fromkeys(COLLECTIVES, dict.fromkeys(("intra", "inter", "ep"), LINE)),
-    FORWARD,
-    BACKWARD,
+    num_ranks=2,
+    node_size=2,
+    links=dict.fromkeys(COLLECTIVES, dict.fromkeys(("intra", "inter", "ep"), LINE)),
+    forward=FORWARD,
+    backward=BACKWARD,
     codecs={"fp8": CODEC},
 )
 HIDDEN = 8

@@ -118,14 +118,14 @@ def test_the_slowest_kind_of_gpu_counts_and_what_is_not_said_is_builtin() -> Non
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("name: small", "name: [a]", "name: a list is not a text; write one"),
+        ("name: small", "name: [a]", "name: a list is not a string; write one"),
         ("name: small", "", "name: is missing"),
         ("name: bus, ", "name: bus, speed: 3, ", "node.speed: is unknown; choose from name, gb_per_second"),
         ("value: 10,", "value: fast,", "node.gb_per_second.value: 'fast' is not a number from 1e-06 to 100000"),
         ("value: 10,", "value: 0,", "node.gb_per_second.value: 0 is not a number from 1e-06 to 100000"),
         ("value: 10,", "value: 1.0e+30,", "node.gb_per_second.value: 1e.30 is not a number from 1e-06 to 100000"),
         ("value: 10,", "value: 1" + 400 * "0" + ",", "node.gb_per_second.value: 1000"),
-        ("value: 10,", "value: 10, value: 20,", "line 6: value: is there twice"),
+        ("value: 10,", "value: 10, value: 20,", "line 6: value: appears twice"),
         ("name: small", "name: &a small", "anchors and aliases"),
         ("value: 10,", "value: .inf,", "inf is not a number"),
         ("value: 10,", "value: true,", "True is not a number"),

@@ -364,10 +364,10 @@ def test_codecs_are_found_by_name_and_by_module() -> None:
         ("no.such.module:Codec", "cannot be imported"),
         (f"{__name__}:Missing", "cannot be imported"),
         (":Codec", "cannot be imported"),
-        ("builtins:dict", "is no subclass of megatron_balance.comm.codecs.Codec"),
-        (f"{__name__}:round_trip", "is no subclass"),
-        ("megatron_balance.comm.codecs:Codec", "cannot be made without arguments"),
-        (f"{__name__}:Wanting", "cannot be made without arguments"),
+        ("builtins:dict", "is not a subclass of megatron_balance.comm.codecs.Codec"),
+        (f"{__name__}:round_trip", "is not a subclass"),
+        ("megatron_balance.comm.codecs:Codec", "cannot be constructed without arguments"),
+        (f"{__name__}:Wanting", "cannot be constructed without arguments"),
     ],
 )
 def test_a_wrong_name_names_the_flag(name: str, message: str) -> None:

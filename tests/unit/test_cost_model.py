@@ -31,7 +31,8 @@ def profile(num_ranks: int = 3, node_size: int = 3) -> ClusterProfile:
     """0.5 s per byte within a node and in the whole group, 2 s across nodes; 1 s per token forward, 2 s backward."""
     near, far = Fit(0.0, 0.5, 0.0, 0.0), Fit(0.0, 2.0, 0.0, 0.0)
     links = {kind: dict(zip(GROUPS, (near, far, near), strict=True)) for kind in COLLECTIVES}
-    return ClusterProfile(num_ranks, node_size, links, Throughput(1.0, 0.0, 0.0, 0.0), Throughput(2.0, 0.0, 0.0, 0.0))
+    forward, backward = Throughput(1.0, 0.0, 0.0, 0.0), Throughput(2.0, 0.0, 0.0, 0.0)
+    return ClusterProfile(num_ranks=num_ranks, node_size=node_size, links=links, forward=forward, backward=backward)
 
 
 COST = CostModel(profile(), token_bytes=4, param_bytes=6, grad_bytes=12)

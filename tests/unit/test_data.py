@@ -32,7 +32,10 @@ def samplers(micro: int, ranks: int, count: int, consumed: int, left: int) -> li
     """Every rank's sampler of a dataset with room for `count` microbatches per rank after `consumed` samples."""
     step = micro * ranks
     total = consumed + count * step + left % step
-    return [MicrobatchSampler(total, micro, rank, ranks, consumed) for rank in range(ranks)]
+    return [
+        MicrobatchSampler(total, micro_batch_size=micro, rank=rank, ranks=ranks, consumed_samples=consumed)
+        for rank in range(ranks)
+    ]
 
 
 @settings(deadline=None)
@@ -59,7 +62,10 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(micro: int, ranks: 
 
     def global_batches(ranks: int) -> list[list[int]]:
         """Sorted samples of each global batch."""
-        readers = [iter(MicrobatchSampler(batches * size, micro, rank, ranks)) for rank in range(ranks)]
+        readers = [
+            iter(MicrobatchSampler(batches * size, micro_batch_size=micro, rank=rank, ranks=ranks))
+            for rank in range(ranks)
+        ]
         per_rank = size // micro // ranks
         return [
             sorted(index for reader in readers for batch in itertools.islice(reader, per_rank) for index in batch)
@@ -74,7 +80,9 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(micro: int, ranks: 
 def test_resuming_continues(micro: int, ranks: int, count: int, left: int, data: st.DataObject) -> None:
     done = data.draw(st.integers(1, count - 1))
     for rank, sampler in enumerate(samplers(micro, ranks, count, 0, left)):
-        resumed = MicrobatchSampler(sampler.total, micro, rank, ranks, consumed_samples=done * micro * ranks)
+        resumed = MicrobatchSampler(
+            sampler.total, micro_batch_size=micro, rank=rank, ranks=ranks, consumed_samples=done * micro * ranks
+        )
         assert list(resumed) == list(sampler)[done:]
 
 

@@ -102,8 +102,8 @@ BOUNDARIES = POINTERS + 8 * SEQUENCES
 HEADERS = {
     "magic": (0, "B", 0, "is not an index of version 1"),
     "version": (9, "<Q", 2, "is not an index of version 1: .* version 2"),
-    "no type": (17, "B", 0, "type 0, which is no type of integers"),
-    "floats": (17, "B", 7, "type 7, which is no type of integers"),
+    "no type": (17, "B", 0, "type 0, which is not an integer type"),
+    "floats": (17, "B", 7, "type 7, which is not an integer type"),
     "no sequences": (18, "<Q", 0, "has 0 sequences"),
     "a sequence less": (18, "<Q", SEQUENCES - 1, f"{SEQUENCES - 1} sequences"),
     "all sequences": (18, "<Q", 2**64 - 1, f"has {BOUNDARIES + 40} bytes, {2**64 - 1} sequences"),
@@ -160,7 +160,7 @@ def test_a_missing_file(prefix: Path, missing: str, thorough: bool) -> None:
 def test_a_directory_in_place_of_a_file(prefix: Path) -> None:
     os.unlink(f"{prefix}.idx")
     os.mkdir(f"{prefix}.idx")
-    with pytest.raises(ValueError, match=r"data\.idx is no regular file; build it again"):
+    with pytest.raises(ValueError, match=r"data\.idx is not a regular file; build it again"):
         check_indices([str(prefix)], thorough=False)
 
 
@@ -238,7 +238,9 @@ WRONG_CACHES: dict[str, Callable[[Path], object]] = {
 def test_a_wrong_cache(tmp_path: Path, write: Callable[[Path], object]) -> None:
     path = tmp_path / "0-GPTDataset-train-shuffle_index.npy"
     write(path)
-    with pytest.raises(ValueError, match=r"shuffle_index\.npy: no cached index \(.*\); delete it, the next run"):
+    with pytest.raises(
+        ValueError, match=r"shuffle_index\.npy: is not a cached index \(.*\); delete it, and the next run"
+    ):
         check_caches([], str(tmp_path))
 
 
@@ -252,7 +254,7 @@ def test_a_hostile_cache_is_named_and_does_not_run(
     directory.mkdir(parents=True)
     path = directory / "0-GPTDataset-train-document_index.npy"
     path.write_bytes(payload(canary))
-    with pytest.raises(ValueError, match=r"document_index\.npy: no cached index"):
+    with pytest.raises(ValueError, match=r"document_index\.npy: is not a cached index"):
         check_caches([str(prefix)], None if beside else str(directory))
     assert not canary.exists()
     # As megatron-core does; what is returned is no array, or nothing is

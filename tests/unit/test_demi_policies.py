@@ -18,7 +18,7 @@ from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.placement.policies.demi_baselines import assign
 from megatron_balance.placement.policies.interface import lend
 from megatron_balance.profile.cluster_profile import Fit, builtin
-from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
 LENDING = [name for name in POLICIES if name.startswith("demi")]
 

@@ -11,7 +11,7 @@ from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import load_policy
 from megatron_balance.profile.cluster_profile import builtin
-from megatron_balance.workloads.workloads import load_matrix
+from megatron_balance.workloads.synthetic import load_matrix
 from tests import features
 
 ROOT = Path(__file__).parents[2]

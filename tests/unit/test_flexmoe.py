@@ -16,7 +16,7 @@ from megatron_balance.placement.policies.interface import owners_host
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.placement.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 from megatron_balance.profile.cluster_profile import builtin
-from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from tests.unit.commands import parse
 from tests.unit.placements import UNSHRUNK, loads, placements
 

@@ -19,7 +19,13 @@ def test_ranks_and_microbatches_see_every_token_once(
     seen: list[int] = []
     for data_rank in range(data_ranks):
         for sequence_rank in range(sequence_ranks):
-            part = BatchPart(seq_length, data_rank, data_ranks, sequence_rank, sequence_ranks)
+            part = BatchPart(
+                seq_length=seq_length,
+                data_rank=data_rank,
+                data_ranks=data_ranks,
+                sequence_rank=sequence_rank,
+                sequence_ranks=sequence_ranks,
+            )
             assert part.samples(samples * length) == samples
             for microbatch in range(microbatches):
                 seen += chain.from_iterable(part.token_ranges(microbatch, samples))
@@ -30,8 +36,12 @@ def test_ranks_and_microbatches_see_every_token_once(
 def test_samples_are_those_that_the_data_loader_gives(data_ranks: int, samples: int, microbatches: int) -> None:
     batch = data_ranks * samples * microbatches
     for rank in range(data_ranks):
-        part, consumed = BatchPart(10, rank, data_ranks), 3 * batch
-        given_samples = list(MicrobatchSampler(9 * batch, samples, rank, data_ranks, consumed))
+        part, consumed = BatchPart(seq_length=10, data_rank=rank, data_ranks=data_ranks), 3 * batch
+        given_samples = list(
+            MicrobatchSampler(
+                9 * batch, micro_batch_size=samples, rank=rank, ranks=data_ranks, consumed_samples=consumed
+            )
+        )
         for microbatch in range(microbatches):
             firsts = [tokens.start // 10 for tokens in part.token_ranges(microbatch, samples)]
             assert firsts == [sample - consumed for sample in given_samples[microbatch]]

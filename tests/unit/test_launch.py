@@ -40,7 +40,7 @@ def test_tokenizers_that_are_none(error_of: Callable[..., str], tmp_path: Path, 
     assert f"error: --tokenizer-model {model}: no such file; give" in error_of(f"{flags} --tokenizer-model {model}")
     model.write_bytes(b"no model of anything")
     said = error_of(f"{flags} --tokenizer-model {model}")
-    assert f"error: --tokenizer-model {model}: no tokenizer of --tokenizer-type {kind} (" in said
+    assert f"error: --tokenizer-model {model}: is not a model of --tokenizer-type {kind} (" in said
     assert said.endswith("give the model that belongs to the type") and "\n" not in said
 
 

@@ -131,7 +131,9 @@ def test_a_file_that_would_unpack_to_more_than_it_may(tmp_path: Path, monkeypatc
     np.savez_compressed(path, **good_arrays() | {"layer_1": np.zeros((2, 2, 1_000_000), dtype=np.int64)})
     assert path.stat().st_size < 100_000
     monkeypatch.setattr(load_log, "MAX_BYTES", 1_000_000)
-    with pytest.raises(ValueError, match=f"{path}: is no log .*would unpack to 3200.* bytes; 1000000 are the most"):
+    with pytest.raises(
+        ValueError, match=f"{path}: is not a log .*would unpack to 3200.* bytes; the maximum is 1000000"
+    ):
         read_loads(tmp_path)
 
 

@@ -85,7 +85,7 @@ def fields(line: str) -> dict[str, str | None]:
 
 def test_log_line(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(run_config(), 100, 128)
-    lines = printed(log, [report(9, 6.0), report(10, 6.5)], Progress(10, 320), capsys)
+    lines = printed(log, [report(9, 6.0), report(10, 6.5)], Progress(iteration=10, consumed_samples=320), capsys)
     assert len(lines) == 1
     assert lines[0].split("]", 1)[1] == (
         " iteration       10/     100 | consumed samples:          320 | elapsed time per iteration (ms): 250.0 |"
@@ -209,7 +209,7 @@ def test_tensorboard_keys_on_demand(single_rank: None, tmp_path: Path) -> None:
     recorded: dict[str, float] = {}
     log.writer.add_scalar = lambda name, value, iteration: recorded.update({name: value})
     log.step(report(1), Progress())
-    log.evaluation("validation", Progress(1), {"lm loss": 2.0})
+    log.evaluation("validation", Progress(iteration=1), {"lm loss": 2.0})
     log.close()
     assert "loss-scale" not in recorded
     assert recorded["world-size"] == 1

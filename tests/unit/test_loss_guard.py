@@ -90,7 +90,7 @@ def test_review_ends_the_run_at_the_limit() -> None:
     own = guard("--max-consecutive-bad-iterations 2")
     own.review(report(fault="  rank 1: router"), Progress(bad_in_a_row=1), said.append)
     assert said == [
-        "iteration 7 has a NaN or infinite loss or gradient; its step is left out (1 in a row):\n  rank 1: router"
+        "iteration 7 has a NaN or infinite loss or gradient; its step is skipped (1 in a row):\n  rank 1: router"
     ]
     with pytest.raises(PoisonedRun, match=r"--max-consecutive-bad-iterations 2 is reached: .*\n  rank 1: router"):
         own.review(report(fault="  rank 1: router"), Progress(bad_in_a_row=2), said.append)
@@ -141,7 +141,7 @@ def test_losses_that_are_bad_once_and_twice() -> None:
         "the loss of microbatch 1 is Inf",
         "the loss of microbatch 2 is Inf",
     ]
-    assert "passed when repeated" in found[0].text and "loss mask" in found[1].text
+    assert "finite when repeated" in found[0].text and "loss mask" in found[1].text
 
 
 class Scale(torch.nn.Module):

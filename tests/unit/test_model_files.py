@@ -62,7 +62,7 @@ def test_files_hold_flags_and_comments_and_later_flags_win(tmp_path: Path) -> No
     ("text", "said"),
     [
         ("--lr 'x", "--lr 'x"),
-        ("@other.args", "do not name others"),
+        ("@other.args", "cannot name others"),
         ("--no-such-flag", "--no-such-flag"),
         (None, "some"),
     ],

@@ -6,7 +6,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.config.flags import flag_of
 from megatron_balance.placement.policies import OPTIONS, POLICIES
-from megatron_balance.workloads.workloads import WORKLOADS
+from megatron_balance.workloads.synthetic import WORKLOADS
 from tests.unit.commands import CPU, argv, parse
 
 EP4 = "--expert-model-parallel-size 4"
@@ -69,7 +69,7 @@ BAD = [
     ),
     (
         f"{SHARDED} --sequence-parallel --moe-layer-impl megatron --moe-token-dispatcher-type alltoall",
-        *("--expert-tensor-parallel-size 2", "gloo wants equally many", "use --moe-layer-impl balanced"),
+        *("--expert-tensor-parallel-size 2", "gloo needs the same number", "use --moe-layer-impl balanced"),
     ),
     (
         f"{SHARDED} --balance-policy top2 --balance-ownership transfer --expert-model-parallel-size 4",

@@ -128,7 +128,7 @@ def test_a_full_disk_costs_a_warning(kind: Kind, tmp_path: Path, caplog: pytest.
     assert writer.iterations() == [1, 2, 3, 4, 5, 6], "what was kept is written"
     first, second = [record.getMessage() for record in caplog.records]
     assert first.startswith(f"{writer.flag} {tmp_path}: ") and first.endswith(
-        "; training goes on, and writing is tried again"
+        "; training continues, and writing will be retried"
     )
     assert "File too large" in first
     assert second == f"{writer.flag} {tmp_path}: writing works again"
@@ -157,7 +157,7 @@ def test_a_directory_that_becomes_a_file_costs_a_warning(
     for iteration in (2, 3, LAST):
         writer.step(iteration)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"{writer.flag} {directory}: [Errno ") and line.endswith("writing is tried again")
+    assert line.startswith(f"{writer.flag} {directory}: [Errno ") and line.endswith("writing will be retried")
     assert directory.read_text() == "in the way"
 
 
@@ -205,7 +205,9 @@ def test_memory_is_bounded_while_writing_fails(
         assert len(file) == 10
     file.flush()
     assert [int(line) for line in file.path.read_text().splitlines()] == list(range(90, 100))
-    assert caplog.records[-1].getMessage() == "--flag value: writing works again; 90 records were dropped meanwhile"
+    assert (
+        caplog.records[-1].getMessage() == "--flag value: writing works again; 90 records were dropped in the meantime"
+    )
 
 
 def test_the_load_log_keeps_the_latest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

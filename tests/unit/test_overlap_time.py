@@ -20,7 +20,7 @@ from megatron_balance.placement.cost_model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.pro_prophet import ProProphet
 from megatron_balance.profile.cluster_profile import builtin, load
-from megatron_balance.workloads.workloads import load_matrix
+from megatron_balance.workloads.synthetic import load_matrix
 
 Outcome, Sample = overlap_checks.Outcome, overlap_checks.Sample
 

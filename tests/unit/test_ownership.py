@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.comm.moves import ALIGNMENT, Extent, Message, Place, _Round, plan_messages, plan_rounds
+from megatron_balance.comm.ownership_transfer import (
+    ALIGNMENT,
+    Extent,
+    Message,
+    Place,
+    _Round,
+    plan_messages,
+    plan_rounds,
+)
 from megatron_balance.placement.cost_model import CostModel, Overlap
 from megatron_balance.placement.ownership import Move, lasting, moves, settle
 from megatron_balance.placement.placement import Placement

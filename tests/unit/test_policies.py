@@ -18,7 +18,7 @@ from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.placement.policies.pro_prophet import _Search, _Start
 from megatron_balance.placement.splits import SPLITS, traffic_of
 from megatron_balance.profile.cluster_profile import builtin
-from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
 MODEL_DRIVEN = ("none", "pro_prophet", "fastermoe", "demi")
 

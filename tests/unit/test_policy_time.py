@@ -18,7 +18,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.placement.cost_model import balance_ratio
 from megatron_balance.placement.policies import POLICIES
-from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
 Sample, NONE, CEILING = policy_table.Sample, policy_table.NONE, policy_table.CEILING
 RANKS, EXPERTS, TOPK = 4, 16, 2

@@ -232,7 +232,7 @@ def test_wrong_input(tmp_path: Path, written: dict[str, Path]) -> None:
     assert f"{events}: is damaged" in problem("--tensorboard-dir", events.parent)
     (loads,) = write_loads(tmp_path / "loads").iterdir()
     flip(loads, len(loads.read_bytes()) // 2)
-    assert f"{loads}: is no log of --balance-log-dir" in problem("--balance-log-dir", loads.parent)
+    assert f"{loads}: is not a log of --balance-log-dir" in problem("--balance-log-dir", loads.parent)
     log = LoadLog(tmp_path / "sizes", 0, 1)
     log.add(1, {1: (counts(1)[:, 1:], OWNERS)})
     log.flush()

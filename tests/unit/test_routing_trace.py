@@ -39,7 +39,7 @@ def steps(path: Path) -> list[int]:
 
 def write_steps(directory: Path, numbers: range, first_step: int = 0) -> None:
     now = iter(numbers)
-    trace = RoutingTrace([], directory, 3, lambda: next(now), first_step)
+    trace = RoutingTrace([], directory, 3, lambda: next(now), first_step=first_step)
     for _ in numbers:
         route(trace, routing_map((1, 4), (0, 4)))
         trace.flush()

@@ -91,13 +91,19 @@ def test_batch_schedule_follows_the_model(training: tuple[TrainConfig, int]) -> 
 def test_run_length_examples(
     train_iters: int | None, train_samples: int | None, ramp: list[int] | None, expected: Length
 ) -> None:
-    train = TrainConfig(2, 8, rampup_batch_size=ramp, train_iters=train_iters, train_samples=train_samples)
+    train = TrainConfig(
+        micro_batch_size=2,
+        global_batch_size=8,
+        rampup_batch_size=ramp,
+        train_iters=train_iters,
+        train_samples=train_samples,
+    )
     assert run_length(train, data_parallel_size=2) == expected
 
 
 def test_less_than_one_batch() -> None:
     with pytest.raises(ValueError, match="--train-samples 7: give at least one global batch, 8"):
-        run_length(TrainConfig(2, 8, train_samples=7), data_parallel_size=2)
+        run_length(TrainConfig(micro_batch_size=2, global_batch_size=8, train_samples=7), data_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,7 @@ def test_less_than_one_batch() -> None:
     ids=["start", "increment", "step over", "no span", "downwards", "zero start", "zero step", "at once", "negative"],
 )
 def test_impossible_ramps(ramp: list[int]) -> None:
-    train = TrainConfig(2, 8, rampup_batch_size=ramp, train_iters=1)
+    train = TrainConfig(micro_batch_size=2, global_batch_size=8, rampup_batch_size=ramp, train_iters=1)
     with pytest.raises(
         ValueError, match=rf"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: .*multiples of 4 .*size 8"
     ):
@@ -117,7 +123,12 @@ def scheduler(
     iterations: int = 10, train_samples: int | None = None, min_lr: float = FLOOR, **settings: object
 ) -> OptimizerParamScheduler:
     """The schedule of a run with global batches of 4 samples."""
-    train = TrainConfig(2, 4, train_iters=None if train_samples else iterations, train_samples=train_samples)
+    train = TrainConfig(
+        micro_batch_size=2,
+        global_batch_size=4,
+        train_iters=None if train_samples else iterations,
+        train_samples=train_samples,
+    )
     config = SimpleNamespace(
         train=train,
         scheduler=dataclasses.replace(SchedulerConfig(), **settings),

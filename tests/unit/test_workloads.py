@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.workloads.workloads import WORKLOADS, load_matrix, workload_choices
+from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix, workload_choices
 
 names = st.sampled_from(sorted(WORKLOADS))
 
@@ -16,18 +16,25 @@ def test_every_token_has_topk_different_experts(
     name: str, num_experts: int, data: st.DataObject, seed: int, step: int
 ) -> None:
     topk = data.draw(st.integers(1, num_experts))
-    choices_TK = workload_choices(name, num_experts, topk, range(20), 20, seed, step)
+    choices_TK = workload_choices(
+        name, num_experts=num_experts, topk=topk, tokens=range(20), total_tokens=20, seed=seed, step=step
+    )
     assert choices_TK.shape == (20, topk)
     assert choices_TK.min() >= 0 and choices_TK.max() < num_experts
     assert all(len(set(row)) == topk for row in choices_TK.tolist())
-    again = workload_choices(name, num_experts, topk, range(20), 20, seed, step)
+    again = workload_choices(
+        name, num_experts=num_experts, topk=topk, tokens=range(20), total_tokens=20, seed=seed, step=step
+    )
     assert (choices_TK == again).all()
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_layouts_see_the_same_tokens(name: str) -> None:
-    whole = workload_choices(name, 16, 2, range(64), 64, 3, 9)
-    parts = [workload_choices(name, 16, 2, range(start, start + 16), 64, 3, 9) for start in range(0, 64, 16)]
+    whole = workload_choices(name, num_experts=16, topk=2, tokens=range(64), total_tokens=64, seed=3, step=9)
+    parts = [
+        workload_choices(name, num_experts=16, topk=2, tokens=range(start, start + 16), total_tokens=64, seed=3, step=9)
+        for start in range(0, 64, 16)
+    ]
     assert (np.concatenate(parts) == whole).all()
     assert (load_matrix(name, 4, 16, 2, 16, 3, 9).sum(0) == load_matrix(name, 8, 16, 2, 8, 3, 9).sum(0)).all()
     assert (load_matrix(name, 4, 16, 2, 16, 3, 9).sum(1) == 32).all()
@@ -62,4 +69,4 @@ def test_what_the_names_say() -> None:
 )
 def test_mistakes(name: str, topk: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        workload_choices(name, 4, topk, range(4), 4, 0, 0)
+        workload_choices(name, num_experts=4, topk=topk, tokens=range(4), total_tokens=4, seed=0, step=0)

@@ -1,13 +1,13 @@
-"""All-to-all implementations against each other and against what the links allow, on a slow network (testbed.py).
+"""Compares all-to-all implementations with each other and with the links' limit, on a slow network (testbed.py).
 
     python tools/bench/alltoall.py [--layouts 2x4 4x2] [--mib 8] [--link-mbit 400] [--bus-mbit free 1600 400]
                                    [--splits even skewed one-hot-node] [--implementations NAME ...] [--repeats 9]
 
-All implementations take turns in one job and send the same rows by the same splits; a first, untimed exchange of each
-has to bring what flat brings. Time is from the first rank's start to the last rank's end. `sequential` is p2p inside
-the node and, when that is over, between nodes: the base of ScheMoE's Eq. 18. The limit is that of the flat traffic, see
-traffic.py. The CPU's time, in cores: `own` of our ranks, `kernel` of interrupts, which forward packets, `foreign` of
-all others.
+All implementations take turns in one job and send the same rows with the same splits; the result of a first, untimed
+exchange of each has to equal that of flat. Times are from the first rank's start to the last rank's end. `sequential`
+is p2p within nodes, followed by p2p between nodes: the baseline of ScheMoE's Eq. 18. The limit is that of the flat
+traffic, see traffic.py. CPU time is in cores: `own` for our ranks, `kernel` for interrupts, which forward packets, and
+`foreign` for all other processes.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from traffic import SPLITS, Limit, limit, split_rows
 
 ROW_BYTES = 1024
 MOST_CORES = 0.5
-"""What our own processes, or others, may use of the CPU before it is the CPU that is measured."""
+"""Maximum CPU use, in cores, of our own or of other processes; above it, the CPU limits the measurement."""
 
 MEETING_SECONDS = 0.05
 
 Run = Callable[[], torch.Tensor]
-"""One exchange: returns the rows received."""
+"""One exchange, which returns the received rows."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One table: everything but the rates, of which the ranks know nothing."""
+    """Parameters of one table, except the links' rates, which the ranks do not know."""
 
     node_size: int
     splits: str
@@ -54,31 +54,31 @@ class Case:
     repeats: int
 
     def rows(self, num_ranks: int) -> np.ndarray:
-        """[D, D] rows from each rank to each."""
+        """Return the number of rows from each rank to each rank, [D, D]."""
         return split_rows(self.splits, num_ranks, self.node_size, round(self.mib * 2**20 / ROW_BYTES))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One exchange as one rank saw it; seconds."""
+    """Times of one exchange on one rank, in seconds."""
 
     start: float
     end: float
-    """On the clock that all ranks share."""
+    """Times of the clock that all ranks share."""
 
     process: float
     """CPU time of this rank."""
 
     programs: float
-    """CPU time of all programs of the machine."""
+    """CPU time of all programs on the machine."""
 
     kernel: float
-    """CPU time of interrupts, which is where packets are forwarded."""
+    """CPU time of interrupts, which forward packets."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation in one case, over all ranks."""
+    """Results of one implementation in one case, over all ranks."""
 
     seconds: list[float]
     own_cores: float
@@ -87,11 +87,11 @@ class Row:
 
     @classmethod
     def of(cls, samples_by_rank: Sequence[Sequence[Sample]]) -> "Row":
-        """From each rank's samples of the same repeats."""
+        """Combine the ranks' samples of the same repeats."""
         repeats = list(zip(*samples_by_rank, strict=True))
         seconds = [max(one.end for one in ranks) - min(one.start for one in ranks) for ranks in repeats]
         ranks_cpu = sum(one.process for ranks in repeats for one in ranks)
-        # Every rank sees the whole machine; the first one's view is taken
+        # Every rank sees the whole machine; use the first rank's numbers
         kernel = sum(ranks[0].kernel for ranks in repeats)
         foreign = sum(ranks[0].programs for ranks in repeats) - ranks_cpu
         return cls(seconds, ranks_cpu / sum(seconds), kernel / sum(seconds), max(0.0, foreign) / sum(seconds))
@@ -102,14 +102,14 @@ class Row:
 
     @property
     def objection(self) -> str:
-        """Why the row does not count; empty if it does."""
+        """Reason to reject the row; empty if it is valid."""
         if self.own_cores > MOST_CORES:
             return "REJECTED: our own processes were busy"
         return "REJECTED: others were busy" if self.foreign_cores > MOST_CORES else ""
 
 
 class SequentialAllToAll(NodeAllToAll):
-    """p2p inside the node and, when that is over, between nodes: the base of ScheMoE's Eq. 18."""
+    """p2p within nodes, followed by p2p between nodes: the baseline of ScheMoE's Eq. 18."""
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
@@ -129,7 +129,7 @@ IMPLEMENTATIONS = {
 
 
 def measure(case: Case) -> dict[str, list[Sample]]:
-    """Task of every rank: all implementations in turn, `case.repeats` times."""
+    """Run all implementations in turn, `case.repeats` times; the task of every rank."""
     cpu.keep_freed_memory()
     group = dist.group.WORLD
     assert group is not None
@@ -144,7 +144,7 @@ def measure(case: Case) -> dict[str, list[Sample]]:
     runs = {name: lambda member=member: member.start(rows, splits_DD).wait() for name, member in members.items()}
     expected = FlatAllToAll(group).start(rows, splits_DD).wait()
     for name, run in runs.items():
-        assert torch.equal(run(), expected), f"{name} brought other rows than flat"
+        assert torch.equal(run(), expected), f"{name} returned other rows than flat"
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names = list(runs)
     for repeat in range(case.repeats):
@@ -156,7 +156,7 @@ def measure(case: Case) -> dict[str, list[Sample]]:
 
 
 def meet() -> None:
-    """Go on at one instant of the clock that all ranks share; out of a barrier they come milliseconds apart."""
+    """Wait for a common instant of the ranks' shared clock; they leave a barrier milliseconds apart."""
     dist.barrier()
     instant = torch.tensor([time.monotonic() + MEETING_SECONDS], dtype=torch.float64)
     dist.broadcast(instant, 0)
@@ -175,7 +175,7 @@ def timed(run: Callable[[], object]) -> Sample:
 
 
 def table(rows: dict[str, Row], allowed: Limit) -> str:
-    """One line per implementation, and what Eq. 18 has to say."""
+    """Return one line per implementation, and the speedups of Eq. 18."""
     lines = [f"{'':12s} {'median ms':>9s} {'(min-max)':12s} /flat   /p2p    /limit    own kernel foreign"]
     for name, row in rows.items():
         spread = f"({1e3 * min(row.seconds):.0f}-{1e3 * max(row.seconds):.0f})"
@@ -195,12 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", type=layout, default=[(2, 4), (4, 2)], help="nodes x ranks per node")
     parser.add_argument("--mib", nargs="+", type=float, default=[8.0], help="MiB that each rank sends, itself included")
     parser.add_argument("--link-mbit", nargs="+", type=float, default=[400.0])
-    parser.add_argument("--bus-mbit", nargs="+", type=_bus, default=[None], help="inside a node; free: not limited")
+    parser.add_argument("--bus-mbit", nargs="+", type=_bus, default=[None], help="within a node; free: not limited")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["even"])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args(argv)
-    # Not this module: the fork server does not look for modules where a script does
+    # This module cannot be preloaded: the fork server does not search for modules in a script's directory
     multiprocessing.set_forkserver_preload(["torch.distributed", "megatron_balance.comm.registry"])
     networks = itertools.product(args.layouts, args.link_mbit, args.bus_mbit)
     try:
@@ -225,7 +225,7 @@ def _report(testbed: Testbed, case: Case) -> None:
         f"links {testbed.link_mbit:g} Mbit/s ({1e3 * allowed.inter:.0f} ms), bus {bus}, {case.repeats} repeats; "
         f"limit {1e3 * allowed.seconds:.1f} ms"
     )
-    # Nothing is slower than all bytes over one link, one after another, many times over
+    # A generous multiple of the time for all bytes over one link
     patience = 60 + 10 * (case.repeats + 2) * len(case.implementations) * (allowed.inter + allowed.intra)
     by_rank = testbed.run(measure, case, timeout=patience)
     rows = {name: Row.of([samples[name] for samples in by_rank]) for name in case.implementations}

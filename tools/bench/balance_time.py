@@ -1,12 +1,12 @@
-"""Iteration time with balancing policies against none, in the same training loop.
+"""Compares the iteration time with balancing policies to that without one, in the same training loop.
 
     python tools/bench/balance_time.py [--ranks 4] [--policy NAME ...] [--workload NAME ...] [flags of the run ...]
 
-All models of a workload live in the same processes and take turns, one iteration each. Besides the ratio of times, a
-row shows what balancing did, as the training log does: sums or means over layers, means over iterations.
+All models of a workload are in the same processes and take turns, one iteration each. In addition to the ratio of
+times, a row shows the balance as in the training log: sums or means over layers, means over iterations.
 
-Balancing can only pay where a rank has cores of its own: with more ranks than cores, a light rank's idle time is taken
-by a heavy one anyway. Where there is nothing to do (`--workload balanced`), a ratio should be 1.02 at most.
+Balancing can only help if each rank has its own cores: with more ranks than cores, heavy ranks use the idle time of
+light ones anyway. Without imbalance (`--workload balanced`), a ratio should be 1.02 at most.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ranks
-from megatron_balance.workloads.workloads import WORKLOADS
+from megatron_balance.workloads.synthetic import WORKLOADS
 
 if TYPE_CHECKING:
     from megatron_balance.cli.checks import Machine
@@ -28,11 +28,11 @@ COMMON = (
     "--train-iters 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-workers 0 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
-"""Experts compute 2048 tokens per rank, twice: most of an iteration. Later flags win."""
+"""Experts compute 2048 tokens per rank, twice, which is most of an iteration. Later flags override these."""
 
 BASELINE = "none"
 AGAIN = "none again"
-"""A second run without a policy: how far from 1 the ratio of equals is on this machine."""
+"""A second run without a policy, which shows this machine's noise: its ratio should be 1."""
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
         return ranks.work(args.worker, _measure)
     print("workload, policy: ratio policy/none of the median iteration time | ms | what balancing did")
     with tempfile.TemporaryDirectory() as directory, ranks.noise():
-        # `auto` keeps its measurement where checkpoints would go
+        # `auto` keeps its measurement in the checkpoints' directory
         common = f"{COMMON} {' '.join(extra)} --expert-model-parallel-size {args.ranks} --save {directory}"
         balance = f"--balance-load {args.load} --balance-profile {args.profile} --balance-policy"
         for workload in args.workload:
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _summary(path: Path) -> str:
-    """The lines of a measured profile that the cost model reads."""
+    """Format the lines of a measured profile that the cost model reads."""
     profile = json.loads(path.read_text())
     links = {name: profile["links"][name]["ep"] for name in ("all_to_all", "p2p")}
     lines = [f"{name} {1e6 * line['alpha']:.0f} us + {1e9 * line['beta']:.2f} ns/B" for name, line in links.items()]
@@ -78,7 +78,7 @@ def _summary(path: Path) -> str:
 
 
 def _measure(task: ranks.Task, machine: "Machine") -> dict:
-    """One rank: seconds of every iteration by policy, and the log's fields about balance."""
+    """Return a rank's seconds of every iteration by policy, and the log's fields about balance."""
     from megatron_balance.observe.balance import log_fields
 
     reports = ranks.take_turns(ranks.build(task["flags"], machine), task["iterations"])

@@ -1,16 +1,16 @@
-"""Iterations with tokens in chunks, in different orders, on a slow network (slow_runs.py), beside those without.
+"""Compares iterations with tokens in chunks, in different orders, to those without, on a slow network (slow_runs.py).
 
     python tools/bench/chunk_time.py [--speeds 3 6 12] [--chunks 2 4 8] [--markdown FILE] [flags of the run ...]
     python tools/bench/chunk_time.py --ablation fp8 [--speeds 6]
 
-A row is a speed of the emulated device (GFLOP/s), with what the network takes of a layer over what its experts take, by
-the model. All variants live in the same processes and take turns, one iteration each. First milliseconds without
-chunks, then ratios to that: medians over jobs of ratios of medians over iterations (in brackets, lowest and highest
-job); of `auto` also what it chose, and its ratio to the best of the others. An iteration lasts as long as on its
-slowest rank.
+Each row is for one speed of the emulated device (GFLOP/s), with the ratio of a layer's exchange time to its experts'
+time, by the model. All variants are in the same processes and take turns, one iteration each. The first column has the
+milliseconds without chunks, the others ratios to them: medians over jobs of ratios of medians over iterations (in
+brackets, lowest and highest job); for `auto` also its choice, and its ratio to the best of the others. The time of an
+iteration is that of its slowest rank.
 
 The ablation is ScheMoE's Table 10: the backend's all-to-all, a codec, Pipe-A2A, and chunks in the optimal order, each
-beside the ones before.
+in addition to the previous ones.
 """
 
 import argparse
@@ -33,7 +33,7 @@ COMMON = (
     f"{MODEL} --num-layers 2 --seq-length {SEQUENCE} --num-experts {EXPERTS} --moe-router-topk {TOPK} "
     "--moe-ffn-hidden-size 256 --moe-router-force-workload balanced"
 )
-"""A rank's rows are 2 MiB. Later flags win."""
+"""A rank's rows are 2 MiB. Later flags override these."""
 
 PLAIN = "1 chunk"
 
@@ -41,7 +41,7 @@ ORDERS = ("sequential", "interleaved", "optsche")
 
 
 def variants_of(chunks: Sequence[int]) -> dict[str, Variant]:
-    """No chunks, every order of every number of chunks, and what `auto` chooses."""
+    """Return the variants without chunks, with every order and number of chunks, and with `auto`."""
     fixed = {
         f"{order} {degree}": Variant(f"--moe-comm-chunks {degree} --moe-comm-order {order}")
         for degree in chunks
@@ -51,7 +51,7 @@ def variants_of(chunks: Sequence[int]) -> dict[str, Variant]:
 
 
 def ablation(codec: str) -> dict[str, Variant]:
-    """Each with all that is before it."""
+    """Return the variants of the ablation, each with the flags of the previous ones."""
     steps = {
         "naive": "--moe-comm-alltoall flat",
         "+ codec": f"--moe-comm-codec {codec} --moe-comm-codec-directions all",
@@ -63,20 +63,20 @@ def ablation(codec: str) -> dict[str, Variant]:
 
 
 class Measured(NamedTuple):
-    """One job on one rank."""
+    """Results of one job on one rank."""
 
     seconds: dict[str, list[float]]
-    """Of every variant's iterations."""
+    """Seconds of every variant's iterations."""
     chosen: str
     """Numbers of chunks in the layers of the last variant."""
     network_share: float
-    """What its exchanges take without chunks over what experts take."""
+    """Exchange time without chunks over the experts' time."""
 
 
 def measure(
     profile: Path, variants: Mapping[str, Variant], common: str, cluster: Cluster, iterations: int, warmup: int
 ) -> Measured:
-    """Task of every rank."""
+    """Measure all variants; the task of every rank."""
     runs, _ = build(variants, common, profile, cluster, handling=True)
     reports = ranks.take_turns(runs, iterations, warmup)
     choice = list(runs.values())[-1].chunks
@@ -90,7 +90,7 @@ def measure(
 
 
 def job_of(by_rank: Sequence[Measured]) -> Measured:
-    """One job: each iteration as long as on its slowest rank."""
+    """Combine the ranks' results of one job; the time of an iteration is that of its slowest rank."""
     seconds = {
         name: [max(iteration) for iteration in zip(*(one.seconds[name] for one in by_rank), strict=True)]
         for name in by_rank[0].seconds
@@ -99,13 +99,13 @@ def job_of(by_rank: Sequence[Measured]) -> Measured:
 
 
 def heads(names: Sequence[str]) -> list[str]:
-    """The two lines above the rows."""
+    """Return the two header lines of the table."""
     cells = ["GFLOP/s", "network / experts", f"{names[0]}, ms", *names[1:], f"{names[-1]} / best of others"]
     return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
 
 
 def row(speed: float, measured: Sequence[Measured]) -> str:
-    """One speed's cells."""
+    """Return the row of one speed."""
     first, *others, last = measured[0].seconds
     medians = [{name: statistics.median(times) for name, times in one.seconds.items()} for one in measured]
     plain = statistics.median(one[first] for one in medians)
@@ -120,7 +120,7 @@ def row(speed: float, measured: Sequence[Measured]) -> str:
 
 
 def _spread(ratios: Sequence[float]) -> str:
-    """The median job, and the lowest and the highest."""
+    """Format the median, the lowest and the highest job."""
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
 
 

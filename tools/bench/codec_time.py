@@ -1,10 +1,10 @@
-"""Codecs of --moe-comm-codec: how fast they encode and decode, how many bytes they save, how far off they are.
+"""Measures the codecs of --moe-comm-codec: encoding and decoding speed, compression and errors.
 
     python tools/bench/codec_time.py [--device cuda] [--rows 4096] [--hidden 4096] [--dtypes bfloat16 float32]
 
-GB/s are of rows, not of payload, and medians over rounds in which the codecs take turns; `copy` is a copy of the rows,
-the most that a device can do. `gain` is the bandwidth, in GB/s of rows per rank, below which the codec pays: there the
-time of the bytes saved is that of coding once and decoding once. Errors are of a standard normal.
+GB/s count the rows, not the payload, and are medians over rounds in which the codecs take turns; `copy` is a copy of
+the rows, the upper limit of a device. `gain` is the bandwidth, in GB/s of rows per rank, below which the codec pays:
+there, the time saved on the wire equals the time to encode and decode once. Errors are for standard normal elements.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from megatron_balance.comm.codecs import CODECS, Codec, load_codec
 ROUNDS = 7
 
 Actions = dict[tuple[str, str], Callable[[], object]]
-"""By codec and direction."""
+"""Actions by codec and direction."""
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def _table(rows: torch.Tensor, codecs: dict[str, Codec]) -> None:
 
 
 def _medians(actions: Actions, device: torch.device) -> dict[tuple[str, str], float]:
-    """Seconds of each action, its device waited for."""
+    """Return the median seconds of each action, including the wait for the device."""
     times: dict[tuple[str, str], list[float]] = {key: [] for key in actions}
     for round_ in range(ROUNDS + 1):
         for key, action in actions.items():

@@ -1,9 +1,9 @@
-"""What it costs that the hang guard keeps the latest collectives: iteration time with the recorder over that without.
+"""Measures the cost of the hang guard's record of collectives: iteration time with the recorder over that without.
 
     python tools/bench/collectives_time.py [--processes 4] [--pairs 15] [--repeats 3]
 
-One run takes its iterations in pairs, one with the recorder installed and one without it, in alternating order. The
-second line is free of other noise: microseconds of the host for one operation on a group of one rank, with and without.
+One run executes its iterations in pairs, one with the recorder and one without it, in alternating order. The second
+line has less noise: the host's microseconds for one operation on a group of one rank, with and without the recorder.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _measure(task: ranks.Task, machine: "Machine") -> dict:
-    """One rank: seconds of the iterations of each side, seconds of a call, and operations in an iteration."""
+    """Return a rank's seconds of the iterations of each side, seconds of a call, and operations per iteration."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,4 @@
-"""What cost_model.py runs on its ranks: everything that the cost model predicts, on sizes of its own.
-
-Shape suffixes: D expert-parallel ranks, E experts.
-"""
+"""The cases that cost_model.py runs on its ranks: everything that the cost model predicts, with different sizes."""
 
 import copy
 import functools
@@ -18,7 +15,7 @@ from megatron_balance.build.tokens import measure_cluster
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import default_all_to_all
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure.probes import slot_passes
@@ -26,31 +23,30 @@ from megatron_balance.measure.stopwatch import Stopwatch
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
-from megatron_balance.workloads.workloads import load_matrix
+from megatron_balance.workloads.synthetic import load_matrix
 
 WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
 
 EXCHANGED_TOKENS = (24, 160, 700, 3000, 12000)
-"""Per source rank; on a CPU, links are fitted to 16 KiB to 16 MiB."""
+"""Tokens per source rank; on a CPU, links are fitted to sizes from 16 KiB to 16 MiB."""
 
 COMPUTED_TOKENS = (100, 200, 370, 720, 1500)
-"""Per source rank; with balanced load each rank computes twice that, and experts are fitted to 256 to 4096."""
+"""Tokens per source rank; with balanced load each rank computes twice as many. Experts are fitted to 256 to 4096."""
 
 EXPERT_WIDTHS = (12, 120, 720, 3000, 9000)
 """--moe-ffn-hidden-size of the experts that move."""
 
 GUESTS = (1, 2, 4)
-"""Per rank."""
+"""Numbers of guests per rank."""
 
 GUEST_SLOTS = max(GUESTS)
 
-
 CHUNKS = 4
-"""Pieces of each expert."""
+"""Number of pieces that each expert is sent in."""
 
 
 class Case(NamedTuple):
-    """One thing that the model predicts and that all ranks can run together."""
+    """An operation whose time the model predicts, and which all ranks can run together."""
 
     kind: str
     label: str
@@ -59,11 +55,11 @@ class Case(NamedTuple):
 
 
 def measure(task: dict, machine: Machine) -> dict:
-    """Kind and label of every case, and seconds [rounds][cases] predicted and measured."""
+    """Return kind and label of every case, and the predicted and measured seconds [rounds][cases]."""
     config = parse_args(task["flags"].split(), machine).config
     groups = build_groups(config.transformer, config.train.seed)
     transformer = copy.copy(config.transformer)
-    # Random weights would differ from rank to rank for nothing
+    # Random initialization takes time and has no effect on the results
     transformer.perform_initialization = False
     experts = _experts(transformer, groups)
     device, dtype = experts.linear_fc1.weight.device, transformer.params_dtype
@@ -79,7 +75,7 @@ def measure(task: dict, machine: Machine) -> dict:
 
 
 def _experts(config: TransformerConfig, groups: ProcessGroupCollection) -> GroupedExperts:
-    """This rank's experts with weights that are no zeros, which some processors multiply faster."""
+    """Build this rank's experts with nonzero weights, because some processors multiply zeros faster."""
     experts = GroupedExperts(range(_num_experts(config) // groups.ep.size()), config, groups)
     with torch.no_grad():
         for parameter in experts.parameters():
@@ -93,14 +89,14 @@ def _num_experts(config: TransformerConfig) -> int:
 
 
 def _loads(config: TransformerConfig, num_ranks: int, sizes: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
-    """A label and a load matrix [D, E] for every size and workload."""
+    """Yield a label and a load matrix [D, E] for every size and workload."""
     for tokens, workload in itertools.product(sizes, WORKLOADS):
         shape = (num_ranks, _num_experts(config), config.moe_router_topk)
         yield f"{tokens} tokens a rank, {workload}", load_matrix(workload, *shape, tokens, seed=1, step=0)
 
 
 def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device: torch.device) -> Iterator[Case]:
-    """A layer's first exchange under uneven loads, each expert on its owner; own rows take part, as in the layer."""
+    """Yield a layer's first exchange for uneven loads, with each expert on its owner; own rows are included."""
     rank, num_ranks = groups.ep.rank(), groups.ep.size()
     all_to_all = default_all_to_all(groups.ep)
     for label, counts_DE in _loads(config, num_ranks, EXCHANGED_TOKENS):
@@ -118,7 +114,7 @@ def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device:
 
 
 def random_placement(num_experts: int, num_ranks: int, guests: int) -> Placement:
-    """Owners in order, and on every rank so many guests at random, as far as there are others' experts."""
+    """Return a placement with owners in order and `guests` random guests on every rank, if there are enough experts."""
     generator, owners = np.random.default_rng(guests), Placement.identity(num_experts, num_ranks, GUEST_SLOTS)
     additions = []
     for rank in range(num_ranks):
@@ -128,14 +124,14 @@ def random_placement(num_experts: int, num_ranks: int, guests: int) -> Placement
 
 
 def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iterator[Case]:
-    """Trans and Agg of placements with guests, for experts of several widths."""
+    """Yield Trans and Agg of placements with guests, for experts of several widths."""
     transfer = ExpertTransfer(groups.ep)
     for width, guests in itertools.product(EXPERT_WIDTHS, GUESTS):
         shape = copy.copy(config)
         shape.moe_ffn_hidden_size = width
         experts = _experts(shape, groups)
         for parameter in experts.parameters():
-            # As DDP does, which accumulates gradients in float32
+            # Like DDP, which accumulates gradients in float32
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore
         experts.allocate_guests(GUEST_SLOTS)
         placement = random_placement(_num_experts(config), groups.ep.size(), guests)
@@ -155,7 +151,7 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iter
 
 
 def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Iterator[Case]:
-    """Forward and backward of loads that are uneven over ranks and over their slots."""
+    """Yield forward and backward passes for loads that are uneven over ranks and over their slots."""
     rank, num_ranks = groups.ep.rank(), groups.ep.size()
     for label, counts_DE in _loads(experts.config, num_ranks, COMPUTED_TOKENS):
         tokens_by_rank = counts_DE.sum(0).reshape(num_ranks, -1)

@@ -1,14 +1,14 @@
-"""How far the cost model's times are from measured ones, on sizes that its profile was not fitted to.
+"""Measures the error of the cost model's times, with sizes that its profile was not fitted to.
 
     python tools/bench/cost_model.py [--ranks 4] [--node-size 4] [--rounds 5] [flags of the run ...]
 
-Every round measures a ClusterProfile of this machine and then the real thing: exchanges of uneven loads, Trans and Agg
-of random placements and experts of several sizes, computation of uneven loads. Sizes lie between those fitted and
-beyond them. A time is the slowest rank's; all cases take turns, and the median over `--repeats` counts. Links are this
-machine's own: no slower network is emulated.
+Every round measures a ClusterProfile of this machine, and then the operations themselves: exchanges of uneven loads,
+Trans and Agg of random placements with experts of several sizes, and computation of uneven loads. Sizes are between and
+beyond the fitted ones. A time is the slowest rank's, and the median over `--repeats`; all cases take turns. Links are
+this machine's own; no slower network is emulated.
 
-Ranks need cores of their own here: a rank that waits for a heavier one on the same core makes that one faster, which no
-sum over the busiest rank can foresee.
+Every rank needs its own core: a rank that waits for a heavier one on the same core makes that one faster, which a model
+of the busiest rank cannot predict.
 """
 
 import argparse
@@ -30,7 +30,7 @@ COMMON = (
     "--moe-router-topk 2 --seq-length 512 --micro-batch-size 2 --moe-token-dispatcher-type alltoall --lr 1e-3 "
     "--train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 )
-"""Experts are fitted to 256 to 4096 tokens per rank. Later flags win."""
+"""Experts are fitted to 256 to 4096 tokens per rank. Later flags override these."""
 
 KINDS = ("all_to_all", "trans", "agg", "forward", "backward")
 PAPERS = "Pro-Prophet reports below 5%, FlexMoE below 3%"
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="also the expert-parallel size")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="profiles, each followed by all cases")
-    parser.add_argument("--repeats", type=int, default=9, help="times that a case is run in a round")
+    parser.add_argument("--repeats", type=int, default=9, help="runs of each case in a round")
     ranks.add_worker_option(parser)
     args, extra = parser.parse_known_args()
     if args.worker:
@@ -68,9 +68,9 @@ def _table(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]:
 
 
 def _summary(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]:
-    """Mean absolute errors, how they spread over rounds, their mean with signs, and the drift.
+    """Yield mean absolute errors, their values in each round, mean signed errors, and the drift.
 
-    `drift` is how far measured times are from their own median over rounds, on average: no model can beat it.
+    `drift` is the mean distance of measured times from their median over rounds, a lower limit of any model's error.
     """
     errors = seconds[..., 0] / seconds[..., 1] - 1
     drift = np.abs(seconds[..., 1] / np.median(seconds[..., 1], axis=0) - 1)
@@ -87,7 +87,7 @@ def _summary(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]
 
 
 def _measure(task: ranks.Task, machine: "Machine") -> dict:
-    """One rank: kind and label of every case, and seconds [rounds][cases] predicted and measured."""
+    """Return kind and label of every case, and a rank's predicted and measured seconds [rounds][cases]."""
     import cost_cases
 
     return cost_cases.measure(task, machine)

@@ -1,12 +1,12 @@
-"""How good DEMI's schedules are, how long it plans, and how even it makes loads.
+"""Measures the quality of DEMI's schedules, its planning time, and the evenness of the resulting loads.
 
     python tools/bench/demi.py [--instances 200] [--seeds 4] [--guest-slots 2]
 
-Makespans are compared with the least possible one, of a mixed-integer program that chooses places and schedules at the
-same time, on random problems of two or three workers and three to five experts. Planning time is CPU time of this
-process, the median over synthetic workloads that are not balanced and over seeds.
+Makespans are compared with the minimum, which a mixed-integer program finds by choosing placement and schedule
+together, for random problems with two or three workers and three to five experts. Planning time is the CPU time of this
+process, the median over unbalanced synthetic workloads and over seeds.
 
-Shape suffixes: D workers, E experts, T slots.
+In the shapes, D counts workers and T time slots.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from megatron_balance.placement.demi.search import best_pace, draw, relax_by_siz
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import load_policy
 from megatron_balance.placement.policies.demi import Demi
-from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from planner import cost_model
 
 LAYOUTS = ((4, 16), (4, 64), (16, 64), (64, 256))
-"""(D, E): the paper's settings 1 and 2, and larger ones."""
+"""(D, E) of the paper's settings 1 and 2, and of larger ones."""
 
 LARGEST = {"full": 4 * 64, "aggregated": 16 * 64}
-"""Workers times experts up to which a form of the linear program is timed, whether or not it would be chosen."""
+"""Maximum of workers times experts for which a form of the linear program is timed, even if it would not be chosen."""
 
 POLICIES = ("none", "demi", "demi_s1", "demi_s2", "demi_s3", "pro_prophet")
 BUSY = [name for name in WORKLOADS if name not in ("balanced", "burst")]
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def instance(seed: int) -> Problem:
-    """A random problem: skewed tokens, experts of different sizes, unequal links and workers, rooms that may bind."""
+    """Return a random problem: skewed tokens, experts of different sizes, unequal links and workers, limited rooms."""
     generator = np.random.default_rng(seed)
     workers, experts = int(generator.integers(2, 4)), int(generator.integers(3, 6))
     owner_E = np.sort(np.r_[generator.permutation(workers), generator.integers(0, workers, experts - workers)])
@@ -89,10 +89,10 @@ def instance(seed: int) -> Problem:
 
 
 def least_makespan(problem: Problem, most: int) -> int | None:
-    """The fewest slots in which everything can be done, exactly; None if these are more than `most`.
+    """Return the exact minimum number of slots for all tasks, or None if it exceeds `most`.
 
-    Problem (7) with whole experts and (6b) as it is meant, by a binary variable per expert, worker and slot, but with
-    the number of slots in use as the objective.
+    This is problem (7) with whole experts and the intended form of (6b), with a binary variable per expert, worker and
+    slot, but with the number of used slots as the objective.
     """
     return _Exact(problem, most).solve()
 
@@ -140,7 +140,7 @@ class _Exact:
         return None if answer.x is None else round(answer.fun)
 
     def _places(self) -> None:
-        """(1) to (4) and the bound on guests."""
+        """Add constraints (1) to (4) and the bound on guests."""
         problem, tokens_ED = self.problem, self.problem.tokens_DE.T
         self.equal.put(self.equal.new(problem.num_experts, 1.0)[:, None], self.host_ED, 1.0)
         for task, present_DD in ((self.dispatch, self.apart_DD), (self.combine, self.apart_DD), (self.compute, True)):
@@ -158,7 +158,7 @@ class _Exact:
             self.most.put(self.most.new(problem.num_workers, room_D), self.host_ED, sizes_E1)
 
     def _capacities(self) -> None:
-        """(5a) and (5b) in slots that are in use; the first ones are."""
+        """Add constraints (5a) and (5b) for the slots in use, which are the first ones."""
         problem, workers = self.problem, self.problem.num_workers
         links = self.most.new((workers, workers, self.slots), 0.0)
         self.most.put(links, self.dispatch, 1.0)
@@ -173,7 +173,7 @@ class _Exact:
         self.most.put(in_order, self.used_T[:-1], -1.0)
 
     def _order(self) -> None:
-        """(6a) to (6e)."""
+        """Add constraints (6a) to (6e)."""
         up_to, before = np.tri(self.slots), np.tri(self.slots, k=-1)
         remote = np.where(self.apart_DD[..., None], self.compute, ABSENT)
         for later, earlier in ((remote, self.dispatch), (self.combine, remote)):
@@ -191,11 +191,11 @@ class _Exact:
 
 
 class _Ratios(NamedTuple):
-    """Makespans over the least one."""
+    """Makespans over the minimum."""
 
     values: list[float]
     broken: list[str]
-    """Constraints that schedules break."""
+    """Constraints that schedules violate."""
 
     def add(self, problem: Problem, hosts_E: np.ndarray, relaxed: Relaxed | None, optimum: int) -> None:
         schedule = list_schedule(problem, hosts_E, best_pace(problem, hosts_E[None], relaxed)[0])
@@ -237,7 +237,15 @@ def _planning(args: argparse.Namespace) -> None:
     for num_ranks, num_experts in LAYOUTS:
         cost, current = cost_model(num_ranks, "relay"), Placement.identity(num_experts, num_ranks, args.guest_slots)
         loads = [
-            load_matrix(name, num_ranks, num_experts, TOPK, TOKENS, seed, STEP)
+            load_matrix(
+                name,
+                num_ranks=num_ranks,
+                num_experts=num_experts,
+                topk=TOPK,
+                tokens_per_rank=TOKENS,
+                seed=seed,
+                step=STEP,
+            )
             for name in BUSY
             for seed in range(args.seeds)
         ]
@@ -260,7 +268,7 @@ def _planning(args: argparse.Namespace) -> None:
 
 
 def _timed_policy(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[float, float]:
-    """Milliseconds of planning, and how much faster the layer is."""
+    """Return the milliseconds of planning, and the layer's speedup."""
     start = time.process_time()
     planned = Demi().plan(counts_DE, current, cost)
     seconds = time.process_time() - start
@@ -268,7 +276,7 @@ def _timed_policy(counts_DE: np.ndarray, current: Placement, cost: CostModel) ->
 
 
 def _timed_program(problem: Problem, program: Program) -> tuple[float, float, float]:
-    """Milliseconds of the linear program, of everything, and the best finish over the owners'."""
+    """Return the milliseconds of the linear program and of the whole solution, and the best finish over the owners'."""
     start = time.process_time()
     relaxed = program(problem)
     middle = time.process_time()
@@ -279,7 +287,7 @@ def _timed_program(problem: Problem, program: Program) -> tuple[float, float, fl
 
 
 def imbalance(tokens_D: np.ndarray) -> float:
-    """DEMI's workload imbalance degree of equal workers: 1 / sqrt(D) is even, 1 is all on one."""
+    """Return DEMI's workload imbalance degree for equal workers: 1 / sqrt(D) if even, 1 if all is on one worker."""
     return float(np.sqrt((tokens_D**2).sum()) / tokens_D.sum())
 
 
@@ -292,7 +300,15 @@ def _imbalance(args: argparse.Namespace) -> None:
         for workload in BUSY:
             degrees = np.zeros((args.seeds, len(POLICIES)))
             for seed in range(args.seeds):
-                counts_DE = load_matrix(workload, num_ranks, num_experts, TOPK, TOKENS, seed, STEP)
+                counts_DE = load_matrix(
+                    workload,
+                    num_ranks=num_ranks,
+                    num_experts=num_experts,
+                    topk=TOPK,
+                    tokens_per_rank=TOKENS,
+                    seed=seed,
+                    step=STEP,
+                )
                 for index, name in enumerate(POLICIES):
                     planned = load_policy(name).plan(counts_DE, current, cost)
                     degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum(0))

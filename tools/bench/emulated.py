@@ -1,10 +1,10 @@
-"""An emulated device: a layer computes by sleeping, its messages are real, so that two cores stand for eight devices.
+"""An emulated device: a layer sleeps instead of computing, but its messages are real; two cores emulate eight devices.
 
     python tools/bench/testbed.py --nodes 2 --ranks-per-node 4 --link-mbit 400 -- \\
         tools/bench/emulated.py --expert-us-per-token 20 [--attention-ms 5] -- FLAGS OF pretrain_gpt_moe.py
 
-What is learned means nothing. Norms, routers, embedding, output layer and optimizer stay real: give the model a small
-vocabulary. A measured cluster profile (`--balance-profile auto`) would be this machine's: give a file instead.
+Losses are meaningless. Norms, routers, embedding, output layer and optimizer are really computed, so give the model a
+small vocabulary. A measured cluster profile (`--balance-profile auto`) would be that of this machine; give a file.
 """
 
 import argparse
@@ -21,21 +21,21 @@ import torch
 from megatron_balance.device import cpu, quiet
 
 BACKWARD_RATIO = 2.0
-"""The backward pass of a matrix product is two of them."""
+"""Backward time over forward time: the backward pass of a matrix product is two matrix products."""
 
 
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """How long a device takes for what it does not compute."""
+    """Times of a device for the operations that are emulated."""
 
     expert_seconds_per_token: float
-    """Forward pass of the experts, for each row that they receive."""
+    """Forward time of the experts, per received row."""
 
     attention_seconds: float | None = None
-    """Forward pass of one layer's self-attention, for a microbatch; None: it is computed."""
+    """Forward time of one layer's self-attention, per microbatch; None: it is computed."""
 
     backward_ratio: float = BACKWARD_RATIO
-    """Backward over forward."""
+    """Backward time over forward time."""
 
     sleep: Callable[[float], None] = time.sleep
 
@@ -50,7 +50,7 @@ class EmulatedDevice:
     def pass_through(
         self, values: torch.Tensor, seconds: float, parameters: Iterable[torch.Tensor | None]
     ) -> torch.Tensor:
-        """`values`, after `seconds`; their gradient comes back later still, and the parameters' are zero."""
+        """Return `values` after `seconds`; delay their gradient as well, and make the parameters' gradients zero."""
         return _Sleep.apply(values, self, seconds, *(one for one in parameters if one is not None))
 
 
@@ -67,18 +67,18 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
         ctx.device.sleep(ctx.seconds * ctx.device.backward_ratio)
-        # One zero, seen as many: nothing is written
+        # Views of a single zero: no memory is written
         zeros = (one.new_zeros(()).expand(one.shape) for one in ctx.parameters)
         return gradients[0], None, None, *zeros
 
 
-def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, say: Callable[[str], object] = print) -> None:
-    """Make all MoE layers of a built model compute by sleeping; `say` is told so.
+def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, log: Callable[[str], object] = print) -> None:
+    """Make all MoE layers of a built model sleep instead of computing; `log` is called with a line about it.
 
-    Experts return their rows times the combine weights; every gradient keeps its shape, its way and its turn.
+    Experts return their rows times the combine weights; gradients keep their shapes, messages and order.
 
     Raises:
-        ValueError: no layer of ours is there.
+        ValueError: the model has no balanced MoE layer.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -94,7 +94,7 @@ def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, say: Calla
         if isinstance(layer, TransformerLayer):
             attention: Any = layer.self_attention
             attention.forward = functools.partial(_emulated_attention, attention, device)
-    say(str(device))
+    log(str(device))
 
 
 def _emulated_experts(
@@ -105,13 +105,13 @@ def _emulated_experts(
     probs_R: torch.Tensor,
     stand_ins: Any = None,
 ) -> torch.Tensor:
-    """Stands for GroupedExperts.forward."""
+    """Replacement of GroupedExperts.forward."""
     guests = len(tokens_per_slot) - len(experts.home_experts)
-    # Calls of the modules, see GroupedWeights.forward
+    # The modules must be called, see GroupedWeights.forward
     linears = experts.linear_fc1, experts.linear_fc2
     projections = [projection for linear in linears for projection in linear(guests, stand_ins=stand_ins)]
     parameters = [tensor for projection in projections for tensor in (projection.weight, projection.bias)]
-    # A shard gives a term of a sum
+    # The shards' outputs are summed
     output_RH = (rows_RH * (probs_R / experts.shards).unsqueeze(-1)).to(rows_RH.dtype)
     return device.pass_through(output_RH, len(rows_RH) * device.expert_seconds_per_token, parameters)
 
@@ -119,7 +119,7 @@ def _emulated_experts(
 def _emulated_attention(
     attention: Any, device: EmulatedDevice, hidden_states: torch.Tensor, *_: object, **__: object
 ) -> tuple[torch.Tensor, None]:
-    """Stands for megatron-core's SelfAttention.forward, (output, bias), with its messages to other ranks."""
+    """Replacement of megatron-core's SelfAttention.forward, with its messages; returns (output, bias)."""
     from megatron.core.tensor_parallel import mappings
 
     assert device.attention_seconds is not None
@@ -131,7 +131,7 @@ def _emulated_attention(
         hidden_states = enter(hidden_states, group=group)
     output = device.pass_through(hidden_states, device.attention_seconds / group.size(), attention.parameters())
     if group.size() > 1:
-        # All ranks have the same here, so that each gives a part of it
+        # All ranks have the same output, so each contributes a fraction of it
         reduce, scatter = (
             mappings.reduce_from_tensor_model_parallel_region,
             mappings.reduce_scatter_to_sequence_parallel_region,
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--expert-us-per-token", type=float, required=True, help="forward, per received token")
     parser.add_argument("--attention-ms", type=float, help="forward, per layer and microbatch; computed if not given")
-    parser.add_argument("flags", nargs="*", help="of pretrain_gpt_moe.py")
+    parser.add_argument("flags", nargs="*", help="flags of pretrain_gpt_moe.py")
     args = parser.parse_args(argv)
     quiet.silence_expected_warnings()
     cpu.install()

@@ -1,14 +1,14 @@
-"""Iterations of a training run with each all-to-all, or each codec, on a slow network (testbed.py).
+"""Measures iterations of a training run with each all-to-all, or each codec, on a slow network (testbed.py).
 
     python tools/bench/exchange_time.py [--nodes 2] [--ranks-per-node 2] [--link-mbit 400] [--variants "FLAGS" ...]
                                         [flags of the run ...]
 
-Without flags the run is that of scripts/quickstart.sh, which has to have built its corpus; flags are added to it. A
-variant is a few flags more. The models of all variants live in the same processes and take turns, one iteration each.
-Printed of each: the ratio of its median iteration to the first variant's, the megabytes that a node's link carries in
-an iteration (gradients of what is not an expert included), and whether losses and gradient norms of all iterations are
-the first variant's, bit for bit. All computation is real, of all ranks on this machine's cores: the ratio is smaller
-than it would be on devices that compute faster.
+Without flags, the run is that of scripts/quickstart.sh, which must have built its corpus; flags are added to it. A
+variant is a set of additional flags. The models of all variants are in the same processes and take turns, one iteration
+each. For each variant this prints the ratio of its median iteration to the first variant's, the megabytes that a node's
+link carries in an iteration (gradients of non-expert parameters included), and whether the losses and gradient norms of
+all iterations equal the first variant's, bit for bit. All ranks really compute, on this machine's cores: the ratio is
+smaller than on devices that compute faster.
 """
 
 import argparse
@@ -36,20 +36,20 @@ VARIANTS = [f"--moe-comm-alltoall {name}" for name in ("flat", "p2p", "1dh", "2d
 
 @dataclass(frozen=True)
 class Outcome:
-    """One variant on one rank."""
+    """Results of one variant on one rank."""
 
     seconds: list[float]
-    """Of every measured iteration."""
+    """Seconds of every measured iteration."""
 
     learned: list[tuple[float | None, float]]
     """(lm loss, gradient norm) of every measured iteration."""
 
     link_bytes: int
-    """That this rank's node sends to others in one more iteration."""
+    """Bytes that this rank's node sends to others in one more iteration."""
 
 
 def measure(flags: dict[str, str], iterations: int) -> tuple[dict[str, Outcome], float]:
-    """Task of every rank; returns its CPU seconds too."""
+    """Measure all variants and return their results and the CPU seconds; the task of every rank."""
     from megatron_balance.device import cpu, quiet
 
     quiet.silence_expected_warnings()
@@ -72,7 +72,7 @@ def measure(flags: dict[str, str], iterations: int) -> tuple[dict[str, Outcome],
 
 
 def _sent_in_one(run: "Run") -> int:
-    """Bytes that leave this rank's node in one iteration, as its network interface counts them."""
+    """Return the bytes that leave this rank's node in one iteration, as counted by its network interface."""
     import torch.distributed as dist
 
     from megatron_balance.training.loop import train_step
@@ -85,7 +85,7 @@ def _sent_in_one(run: "Run") -> int:
 
 
 def lines(by_rank: Sequence[dict[str, Outcome]], link_mbit: float) -> list[str]:
-    """A row per variant; the time of an iteration is that of its slowest rank."""
+    """Return one row per variant; the time of an iteration is that of its slowest rank."""
     seconds = {
         name: [max(times) for times in zip(*(outcomes[name].seconds for outcomes in by_rank), strict=True)]
         for name in by_rank[0]
@@ -108,7 +108,9 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--link-mbit", type=float, nargs="+", default=[400.0])
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, help="flags of each, in one word; the first is 1")
+    parser.add_argument(
+        "--variants", nargs="+", default=VARIANTS, help="flags of each variant, as one word; the first is the baseline"
+    )
     parser.add_argument("--iterations", type=int, default=20, help="measured iterations per variant")
     parser.add_argument("--repeats", type=int, default=3, help="jobs")
     args, extra = parser.parse_known_args()

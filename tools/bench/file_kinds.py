@@ -1,6 +1,6 @@
-"""Files that mutate_inputs.py spoils: config.json, saved flags, profiles, clusters, timelines, load logs.
+"""Files that mutate_inputs.py mutates: config.json, saved flags, profiles, clusters, timelines, load logs.
 
-What a reader accepts is then used as a run would use it: a plan is made, a picture drawn, a model converted.
+Inputs that a reader accepts are then used as in a run: to make a plan, draw a picture or convert a model.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from mutations import Kind, Refused
 sys.path.append(str(Path(__file__).parents[1]))
 
 CONVERTED = 40
-"""Models that are converted in whole in a campaign; of more of them, all but the weights is read."""
+"""Number of models that a campaign converts completely; for others, it reads everything except the weights."""
 
 SIZES = {
     "vocab_size": 32,
@@ -53,11 +53,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_scaling": YARN, "attention_bias": False},
     },
 }
-"""Of tiny models, by `model_type`."""
+"""Configurations of tiny models, by `model_type`."""
 
 
 def config_kind(folder: Path, _: Path) -> Kind:
-    """A Hugging Face model's config.json beside its weights; some of those accepted are converted there and back."""
+    """config.json of a Hugging Face model with its weights; some accepted models are imported and exported."""
     import torch
 
     from megatron_balance.convert import conversion
@@ -84,7 +84,7 @@ def config_kind(folder: Path, _: Path) -> Kind:
                     conversion.export_model(there, back, None, None, str)
         except ValueError as error:
             assert not said.getvalue() and "\n" not in str(error), said.getvalue() or error
-            assert there.exists() is back.exists() is False, "something was left"
+            assert there.exists() is back.exists() is False, "files were left behind"
             raise Refused from error
         finally:
             shutil.rmtree(there, ignore_errors=True)
@@ -133,7 +133,7 @@ def saved_flags_kind(folder: Path, _: Path) -> Kind:
 
 
 def profile_kind(folder: Path, _: Path) -> Kind:
-    """`--balance-profile FILE.json`; what is accepted makes a plan."""
+    """`--balance-profile FILE.json`; accepted profiles are used to make a plan."""
     from megatron_balance.profile.cluster_profile import (
         Bandwidth,
         CodecTimes,
@@ -167,7 +167,7 @@ def profile_kind(folder: Path, _: Path) -> Kind:
 
 
 def cluster_kind(folder: Path, canary: Path) -> Kind:
-    """`--balance-profile FILE.yaml`; what is accepted makes a plan."""
+    """`--balance-profile FILE.yaml`; accepted clusters are used to make a plan."""
     from megatron_balance.files.input_files import read_yaml
     from megatron_balance.profile.cluster import Ranks, _plain, load_profile
 
@@ -200,7 +200,7 @@ def cluster_kind(folder: Path, canary: Path) -> Kind:
 
 
 def _plan(profile: Any) -> None:
-    """What a run decides by a profile."""
+    """Make the decisions of a run that depend on a profile."""
     from megatron_balance.placement.cost_model import CostModel
     from megatron_balance.placement.placement import Placement
     from megatron_balance.placement.policies import load_policy
@@ -213,7 +213,7 @@ def _plan(profile: Any) -> None:
 
 
 def timeline_kind(folder: Path, _: Path) -> Kind:
-    """A file of `--balance-timeline`; what is accepted is drawn."""
+    """A file of `--balance-timeline`; accepted files are drawn."""
     from megatron_balance.observe.trace import Span, Timeline, load_timeline
     from timeline_picture import picture
 
@@ -237,7 +237,7 @@ def timeline_kind(folder: Path, _: Path) -> Kind:
 
 
 def loads_kind(folder: Path, _: Path) -> Kind:
-    """A file of `--balance-log-dir`; what is accepted is counted as in a report."""
+    """A file of `--balance-log-dir`; accepted files are evaluated as in a report."""
     from megatron_balance.observe.load_log import LoadLog, read_loads
     from megatron_balance.placement.placement import Placement
     from report_runs import layer_loads
@@ -264,7 +264,7 @@ def loads_kind(folder: Path, _: Path) -> Kind:
 
 
 def _spoilt_log(arrays: dict[str, np.ndarray], rng: random.Random) -> bytes:
-    """A log with one or two arrays of other types, shapes or values."""
+    """Return a log in which the types, shapes or values of one or two arrays are changed."""
     arrays, file = dict(arrays), io.BytesIO()
     for name in rng.sample(sorted(arrays), rng.randint(1, 2)):
         old = arrays[name]

@@ -1,12 +1,12 @@
-"""How many deliberate mistakes the tests catch: 200 single-expression changes of our source, drawn by a fixed seed.
+"""Measures how many deliberate mistakes the tests catch: 200 changes of single expressions, drawn with a fixed seed.
 
     python tools/bench/mutants.py draw                       # writes tools/bench/mutants.json
     python tools/bench/mutants.py reach --work /tmp/mutants  # which tests execute each changed line (one whole suite)
     python tools/bench/mutants.py run --work /tmp/mutants    # runs those tests on each mutant, quickest first
 
-A mutant is a line of a function, before and after, so that it survives a move of the function to another file: `draw`
-is for a new list, and a move or a rename edits the list. `reach` and `run` work on copies of the committed tree.
-A mutant counts as caught if a test that executes its line fails, or does not end in the time the test may take.
+A mutant is a line of a function, before and after the change, so it remains valid when other lines change. `draw`
+creates a new list; after a move or rename, edit the list. `reach` and `run` work on copies of the committed tree. A
+mutant is caught if a test that executes its line fails or exceeds its time limit.
 """
 
 import argparse
@@ -32,10 +32,10 @@ PLACES = (
     "checkpoint/writer.py", "checkpoint/safe_pickle.py", "checkpoint/run_state.py", "checkpoint/saved_flags.py",
     "checkpoint/lease.py", "checkpoint/held_directory.py", "training/optimizer_state.py",
 )  # fmt: skip
-"""Where mutants are drawn from, below megatron_balance/."""
+"""Files that mutants are drawn from, relative to megatron_balance/."""
 
 TEST_SECONDS = 120
-"""Time for one test of a mutant: many mistakes show as ranks that wait for each other."""
+"""Time limit of one test of a mutant: many mistakes make ranks wait for each other."""
 
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
@@ -47,7 +47,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One changed line: the `nth` line of `function` in `file` that reads `before` reads `after` instead."""
+    """A changed line: `before` becomes `after` in the `nth` such line of `function` in `file`."""
 
     file: str
     function: str
@@ -56,10 +56,10 @@ class Mutant:
     after: str
 
     def line(self, tree: pathlib.Path) -> int:
-        """The index of its line in `tree`'s file.
+        """Return the index of the mutant's line in its file in `tree`.
 
         Raises:
-            LookupError: the function or its line is not there any more.
+            LookupError: the function or its line does not exist any more.
         """
         source = (tree / self.file).read_text()
         for name, function in functions(ast.parse(source)):
@@ -80,7 +80,7 @@ class Mutant:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function and method that lies in no other function, with its qualified name."""
+    """Yield every function and method that is not nested in another function, with its qualified name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{prefix}{node.name}.")
@@ -89,7 +89,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def expressions(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a function that run when it is called, without what it says in asserts, errors and docstrings."""
+    """Yield the parts of a function that run when it is called, without asserts, raised errors and docstrings."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Assert | ast.Raise | ast.arguments | ast.AnnAssign):
             continue
@@ -102,7 +102,7 @@ def expressions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
-    """What may be put in the place of one node, as text."""
+    """Yield the possible replacements of one node: the node to replace, and the new text."""
 
     def text(part: ast.AST) -> str:
         return ast.get_source_segment(source, part) or ""
@@ -129,7 +129,7 @@ def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def candidates(file: pathlib.Path, root: pathlib.Path) -> Iterator[Mutant]:
-    """Every mutant of a file whose change fits in one line."""
+    """Yield every mutant of a file whose change fits in one line."""
     source = file.read_text()
     lines = source.splitlines()
     for name, function in functions(ast.parse(source)):
@@ -138,7 +138,7 @@ def candidates(file: pathlib.Path, root: pathlib.Path) -> Iterator[Mutant]:
                 if place.lineno != place.end_lineno or not text:  # type: ignore[attr-defined]
                     continue
                 number, line = place.lineno - 1, lines[place.lineno - 1]  # type: ignore[attr-defined]
-                # Columns of the syntax tree count bytes, which are characters here
+                # Columns of the syntax tree count bytes, which equal characters in ASCII lines
                 after = line[: place.col_offset] + text + line[place.end_col_offset :]  # type: ignore[attr-defined]
                 if not line.isascii() or after == line:
                     continue
@@ -147,7 +147,7 @@ def candidates(file: pathlib.Path, root: pathlib.Path) -> Iterator[Mutant]:
 
 
 def draw(count: int = COUNT, seed: int = SEED) -> list[Mutant]:
-    """`count` mutants of different lines."""
+    """Draw `count` mutants of different lines."""
     package = ROOT / "megatron_balance"
     files = sorted({file for place in PLACES for file in package.glob(place)})
     every = [mutant for file in files for mutant in candidates(file, ROOT)]
@@ -157,7 +157,7 @@ def draw(count: int = COUNT, seed: int = SEED) -> list[Mutant]:
 
 
 def copy_tree(target: pathlib.Path) -> None:
-    """A clone of the committed tree, with what the tests keep between runs."""
+    """Clone the committed tree, with the files that tests keep between runs."""
     subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(target)], check=True)
     for kept in (".cache", ".venv"):
         if (ROOT / kept).exists() and not (target / kept).exists():
@@ -165,7 +165,7 @@ def copy_tree(target: pathlib.Path) -> None:
 
 
 RECORDER = '''
-"""Writes which test executes which mutant's line; every process of a test inherits the file of the present test."""
+"""Records which test executes which mutant's line; every process of a test inherits the file of the current test."""
 
 import mmap, os
 
@@ -214,7 +214,7 @@ def pytest_runtest_logreport(report):
 
 
 def statement_around(source: str, line: int) -> ast.stmt:
-    """The innermost statement around a line that another statement can stand before (an `elif` cannot)."""
+    """Return the innermost statement around a line before which a statement can be inserted (not an `elif`)."""
     lines, found = source.splitlines(), None
     for node in ast.walk(ast.parse(source)):  # outer nodes come first
         for part in ast.iter_child_nodes(node):
@@ -227,7 +227,7 @@ def statement_around(source: str, line: int) -> ast.stmt:
 
 
 def instrument(tree: pathlib.Path, mutants: list[Mutant], work: pathlib.Path) -> None:
-    """Let every mutant's line in `tree` tell that it is executed."""
+    """Make every mutant's line in `tree` record that it is executed."""
     (tree / "megatron_balance/_recorder.py").write_text(RECORDER.format(work=str(work)))
     with (tree / "tests/conftest.py").open("a") as conftest:
         conftest.write(PLUGIN)
@@ -284,7 +284,7 @@ def reach(mutants: list[Mutant], work: pathlib.Path) -> None:
 
 
 def run_one(number: int, mutant: Mutant, tests: list[tuple[str, float]], tree: pathlib.Path, budget: float) -> dict:
-    """Run a mutant's tests until one fails, as many as fit in `budget` seconds."""
+    """Run the tests of a mutant that fit in `budget` seconds, until one fails."""
     chosen, spent = [], 0.0
     for name, seconds in tests:
         if spent + seconds > budget:
@@ -339,7 +339,7 @@ def main() -> None:
     )
     parser.add_argument("action", choices=("draw", "reach", "run"))
     parser.add_argument("--work", type=pathlib.Path, help="a folder for the copies and results")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutants tested at the same time")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for one mutant")
     options = parser.parse_args()
     if options.action == "draw":

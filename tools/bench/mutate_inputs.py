@@ -1,11 +1,11 @@
-"""Mutated and hostile inputs against everything that reads a user's text or files.
+"""Tests all readers of a user's text or files with mutated and hostile inputs.
 
     python tools/bench/mutate_inputs.py [--kinds yaml moe-layer-freq] [--count 10000] [--seed 1]
 
-Every reader must accept its input or refuse it with a clear error, within LIMIT_S seconds, and evaluate nothing:
-hostile inputs try to create a file, the canary. One summary line per kind; exit status 1 on any failure. Seconds are
-those of the processor, so that other work on the machine does not count. Memory is what the process's largest resident
-size (ru_maxrss) grew by after the valid inputs, and must not grow by more than LIMIT_MB in one input.
+Every reader must accept its input or refuse it with a clear error, within LIMIT_S seconds, and must not evaluate it:
+hostile inputs try to create a file, the canary. This prints one summary line per kind and exits with status 1 after any
+failure. Seconds are CPU time, so that other work on the machine does not count. Memory is the growth of the process's
+peak resident size (ru_maxrss) after the valid inputs; one input must not add more than LIMIT_MB.
 """
 
 import argparse
@@ -33,7 +33,7 @@ HANG_S = 60
 
 @dataclass
 class Result:
-    """What a campaign against one kind found."""
+    """Results of a campaign against one kind."""
 
     accepted: int = 0
     refused: int = 0
@@ -43,7 +43,7 @@ class Result:
 
 
 def yaml_kind(folder: Path, canary: Path) -> Kind:
-    """`--yaml-cfg`: the whole way from a file to parsed flags."""
+    """`--yaml-cfg`, from a file to parsed flags."""
     from megatron_balance.cli.arguments import build_parser, yaml_flags
 
     parser, path = build_parser(), folder / "flags.yaml"
@@ -135,7 +135,7 @@ def layer_frequency_kind(_: Path, canary: Path) -> Kind:
 
 
 def index_kind(folder: Path, _: Path) -> Kind:
-    """PREFIX.idx beside a PREFIX.bin; what passes is read in full, in a process that may crash."""
+    """PREFIX.idx with a PREFIX.bin; accepted files are read completely, in a process that may crash."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
@@ -163,10 +163,10 @@ def index_kind(folder: Path, _: Path) -> Kind:
                 os._exit(0)
             os._exit(1)
         _, status, used = os.wait4(child, 0)
-        assert status == 0, f"reading what was accepted ended with status {status}"
+        assert status == 0, f"reading an accepted file ended with status {status}"
         assert used.ru_utime + used.ru_stime < LIMIT_S
 
-    # The largest .bin last: it stays, and holds all
+    # The last .bin file is the largest: it remains, and is long enough for all indices
     shapes = [[[5]], [[2, 3], [4]], [[1]] * 40, [[0, 7, 0], [0], [300]], [[9] * 30] * 4]
     valid = [build(dtype, shape) for shape in shapes for dtype in (np.uint8, np.uint16, np.int32, np.int64)]
     rng = random.Random(0)
@@ -174,10 +174,10 @@ def index_kind(folder: Path, _: Path) -> Kind:
 
 
 HEADER = 34
-"""Bytes of an .idx before its arrays."""
+"""Number of bytes of an .idx file before its arrays."""
 
 FIELDS = {0: 8, 9: 8, 17: 1, 18: 8, 26: 8}
-"""Where its fields lie (magic, version, token type, counts of sequences and documents), and their bytes."""
+"""Offset and size of its fields: magic, version, token type, numbers of sequences and documents."""
 
 EXTREMES = (
     *(0, 1, 2, 5, 7, 8, 33, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**61),
@@ -186,7 +186,7 @@ EXTREMES = (
 
 
 def _spoilt_index(valid: bytes, rng: random.Random) -> bytes:
-    """One or two changes: a bit, a field of the header, a number further on, the length of the file."""
+    """Make one or two changes: of a bit, a field of the header, a number in the arrays, or the length of the file."""
     data = bytearray(valid)
     for _ in range(rng.randint(1, 2)):
         flipped, field, start = rng.randrange(len(data)), rng.choice(list(FIELDS)), rng.randrange(HEADER, len(data), 4)
@@ -212,11 +212,11 @@ KINDS: dict[str, Callable[[Path, Path], Kind]] = {
     "idx": index_kind,
     **FILE_KINDS,
 }
-"""Name -> builder, which gets a folder for files and the path of the canary."""
+"""Name -> function that builds the kind, given a folder for files and the path of the canary."""
 
 
 def inputs(rng: random.Random, kind: Kind, count: int) -> Iterator[bytes]:
-    """The corpus as it is, then mutations: `count` inputs in all, or the corpus if that is longer."""
+    """Yield the unchanged corpus, then mutations: `count` inputs in total, or the corpus if it is longer."""
     corpus = kind.valid + kind.hostile
     yield from corpus
     for _ in range(count - len(corpus)):
@@ -248,7 +248,7 @@ def campaign(name: str, count: int, seed: int) -> Result:
 
 
 def _attempt(kind: Kind, data: bytes, result: Result) -> str:
-    """Read one input; returns what went wrong."""
+    """Read one input; return a description of the failure, or an empty string."""
     signal.alarm(HANG_S)
     start, before = time.process_time(), _resident_mb()
     trouble = ""

@@ -1,4 +1,4 @@
-"""Random edits of inputs, of bytes and of JSON's structure, for mutate_inputs.py."""
+"""Random edits of bytes and of JSON structures, for mutate_inputs.py."""
 
 import json
 import random
@@ -9,20 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """One reader and what it is fed with."""
+    """A reader and its inputs."""
 
     read: Callable[[bytes], None]
-    """Reads one input. A plain return accepts it, `Refused` is a clear refusal, anything else is a failure."""
+    """Reads one input. It returns if it accepts it, raises `Refused` to refuse it; any other exception is a failure."""
 
     valid: list[bytes]
     hostile: list[bytes]
 
     structures: list[Any] | None = None
-    """Contents of valid inputs, if they are JSON: half of all edits are then changes of these."""
+    """Contents of valid inputs, if they are JSON; half of all edits then change these."""
 
 
 class Refused(Exception):
-    """The reader refused its input as it should."""
+    """The reader refused its input with a clear error."""
 
 
 RAW = {
@@ -35,7 +35,7 @@ RAW = {
     "RAW deep objects": '{"a":' * 900 + "1" + "}" * 900,
     "RAW key": '{"a": 1, "a": 2}',
 }
-"""What json.dumps does not write, by the text that stands for it."""
+"""Texts that json.dumps cannot write, by their placeholders."""
 
 STRANGE = (
     *(None, True, False, 0, -1, 1, 2, 3, 7, 8, 64, 1.0, 1.5, -0.5, 1e-300, 1e30, 1e308, 10**9, 2**31, 2**63, 10**19),
@@ -46,14 +46,14 @@ STRANGE = (
 
 
 def edited(rng: random.Random, kind: Kind) -> bytes:
-    """A valid or (short) hostile input with a few random changes."""
+    """Return a valid or (short) hostile input with a few random changes."""
     if kind.structures and rng.random() < 0.5:
         return restructured(rng, rng.choice(kind.structures))
     return _bytes_changed(rng, kind.valid + [text for text in kind.hostile if len(text) < 1000])
 
 
 def restructured(rng: random.Random, content: Any) -> bytes:
-    """JSON with one to three entries that are changed, removed, renamed, exchanged or doubled."""
+    """Return JSON in which one to three entries are changed, removed, renamed, swapped or duplicated."""
     content = json.loads(json.dumps(content))
     for _ in range(rng.randint(1, 3)):
         places = list(_places(content))
@@ -73,7 +73,7 @@ def restructured(rng: random.Random, content: Any) -> bytes:
             holder[key] = holder[key] * rng.choice((-1, 0, 2, 0.5, 1e6, 10**12, 1e-12))
         else:
             holder[key] = rng.choice(STRANGE)
-        # Two places may have been exchanged into a circle
+        # Swapping two places may have created a cycle
         try:
             text = json.dumps(content)
         except (ValueError, RecursionError):
@@ -88,7 +88,7 @@ def restructured(rng: random.Random, content: Any) -> bytes:
 
 
 def _places(content: Any) -> Iterator[tuple[Any, Any]]:
-    """Every entry of every object and list: what holds it, and its key."""
+    """Yield every entry of every object and list: its container and its key."""
     entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in entries:
         yield content, key
@@ -96,7 +96,7 @@ def _places(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _bytes_changed(rng: random.Random, inputs: list[bytes]) -> bytes:
-    """One to three random edits, pieces of other inputs among them."""
+    """Return an input with one to three random edits, some of which insert pieces of other inputs."""
     data = bytearray(rng.choice(inputs))
     for _ in range(rng.randint(1, 3)):
         start = rng.randint(0, len(data))

@@ -1,4 +1,4 @@
-"""Nodes as network namespaces: what builds their network, what enters it, and what removes it."""
+"""Nodes as network namespaces: building their network, entering it, and removing it."""
 
 import contextlib
 import ctypes
@@ -18,34 +18,34 @@ from traffic import BURST
 NAMESPACES = Path("/run/netns")
 
 MTU, SEGMENT_BYTES = 9000, BURST // 2
-"""A packet's segments together have to stay below the burst, or tbf takes them apart again, which costs CPU time. Short
-ones cost more of it, too."""
+"""A packet's segments together must stay below the burst, otherwise tbf splits them again, which costs CPU time. Short
+segments also cost more CPU time."""
 
 QUEUE_BYTES = 16 << 20
 
 TCP = (
     "net.ipv4.tcp_congestion_control=reno",
     "net.ipv4.tcp_slow_start_after_idle=0",
-    # A message counts as sent when little of it is still to go. By default sockets and queues take in megabytes at
-    # once, and then share the links as the kernel likes, in whatever order a rank sends
+    # A message counts as sent when little of it remains. By default, sockets and queues buffer megabytes, and the
+    # kernel then shares the links in its own way, regardless of the order in which a rank sends
     "net.ipv4.tcp_notsent_lowat=131072",
     "net.ipv4.tcp_rmem='4096 131072 524288'",
 )
 
 
 class TestbedUnavailable(RuntimeError):
-    """This machine cannot have a testbed; the message says what is missing."""
+    """This machine does not support a testbed; the message says what is missing."""
 
     __test__ = False
 
 
 def address(node: int) -> str:
-    """The IP address of a node."""
+    """Return the IP address of a node."""
     return f"10.77.0.{node + 1}"
 
 
 def setup_commands(prefix: str, nodes: int, link_mbit: float, bus_mbit: float | None) -> list[list[str]]:
-    """What builds the network: namespaces PREFIX0, PREFIX1, ..., and PREFIXsw with the bridge that joins them."""
+    """Return the commands that build namespaces PREFIX0, PREFIX1, ..., and PREFIXsw with the bridge between them."""
     switch = f"{prefix}sw"
     lines = [
         f"ip netns add {switch}",
@@ -64,7 +64,7 @@ def setup_commands(prefix: str, nodes: int, link_mbit: float, bus_mbit: float | 
             f"ip -n {node} addr add {address(index)}/24 dev eth0",
             f"ip -n {node} link set eth0 up",
             f"ip netns exec {node} sysctl -qw {' '.join(TCP)}",
-            # Both ends of the wire: a queue limits what is sent into it, here by the node, there to the node
+            # A queue limits only outgoing traffic, so both ends have one: for traffic from the node and to the node
             _limit(node, "eth0", link_mbit),
             _limit(switch, port, link_mbit),
         ]
@@ -79,7 +79,7 @@ def _limit(namespace: str, device: str, mbit: float) -> str:
 
 
 def build(commands: Iterable[list[str]]) -> None:
-    """Run `setup_commands`; raises TestbedUnavailable with the first complaint."""
+    """Run `setup_commands`; raise TestbedUnavailable with the message of the first failure."""
     for command in commands:
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
@@ -88,7 +88,7 @@ def build(commands: Iterable[list[str]]) -> None:
 
 
 def require_tools() -> None:
-    """Raises TestbedUnavailable without root's rights or the tools; that tbf is there, only building one shows."""
+    """Raise TestbedUnavailable without root privileges or the tools; only building a testbed shows if tbf is there."""
     if os.geteuid() != 0:
         raise TestbedUnavailable("no testbed here: network namespaces need root")
     missing = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
@@ -97,18 +97,18 @@ def require_tools() -> None:
 
 
 def existing_namespaces() -> list[str]:
-    """Names of all network namespaces, whoever made them."""
+    """Return the names of all network namespaces, including those of others."""
     return sorted(os.listdir(NAMESPACES)) if NAMESPACES.exists() else []
 
 
 def abandoned(names: Iterable[str], alive: Callable[[int], bool]) -> list[str]:
-    """Those namespaces of testbeds whose process, asked for by number, is gone."""
+    """Return the namespaces of testbeds whose process has ended, according to `alive` of its number."""
     owned = [(name, re.match(r"testbed-(\d+)-", name)) for name in names]
     return [name for name, match in owned if match and not alive(int(match[1]))]
 
 
 def is_running(number: int) -> bool:
-    """Whether there is such a process, and not only its exit code, which nobody has asked for."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -116,14 +116,14 @@ def is_running(number: int) -> bool:
 
 
 def remove(names: Iterable[str]) -> None:
-    """End every process in these namespaces and remove them; somebody else may be at it too."""
+    """End every process in these namespaces and remove them; another process may do the same at the same time."""
     for name in names:
         end_processes(name)
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 def end_processes(name: str) -> None:
-    """Kill whatever runs in a namespace."""
+    """Kill all processes in a namespace."""
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
     for number in listed.stdout.split():
         with contextlib.suppress(ProcessLookupError):
@@ -131,7 +131,7 @@ def end_processes(name: str) -> None:
 
 
 def enter(namespace: str) -> None:
-    """Move this thread, and with it all that it will start, into a network namespace."""
+    """Move this thread, and all threads and processes that it will start, into a network namespace."""
     new_network = 0x40000000
     descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, new_network):

@@ -1,12 +1,12 @@
-"""What one GPU says of training: the experts' throughput, an iteration's time, and where the host waits for the device.
+"""Measures training on one GPU: the experts' throughput, iteration times, and where the host waits for the device.
 
     python tools/bench/one_gpu.py [--iterations 10] [flags of the run ...]
 
-Experts: the part of a cluster's profile (tools/profile_cluster.py) that needs no other rank, for the run's shape and
-precision. Then, for our MoE layer and megatron-core's, milliseconds of an iteration: from its start to its end, of the
-process on its CPUs, and of kernels on the device; the device idles for the difference of the first and the last. And
-how often an iteration waits for the device, by line. PyTorch reports the backward pass's waits where it was called, and
-does not know all kinds of waits (torch.cuda.set_sync_debug_mode). Without CUDA, times are those of the CPU.
+Experts: the part of a cluster's profile (tools/profile_cluster.py) that needs only one rank, for the run's shape and
+precision. Then, for our MoE layer and megatron-core's, the milliseconds of an iteration: wall time, CPU time of the
+process, and time of kernels on the device; the device is idle for the difference of the first and the last. Finally,
+the number of waits for the device in an iteration, by line. PyTorch reports waits of the backward pass at the line that
+calls it, and does not report all kinds of waits (torch.cuda.set_sync_debug_mode). Without CUDA, times are the CPU's.
 """
 
 import argparse
@@ -38,10 +38,10 @@ MODEL = (
     "--moe-token-dispatcher-type alltoall --lr 1e-4 --train-iters 1000 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 8000 --num-workers 0 --attention-dropout 0 --hidden-dropout 0 --bf16"
 )
-"""Later flags win."""
+"""Later flags override these."""
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
-"""Rows of experts that are timed."""
+"""Numbers of rows for which experts are timed."""
 
 REPEATS = 9
 
@@ -49,7 +49,9 @@ REPEATS = 9
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=10, help="measured iterations of each layer")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="rows of experts that are timed")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=TOKENS, help="numbers of rows for which experts are timed"
+    )
     ranks.add_worker_option(parser)
     args, extra = parser.parse_known_args()
     if args.worker:
@@ -97,7 +99,7 @@ def _experts(run: "Run", tokens: list[int]) -> str:
 
 
 def _cpu_seconds(run: "Run", iterations: int) -> float:
-    """Of an iteration, in all threads; waiting for the device may cost CPU time, too."""
+    """Return the CPU seconds of an iteration in all threads; waiting for the device may use CPU time as well."""
     from megatron_balance.training.loop import train_step
 
     start = time.process_time()
@@ -117,7 +119,7 @@ def _device_seconds(run: "Run") -> float:
 
 
 def _waits(run: "Run") -> Counter[str]:
-    """How often the host waits in one iteration, by the lines of megatron-core's and of this package."""
+    """Count the host's waits in one iteration, by the lines of megatron-core and of this package."""
     import torch
 
     from megatron_balance.training.loop import train_step
@@ -133,7 +135,7 @@ def _waits(run: "Run") -> Counter[str]:
 
 @contextmanager
 def _warnings() -> Iterator[Counter[str]]:
-    """Counts the warnings of synchronizing operations, by where they come from."""
+    """Count the warnings about synchronizing operations, by their origin."""
     places: Counter[str] = Counter()
 
     def note(message: Warning | str, *_: Any) -> None:
@@ -147,7 +149,7 @@ def _warnings() -> Iterator[Counter[str]]:
 
 
 def _place() -> str:
-    """`token_dispatcher.py:876 (preprocess) < layer.py:132 (forward)`: the innermost line, and that of this package."""
+    """Return the innermost line and this package's: `token_dispatcher.py:876 (preprocess) < layer.py:132 (forward)`."""
     frames = [(Path(frame.filename), frame) for frame in reversed(traceback.extract_stack())]
     within = [(path.parts[:-1], f"{path.name}:{frame.lineno} ({frame.name})") for path, frame in frames]
     found = (next((place for parts, place in within if wanted & set(parts)), "") for wanted in (PACKAGES, OURS))

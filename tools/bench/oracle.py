@@ -1,7 +1,6 @@
-"""The least modelled time of a layer over the placements of small cases: what policies are held against.
+"""The minimum modelled time of a layer over all placements of small cases, with which policies are compared.
 
-Shape suffixes: D expert-parallel ranks, E logical experts, W ways that Trans may take, P placements, N cases of them,
-C numbers of pieces.
+In the shapes, W counts the ways that Trans may take, P placements, N distinct cases of them, and C numbers of pieces.
 """
 
 import itertools
@@ -15,22 +14,22 @@ from megatron_balance.placement.cost_model import MOST_CHUNKS, CostModel, Overla
 from megatron_balance.placement.placement import Placement
 
 Term = tuple[np.ndarray, ArrayLike]
-"""Variables of a linear form, by index, and their coefficients or one for all."""
+"""Indices of the variables of a linear form, and their coefficients, or one coefficient for all."""
 
 
 def least_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
-    """The least layer time over all placements and all ways to share tokens among hosts: no policy is faster.
+    """Return the minimum layer time over all placements and all ways to share tokens among hosts: no policy is faster.
 
-    Owners may lend, but stay who they are; shares may be fractions of tokens. With links `relay`, Trans and Agg take as
-    few seconds as any routes and pieces could: then it is a bound from below.
+    Owners are fixed, but need not host their experts; shares may be fractions of tokens. With links `relay`, the result
+    is a lower bound: Trans and Agg take the minimum time over all routes and pieces.
 
     Args:
-        current: gives owners and guest slots.
+        current: defines the owners and the number of guest slots.
 
     Raises:
         RuntimeError: the solver found no optimum.
     """
-    # Solvers want numbers near 1: tokens in units of a rank's mean, seconds in units of the layer without guests
+    # Solvers need numbers near 1: tokens in units of a rank's mean, seconds in units of the layer without guests
     unit, plain = max(1.0, counts_DE.sum() / current.num_ranks), cost.layer_seconds(counts_DE, current) or 1.0
     none, one = (np.array(cost.time_of(tokens, tokens, 0.0, 0.0)) / plain for tokens in (0.0, unit))
     slope = one - none
@@ -39,7 +38,7 @@ def least_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) ->
     overlap, seen = cost.overlap or Overlap(0.0, 0.0, experts=False), program.variables(2)
     experts = overlap.experts / cost.microbatches
     for index, (variables, seconds) in enumerate(_sending(program, hosts_ED, current, cost)):
-        # What hides Trans and Agg: a pass of the experts of a microbatch, and of the layers between
+        # Trans and Agg overlap with a pass of the experts of a microbatch, and with the layers in between
         free = experts * none[1 + index] + overlap[index] / plain
         hiding = (computed, experts * slope[1 + index])
         program.require((seen[[index]], 1), hiding, (variables, -np.asarray(seconds) / plain), lower=-free)
@@ -48,7 +47,7 @@ def least_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) ->
 
 
 class _Program:
-    """A mixed-integer linear program that is written down row by row."""
+    """A mixed-integer linear program that is built row by row."""
 
     def __init__(self) -> None:
         self._upper: list[float] = []
@@ -56,7 +55,7 @@ class _Program:
         self._rows: list[tuple[tuple[Term, ...], float, float]] = []
 
     def variables(self, *shape: int, upper: float = math.inf, integer: bool = False) -> np.ndarray:
-        """Indices of as many more variables, each at least 0."""
+        """Add variables of this shape, each at least 0, and return their indices."""
         first, count = len(self._upper), math.prod(shape)
         self._upper += [upper] * count
         self._integer += [integer] * count
@@ -67,7 +66,7 @@ class _Program:
         self._rows.append((terms, lower, upper))
 
     def least(self, *terms: Term) -> float:
-        """A bound of the least sum of the terms, as close as the solver's precision.
+        """Return the minimum of the sum of the terms, as the solver's bound.
 
         Raises:
             RuntimeError: the solver found no optimum.
@@ -92,10 +91,10 @@ class _Program:
 
 
 def _shares(program: _Program, tokens_DE: np.ndarray, current: Placement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Who hosts and computes what: variables [E, D] of hosts, [1] of exchanged and [1] of computed tokens.
+    """Add the variables for hosts [E, D], exchanged tokens [1] and computed tokens [1].
 
-    Which tokens go where does not matter beyond how many of each expert a rank computes and how many of those are its
-    own: all others fit together in any way.
+    Only the number of tokens of each expert that a rank computes matters, and how many of them are its own: the others
+    can be assigned in any way.
     """
     num_ranks, num_experts = tokens_DE.shape
     hosts_ED = program.variables(num_experts, num_ranks, upper=1, integer=True)
@@ -113,14 +112,14 @@ def _shares(program: _Program, tokens_DE: np.ndarray, current: Placement) -> tup
     for rank in range(num_ranks):
         program.require((hosts_ED[owner_E != rank, rank], 1), upper=current.guest_slots)
         program.require((computed, 1), (computed_ED[:, rank], -1))
-        # Received is what it computes of others; sent is what others compute of its own
+        # A rank receives the tokens of others that it computes, and sends its own tokens that others compute
         program.require((exchanged, 1), (computed_ED[:, rank], -1), (local_ED[:, rank], 1))
         program.require((exchanged, 1), (local_ED[:, rank], 1), lower=tokens_DE[rank].sum())
     return hosts_ED, exchanged, computed
 
 
 def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: CostModel) -> tuple[Term, Term]:
-    """Seconds of Trans and of Agg, hidden parts included."""
+    """Return the seconds of Trans and of Agg, including overlapped parts."""
     num_experts, num_ranks = hosts_ED.shape
     owned_ED = owners(current)[:, None] == np.arange(num_ranks)
     one = np.array([cost.trans_seconds(1, 1), cost.agg_seconds(1, 1)])
@@ -134,7 +133,7 @@ def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: 
         for guests in (*into, *out):
             program.require((rounds, 1), (guests, -1))
         return (rounds, one[0]), (rounds, one[1])
-    # One way of so many experts on the busiest link, and so many links to the last guest of one expert
+    # A way has a number of experts on the busiest link, and a number of links to the last guest of an expert
     most = max(current.guest_slots, current.home_slots)
     depths = sorted({math.ceil(math.log2(ranks)) for ranks in range(2, num_ranks + 1)})
     ways_W2 = np.array([(0, 0), *itertools.product(range(1, most + 1), depths)])
@@ -152,11 +151,11 @@ def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: 
 
 
 def fewest_seconds(experts_N: np.ndarray, depth_N: np.ndarray, cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """[N] seconds of Trans and of Agg that no routes and pieces undercut.
+    """Return lower bounds of the seconds of Trans and of Agg over all routes and numbers of pieces, [N] each.
 
     Args:
-        experts_N: whole experts that cross the busiest link.
-        depth_N: rounds that a piece takes to the last of an expert's guests; 2**depth ranks can have it by then.
+        experts_N: number of whole experts that cross the busiest link.
+        depth_N: rounds that a piece takes to the last of an expert's guests; by then, up to 2**depth ranks have it.
     """
     chunks_C, experts_N1 = np.arange(1, MOST_CHUNKS + 1), experts_N[:, None]
     rounds_NC = np.maximum(experts_N1 * chunks_C, chunks_C + depth_N[:, None] - 1) * (experts_N1 > 0)
@@ -164,11 +163,10 @@ def fewest_seconds(experts_N: np.ndarray, depth_N: np.ndarray, cost: CostModel) 
 
 
 def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
-    """The least layer time where owners host and the split is local_first, by trying all guests in all slots.
+    """Return the minimum layer time if owners host and the split is local_first, by trying all guests in all slots.
 
-    With links `relay` a bound from below, as of `least_seconds`.
-    Each rank's choice of guests moves tokens between it and owners, whatever the others choose, so every quantity of a
-    placement is a sum over ranks of a table's row.
+    With links `relay` it is a lower bound, see `least_seconds`. A rank's choice of guests moves tokens between it and
+    the owners, independent of other ranks' choices, so every quantity of a placement is a sum over ranks of table rows.
     """
     assert cost.split == "local_first"
     num_ranks, slots = current.num_ranks, current.guest_slots
@@ -177,8 +175,8 @@ def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> 
     traffic_DD = cost.traffic(counts_DE, current)
     local_D = traffic_DD.diagonal()
     base = [traffic_DD.sum(0), traffic_DD.sum(0) - local_D, traffic_DD.sum(1) - local_D]
-    # Tokens computed, received, sent; guests on each rank; guests of each expert; with an axis per deciding rank before
-    # that of ranks [D] or of experts [E]
+    # Tokens computed, received and sent; guests on each rank; guests of each expert. The axis of choices precedes that
+    # of ranks [D] or of experts [E]
     sums = [*(part.astype(np.float64) for part in base), np.zeros(num_ranks), np.zeros(current.num_experts)]
     for rank in range(num_ranks):
         strangers = np.flatnonzero(owner_E != rank).tolist()
@@ -204,7 +202,7 @@ def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> 
 def _sending_seconds(
     into_PD: np.ndarray, guests_PE: np.ndarray, owned_ED: np.ndarray, cost: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[P] seconds of Trans and of Agg of P placements, from the guests on each rank and of each expert."""
+    """Return the seconds [P] of Trans and of Agg of placements, from the guests on each rank and of each expert."""
     if cost.links == "average":
         return cost.trans_seconds(into_PD.mean(-1), 1), cost.agg_seconds(into_PD.mean(-1), 1)
     if cost.links == "direct":

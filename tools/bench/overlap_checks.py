@@ -1,4 +1,4 @@
-"""What overlap_time.py makes of what its ranks measured: a table, and checks that can fail."""
+"""Evaluation of overlap_time.py's measurements: a table, and checks that can fail."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 NONE, PLANNER, SCHEDULER, FULL, MUTANT = "none", "planner", "planner+scheduler", "full", "full, waits at issue"
 
 TRANS_SHARE = (0.10, 0.30)
-"""Of an iteration of `planner`: less proves little, more cannot be hidden."""
+"""Range of Trans as a fraction of an iteration of `planner`: less proves little, more cannot be overlapped."""
 
 HIDDEN_SHARE = 0.80
-"""Of Trans and Agg, at least."""
+"""Minimum fraction of Trans and Agg that must be overlapped."""
 
 ESTIMATE_ERROR = 0.05
-"""How far the run's own estimate of T_FNEC may be from the emulated attention."""
+"""Maximum relative error of the run's estimate of T_FNEC, compared with the emulated attention."""
 
 
 class Sample(NamedTuple):
-    """One iteration of one variant; all but the first sums over layers, means over ranks."""
+    """One iteration of one variant; all fields but the first are sums over layers and means over ranks."""
 
     seconds: float
     plan_wait_seconds: float = 0.0
     trans_wait_seconds: float = 0.0
     agg_wait_seconds: float = 0.0
-    """What Plan, Trans and Agg kept the rank waiting."""
+    """Seconds that the rank waited for Plan, Trans and Agg."""
     trans_bytes: float = 0.0
     agg_bytes: float = 0.0
-    """Moved, over all links."""
+    """Bytes moved over all links."""
 
     @classmethod
     def of(cls, report: "StepReport") -> "Sample":
@@ -46,21 +46,21 @@ class Sample(NamedTuple):
 
     @property
     def exposed_per_byte(self) -> float:
-        """Seconds of Trans and Agg for each byte; not a number where nothing moved."""
+        """Seconds waited for Trans and Agg per byte; NaN if nothing was moved."""
         return (self.trans_wait_seconds + self.agg_wait_seconds) / self.moved if self.moved else float("nan")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One variant in one job."""
+    """Results of one variant in one job."""
 
     samples: list[Sample]
 
     attention_seconds: float
-    """Emulated, of one layer and microbatch, forward."""
+    """Emulated forward time of one layer's attention for a microbatch."""
 
     estimated_seconds: float | None
-    """The same as the planner estimates it, T_FNEC; None where it hides nothing."""
+    """The planner's estimate of this time, T_FNEC; None without overlap."""
 
     @property
     def median(self) -> Sample:
@@ -68,11 +68,11 @@ class Outcome:
 
 
 Job = Mapping[str, Outcome]
-"""By variant."""
+"""Results by variant."""
 
 
 def slowest(by_rank: Sequence[Job]) -> dict[str, Outcome]:
-    """One job, of what all ranks measured."""
+    """Combine all ranks' measurements of one job."""
     return {
         name: replace(outcome, samples=slow_runs.slowest(outcomes[name].samples for outcomes in by_rank))
         for name, outcome in by_rank[0].items()
@@ -80,18 +80,18 @@ def slowest(by_rank: Sequence[Job]) -> dict[str, Outcome]:
 
 
 def over_jobs(jobs: Sequence[Job], name: str, value: Callable[[Sample], float]) -> list[float]:
-    """A number of a variant's median iteration, of each job."""
+    """Return a number of a variant's median iteration for each job."""
     return [value(job[name].median) for job in jobs]
 
 
 def ratios(jobs: Sequence[Job], name: str, value: Callable[[Sample], float], baseline: str) -> list[float]:
-    """The same over another variant's, of each job; not a number where that one has nothing."""
+    """Return the ratio of this number to another variant's for each job; NaN if the other is zero."""
     pairs = zip(over_jobs(jobs, name, value), over_jobs(jobs, baseline, value), strict=True)
     return [own / other if other else float("nan") for own, other in pairs]
 
 
 def lines(jobs: Sequence[Job]) -> list[str]:
-    """A row per variant: medians over jobs; the ratios of all jobs in brackets, 10% to 90% of all iterations."""
+    """Return one row per variant: medians over jobs, ratios of all jobs in brackets, 10% to 90% of all iterations."""
     head = f"{'ratio to none (jobs)':>{8 + 7 * len(jobs)}} {'ms (10%-90%)':>20}"
     rows = [f"{head} | {'exposed ms: plan':>16} {'trans':>7} {'agg':>7} | {'MB':>6}  variant"]
     for name in jobs[0]:
@@ -120,21 +120,21 @@ def _with_jobs(values: Sequence[float], form: str) -> str:
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The median; not a number if any of them is none."""
+    """Return the median; NaN if any value is NaN."""
     return float(np.median(values))
 
 
 class Check(NamedTuple):
     passed: bool
     text: str
-    """What is claimed, and the numbers."""
+    """The claim and its numbers."""
 
     def __str__(self) -> str:
         return f"{'PASS' if self.passed else 'FAIL'}  {self.text}"
 
 
 def checks(jobs: Sequence[Job]) -> Iterator[Check]:
-    """The claims about those variants that ran; a number that is none, because nothing moved, fails."""
+    """Yield the checks for the variants that ran; NaN, because nothing was moved, fails."""
     names = jobs[0].keys()
     for name in [name for name in (SCHEDULER, FULL, MUTANT) if {name, PLANNER} <= names]:
         shares = [1 - ratio for ratio in ratios(jobs, name, lambda one: one.exposed_per_byte, PLANNER)]
@@ -143,7 +143,7 @@ def checks(jobs: Sequence[Job]) -> Iterator[Check]:
         text = f"hidden of Trans and Agg, by byte against {PLANNER}: {_with_jobs(shares, '{:.1%}')}"
         yield Check(passed, f"{name}: {text}, {wanted} {HIDDEN_SHARE:.0%}")
     if {SCHEDULER, PLANNER} <= names:
-        # With equal placements: what is hidden must not come back as a slower exchange or computation
+        # Placements are equal, so overlapped operations must not make exchanges or computation slower
         waited = over_jobs(jobs, PLANNER, lambda one: one.trans_wait_seconds + one.agg_wait_seconds)
         times = [over_jobs(jobs, name, lambda one: one.seconds) for name in (PLANNER, SCHEDULER)]
         shares = [
@@ -164,7 +164,7 @@ def checks(jobs: Sequence[Job]) -> Iterator[Check]:
 
 
 def trans_share(jobs: Sequence[Job]) -> str:
-    """Whether there is something to hide."""
+    """Describe the fraction of an iteration that Trans takes, and whether it is in the intended range."""
     shares = over_jobs(jobs, PLANNER, lambda one: one.trans_wait_seconds / one.seconds)
     low, high = TRANS_SHARE
     verdict = "as intended" if low <= _middle(shares) <= high else "OUTSIDE: other --link-mbit or --gflops"

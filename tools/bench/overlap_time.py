@@ -1,13 +1,13 @@
-"""What balancing costs visibly, with its Plan, Trans and Agg hidden and not, on a slow network (testbed.py).
+"""Measures the exposed cost of balancing, with Plan, Trans and Agg overlapped and not, on a slow network (testbed.py).
 
     python tools/bench/overlap_time.py [--nodes 2] [--ranks-per-node 2] [--link-mbit 200] [--gflops 10]
                                        [--variants NAME ...] [--timeline DIR] [flags of the run ...]
 
-The ablation of Pro-Prophet (Fig. 14 and 15). Attention and experts compute by sleeping (emulated.py) on a device of one
-FLOP rate, messages are real, and the planner is given exactly that device and network as its profile. Models of all
-variants live in the same processes and take turns, one iteration each. Printed of each, as medians over iterations and
-jobs: an iteration's time on the slowest rank; what Plan, Trans and Agg exposed of themselves in it, summed over layers,
-mean over ranks; the megabytes that Trans and Agg moved, over all links. Then checks; exit code 1 says that one failed.
+This is the ablation of Pro-Prophet (Fig. 14 and 15). Attention and experts sleep (emulated.py) like a device with one
+FLOP rate, messages are real, and the planner's profile is exactly that device and network. Models of all variants are
+in the same processes and take turns, one iteration each. For each variant this prints medians over iterations and jobs:
+the iteration time of the slowest rank; the waits for Plan, Trans and Agg, summed over layers, mean over ranks; the
+megabytes that Trans and Agg moved over all links. Then it prints checks; the exit code is 1 if one of them failed.
 """
 
 import argparse
@@ -43,21 +43,21 @@ COMMON = (
     f"{MODEL} --num-layers 4 --seq-length 512 --num-experts 8 --moe-router-topk 1 --moe-ffn-hidden-size 1024 "
     "--moe-router-force-workload hot_experts"
 )
-"""An expert is 2 MiB, 84 ms at 200 Mbit/s; at 10 GFLOP/s attention lasts 40 ms forward, experts 54 ms where loads are
-even. Later flags win."""
+"""An expert is 2 MiB, 84 ms at 200 Mbit/s; at 10 GFLOP/s attention takes 40 ms forward, experts 54 ms if loads are
+even. Later flags override these."""
 
 BALANCE = "--balance-guest-slots 3 --balance-policy"
-"""With fewer guest slots top3 would be top2."""
+"""With fewer guest slots, top3 would equal top2."""
 
 
 def without_eq_8(run: "Run") -> None:
-    """Let the planner pay for Trans and Agg in full, as if the scheduler hid nothing."""
+    """Let the planner account for Trans and Agg in full, as if nothing were overlapped."""
     for state in _balancer(run).layers.values():
         state.manager.cost = replace(state.manager.cost, overlap=Overlap(0.0, 0.0, experts=False))
 
 
 def wait_at_issue(run: "Run") -> None:
-    """Move every wait to where its operation is issued, so that nothing can be hidden."""
+    """Move every wait to the point where its operation is issued, so that nothing is overlapped."""
     from megatron_balance.timeline.lower import wait_at_once
 
     balancer = _balancer(run)
@@ -86,7 +86,7 @@ VARIANTS = {
 def measure(
     profile: Path, variants: dict[str, Variant], common: str, cluster: Cluster, iterations: int, timeline: Path | None
 ) -> dict[str, Outcome]:
-    """Task of every rank."""
+    """Measure all variants; the task of every rank."""
     import torch.distributed as dist
 
     from megatron_balance.observe.trace import Timeline
@@ -107,7 +107,7 @@ def measure(
 
 
 def _estimate(run: "Run") -> float | None:
-    """The planner's T_FNEC."""
+    """Return the planner's estimate T_FNEC."""
     if run.balancer is None:
         return None
     cost = next(iter(run.balancer.layers.values())).manager.cost
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=20, help="measured iterations per variant")
     parser.add_argument("--repeats", type=int, default=3, help="jobs")
     parser.add_argument(
-        "--timeline", type=Path, help="directory for timelines as of --balance-timeline, by variant; of the last job"
+        "--timeline", type=Path, help="directory for the last job's timelines, as with --balance-timeline, by variant"
     )
     args, extra = parser.parse_known_args()
     cluster, variants = Cluster.of(args), {name: VARIANTS[name] for name in args.variants}

@@ -1,18 +1,18 @@
-"""Placements over time: policies play sequences of loads, planning each iteration on the one before.
+"""Simulates placements over time: policies plan each iteration of a sequence of loads from the previous one.
 
     python tools/bench/placement_history.py [--ranks 16] [--experts 64] [--policy NAME ...] [--trace DIR]
 
-Loads are synthetic; with --trace those that --balance-log-dir recorded come after them, scaled to as many tokens. A row
-shows:
+Loads are synthetic; with --trace, those recorded by --balance-log-dir follow, scaled to the same number of tokens. A
+row shows:
 
-- max/mean: the balance ratio (FlexMoE Eq. 6) under the placement in use, its mean over iterations and at four of them;
-- changes: vExperts that came or went, in all iterations, and the share of iterations that changed anything;
-- moved: bytes of Trans and Agg; new: of them, those of Trans to guests that did not keep the expert before;
+- max/mean: the balance ratio (FlexMoE Eq. 6) with the placement in use, its mean over iterations and at four of them;
+- changes: number of vExperts added or removed in all iterations, and the fraction of iterations with a change;
+- moved: bytes of Trans and Agg; new: the part of Trans to guests that did not have the expert before;
 - time: the modelled time of the layer in all iterations over that without balancing;
-- plan ms: CPU time of this process for a plan, mean over iterations.
+- plan ms: CPU time of this process per plan, mean over iterations.
 
-The last rows are FlexMoE's own comparisons: its Fig. 6(a), the metric variance instead of max, and its Fig. 6(b), plans
-at fixed intervals however even the load is, instead of whenever the balance ratio exceeds the threshold.
+The last rows are FlexMoE's comparisons: Fig. 6(a), the metric variance instead of max, and Fig. 6(b), plans at fixed
+intervals regardless of the load, instead of whenever the balance ratio exceeds the threshold.
 """
 
 import argparse
@@ -32,20 +32,20 @@ from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.placement.policies.flexmoe import FlexMoE
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import METHODS, Predictor
-from megatron_balance.workloads.workloads import load_matrix
+from megatron_balance.workloads.synthetic import load_matrix
 from planner import TOPK, cost_model
 
 DRIFTING = "drifting_router"
 SEQUENCES = ("hot_experts", "rotating_hotspot", "burst", DRIFTING)
 
 DRIFT = 0.1
-"""drifting_router: standard deviation of a step of the logarithm of an expert's popularity; of all before them, 1."""
+"""drifting_router: standard deviation of each step of an expert's log popularity, whose initial one is 1."""
 
 INTERVALS = (1, 5, 10, 20, 50)
 """Fixed intervals of FlexMoE's Fig. 6(b)."""
 
 SHOWN = 4
-"""Iterations whose balance ratio is shown, evenly spaced, the last one included."""
+"""Number of iterations whose balance ratio is shown, evenly spaced, including the last one."""
 
 
 class Step(NamedTuple):
@@ -65,10 +65,10 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
-    parser.add_argument("--iterations", type=int, default=60, help="of synthetic loads")
+    parser.add_argument("--iterations", type=int, default=60, help="number of iterations of synthetic loads")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--predictor", choices=METHODS, default="last")
-    parser.add_argument("--trace", type=Path, help="a directory that --balance-log-dir filled")
+    parser.add_argument("--trace", type=Path, help="directory written by --balance-log-dir")
     args = parser.parse_args()
     for name in SEQUENCES:
         _table(name, sequence(name, args.ranks, args.experts, args.tokens, args.iterations), args)
@@ -80,15 +80,22 @@ def main() -> int:
 
 
 def sequence(name: str, num_ranks: int, num_experts: int, tokens: int, iterations: int) -> np.ndarray:
-    """[N, D, E] int64: loads of N iterations."""
+    """Return the loads of N iterations, [N, D, E] int64."""
     if name == DRIFTING:
         return drifting_router(num_ranks, num_experts, tokens, iterations, seed=0)
     steps = range(1, iterations + 1)
-    return np.stack([load_matrix(name, num_ranks, num_experts, TOPK, tokens, 0, step) for step in steps])
+    return np.stack(
+        [
+            load_matrix(
+                name, num_ranks=num_ranks, num_experts=num_experts, topk=TOPK, tokens_per_rank=tokens, seed=0, step=step
+            )
+            for step in steps
+        ]
+    )
 
 
 def drifting_router(num_ranks: int, num_experts: int, tokens: int, iterations: int, seed: int) -> np.ndarray:
-    """As `sequence`: popularities go a random walk, as FlexMoE's Fig. 3(b) shows them; sources differ a little."""
+    """Like `sequence`, with popularities that follow a random walk (FlexMoE Fig. 3(b)) and slightly unequal sources."""
     generator = np.random.default_rng(seed)
     log_E, source_DE = generator.normal(0, 1, num_experts), generator.normal(0, 0.3, (num_ranks, num_experts))
     loads = []
@@ -101,7 +108,7 @@ def drifting_router(num_ranks: int, num_experts: int, tokens: int, iterations: i
 
 
 def play(policy: Policy, counts_NDE: np.ndarray, args: argparse.Namespace, interval: int = 1) -> list[Step]:
-    """What a policy does with a sequence of loads, starting from owners alone."""
+    """Simulate a policy for a sequence of loads, starting without guests."""
     _, num_ranks, num_experts = counts_NDE.shape
     cost = cost_model(num_ranks, split=policy.split)
     slots = min(args.guest_slots, num_experts - num_experts // num_ranks)

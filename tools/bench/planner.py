@@ -1,13 +1,13 @@
-"""What each policy plans on each synthetic workload, how long that takes, and how close to the optimum it comes.
+"""Compares the policies' plans for each synthetic workload: quality, planning time, and distance from the optimum.
 
     python tools/bench/planner.py [--links relay] [--tokens 4096] [--seeds 4] [--trace DIR] [--skip-optimum]
 
-Every policy is judged with its own split of tokens. Planning time is CPU time of this process; seconds of layers are
-the cost model's, on the built-in cluster of nodes of eight. Of the ranks' loads: max/mean is FlexMoE's balance ratio
-(Eq. 6), RB Pro-Prophet's spread before balancing over that after it, D DEMI's degree of imbalance, the root of the sum
-of squares over the sum, where 1 is all on one rank and 1 / sqrt(ranks) even. `guests` are (expert, rank) pairs,
-`moved` experts whose hosts are not the owner alone, `lent` those that the owner does not compute. Every number of a
-table is a median over loads: over seeds of a synthetic workload, over iterations of a layer of a trace.
+Every policy is evaluated with its own split of tokens. Planning time is CPU time of this process; layer times are those
+of the cost model, for the built-in cluster with nodes of eight. Measures of the ranks' loads: max/mean is FlexMoE's
+balance ratio (Eq. 6), RB is Pro-Prophet's spread before balancing over that after it, and D is DEMI's degree of
+imbalance, the root of the sum of squares over the sum: 1 if one rank has all tokens, 1 / sqrt(ranks) if loads are even.
+`guests` is the number of guests, `moved` that of experts with hosts other than the owner, `lent` that of experts that
+their owners do not compute. Every number is a median over loads: over seeds of a workload, or iterations of a trace.
 """
 
 import argparse
@@ -25,20 +25,20 @@ from megatron_balance.placement.cost_model import LINKS, CostModel, balance_gain
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies import POLICIES, load_policy
 from megatron_balance.profile.cluster_profile import builtin
-from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
+from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from oracle import best_seconds, least_seconds
 
 LAYOUTS = ((4, 16), (16, 16), (16, 64), (64, 256))
 """(D, E)."""
 
 SMALL = ((4, 4, 2), (3, 6, 2), (4, 8, 1), (4, 8, 2), (4, 16, 1))
-"""(D, E, guest slots) where the optimum is known."""
+"""(D, E, guest slots) of the cases whose optimum is known."""
 
 HIDDEN, FFN, DTYPE_BYTES, TOPK, NODE = 1024, 2048, 2, 2, 8
 BURST_STEP = 9
 REPEATS = 7
 TRACED = 16
-"""Iterations of each layer that are taken from a trace."""
+"""Number of iterations of each layer that are taken from a trace."""
 
 COLUMNS = (
     *(("plan ms", 9, 2), ("layer ms", 10, 3), ("speedup", 9, 2)),
@@ -50,7 +50,7 @@ COLUMNS = (
 COPIES = "(copies)"
 
 PRECISION = 1e-5
-"""Of the solver."""
+"""Precision of the solver."""
 
 Loads = dict[str, list[np.ndarray]]
 """Load matrices [D, E] by workload."""
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=4, help="loads per synthetic workload")
-    parser.add_argument("--trace", type=Path, help="a directory that --balance-log-dir filled: plan on it as well")
+    parser.add_argument("--trace", type=Path, help="directory written by --balance-log-dir: also plan for its loads")
     parser.add_argument("--skip-optimum", action="store_true")
     args = parser.parse_args()
     traces = read_traces(args.trace) if args.trace else {}
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def read_traces(directory: Path) -> dict[tuple[int, int], Loads]:
-    """Load matrices that `--balance-log-dir` recorded, by (D, E): of every layer, a few iterations evenly spaced."""
+    """Return load matrices of `--balance-log-dir`, by (D, E): a few evenly spaced iterations of every layer."""
     traces: dict[tuple[int, int], Loads] = {}
     for rank, recorded in read_loads(directory).items():
         for layer, counts_NDE in recorded.counts.items():
@@ -87,10 +87,19 @@ def read_traces(directory: Path) -> dict[tuple[int, int], Loads]:
 
 
 def _synthetic(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Loads:
-    """Every workload's loads, one for each seed."""
+    """Return every workload's loads, one for each seed."""
     return {
         name: [
-            load_matrix(name, num_ranks, num_experts, TOPK, args.tokens, seed, BURST_STEP) for seed in range(args.seeds)
+            load_matrix(
+                name,
+                num_ranks=num_ranks,
+                num_experts=num_experts,
+                topk=TOPK,
+                tokens_per_rank=args.tokens,
+                seed=seed,
+                step=BURST_STEP,
+            )
+            for seed in range(args.seeds)
         ]
         for name in WORKLOADS
     }
@@ -103,7 +112,7 @@ def cost_model(num_ranks: int, links: str = "relay", split: str = "local_first")
 
 
 def imbalance_degree(tokens_D: np.ndarray) -> float:
-    """DEMI's degree of imbalance, sqrt(sum F^2) / sum F; 0 without tokens."""
+    """Return DEMI's degree of imbalance, sqrt(sum F^2) / sum F; 0 without tokens."""
     tokens = float(np.sum(tokens_D))
     return float(np.linalg.norm(tokens_D)) / tokens if tokens else 0.0
 
@@ -127,7 +136,7 @@ def _table(num_ranks: int, num_experts: int, loads: Loads, args: argparse.Namesp
 
 
 def _print_gains(gains: dict[str, list[float]]) -> None:
-    """RB of pro_prophet over RB of fastermoe; 1 where neither adds guests."""
+    """Print RB of pro_prophet over RB of fastermoe, which is 1 if neither adds guests."""
     values = list(itertools.chain.from_iterable(gains.values()))
     differing = [value for value in values if value != 1]
     medians = ", ".join(f"{name} {statistics.median(ratios):.2f}" for name, ratios in gains.items() if ratios)
@@ -144,7 +153,7 @@ def _print_gains(gains: dict[str, list[float]]) -> None:
 
 
 def _row(name: str, counts_DE: np.ndarray, current: Placement, links: str) -> tuple[float, ...]:
-    """One load's numbers of one policy, in the order of COLUMNS."""
+    """Return the numbers of one policy for one load, in the order of COLUMNS."""
     cost = cost_model(current.num_ranks, links, load_policy(name).split)
     placement, milliseconds = _timed(name, counts_DE, current, cost)
     plain, seconds = (cost.layer_seconds(counts_DE, each) for each in (current, placement))
@@ -161,7 +170,7 @@ def _row(name: str, counts_DE: np.ndarray, current: Placement, links: str) -> tu
 
 
 def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[Placement, float]:
-    """The policy's placement and its median CPU time in milliseconds."""
+    """Return the policy's placement and its median CPU time in milliseconds."""
     policy, seconds = load_policy(name), []
     for _ in range(REPEATS):
         start = time.process_time()
@@ -202,7 +211,7 @@ def _small_loads(num_ranks: int, num_experts: int, args: argparse.Namespace) -> 
     yield from itertools.chain.from_iterable(_synthetic(num_ranks, num_experts, args).values())
     generator = np.random.default_rng(0)
     for _ in range(4 * args.seeds):
-        # Log-normal experts with sources that differ: what a young router does
+        # Log-normal popularities that differ between sources, like those of a router early in training
         weights_DE = generator.lognormal(0, 1, num_experts) * generator.lognormal(0, 0.5, (num_ranks, num_experts))
         shares_DE = weights_DE / weights_DE.sum(1, keepdims=True)
         yield np.stack([generator.multinomial(TOPK * args.tokens, row) for row in shares_DE])

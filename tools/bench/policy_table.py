@@ -1,4 +1,4 @@
-"""What policy_time.py makes of what its ranks measured: rows of Markdown tables."""
+"""Evaluation of policy_time.py's measurements: rows of Markdown tables."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 NONE, CEILING = "none", "even routing"
 
 SMALLEST_GAP = 0.02
-"""Share of an iteration that balancing could win at most; where it is less, noise would be divided by noise."""
+"""Minimum fraction of an iteration that even routing saves; below it, noise would be divided by noise."""
 
 WIDTH = 33
 
 
 class Sample(NamedTuple):
-    """One iteration of one variant; all but the first sums over layers, means over ranks."""
+    """One iteration of one variant; all fields but the first are sums over layers and means over ranks."""
 
     seconds: float
     plan_seconds: float = 0.0
     trans_bytes: float = 0.0
     agg_bytes: float = 0.0
-    """Moved, over all links."""
+    """Bytes moved over all links."""
     experts_moved: float = 0.0
-    """To another owner."""
+    """Number of experts that moved to another owner."""
 
     @classmethod
     def of(cls, report: "StepReport") -> "Sample":
@@ -34,49 +34,49 @@ class Sample(NamedTuple):
 
 
 Job = Mapping[str, Sequence[Sample]]
-"""The measured iterations of every variant. All jobs of a workload route alike in the same iteration."""
+"""The measured iterations of every variant. In the same iteration, all jobs of a workload have the same routing."""
 
 
 def joined(by_rank: Sequence[Job]) -> dict[str, list[Sample]]:
-    """One job, of what all ranks measured."""
+    """Combine all ranks' measurements of one job."""
     return {name: slow_runs.slowest(job[name] for job in by_rank) for name in by_rank[0]}
 
 
 def iteration_seconds(jobs: Sequence[Job], name: str) -> float:
-    """A variant's iterations: the mean, because loads change, over medians of jobs, because noise comes and goes."""
+    """Return a variant's iteration time: the mean over iterations, whose loads differ, of medians over noisy jobs."""
     by_iteration = zip(*(job[name] for job in jobs), strict=True)
     return statistics.fmean(statistics.median(sample.seconds for sample in samples) for samples in by_iteration)
 
 
 def ratio(jobs: Sequence[Job], name: str) -> float:
-    """A variant's iterations over those without a policy."""
+    """Return a variant's iteration time over that without a policy."""
     return iteration_seconds(jobs, name) / iteration_seconds(jobs, NONE)
 
 
 def closed(jobs: Sequence[Job], name: str) -> float | None:
-    """How much a variant wins of what even routing would; None where that is next to nothing."""
+    """Return a variant's saving as a fraction of that of even routing; None if the latter is too small."""
     gap = 1 - ratio(jobs, CEILING)
     return (1 - ratio(jobs, name)) / gap if gap >= SMALLEST_GAP else None
 
 
 def heads(names: Sequence[str]) -> list[str]:
-    """The two lines above the rows; `names` are the variants that are judged."""
+    """Return the two header lines of the table; `names` are the compared variants."""
     return _heads(["workload", f"{NONE}, ms", f"{CEILING}, ms", *names])
 
 
 def row(workload: str, jobs: Sequence[Job], names: Sequence[str]) -> str:
-    """A variant's cell: ratio to none (lowest and highest job), share of the gap closed, what moves in an iteration."""
+    """Return a row; cells have the ratio to none (lowest and highest job), the closed part of the gap, and bytes."""
     times = [f"{1e3 * iteration_seconds(jobs, name):.0f}" for name in (NONE, CEILING)]
     return _line([workload, *times, *(_cell(jobs, name) for name in names)])
 
 
 def plan_heads(names: Sequence[str]) -> list[str]:
-    """The two lines above the rows of planning times."""
+    """Return the two header lines of the table of planning times."""
     return _heads(["planning, of an iteration", *names])
 
 
 def plan_row(workload: str, jobs: Sequence[Job], names: Sequence[str]) -> str:
-    """A variant's cell: the mean over all iterations, and the longest."""
+    """Return a row of planning times; its cells have the mean over all iterations, and the maximum."""
     return _line([workload, *(_plan_cell(list(_plan_shares(jobs, name))) for name in names)])
 
 

@@ -1,20 +1,20 @@
-"""Iterations with every policy under every workload on a slow network (slow_runs.py), beside none and even routing.
+"""Compares iterations with each policy and workload to no policy and to even routing, on a slow network (slow_runs.py).
 
     python tools/bench/policy_time.py [--workloads NAME ...] [--variants NAME ...] [--balance="FLAGS"]
                                       [--markdown FILE] [flags of the run ...]
 
-A job holds all variants of a workload; they take turns, one iteration each. A row is a workload: an iteration in
-milliseconds without a policy, and where the router sends every expert equally much; then of each variant
+A job has all variants of a workload, which take turns, one iteration each. Each row is for one workload: the
+milliseconds of an iteration without a policy, and with even routing; then, for each variant,
 
     0.887 (0.880-0.905), 45%, 52.4 MB
 
-its iterations over those without a policy, as means over iterations of medians over jobs (in brackets, of each job);
-the share that it closes of the gap between none and even routing, more than all if guests also save messages; what
-Trans and Agg move in an iteration, over all links; experts that change their owner in an iteration, if any do. An
-iteration lasts as long as on its slowest rank.
+its iteration time over that without a policy, as the mean over iterations of medians over jobs (in brackets, the lowest
+and highest job); the closed part of the gap between none and even routing, above 100% if guests also save messages; the
+bytes that Trans and Agg move in an iteration over all links; the number of experts that change their owner in an
+iteration, if any. The time of an iteration is that of its slowest rank.
 
-A second table has the time of planning over that of the iteration, on average and at most, summed over layers, mean
-over ranks, which share this machine's cores.
+A second table has the planning time over the iteration time, mean and maximum, summed over layers, mean over ranks,
+which share this machine's cores.
 """
 
 import argparse
@@ -22,14 +22,15 @@ import sys
 from pathlib import Path
 
 import ranks
-from megatron_balance.workloads.workloads import BURST, ROTATION, WORKLOADS
+from megatron_balance.workloads.synthetic import BURST, ROTATION, WORKLOADS
 from namespaces import TestbedUnavailable
 from policy_table import CEILING, NONE, Job, Sample, heads, joined, plan_heads, plan_row, row
 from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs
 
 COMMON = f"{MODEL} --num-layers 2 --seq-length 256 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 256"
-"""Hot experts are a pair, so that hot_experts, hot_rank and spread_hot_experts differ. An expert is 0.5 MiB, 21 ms at
-200 Mbit/s; at 2.5 GFLOP/s attention lasts 67 ms forward, experts 54 ms where loads are even. Later flags win."""
+"""There are two hot experts, so that hot_experts, hot_rank and spread_hot_experts differ. An expert is 0.5 MiB, 21 ms
+at 200 Mbit/s; at 2.5 GFLOP/s attention takes 67 ms forward, experts 54 ms if loads are even. Later flags override
+these."""
 
 BALANCE = "--balance-guest-slots 3"
 
@@ -42,22 +43,22 @@ VARIANTS = {
     "demi transfer": "demi --balance-ownership transfer",
     "flexmoe transfer": "flexmoe --balance-ownership transfer",
 }
-"""Values of --balance-policy, with flags of their own."""
+"""Values of --balance-policy, with additional flags."""
 
 DEFAULT = ["fastermoe", "pro_prophet", "flexmoe", "demi", "demi transfer"]
 
 PERIODS = {"rotating_hotspot": ROTATION, "burst": BURST[0]}
-"""Iterations after which a workload comes round again; 1 for others."""
+"""Period of a workload in iterations; 1 for others."""
 
 
 def variants_of(names: list[str], balance: str) -> dict[str, Variant]:
-    """The two that others are compared with, and these."""
+    """Return the named variants, and the two that they are compared with."""
     compared = {NONE: Variant(""), CEILING: Variant("--moe-router-force-workload balanced")}
     return compared | {name: Variant(f"{balance} --balance-policy {VARIANTS[name]}") for name in names}
 
 
 def whole_periods(workload: str, iterations: int) -> int:
-    """At least so many iterations, in which every phase of the workload has its share."""
+    """Round `iterations` up to whole periods of the workload."""
     period = PERIODS.get(workload, 1)
     return -(-iterations // period) * period
 
@@ -65,7 +66,7 @@ def whole_periods(workload: str, iterations: int) -> int:
 def measure(
     profile: Path, variants: dict[str, Variant], common: str, cluster: Cluster, iterations: int, warmup: int
 ) -> dict[str, list[Sample]]:
-    """Task of every rank."""
+    """Measure all variants; the task of every rank."""
     runs, _ = build(variants, common, profile, cluster)
     reports = ranks.take_turns(runs, iterations, warmup)
     return {name: [Sample.of(report) for report in steps] for name, steps in reports.items()}
@@ -77,9 +78,9 @@ def main() -> int:
     others = [workload for workload in WORKLOADS if workload != "balanced"]
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=others, metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME")
-    parser.add_argument("--balance", default=BALANCE, metavar="FLAGS", help="of every variant, say --balance-overlap")
-    parser.add_argument("--iterations", type=int, default=6, help="measured ones, rounded up to a workload's period")
-    parser.add_argument("--warmup", type=int, default=3, help="iterations before: predictors and policies with memory")
+    parser.add_argument("--balance", default=BALANCE, metavar="FLAGS", help="flags of every variant")
+    parser.add_argument("--iterations", type=int, default=6, help="measured iterations, rounded up to whole periods")
+    parser.add_argument("--warmup", type=int, default=3, help="iterations before, for predictors and policies' memory")
     parser.add_argument("--repeats", type=int, default=3, help="jobs per workload")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
     args, extra = parser.parse_known_args()

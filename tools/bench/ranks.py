@@ -1,4 +1,4 @@
-"""What benches share: jobs of ranks that measure and report, models that take turns, how calm the machine was."""
+"""Shared parts of the benchmarks: jobs of ranks, models that take turns, and the load of the machine."""
 
 import argparse
 import json
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from megatron_balance.training.run import Run
 
 WARMUP = 10
-"""Iterations before measuring: routing varies, and with it the sizes of tensors that the allocator gets to know."""
+"""Number of iterations before measuring: routing varies, and the allocator has to see all sizes of tensors."""
 
 Task = dict[str, Any]
-"""What a job is told; as JSON."""
+"""Parameters of a job, passed as JSON."""
 
 
 def add_worker_option(parser: argparse.ArgumentParser) -> None:
-    """The flag by which `job` tells a process of its own script that it is a rank."""
+    """Add the flag by which `job` tells a process of its script that it is a rank."""
     parser.add_argument("--worker", help=argparse.SUPPRESS)
 
 
 def job(script: str, processes: int, task: Task) -> Any:
-    """Run `script` on so many ranks, one thread each, and return what rank 0's `work` returned."""
+    """Run `script` on this number of ranks, one thread each, and return the result of rank 0's `work`."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -45,7 +45,7 @@ def job(script: str, processes: int, task: Task) -> Any:
 
 
 def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
-    """Be one rank of a job: join it, measure, and let rank 0 report."""
+    """Run one rank of a job: join it, measure, and write rank 0's result."""
     from megatron_balance.device import cpu, quiet
 
     quiet.silence_expected_warnings()
@@ -67,7 +67,7 @@ def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
 
 
 def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
-    """A run for each command line, by name, all in this process; they have to have one layout."""
+    """Build a run for each command line, by name, all in this process; they must have the same layout."""
     from megatron_balance.build.run import build_run
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.job.layout import destroy_groups
@@ -76,7 +76,7 @@ def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
     runs = {}
     for name, config in configs.items():
         destroy_groups()
-        # Leaves the groups of the last one, which some of megatron-core reads while it trains
+        # The groups of the last run remain, because parts of megatron-core read them during training
         runs[name] = build_run(config)
     return runs
 
@@ -87,11 +87,11 @@ def take_turns(
     warmup: int = WARMUP,
     order: Callable[[int], Sequence[str]] | None = None,
 ) -> "dict[str, list[StepReport]]":
-    """Let runs train in turn, so that whatever else the machine does hits all of them.
+    """Train the runs in turn, so that other load on the machine affects all of them equally.
 
     Args:
-        order: names of the runs that train one iteration each in a turn, by its number; by default all of them, there
-            and back.
+        order: returns the names of the runs that train one iteration each in a turn, given its number; by default all
+            of them, in alternating order.
     """
     import torch.distributed as dist
 
@@ -110,7 +110,7 @@ def take_turns(
 
 
 def compare(jobs: Sequence[Mapping[str, Sequence[float]]], name: str, baseline: str) -> str:
-    """The ratio of two runs' median seconds, of every job, and the first job's milliseconds."""
+    """Format the ratio of two runs' median seconds, for every job, and the first job's milliseconds."""
     medians = [(statistics.median(seconds[name]), statistics.median(seconds[baseline])) for seconds in jobs]
     ratios = [own / other for own, other in medians]
     return (
@@ -121,9 +121,9 @@ def compare(jobs: Sequence[Mapping[str, Sequence[float]]], name: str, baseline: 
 
 @contextmanager
 def noise() -> Iterator[list[float]]:
-    """Print how calm the machine was: load averages, and the CPU time of our jobs and of everybody else.
+    """Print the load of the machine: load averages, and the CPU time of our jobs and of all other processes.
 
-    Yields a list for the CPU seconds of jobs that are not children of this process.
+    Yields a list to which the caller adds the CPU seconds of jobs that are not children of this process.
     """
     load, start, (busy, total), own = os.getloadavg()[0], time.perf_counter(), _cpu_time(), _own_time()
     elsewhere: list[float] = []
@@ -139,13 +139,13 @@ def noise() -> Iterator[list[float]]:
 
 
 def _cpu_time() -> tuple[int, int]:
-    """Ticks of all CPUs since the machine started: busy ones, all."""
+    """Return the busy ticks and all ticks of the CPUs since the machine started."""
     user, nice, system, idle, waiting, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
     busy = user + nice + system + sum(rest)
     return busy, busy + idle + waiting
 
 
 def _own_time() -> float:
-    """CPU seconds of this process and of its finished children."""
+    """Return the CPU seconds of this process and of its finished children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

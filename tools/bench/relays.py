@@ -1,14 +1,14 @@
-"""How one expert gets to k guests: chains and trees against direct sends, on a slow network (testbed.py).
+"""Compares ways to send one expert to k guests: chains, trees and direct sends, on a slow network (testbed.py).
 
     python tools/bench/relays.py [--layouts 2x4 4x2] [--mib 8 32] [--guests 1 3 7] [--chunks 4 16]
                                  [--link-mbit 400] [--repeats 9]
 
 Rank 0 owns the expert, the last k ranks are its guests. `chain-c` and `tree-c` are `plan_transfers` with c pieces and
-one or two sends per rank; with `direct` the owner sends the whole expert to every guest itself; with `doubling` every
-rank that has it sends it on, whole, until all have it. All plans take turns in one job, over the same ExpertTransfer,
-and an untimed Trans and Agg of each has to bring the right weights and sums. Time is from the first rank's start to the
-last rank's end. `links` is what the busiest node's link needs for the plan's messages, the limit that of the best
-plan. The CPU's time, in cores: see alltoall.py.
+one or two sends per rank; with `direct` the owner sends the whole expert to every guest; with `doubling` every rank
+that has it passes on the whole expert until all have it. All plans take turns in one job, with the same ExpertTransfer,
+and an untimed Trans and Agg of each must produce the right weights and sums. Times are from the first rank's start to
+the last rank's end. `links` is the time that the busiest node's link needs for the plan's messages, and the limit is
+that of the best plan. For CPU time, see alltoall.py.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from alltoall import Row, Sample, layout, meet, timed
-from megatron_balance.comm.transfer import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.device import cpu
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers
@@ -34,12 +34,12 @@ from traffic import limit
 EXPERT = 0
 KINDS = ("trans", "agg")
 SHAPES = {"chain": 1, "tree": 2}
-"""Sends per rank."""
+"""Number of sends per rank."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One table: everything but the rates, of which the ranks know nothing."""
+    """Parameters of one table, except the links' rates, which the ranks do not know."""
 
     num_ranks: int
     node_size: int
@@ -50,13 +50,13 @@ class Case:
 
     @property
     def placement(self) -> Placement:
-        """One expert per rank; that of rank 0 is a guest of the last ranks."""
+        """Placement with one expert per rank; that of rank 0 is a guest on the last ranks."""
         ranks = range(self.num_ranks - self.guests, self.num_ranks)
         return Placement.identity(self.num_ranks, self.num_ranks, 1).with_hosts((EXPERT, rank) for rank in ranks)
 
     @property
     def plans(self) -> dict[str, TransferPlan]:
-        """By name."""
+        """Plans by name."""
         guests = range(self.num_ranks - self.guests, self.num_ranks)
         doubling = plan_transfers(self.placement, self.node_size, 1, fanout=self.guests)
         relayed = {
@@ -67,7 +67,7 @@ class Case:
         return {"direct": direct(guests), "doubling": doubling, **relayed}
 
     def bytes_between(self, plan: TransferPlan) -> np.ndarray:
-        """[D, D] bytes that a plan sends from rank to rank."""
+        """Return the bytes that a plan sends from each rank to each rank, [D, D]."""
         bytes_DD = np.zeros((self.num_ranks, self.num_ranks))
         for _, source, target, _ in itertools.chain.from_iterable(plan.rounds):
             bytes_DD[source, target] += self.mib * 2**20 / plan.chunks
@@ -75,19 +75,19 @@ class Case:
 
 
 def direct(guests: Sequence[int]) -> TransferPlan:
-    """The owner, rank 0, sends the whole expert to one guest after the other."""
+    """Return the plan in which the owner, rank 0, sends the whole expert to one guest after the other."""
     return TransferPlan(tuple((Message(EXPERT, 0, guest, 0),) for guest in guests), chunks=1)
 
 
 class Kept:
-    """A home slot and a guest slot of one tensor each, float32."""
+    """A home slot and a guest slot with one float32 tensor each."""
 
     def __init__(self, numel: int, rank: int) -> None:
         self.weights = [torch.full((numel,), rank + 1.0), torch.zeros(numel)]
         self.gradients = [torch.ones(numel), torch.ones(numel)]
 
     def ready(self) -> None:
-        """Weights are always there."""
+        """Do nothing: weights are always up to date."""
 
     def weights_of(self, slot: int) -> list[torch.Tensor]:
         return [self.weights[slot]]
@@ -97,7 +97,11 @@ class Kept:
 
 
 def measure(case: Case) -> dict[tuple[str, str], list[Sample]]:
-    """Task of every rank: Trans and Agg by all plans in turn, `case.repeats` times; samples by (kind, plan)."""
+    """Run Trans and Agg with all plans in turn, `case.repeats` times; the task of every rank.
+
+    Returns:
+        Samples by (kind, plan).
+    """
     cpu.keep_freed_memory()
     group = dist.group.WORLD
     assert group is not None
@@ -132,7 +136,7 @@ def _check(
 
 
 def table(rows: dict[tuple[str, str], Row], links: dict[str, float]) -> str:
-    """One line for each kind and plan; `links` has what the links need for each plan, in seconds."""
+    """Return one line for each kind and plan; `links` has the seconds that the links need for each plan."""
     lines = [f"{'':18s} {'median ms':>9s} {'(min-max)':12s} /direct  links ms  /limit    own kernel foreign"]
     for (kind, name), row in rows.items():
         spread = f"({1e3 * min(row.seconds):.0f}-{1e3 * max(row.seconds):.0f})"
@@ -148,7 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", type=layout, default=[(2, 4), (4, 2)], help="nodes x ranks per node")
     parser.add_argument("--mib", nargs="+", type=float, default=[8.0, 32.0], help="MiB of the expert")
-    parser.add_argument("--guests", nargs="+", type=int, default=[1, 3, 7], help="at most one per rank but the owner")
+    parser.add_argument(
+        "--guests",
+        nargs="+",
+        type=int,
+        default=[1, 3, 7],
+        help="numbers of guests, at most the ranks without the owner",
+    )
     parser.add_argument("--chunks", nargs="+", type=int, default=[4, 16], help="pieces of the expert, relayed")
     parser.add_argument("--link-mbit", type=float, default=400.0)
     parser.add_argument("--repeats", type=int, default=9)
@@ -156,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     smallest = min(nodes * node_size for nodes, node_size in args.layouts)
     if not all(0 < guests < smallest for guests in args.guests):
         parser.error(f"--guests {args.guests}: choose from 1 to {smallest - 1}, one less than a layout's ranks")
-    # Not this module: the fork server does not look for modules where a script does
-    multiprocessing.set_forkserver_preload(["torch.distributed", "megatron_balance.comm.transfer"])
+    # This module cannot be preloaded: the fork server does not search for modules in a script's directory
+    multiprocessing.set_forkserver_preload(["torch.distributed", "megatron_balance.comm.trans_agg"])
     try:
         for nodes, node_size in args.layouts:
             with Testbed(nodes, node_size, args.link_mbit) as testbed:
@@ -182,7 +192,7 @@ def _report(testbed: Testbed, case: Case) -> None:
         f"\n{testbed.nodes}x{case.node_size}, expert of {case.mib:g} MiB to {case.guests} guests, links "
         f"{testbed.link_mbit:g} Mbit/s, {case.repeats} repeats; limit {1e3 * min(links.values()):.1f} ms"
     )
-    # Nothing is slower than all bytes over one link, many times over
+    # A generous multiple of the time for all bytes over one link
     patience = 60 + 20 * (case.repeats + 2) * len(plans) * max(links.values())
     by_rank = testbed.run(measure, case, timeout=patience)
     rows = {(kind, name): Row.of([samples[kind, name] for samples in by_rank]) for kind in KINDS for name in plans}

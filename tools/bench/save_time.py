@@ -1,8 +1,8 @@
-"""What the manifest adds to the time of a save, and how long the parts of a save and a load take.
+"""Measures the time that the manifest adds to a save, and the time of a load.
 
     torchrun --nproc-per-node 2 tools/bench/save_time.py [--rounds 7] [--hidden-size 512] [--directory DIR]
 
-Saves with and without digests take turns in one job; everything else, fsync included, is the same.
+Saves with and without digests take turns in one job; everything else, including fsync, is the same.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> int:
     job.start(launch, config.launch.distributed_backend, 10)
     run = build_run(config)
     quiet_log = RunLog(config, run.length.iterations, run.vocab_size)
-    quiet_log.speaks = False
+    quiet_log.prints = False
     train_step(run)
 
     digest, seconds = manifest.digest, {"with": [], "without": [], "load": []}

@@ -1,16 +1,16 @@
-"""Iterations with each step order of tensor-parallel ranks and sharded experts, on a slow network (slow_runs.py).
+"""Compares the parallel schedules of tensor-parallel ranks and sharded experts, on a slow network (slow_runs.py).
 
     python tools/bench/schedule_time.py [--layouts 2x2 2x4 4x2 4x4] [--markdown FILE] [flags of the run ...]
     python tools/bench/schedule_time.py --model
 
-A layout is N_MP x N_ESP; experts are shared by all ranks. Without --model the shapes are those of Parm's Table III,
-scaled to this network: one MoE layer, padded to its capacity. Attention does nothing and gradients are not reduced, as
-the paper leaves them out. With --model it is Table V's GPT-2 with N_MP = N_ESP = 4, all of it, scaled.
+A layout is N_MP x N_ESP; all ranks share the experts. Without --model, the shapes are those of Parm's Table III, scaled
+to this network: one MoE layer, padded to its capacity. Attention does nothing and gradients are not reduced, because
+the paper excludes them. With --model, it is Table V's whole GPT-2 with N_MP = N_ESP = 4, scaled.
 
-All variants live in the same processes and take turns. A row is a shape: milliseconds of
-`baseline`, then how many times faster the others are, by medians over iterations, each as long as on its slowest rank;
-what `auto` chose, and its time over that of the faster one of s1 and s2, by its own iterations and by all iterations
-with that schedule. The second table is the paper's Table IV: means over shapes, in brackets slowest and fastest.
+All variants are in the same processes and take turns. Each row is for one shape: the milliseconds of `baseline`, then
+the speedups of the others, by medians over iterations, whose time is that of the slowest rank; the choice of `auto`,
+and its time over that of the faster one of s1 and s2, by its own iterations and by all iterations with that schedule.
+The second table is the paper's Table IV: means over shapes, in brackets the slowest and the fastest.
 """
 
 import argparse
@@ -39,19 +39,19 @@ COMMON = (
 
 
 class Shape(NamedTuple):
-    """A layer, in the words of Parm's Table III."""
+    """A layer, with the parameters of Parm's Table III."""
 
     batch: int
     length: int
     width: int
-    """M."""
+    """M, the width of the model."""
     inner: int
-    """H."""
+    """H, the experts' inner width."""
     factor: float
-    """f, over the mean load of an expert."""
+    """f, the capacity over the mean load of an expert."""
 
     def flags(self, mp: int, esp: int, world_size: int) -> str:
-        """Of a run with one such layer, 8 experts."""
+        """Return the flags of a run with one such layer and 8 experts."""
         return (
             f"{layout_flags(mp, esp, world_size)} --num-layers 1 --num-experts 8 --micro-batch-size {self.batch} "
             f"--seq-length {self.length} --hidden-size {self.width} --moe-ffn-hidden-size {self.inner} "
@@ -69,11 +69,11 @@ GPT2 = (
     "--num-layers 4 --num-experts 2 --micro-batch-size 2 --seq-length 256 --hidden-size 384 --moe-ffn-hidden-size 1536 "
     "--num-attention-heads 12 --moe-expert-capacity-factor 1.2"
 )
-"""A third of its layers, half of its width."""
+"""GPT-2 with a third of its layers and half of its width."""
 
 
 def layout_flags(mp: int, esp: int, world_size: int) -> str:
-    """Experts shared by all ranks."""
+    """Return the flags of a layout in which all ranks share the experts."""
     return (
         f"--tensor-model-parallel-size {mp} --expert-tensor-parallel-size {esp} "
         f"--expert-model-parallel-size {world_size // esp}"
@@ -81,18 +81,18 @@ def layout_flags(mp: int, esp: int, world_size: int) -> str:
 
 
 class Measured(NamedTuple):
-    """One job on one rank."""
+    """Results of one job on one rank."""
 
     seconds: dict[str, list[float]]
-    """Of every variant's iterations."""
+    """Seconds of every variant's iterations."""
     chosen: str
-    """What `auto` took."""
+    """Schedule that `auto` chose."""
     lines: ParallelLines
-    """What it was given."""
+    """Times from which it chose."""
 
 
 def install() -> None:
-    """Before megatron-core is imported."""
+    """Prepare this process; call it before megatron-core is imported."""
     from megatron_balance.device import cpu, quiet
 
     quiet.silence_expected_warnings()
@@ -100,7 +100,7 @@ def install() -> None:
 
 
 def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iterations: int, warmup: int) -> Measured:
-    """Task of every rank."""
+    """Measure all variants; the task of every rank."""
     install()
     import torch.distributed as dist
 
@@ -124,7 +124,7 @@ def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iteration
     with contextlib.nullcontext() if whole else no_reductions():
         runs = ranks.build(flags, machine)
         for run in runs.values():
-            emulate(run.model, device if whole else replace(device, attention_seconds=None), say=lambda line: None)
+            emulate(run.model, device if whole else replace(device, attention_seconds=None), log=lambda line: None)
             if not whole:
                 skip_attention(run.model)
         reports = ranks.take_turns(runs, iterations, warmup, turn)
@@ -135,7 +135,10 @@ def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iteration
 
 
 def turn(number: int) -> list[str]:
-    """Who trains in a turn: those that differ little six times, and in three turns each twice after a slow one."""
+    """Return the variants that train in a turn.
+
+    The three similar ones train six times each; over three turns, each of them follows a slow one twice.
+    """
     near = ["s1", "s2", "auto"] * 3
     first, second = (near[start:] + near[:start] for start in (2 * number % 3, (2 * number + 1) % 3))
     return ["baseline", *first, "megatron", *second]
@@ -143,7 +146,7 @@ def turn(number: int) -> list[str]:
 
 @contextlib.contextmanager
 def no_reductions() -> Iterator[None]:
-    """Gradients stay where they are; but routers of s1 are added up, which is a part of it."""
+    """Do not reduce gradients, except those of s1's routers, whose sum is part of the schedule."""
     with (
         mock.patch("megatron_balance.build.run.finalize_model_grads", lambda *_, **__: None),
         mock.patch("megatron_balance.build.run._is_copied", lambda weight: False),
@@ -161,7 +164,7 @@ def skip_attention(model: Sequence[Any]) -> None:
 
 
 def job_of(by_rank: Sequence[Measured]) -> Measured:
-    """One job: each iteration as long as on its slowest rank."""
+    """Combine the ranks' results of one job; the time of an iteration is that of its slowest rank."""
     seconds = {
         name: [max(iteration) for iteration in zip(*(one.seconds[name] for one in by_rank), strict=True)]
         for name in VARIANTS
@@ -170,14 +173,16 @@ def job_of(by_rank: Sequence[Measured]) -> Measured:
 
 
 def speedups(measured: Measured) -> dict[str, float]:
-    """Of each variant over `baseline`."""
+    """Return the speedup of each variant over `baseline`."""
     medians = {name: statistics.median(times) for name, times in measured.seconds.items()}
     return {name: medians["baseline"] / seconds for name, seconds in medians.items()}
 
 
 def over_better(measured: Measured) -> tuple[float, float]:
-    """The time of `auto` over that of the faster one of s1 and s2: by its own iterations, and by all iterations with
-    the schedule that it took, as those are one program.
+    """Return the time of `auto` over that of the faster one of s1 and s2.
+
+    The first number is for its own iterations; the second is for all iterations with its schedule, which run the same
+    program.
     """
     own, chosen = speedups(measured), measured.chosen
     together = measured.seconds[chosen] + measured.seconds["auto"]
@@ -202,7 +207,7 @@ HEADS = (
 
 
 def row(mp: int, esp: int, shape: Shape, measured: Measured) -> str:
-    """One shape's cells."""
+    """Return the row of one shape."""
     faster, baseline = speedups(measured), statistics.median(measured.seconds["baseline"])
     cells = [str(mp), str(esp), *(f"{number:g}" for number in shape), f"{1e3 * baseline:.0f}"]
     cells += [f"{faster[name]:.2f}x" for name in VARIANTS[1:]]
@@ -219,7 +224,7 @@ def head(cells: Sequence[str]) -> str:
 
 
 def table_iv(found: Mapping[tuple[int, int], Sequence[Measured]]) -> list[str]:
-    """Mean speedups, with the columns of the paper's Table IV."""
+    """Return the mean speedups, with the columns of the paper's Table IV."""
     rows = [head(("Schedule", "N_MP", "N_ESP", "Speedup"))]
     for name in VARIANTS[1:]:
         for (mp, esp), measured in found.items():
@@ -230,7 +235,7 @@ def table_iv(found: Mapping[tuple[int, int], Sequence[Measured]]) -> list[str]:
 
 
 def layers(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> list[str]:
-    """Tables of the single layers."""
+    """Measure the single layers; return their tables."""
     world_size, found = cluster.nodes * cluster.ranks_per_node, defaultdict(list)
     rows = [head(HEADS)]
     print(rows[0])
@@ -256,7 +261,7 @@ def layers(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> 
 
 
 def model(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> list[str]:
-    """Table V's row of GPT-2."""
+    """Measure GPT-2; return its row of Table V."""
     world_size, runs = cluster.nodes * cluster.ranks_per_node, []
     common = f"{COMMON} {layout_flags(4, 4, world_size)} {GPT2} --moe-comm-node-size {cluster.ranks_per_node} {extra}"
     turns = (args.iterations + args.warmup) * len(turn(0))
@@ -282,7 +287,7 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", default=["2x2", "2x4", "4x2", "4x4"], help="N_MP x N_ESP")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth shape")
     parser.add_argument("--model", action="store_true", help="the scaled GPT-2 instead of single layers")
-    parser.add_argument("--iterations", type=int, default=3, help="turns, see turn(); better a multiple of 3")
+    parser.add_argument("--iterations", type=int, default=3, help="turns, preferably a multiple of 3, see turn()")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1, help="jobs per shape")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")

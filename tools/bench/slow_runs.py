@@ -1,7 +1,7 @@
-"""Training on a slow network (testbed.py) with an emulated device (emulated.py): what benches of iterations share.
+"""Shared parts of benchmarks that train on a slow network (testbed.py) with an emulated device (emulated.py).
 
-Messages are real; attention and experts compute by sleeping, on a device of one FLOP rate. The planner is given exactly
-that device and network as its profile. Models of all variants live in the same processes and take turns.
+Messages are real; attention and experts sleep like a device with one FLOP rate. The planner's profile is exactly that
+device and network. Models of all variants are in the same processes and take turns.
 """
 
 import argparse
@@ -32,10 +32,10 @@ MODEL = (
     "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --optimizer sgd --clip-grad 0 --lr 1e-3 "
     "--train-iters 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-workers 0"
 )
-"""What all these models have in common: little that is really computed."""
+"""Common flags of all these models, which leave little real computation."""
 
 MESSAGE_SECONDS = 0.3e-3
-"""What a message of no bytes takes over gloo."""
+"""Seconds of an empty message over gloo."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Cluster:
     nodes: int
     ranks_per_node: int
     link_mbit: float
-    """Mbit/s of each node, either way."""
+    """Mbit/s of each node's link, in each direction."""
     gflops: float
     """1e9 operations per second of each device."""
     bus_mbit: float | None = None
-    """Mbit/s inside each node; None: bytes there are free."""
+    """Mbit/s within each node; None: not limited."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Cluster":
-        """As given by the options of `add_options`."""
+        """Construct the cluster from the options of `add_options`."""
         return cls(args.nodes, args.ranks_per_node, args.link_mbit, args.gflops, args.bus_mbit)
 
     @property
     def flags(self) -> str:
-        """Of a run in which all ranks share the experts."""
+        """Flags of a run in which all ranks share the experts."""
         experts = f"--expert-model-parallel-size {self.nodes * self.ranks_per_node}"
         return f"{experts} --moe-comm-node-size {self.ranks_per_node}"
 
@@ -69,11 +69,11 @@ class Cluster:
 
 
 def add_options(parser: argparse.ArgumentParser, gflops: float) -> None:
-    """The cluster's options; `gflops` is the default."""
+    """Add the cluster's options; `gflops` is the default of --gflops."""
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--link-mbit", type=float, default=200.0)
-    parser.add_argument("--bus-mbit", type=float, help="Mbit/s inside each node; default: as much as the loopback")
+    parser.add_argument("--bus-mbit", type=float, help="Mbit/s within each node; default: the loopback's rate")
     parser.add_argument("--gflops", type=float, default=gflops, help="1e9 operations per second of the emulated device")
 
 
@@ -82,33 +82,35 @@ class Variant(NamedTuple):
 
     flags: str
     change: "Callable[[Run], None] | None" = None
-    """Made to the run once it is built."""
+    """Change that is applied to the built run."""
 
 
 class Flops(NamedTuple):
-    """Forward passes of one layer, in floating-point operations."""
+    """Floating-point operations of one layer's forward pass."""
 
     attention: int
-    """Of a token: projections, and scores and values of a causal core."""
+    """Operations per token: projections, and scores and values of causal attention."""
 
     expert: int
-    """Of a row in one expert."""
+    """Operations per row in one expert."""
 
     @classmethod
     def of(cls, hidden: int, query: int, kv: int, sequence: int, ffn: int, gated: bool) -> "Flops":
         """
         Args:
             hidden: width of the model.
-            query, kv: widths of all heads' queries, and of all groups' keys (or values).
-            sequence: tokens of a sample; a causal core looks at half of them.
-            ffn: an expert's inner width; `gated` units have a third matrix.
+            query: width of all heads' queries.
+            kv: width of all groups' keys, and of their values.
+            sequence: tokens of a sample; a token attends to half of them on average.
+            ffn: an expert's inner width.
+            gated: whether the expert has a third matrix.
         """
         projections = 2 * hidden * (query + 2 * kv) + 2 * query * hidden
         return cls(projections + 2 * sequence * query, (6 if gated else 4) * hidden * ffn)
 
 
 def device_of(config: "RunConfig", gflops: float) -> EmulatedDevice:
-    """A device of one FLOP rate: T_FNEC follows from the experts' throughput, as the planner estimates it."""
+    """Return a device with one FLOP rate: T_FNEC follows from the experts' throughput, as the planner assumes."""
     transformer, length, samples = config.transformer, config.model.seq_length, config.train.micro_batch_size
     assert length is not None and samples is not None and transformer.moe_ffn_hidden_size is not None
     assert transformer.kv_channels is not None and transformer.num_query_groups is not None
@@ -126,10 +128,10 @@ def device_of(config: "RunConfig", gflops: float) -> EmulatedDevice:
 
 
 def profile_of(device: EmulatedDevice, nodes: int, node_size: int, link_mbit: float) -> ClusterProfile:
-    """What `tools/profile_cluster.py` would find there: bytes inside a node are free.
+    """Return the profile that `tools/profile_cluster.py` would measure there; bytes within a node are free.
 
-    In a round of Trans a rank sends one message, which has the link for itself as in the profile's ring of messages. In
-    an all-to-all every rank of a node sends (D - n) of its D - 1 parts through the one link, n ranks of D.
+    In a round of Trans, a rank sends one message, which has the link for itself, as in the profile's ring of messages.
+    In an all-to-all of D ranks, each of a node's n ranks sends D - n of its D - 1 parts over the node's link.
     """
     num_ranks, byte_seconds = nodes * node_size, 8 / (link_mbit * 1e6)
     message = Fit(MESSAGE_SECONDS, byte_seconds, 0.0, 0.0)
@@ -138,15 +140,15 @@ def profile_of(device: EmulatedDevice, nodes: int, node_size: int, link_mbit: fl
     forward = Throughput(device.expert_seconds_per_token, 0.0, 0.0, 0.0)
     backward = forward._replace(seconds_per_token=BACKWARD_RATIO * forward.seconds_per_token)
     links: Mapping[str, Mapping[str, Fit]] = {kind: dict.fromkeys(GROUPS, line) for kind, line in lines.items()}
-    return ClusterProfile(num_ranks, node_size, links, forward, backward)
+    return ClusterProfile(num_ranks=num_ranks, node_size=node_size, links=links, forward=forward, backward=backward)
 
 
 def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "GroupedExperts") -> ClusterProfile:
-    """`profile`, and what a message, a call of the emulated experts and the run's codec take of the host's CPU.
+    """Add to `profile` the CPU time of a message, of a call of the emulated experts, and of the run's codec.
 
-    Ranks share a few cores, so small chunks cost more here than their bytes and operations say. Measured on all ranks
-    at once, as `tools/profile_cluster.py` does. What a byte takes stays: short messages that are measured one by one
-    find the links' token buckets full.
+    Ranks share a few cores, so small chunks cost more here than their bytes and operations suggest. The times are
+    measured on all ranks at the same time, as by `tools/profile_cluster.py`. The time per byte is not measured, because
+    short messages pass the links' token buckets without delay.
     """
     import torch
     import torch.distributed as dist
@@ -183,10 +185,10 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
 def build(
     variants: Mapping[str, Variant], common: str, profile: Path, cluster: Cluster, handling: bool = False
 ) -> "tuple[dict[str, Run], EmulatedDevice]":
-    """Every variant's run on this rank, `common` flags first. Rank 0 writes the profile that is read.
+    """Build every variant's run on this rank, from `common` and its own flags; rank 0 writes the profile.
 
     Args:
-        handling: whether the profile knows what CPUs take, `with_handling` of the last variant.
+        handling: whether the profile includes CPU times, by `with_handling` of the last variant.
     """
     from megatron_balance.device import cpu, quiet
 
@@ -210,7 +212,7 @@ def build(
         known = with_handling(known, parse_args([*lines.values()][-1].split(), machine)[0], experts)
     if dist.get_rank() == 0:
         known.save(profile)
-    # Others have nobody to read it
+    # The other variants do not read a profile
     told = {
         name: f"{line} --balance-profile {profile}"
         for name, line in lines.items()
@@ -226,11 +228,11 @@ def build(
 
 @contextmanager
 def jobs(cluster: Cluster) -> Iterator[Callable[..., list[Any]]]:
-    """A place to run jobs; prints in the end how calm the machine was.
+    """Set up a cluster for jobs, and print the load of the machine at the end.
 
-    Yields `job(task, *args, turns=...)`, which calls `task(profile, *args)` on every rank and returns what each one
-    returned. `profile` is where `build` is to write the cluster's profile. `turns`, the iterations of all variants,
-    says how long to wait.
+    Yields `job(task, *args, turns=...)`, which calls `task(profile, *args)` on every rank and returns all results.
+    `profile` is the path where `build` writes the cluster's profile. `turns`, the number of iterations of all variants,
+    determines the time limit.
     """
     multiprocessing.set_forkserver_preload(["torch.distributed"])
     with (
@@ -254,12 +256,12 @@ def _with_cpu_seconds(task: Callable[..., Any], *args: Any) -> tuple[Any, float]
 
 
 def sums_over_layers(report: "StepReport", names: Iterable[str]) -> list[float]:
-    """Of each of these fields of the layers' reports; zeros without a policy."""
+    """Return the sum over layers of each of these fields of the reports; zeros without a policy."""
     return [sum(getattr(layer, name) for layer in report.balance.values()) for name in names]
 
 
 def slowest(by_rank: Iterable[Sequence[Any]]) -> list[Any]:
-    """One sample of each iteration, from all ranks': `seconds` are the slowest rank's, the rest is the same on all."""
+    """Combine all ranks' samples of each iteration: `seconds` are the slowest rank's, other fields are equal."""
     return [
         samples[0]._replace(seconds=max(sample.seconds for sample in samples)) for samples in zip(*by_rank, strict=True)
     ]

@@ -1,10 +1,10 @@
-"""Iteration time and peak memory of our MoE layer against megatron-core's own, in the same training loop.
+"""Compares iteration time and peak memory of our MoE layer and megatron-core's, in the same training loop.
 
     python tools/bench/step_time.py [--processes 4] [--repeats 3] [--iterations 20] [--cases NAME ...]
 
-Time: both models live in the same processes and take turns, one iteration each, so that whatever else the machine does
-hits both. Memory: one job per implementation, because a process's peak cannot be told apart by model; what is compared
-is the peak above the memory in use before the model was built (`own`), and the whole process (`process`).
+Time: both models are in the same processes and take turns, one iteration each, so that other load on the machine
+affects both. Memory: one job per implementation, because a process has only one peak; the comparison is between the
+peaks above the memory in use before the model was built (`own`), and between those of the processes (`process`).
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _job(processes: int, flags: str, implementations: tuple[str, ...], iteration
 
 
 def _measure(task: ranks.Task, machine: "Machine") -> dict:
-    """One rank: seconds of every iteration by implementation, and the peak memory of the rank that used most."""
+    """Return a rank's seconds of every iteration by implementation, and the highest peak memory of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +76,7 @@ def _measure(task: ranks.Task, machine: "Machine") -> dict:
 
 
 def _memory(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field))
 

@@ -1,10 +1,10 @@
-"""A slow network on one machine: nodes are network namespaces on a bridge, every link limited to a rate.
+"""A rate-limited emulated network on one machine: nodes are network namespaces, connected by a bridge.
 
     python tools/bench/testbed.py --nodes 2 --ranks-per-node 2 --link-mbit 400 [--bus-mbit 1600] -- SCRIPT [ARG ...]
 
-runs a script on all ranks with the environment that torchrun gives it, prints what the last rank prints, and exits with
-the worst exit code of a rank. Ranks of one node share a namespace and talk over its loopback, which is fast unless
---bus-mbit limits it. Needs root, `ip`, and `tc` with tbf; exit code 2 says that something of this is missing.
+runs a script on all ranks with the environment that torchrun would set, prints the output of the last rank, and exits
+with the highest exit code of all ranks. Ranks of one node share a namespace and communicate over its loopback, which is
+fast unless limited by --bus-mbit. Needs root, `ip`, and `tc` with tbf; exit code 2 means that one of them is missing.
 """
 
 import argparse
@@ -45,26 +45,26 @@ from namespaces import (
 FIRST_PORT = 29500
 
 GRACE_SECONDS = 10.0
-"""How long the others may go on once a rank has failed."""
+"""Seconds that other ranks may continue after a rank has failed."""
 
 
 class RankFailure(RuntimeError):
-    """A rank raised, died or did not finish in time; the message holds its traceback and what it printed last."""
+    """A rank raised, died or did not finish in time; the message contains its traceback and its last output."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a command ended."""
+    """Exit codes and output of the ranks of a command."""
 
     codes: list[int | None]
-    """Exit codes, by rank; negative: the signal; None: stopped from here, because another had failed or time was up."""
+    """Exit codes by rank; negative for a signal; None if stopped by us after another's failure or the time limit."""
 
     output: list[str]
-    """Standard output and error together, by rank."""
+    """Standard output and error by rank."""
 
     @property
     def worst_code(self) -> int:
-        """As a shell gives it: 128 and more for signals. 1 if every rank had to be stopped."""
+        """Highest exit code as in a shell, 128 and more for signals; 1 if every rank had to be stopped."""
         codes = [128 - code if code < 0 else code for code in self.codes if code is not None]
         return max(codes, default=1)
 
@@ -72,18 +72,18 @@ class Ended:
 class Testbed:
     """`with Testbed(2, 4, link_mbit=400) as testbed: results = testbed.run(task, argument)`; takes 0.2 s to build.
 
-    Whatever ends the `with`, SIGTERM and Ctrl-C included, ends all that runs inside and removes the namespaces. What an
-    earlier testbed left behind, because it was killed, is removed when the next one is built.
+    Leaving the `with`, also by SIGTERM or Ctrl-C, ends all processes inside and removes the namespaces. The next
+    testbed removes the remains of an earlier one that was killed.
 
     Args:
-        nodes: network namespaces.
-        ranks_per_node: rank r lives on node r // ranks_per_node.
+        nodes: number of network namespaces.
+        ranks_per_node: rank r is on node r // ranks_per_node.
         link_mbit: Mbit/s that a node can send, and receive at the same time.
-        bus_mbit: Mbit/s that all ranks of a node together can send to each other; None: as fast as the loopback is.
+        bus_mbit: Mbit/s that all ranks of a node together can send to each other; None: the loopback's rate.
 
     Raises:
-        ValueError: numbers that are not positive.
-        TestbedUnavailable: on entering, where namespaces or rate limits cannot be had.
+        ValueError: a number is not positive.
+        TestbedUnavailable: on entering, if namespaces or rate limits are not available.
     """
 
     __test__ = False
@@ -103,7 +103,7 @@ class Testbed:
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.link_mbit, self.bus_mbit = link_mbit, bus_mbit
         self.world_size = nodes * ranks_per_node
-        # The process number tells leftovers from what is in use
+        # The process number distinguishes leftovers from namespaces in use
         self._prefix = f"testbed-{os.getpid()}-{secrets.token_hex(3)}-"
         self._ports = itertools.count(FIRST_PORT)
         self._cleanup = contextlib.ExitStack()
@@ -123,20 +123,20 @@ class Testbed:
         self._cleanup.close()
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank lives on."""
+        """Return the node of a rank."""
         return rank // self.ranks_per_node
 
     def run(self, task: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
-        """Call `task(*args)` on every rank in a fresh gloo group; returns what each returned.
+        """Call `task(*args)` on every rank in a new gloo group; return all results.
 
-        Ranks are forked from multiprocessing's fork server, so that what it has preloaded need not be imported again.
-        `task` is a module-level function; its module has to be found on `sys.path`.
+        Ranks are forked from multiprocessing's fork server, so preloaded modules need not be imported again. `task` is
+        a module-level function, whose module must be on `sys.path`.
 
         Args:
             timeout: seconds for the whole task.
 
         Raises:
-            RankFailure: the first rank that failed.
+            RankFailure: a rank failed; the error is about the first one.
         """
         context, port = multiprocessing.get_context("forkserver"), next(self._ports)
         processes, pipes = [], []
@@ -160,8 +160,8 @@ class Testbed:
         """Run a command as every rank, with the environment that torchrun would give it.
 
         Args:
-            live: the last rank prints to our standard output and error instead of `Ended.output`.
-            timeout: seconds, after which all ranks are stopped.
+            live: whether the last rank prints to our standard output and error instead of `Ended.output`.
+            timeout: seconds after which all ranks are stopped.
         """
         port, processes = next(self._ports), []
         try:
@@ -184,7 +184,7 @@ class Testbed:
         return Ended(codes, [self.output(rank) for rank in range(self.world_size)])
 
     def output(self, rank: int) -> str:
-        """Everything that a rank has printed in the latest `run` or `launch`."""
+        """Return the output of a rank in the latest `run` or `launch`."""
         return self._log(rank).read_text(errors="replace")
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
@@ -238,7 +238,7 @@ class Testbed:
 
 
 def _wait(processes: list[subprocess.Popen], timeout: float | None) -> list[int | None]:
-    """Exit codes; None for those that still ran at the end of the time or of the grace after a failure."""
+    """Return the exit codes; None for processes that still run at the time limit or after the grace period."""
     deadline = time.monotonic() + timeout if timeout is not None else float("inf")
     failed = False
     while time.monotonic() < deadline:
@@ -253,7 +253,7 @@ def _wait(processes: list[subprocess.Popen], timeout: float | None) -> list[int 
 
 @contextlib.contextmanager
 def _terminate_raises() -> Iterator[None]:
-    """SIGTERM unwinds the stack instead of ending the process on the spot. (Only a main thread can have it so.)"""
+    """Let SIGTERM unwind the stack instead of ending the process immediately; has no effect in other threads."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -270,7 +270,7 @@ def _terminate_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """A second Ctrl-C waits until all is removed."""
+    """Delay signals such as a second Ctrl-C until the cleanup is complete."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -287,7 +287,7 @@ def _serve(
     args: tuple,
     timeout: float,
 ) -> None:
-    """One rank of `Testbed.run`."""
+    """Run one rank of `Testbed.run`."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -304,7 +304,7 @@ def _serve(
         outcome = (traceback.format_exc(), None)
     sys.stdout.flush()
     pipe.send(outcome)
-    # The first rank keeps the others' store: it stays until all are stopped
+    # The first rank hosts the store, so it must run until all ranks are stopped
     with contextlib.suppress(EOFError):
         pipe.recv()
 
@@ -313,10 +313,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument("--link-mbit", type=float, required=True, help="Mbit/s of each node, either way")
-    parser.add_argument("--bus-mbit", type=float, help="Mbit/s inside each node")
+    parser.add_argument("--link-mbit", type=float, required=True, help="Mbit/s of each node's link, in each direction")
+    parser.add_argument("--bus-mbit", type=float, help="Mbit/s within each node")
     parser.add_argument("script", help="a Python script")
-    # Not "*", which would swallow a second "--", the script's own
+    # "*" would consume a second "--", which belongs to the script
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
     try:

@@ -1,6 +1,6 @@
-"""Who sends how much to whom in an all-to-all, and how fast links of given rates could at best do it.
+"""Traffic of an all-to-all, and the minimum time for it on links with given rates.
 
-Shape suffixes: D ranks (sources first, then destinations), N nodes; rank r lives on node r // (D / N).
+In the shapes, D counts ranks (sources, then destinations) and N nodes; rank r is on node r // (D / N).
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 PAYLOAD_SHARE = 0.9938
-"""Of the bytes on a link, those that are not headers."""
+"""Fraction of the bytes on a link that are not headers."""
 
 BURST = 131072
-"""Bytes that a link which was idle lets pass at once."""
+"""Number of bytes that pass an idle link without delay."""
 
 SKEW = 1.0
 """Standard deviation of the logarithm of a destination's popularity."""
@@ -20,10 +20,10 @@ SPLITS = ("even", "skewed", "one-hot-node")
 
 
 def split_rows(kind: str, num_ranks: int, node_size: int, rows_per_rank: int, seed: int = 0) -> np.ndarray:
-    """[D, D] int64 rows from each source to each destination; each source sends `rows_per_rank`, its own included.
+    """Return the rows from each source to each destination, [D, D] int64; each source sends `rows_per_rank` in total.
 
-    even: the same to all. skewed: lognormal popularity of destinations, to which each source adds its own.
-    one-hot-node: everything to node 0, evenly to its ranks.
+    even: the same number to all. skewed: lognormal popularity of destinations, times a factor of each source.
+    one-hot-node: all rows to node 0, evenly to its ranks.
     """
     generator = np.random.default_rng(seed)
     if kind == "even":
@@ -41,10 +41,10 @@ def split_rows(kind: str, num_ranks: int, node_size: int, rows_per_rank: int, se
 
 @dataclass(frozen=True)
 class Limit:
-    """Seconds that the busiest links need for the bytes that have to cross them, all links working at once.
+    """Seconds that the busiest links need for their bytes if all links work at the same time.
 
-    Bytes count once, as a flat exchange sends them: what a hierarchical form relays inside a node is its own cost, and
-    does not raise the limit that it is compared with.
+    Bytes count once, as sent by a flat exchange: the bytes that a hierarchical one relays within a node do not raise
+    the limit.
     """
 
     inter: float
@@ -55,17 +55,17 @@ class Limit:
 
     @property
     def seconds(self) -> float:
-        """No schedule is faster."""
+        """Minimum seconds of any schedule."""
         return max(self.inter, self.intra)
 
     @property
     def largest_speedup(self) -> float:
-        """S_max of ScheMoE Eq. 18: intra-node then inter-node exchange, over both at once."""
+        """S_max of ScheMoE Eq. 18: intra-node and inter-node exchange in sequence, over both at the same time."""
         return (self.inter + self.intra) / self.seconds if self.seconds else 1.0
 
 
 def limit(bytes_DD: np.ndarray, node_size: int, link_mbit: float, bus_mbit: float | None) -> Limit:
-    """The limit of an exchange of `bytes_DD` [D, D] over links of `link_mbit` and node buses of `bus_mbit` Mbit/s."""
+    """Return the limit of an exchange of `bytes_DD` over links of `link_mbit` and node buses of `bus_mbit` Mbit/s."""
     num_nodes = len(bytes_DD) // node_size
     shape = (num_nodes, node_size, num_nodes, node_size)
     wire_DD = bytes_DD * (1 - np.eye(len(bytes_DD)))

@@ -3,7 +3,7 @@
 An exchange takes what comm/auto.py predicts for its all-to-all, and what gathers or adds up rows of an expert's shards
 what the profile's line says; experts what the profile's line says, whose overhead is
 what small chunks lose; a codec what the profile has measured. Each task counts as on the rank that it takes longest.
-Shape suffixes: S sources, H hosts, P physical experts, W ranks of the all-to-all.
+Shape suffixes: D sources, H hosts, P physical experts, W ranks of the all-to-all.
 """
 
 from collections.abc import Sequence
@@ -34,19 +34,19 @@ class TaskModel:
     hidden: int
     dtype: torch.dtype
 
-    def times(self, tokens_SP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
-        """Of a chunk with tokens_SP[s, p] tokens (fractions too) from source s for physical expert p."""
-        splits_SH = tokens_SP.reshape(len(tokens_SP), self.hosts, -1).sum(2)
+    def times(self, tokens_DP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
+        """Of a chunk with tokens_DP[s, p] tokens (fractions too) from source s for physical expert p."""
+        splits_DH = tokens_DP.reshape(len(tokens_DP), self.hosts, -1).sum(2)
         exchange, profile = self.exchange, self.profile
         return (
-            self._one_way(splits_SH, exchange.dispatch, profile.forward, exchange.combine),
-            self._one_way(splits_SH, exchange.combine.reverse, profile.backward, exchange.dispatch.reverse),
+            self._one_way(splits_DH, exchange.dispatch, profile.forward, exchange.combine),
+            self._one_way(splits_DH, exchange.combine.reverse, profile.backward, exchange.dispatch.reverse),
         )
 
-    def _one_way(self, splits_SH: np.ndarray, there: AllToAll, experts: Throughput, back: AllToAll) -> ChunkTimes:
-        received = float(splits_SH.sum(0).max())
+    def _one_way(self, splits_DH: np.ndarray, there: AllToAll, experts: Throughput, back: AllToAll) -> ChunkTimes:
+        received = float(splits_DH.sum(0).max())
         computing = experts.overhead + experts.seconds_per_token * received if received else 0.0
-        wires = self.sharding.messages(splits_SH)
+        wires = self.sharding.messages(splits_DH)
         spreading, collecting = (self._among_shards(name, received) for name in self.sharding.collectives)
         first, second = self._leg(there, wires), self._leg(back, [splits_WW.T for splits_WW in wires])
         # Shards wait for each other where rows are taken in, and before results go out

@@ -1,13 +1,13 @@
-"""Transfer: experts with their optimizer state move to other home slots, for good.
+"""Transfer: experts and their optimizer state move permanently to other home slots.
 
     fields -> plan -> staging -> all ranks ready? -> rounds: pack -> exchange -> unpack in place
 
-Moves permute home slots, so that an element stays at its offset within a slot. Each round moves one window of offsets:
-a rank packs what leaves before it overwrites it, and its staging stays small however large the experts are.
+Moves permute home slots, so an element keeps its offset within a slot. Each round moves one window of offsets: a rank
+packs the elements that leave before it overwrites them, and its staging stays small regardless of the experts' size.
 
-Whatever can fail on one rank alone comes before the first round, and all ranks agree on it: a failure changes nothing
-on any rank. From the first round on there is no way back. A rank that dies there ends the job, as in any collective,
-and the job resumes from its last checkpoint.
+Every step that can fail on a single rank precedes the first round, and all ranks agree on its outcome: a failure
+changes nothing on any rank. After the first round has begun, a transfer cannot be undone. If a rank dies then, the job
+ends, as in any collective, and resumes from its last checkpoint.
 """
 
 from collections import Counter
@@ -22,39 +22,39 @@ from megatron_balance.comm.alltoall import post
 from megatron_balance.placement.ownership import Move
 
 STAGING_BYTES = 64 * 2**20
-"""The most that a rank sends and receives in one round: a message of this size is far beyond any link's latency."""
+"""Maximum number of bytes that a rank sends and receives in one round; at this size, latency no longer matters."""
 
 ALIGNMENT = 16
-"""Bytes: NCCL copies buffers that begin at other addresses byte by byte."""
+"""Alignment of messages in bytes: NCCL copies buffers with other alignments byte by byte."""
 
 Interval = tuple[int, int]
-"""Elements from the first up to the second, which is left out."""
+"""Range of elements: the first one, and the one after the last."""
 
 
 class Field(NamedTuple):
-    """A tensor [S, ...] with a part for each home slot: a parameter, its main parameter or a moment of the optimizer.
+    """A tensor [S, ...] with a part for each home slot: a parameter, its main parameter or an optimizer moment.
 
-    Every rank has the same fields in the same order, though it may keep only some, or none, of the elements of one: the
-    distributed optimizer shards them.
+    Every rank has the same fields in the same order, but it may keep only some of a field's elements, or none, because
+    the distributed optimizer shards them.
     """
 
     slot_size: int
-    """Elements of one slot."""
+    """Number of elements per slot."""
 
     kept: Interval
-    """Which elements of the flattened tensor are kept here."""
+    """Elements of the flattened tensor that this rank keeps."""
 
     values: torch.Tensor
-    """[stop - start], a contiguous view of what is kept."""
+    """Contiguous view of the kept elements, [stop - start]."""
 
     def bytes_of(self, start: int, size: int) -> torch.Tensor:
-        """A view of `size` elements from `start` of the flattened tensor, as bytes: messages need no alignment."""
+        """Return a view, as bytes, of `size` elements of the flattened tensor, beginning with element `start`."""
         first = start - self.kept[0]
         return self.values[first : first + size].view(torch.uint8)
 
 
 class Extent(NamedTuple):
-    """A Field of any rank, without its values."""
+    """A field of any rank, without its values."""
 
     slot_size: int
     kept: Interval
@@ -63,12 +63,12 @@ class Extent(NamedTuple):
     @classmethod
     def of(cls, field: Field) -> "Extent":
         start, stop = field.kept
-        assert field.values.shape == (stop - start,) and field.values.is_contiguous(), "a field has what it says"
+        assert field.values.shape == (stop - start,) and field.values.is_contiguous(), "a field's values are those kept"
         return cls(field.slot_size, field.kept, field.values.element_size())
 
 
 class Place(NamedTuple):
-    """Where a rank stands among those that keep a layer's experts."""
+    """Coordinates of a rank among the ranks that keep a layer's experts."""
 
     rank: int
     """Expert-parallel rank."""
@@ -78,19 +78,19 @@ class Place(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Elements of one field that go from one rank to another; from a rank to itself, they are copied."""
+    """Elements of one field that are sent from one rank to another, or copied from a rank to itself."""
 
     source: int
     target: int
     field: int
     offset: int
-    """Of the first element within its slot, which is the same at both ends."""
+    """Offset of the first element within its slot, the same on the source and on the target."""
     size: int
-    """Elements."""
+    """Number of elements."""
     taken: int
-    """Where they begin in the flattened tensor on the source."""
+    """Index of the first element in the source's flattened tensor."""
     put: int
-    """Where they begin in the flattened tensor on the target."""
+    """Index of the first element in the target's flattened tensor."""
     itemsize: int
 
     @property
@@ -98,29 +98,29 @@ class Message(NamedTuple):
         return self.size * self.itemsize
 
     def cut(self, start: int, stop: int) -> "Message":
-        """The part in a window of slot offsets."""
+        """Return the part of the message in a window of slot offsets."""
         skipped = start - self.offset
         return self._replace(offset=start, size=stop - start, taken=self.taken + skipped, put=self.put + skipped)
 
 
 class Moved(NamedTuple):
-    """What a Transfer came to."""
+    """Bytes that a transfer has moved between ranks."""
 
     sent_bytes: int
-    """By this rank to others."""
+    """Bytes sent by this rank."""
     total_bytes: int
-    """By all ranks of the group to others."""
+    """Bytes sent by all ranks of the group."""
 
 
 def plan_messages(moves: Sequence[Move], places: Sequence[Place], extents: Sequence[Sequence[Extent]]) -> list[Message]:
-    """What has to be sent so that every rank gets the elements that it is to keep.
+    """Plan the messages by which every rank receives the elements that it has to keep.
 
-    Pure; each rank comes to the same list. Elements come from the replica of the same number where that keeps them,
-    else from the first one that does.
+    The plan is a pure function: every rank computes the same list. Elements come from the source's replica with the
+    target's replica number if it keeps them, otherwise from the first replica that does.
 
     Args:
-        places: of every rank of the group.
-        extents: [ranks][fields].
+        places: place of every rank of the group.
+        extents: fields of every rank, [ranks][fields].
     """
     messages = []
     for move in moves:
@@ -130,39 +130,50 @@ def plan_messages(moves: Sequence[Move], places: Sequence[Place], extents: Seque
             sources = [rank for rank, other in enumerate(places) if other.rank == move.source]
             sources.sort(key=lambda rank: (places[rank].replica != place.replica, rank))
             for field in range(len(extents[target])):
-                messages += _messages_to(target, field, move, sources, extents)
+                messages += _messages_to(target, field, move, sources=sources, extents=[own[field] for own in extents])
     return messages
 
 
 def _messages_to(
-    target: int, field: int, move: Move, sources: Sequence[int], extents: Sequence[Sequence[Extent]]
+    target: int, field: int, move: Move, *, sources: Sequence[int], extents: Sequence[Extent]
 ) -> Iterator[Message]:
-    """Of one field of one expert, to one rank: from the first of the sources that keeps each element."""
-    wanted = extents[target][field]
+    """Yield the messages to one rank for one field of one expert, from the first source that keeps each element."""
+    wanted = extents[target]
     slot_size, (first, end) = wanted.slot_size, _of_slot(wanted, move.target_slot)
-    kept = [(source, *_of_slot(extents[source][field], move.source_slot)) for source in sources]
+    kept = [(source, *_of_slot(extents[source], move.source_slot)) for source in sources]
     while first < end:
-        # Together the source's replicas keep every element
+        # The source's replicas together keep every element
         source, stop = next((source, min(end, last)) for source, start, last in kept if start <= first < last)
         taken, put = first + move.source_slot * slot_size, first + move.target_slot * slot_size
-        yield Message(source, target, field, first, stop - first, taken, put, wanted.itemsize)
+        yield Message(
+            source=source,
+            target=target,
+            field=field,
+            offset=first,
+            size=stop - first,
+            taken=taken,
+            put=put,
+            itemsize=wanted.itemsize,
+        )
         first = stop
 
 
 def _of_slot(extent: Extent, slot: int) -> Interval:
-    """What is kept of a slot, counted from its beginning; empty intervals may end before they begin."""
+    """Return the kept elements of a slot, as offsets within it; an empty interval may end before it begins."""
     start = slot * extent.slot_size
     return max(0, extent.kept[0] - start), min(extent.slot_size, extent.kept[1] - start)
 
 
 def plan_rounds(messages: Sequence[Message], staging_bytes: int) -> list[list[Message]]:
-    """The messages, cut into rounds that can be executed one after the other, in place.
+    """Split the messages into rounds that can be executed in place, one after the other.
 
-    Pure; each rank comes to the same list. A round has whole windows of slot offsets, of one field or several. What a
-    slot gets at an offset was at the same offset of another slot, so that no later round needs what a round overwrites.
+    The plan is a pure function: every rank computes the same list. A round consists of whole windows of slot offsets,
+    of one field or several. An element keeps its offset within a slot, so no later round needs elements that an earlier
+    one has overwritten.
 
     Args:
-        staging_bytes: no rank sends and receives more than this in a round, unless the round has one offset alone.
+        staging_bytes: limit on the bytes that a rank sends and receives in a round; a round with a single offset may
+            exceed it.
     """
     rounds: list[list[Message]] = [[]]
     used: Counter[int] = Counter()
@@ -171,13 +182,13 @@ def plan_rounds(messages: Sequence[Message], staging_bytes: int) -> list[list[Me
         ends = {end for message in part for end in (message.offset, message.offset + message.size)}
         for start, stop in pairwise(sorted(ends)):
             crossing = [message for message in part if message.offset <= start < message.offset + message.size]
-            # Bytes of one offset on each rank; what a rank sends itself is staged once
+            # Bytes of one offset on each rank; elements that a rank sends to itself are staged once
             row = Counter[int]()
             for message in crossing:
                 row.update(dict.fromkeys((message.source, message.target), message.itemsize))
             while row and start < stop:
                 fitting = min((staging_bytes - used[rank]) // size for rank, size in row.items())
-                # One offset may exceed the limit; its round takes nothing else, even if other ranks have room
+                # One offset may exceed the limit; its round contains nothing else, even if other ranks have room
                 if rounds[-1] and (fitting < 1 or max(used.values()) > staging_bytes):
                     rounds.append([])
                     used.clear()
@@ -190,7 +201,7 @@ def plan_rounds(messages: Sequence[Message], staging_bytes: int) -> list[list[Me
 
 
 class OwnershipTransfer:
-    """Executes moves of home slots among the ranks that keep a layer's experts: expert-parallel ranks and replicas.
+    """Executes moves between home slots of the ranks that keep a layer's experts: expert-parallel ranks and replicas.
 
     Every rank of the group calls `transfer` together, between an optimizer step and the next forward pass.
     """
@@ -198,8 +209,9 @@ class OwnershipTransfer:
     def __init__(self, group: dist.ProcessGroup, own: Place, staging_bytes: int = STAGING_BYTES) -> None:
         """
         Args:
-            group: has all replicas of an expert-parallel group; every rank of it calls this.
-            staging_bytes: the most that a rank stages in one round.
+            group: all replicas of an expert-parallel group; every rank of it calls this.
+            own: this rank's place.
+            staging_bytes: maximum number of bytes that a rank stages in one round.
         """
         self.group, self.staging_bytes = group, staging_bytes
         self.places: list[Place] = [own] * group.size()
@@ -207,7 +219,7 @@ class OwnershipTransfer:
 
     @torch.no_grad()
     def transfer(self, moves: Sequence[Move], fields: Callable[[], Sequence[Field]]) -> Moved | str:
-        """Move experts with all that `fields` has of them; or say why nothing was moved, the same on every rank.
+        """Move the experts' parts of all `fields`; on failure, move nothing and return the same reason on every rank.
 
         With NCCL the rounds are queued on the current stream; the host does not wait for them.
         """
@@ -215,7 +227,7 @@ class OwnershipTransfer:
         try:
             own = fields()
             answer: list[Extent] | str = [Extent.of(field) for field in own]
-        except Exception as error:  # whatever it is, no rank may wait for this one
+        except Exception as error:  # any error: the other ranks must not wait for this one
             answer = _problem(error)
         extents = self._gathered(answer)
         if isinstance(extents, str):
@@ -225,7 +237,7 @@ class OwnershipTransfer:
             messages = plan_messages(moves, self.places, extents)
             rounds = [_Round.of(part, self.group.rank()) for part in plan_rounds(messages, self.staging_bytes)]
             staging = _staging(rounds)
-        except Exception as error:  # above all a lack of memory
+        except Exception as error:  # usually a lack of memory
             problem = _problem(error)
         ready = self._gathered(problem)
         if isinstance(ready, str):
@@ -237,14 +249,14 @@ class OwnershipTransfer:
         return Moved(sent, sum(message.num_bytes for message in others))
 
     def _gathered(self, answer: list[Extent] | str | None) -> list | str:
-        """Every rank's answer, or the first problem."""
+        """Return every rank's answer, or the first rank's problem."""
         answers: list = [None] * self.group.size()
         dist.all_gather_object(answers, answer, group=self.group)
         problems = (f"on rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
         return next(problems, answers)
 
     def _execute(self, part: "_Round", own: Sequence[Field], staging: torch.Tensor) -> None:
-        """Ranks need not wait for each other between rounds: each overwrites only what it has packed itself."""
+        """Execute a round. Ranks need not wait for each other between rounds: each only overwrites what it packed."""
         for parcel in part.leaving:
             _pack(parcel, own, staging)
         self._exchange(part, staging)
@@ -262,12 +274,12 @@ class OwnershipTransfer:
 
 
 class _Parcel(NamedTuple):
-    """What goes to or comes from one rank in a round, one message after the other."""
+    """The messages to or from one rank in a round, one after the other."""
 
     peer: int
     messages: list[Message]
     start: int
-    """In the staging, bytes."""
+    """First byte in the staging."""
 
     @property
     def stop(self) -> int:
@@ -282,7 +294,7 @@ class _Parcel(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """One rank's part of a round; what it sends itself leaves and arrives at one place in the staging."""
+    """One rank's part of a round; a parcel from the rank to itself is staged once."""
 
     leaving: list[_Parcel]
     arriving: list[_Parcel]
@@ -300,7 +312,7 @@ class _Round(NamedTuple):
 
 
 def _parcels(messages: Sequence[tuple[int, Message]], start: int) -> list[_Parcel]:
-    """One for each peer, ascending, in the staging from `start` on."""
+    """Return one parcel for each peer, in ascending order, staged from byte `start` on."""
     parcels = []
     for peer in sorted({peer for peer, _ in messages}):
         start = -(-start // ALIGNMENT) * ALIGNMENT
@@ -310,7 +322,7 @@ def _parcels(messages: Sequence[tuple[int, Message]], start: int) -> list[_Parce
 
 
 def _staging(rounds: Sequence[_Round]) -> torch.Tensor:
-    """Bytes for any of the rounds."""
+    """Allocate staging that is large enough for every round."""
     num_bytes = max((part.num_bytes for part in rounds), default=0)
     return torch.empty(num_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
 
