@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from megatron_balance.files.output_files import staged, writing
+from megatron_balance.files.writing import staged, writing
 
 # pydoc_data is the English domain once more, as a Python string.
 EXCLUDED_FOLDERS = frozenset(

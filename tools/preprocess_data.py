@@ -31,7 +31,7 @@ from textfiles import BadLine, existing_file, parse_line, positive_int
 
 from megatron_balance.config.flags import add_flags, build
 from megatron_balance.config.run_config import TokenizerConfig
-from megatron_balance.files.output_files import staged, writing
+from megatron_balance.files.writing import staged, writing
 from megatron_balance.training.tokenizer import build_tokenizer
 
 CHUNK_BYTES = 2**18

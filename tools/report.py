@@ -27,7 +27,7 @@ from rich.table import Table
 from textfiles import positive_int
 from timeline_picture import picture
 
-from megatron_balance.files.output_files import staged
+from megatron_balance.files.writing import staged
 from megatron_balance.flow.plan import Split
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from textfiles import BadLine, existing_file, parse_line, positive_int
 
-from megatron_balance.files.output_files import staged, writing
+from megatron_balance.files.writing import staged, writing
 
 # SentencePiece drops sentences above 4192 bytes; a character takes up to 4.
 SENTENCE_CHARACTERS = 1000

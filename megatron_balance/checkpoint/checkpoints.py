@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_balance.checkpoint import manifest, run_state, saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.held_directory import HeldDirectory, unseen
 from megatron_balance.checkpoint.lease import LeaseLost
+from megatron_balance.checkpoint.save_directory import SaveDirectory, write_obstacle
 from megatron_balance.checkpoint.search import find_sound
 from megatron_balance.checkpoint.writer import (
     COMMON,
@@ -35,7 +35,7 @@ from megatron_balance.checkpoint.writer import (
     ShardStrategy,
     common_state_in_memory,
 )
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.writing import writing
 from megatron_balance.job.errors import CheckpointError, gather, outcome, raise_everywhere
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
@@ -66,7 +66,7 @@ class Checkpoints:
     patience: float
     """Seconds without progress after which a writer counts as stalled."""
 
-    held: InitVar[HeldDirectory | None] = None
+    held: InitVar[SaveDirectory | None] = None
     """Where it saves; default: `--save`, taken by `prepare` or the first save."""
 
     in_flight: _Save | None = None
@@ -75,10 +75,10 @@ class Checkpoints:
 
     _strategy: ShardStrategy | FullyParallelSaveStrategyWrapper | None = field(default=None, repr=False)
 
-    def __post_init__(self, held: HeldDirectory | None) -> None:
+    def __post_init__(self, held: SaveDirectory | None) -> None:
         self.settings = self.run.config.checkpoint
         save = self.settings.save
-        self.place = held or HeldDirectory(Path(save) if save else None)
+        self.place = held or SaveDirectory(Path(save) if save else None)
         self.directory = self.place.directory
 
     def prepare(self) -> None:
@@ -117,17 +117,17 @@ class Checkpoints:
         )
         if not self.place.is_held:
             self.place.prepare()
-        with self._failing(iteration):
+        with self._as_checkpoint_error(iteration):
             self.in_flight = self._start(self.directory, iteration)
         if not self.settings.async_save:
             self.finish()
 
     def _start(self, directory: CheckpointDirectory, iteration: int) -> _Save:
         start = time.perf_counter()
-        staged = on_first_rank(lambda: self._owned(directory).stage(iteration))
+        staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
         save = _Save(iteration, staged, start)
-        with self._undoing(save):
-            reason = unseen(staged)
+        with self._removing_on_failure(save):
+            reason = write_obstacle(staged)
             raise_everywhere(OSError(reason) if reason else None)
             save.writer = self._plan(staged)
             raise_everywhere(outcome(save.writer.start))
@@ -194,7 +194,7 @@ class Checkpoints:
         writing, failed = state.tolist()
         if failed:
             self.in_flight = None
-            with self._failing(save.iteration), self._undoing(save):
+            with self._as_checkpoint_error(save.iteration), self._removing_on_failure(save):
                 raise_everywhere(error)
         return not writing
 
@@ -202,7 +202,7 @@ class Checkpoints:
         directory, writer = self.directory, save.writer
         assert directory is not None and writer is not None
         self.in_flight = None
-        with self._failing(save.iteration), self._undoing(save):
+        with self._as_checkpoint_error(save.iteration), self._removing_on_failure(save):
             written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object((writer.results(), writer.entries()), written)
             writer.stop()
@@ -226,18 +226,18 @@ class Checkpoints:
         files |= {path.name: manifest.sync_and_digest(path) for path in common}
         origin = self.place.origin()
         manifest.write(save.staged, save.iteration, origin, files)
-        self._owned(directory).commit(save.staged, save.iteration)
+        self._still_held(directory).commit(save.staged, save.iteration)
         limits = self.settings.keep_last, self.settings.save_retain_interval
-        return self._owned(directory).prune(origin.run, save.iteration, *limits)
+        return self._still_held(directory).prune(origin.run, save.iteration, *limits)
 
-    def _owned(self, directory: CheckpointDirectory) -> CheckpointDirectory:
+    def _still_held(self, directory: CheckpointDirectory) -> CheckpointDirectory:
         """The directory, once it is certain that it is still this job's. On rank 0."""
         assert self.place.lease is not None
         self.place.lease.check()
         return directory
 
     @contextlib.contextmanager
-    def _failing(self, iteration: int) -> Iterator[None]:
+    def _as_checkpoint_error(self, iteration: int) -> Iterator[None]:
         """Turn what all ranks agreed has gone wrong inside into a CheckpointError that says what is left."""
         assert self.directory is not None
         try:
@@ -249,7 +249,7 @@ class Checkpoints:
             raise CheckpointError(text) from error
 
     @contextlib.contextmanager
-    def _undoing(self, save: _Save) -> Iterator[None]:
+    def _removing_on_failure(self, save: _Save) -> Iterator[None]:
         """Remove what was written if all ranks agree that something has gone wrong inside."""
         try:
             yield
@@ -284,16 +284,16 @@ class Checkpoints:
             if found is not None:
                 with _reading(found):
                     self._load(found, weights_only)
-                self._tell_runs_apart()
+                self._warn_of_other_runs()
                 return
-        self._tell_runs_apart()
+        self._warn_of_other_runs()
         if settings.load is None:
             return
         if settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
         self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
 
-    def _tell_runs_apart(self) -> None:
+    def _warn_of_other_runs(self) -> None:
         if self.place.is_held and (others := on_first_rank(self.place.others)):
             self.log.message(
                 f"WARNING: --save {self.settings.save}: holds {others}, and this is run {self.place.run}; they stay, "

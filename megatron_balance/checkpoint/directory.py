@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_balance.checkpoint import manifest
-from megatron_balance.files.input_files import KIB, read_bounded
-from megatron_balance.files.output_files import sync, writing
+from megatron_balance.files.reading import KIB, read_bounded
+from megatron_balance.files.writing import sync, writing
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = KIB
@@ -143,7 +143,7 @@ class CheckpointDirectory:
             shutil.rmtree(aside)
         return doomed
 
-    def of_others(self, run: str) -> dict[str, list[int]]:
+    def iterations_of_other_runs(self, run: str) -> dict[str, list[int]]:
         """Iterations of checkpoints that are not from this run, by their runs."""
         found: dict[str, list[int]] = {}
         for iteration in self.iterations():

@@ -38,7 +38,7 @@ BYTES = 2048
 """Of every lease: a renewal writes in place, and needs no room."""
 
 RENEW_SECONDS = 2.0
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 STALE_SECONDS = 120.0
 """Without a renewal. A rank may hold the interpreter's lock for a minute or two, while it indexes a dataset."""
 
@@ -167,7 +167,7 @@ class Lease:
         self._ending = threading.Event()
 
     def attempt(self) -> bool:
-        """Take the lease if it is free; False: look again in LOOK_SECONDS.
+        """Take the lease if it is free; False: look again in POLL_SECONDS.
 
         Raises:
             ValueError: somebody else holds it; says who.
@@ -183,7 +183,7 @@ class Lease:
             if not told and (whom := self.waiting_for()):
                 say(whom)
                 told = True
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def waiting_for(self) -> str:
         """Whom `attempt` waits for, for people; empty: nobody yet."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 NAME = "manifest.json"

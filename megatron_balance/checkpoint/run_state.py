@@ -105,7 +105,7 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     state: dict[str, Any] = dict(models)
     if "optimizer" in parts:
         allocate(run.optimizer)
-        with _shown_by_name():
+        with _reprs_without_values():
             optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         half = run.config.transformer.bf16 or run.config.transformer.fp16
         _name_main_parameters(optimizer, models, half, is_loading)
@@ -113,14 +113,14 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
         state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
     if "chunks" in parts:
         assert run.chunks is not None
-        state["chunks"] = _of_this_rank("chunks", run.chunks.state())
+        state["chunks"] = _per_rank_object("chunks", run.chunks.state())
     if "rng" in parts:
-        state["rng_state"] = _of_this_rank("rng_state", random_states())
+        state["rng_state"] = _per_rank_object("rng_state", random_states())
     return state
 
 
 @contextlib.contextmanager
-def _shown_by_name() -> Iterator[None]:
+def _reprs_without_values() -> Iterator[None]:
     """megatron-core formats tensors for a debug line; their values would each cost a wait for the device."""
 
     def name(shard: ShardedBase) -> str:
@@ -133,10 +133,10 @@ def _shown_by_name() -> Iterator[None]:
 def balancer_state(run: Run) -> ShardedStateDict:
     """The placements and predictions of this rank. They are loaded before all else: they say which expert is where."""
     assert run.balancer is not None
-    return {"balancer": _of_this_rank("balancer", run.balancer.state())}
+    return {"balancer": _per_rank_object("balancer", run.balancer.state())}
 
 
-def _of_this_rank(name: str, value: Any) -> ShardedObject:
+def _per_rank_object(name: str, value: Any) -> ShardedObject:
     return ShardedObject(name, value, (dist.get_world_size(),), (dist.get_rank(),))
 
 

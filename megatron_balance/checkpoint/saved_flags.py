@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.files.input_files import MIB, read_object, shown
+from megatron_balance.files.reading import MIB, read_object, shown
 from megatron_balance.messages import cleaned
 
 FILE = "arguments.json"
@@ -47,7 +47,7 @@ TOKENIZER_FIELDS = (
 CHECKPOINT_FIELDS = (*MODEL_FIELDS, *TOKENIZER_FIELDS)
 """What is read from a checkpoint."""
 
-SPELLED = {
+FLAG_NAMES = {
     "num_moe_experts": "--num-experts",
     "layernorm_epsilon": "--norm-epsilon",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
@@ -55,7 +55,7 @@ SPELLED = {
 }
 """Flags that are not called as their fields are."""
 
-WITHOUT_WEIGHTS = (
+CHANGEABLE_FIELDS = (
     *("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling"),
     *("rotary_seq_len_interpolation_factor", "activation_func_clamp_value", "fp32_residual_connection"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
@@ -122,7 +122,7 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
     return converted if entries is value else converted[0]
 
 
-def of_newest(root: Path, step: int | None) -> dict[str, Any]:
+def read_newest(root: Path, step: int | None) -> dict[str, Any]:
     """`read` of the checkpoint that `--load root` would begin with.
 
     Raises:
@@ -137,7 +137,7 @@ def of_newest(root: Path, step: int | None) -> dict[str, Any]:
 
 def flag_of(name: str) -> str:
     """A field's flag."""
-    return SPELLED.get(name, f"--{name.replace('_', '-')}")
+    return FLAG_NAMES.get(name, f"--{name.replace('_', '-')}")
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
@@ -147,5 +147,5 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str],
     for name in MODEL_FIELDS:
         if name in saved and name in mine and saved[name] != mine[name]:
             text = f"{flag_of(name)} {mine[name]}: the checkpoint has {saved[name]}"
-            (reported if name in WITHOUT_WEIGHTS else refused).append(text)
+            (reported if name in CHANGEABLE_FIELDS else refused).append(text)
     return refused, reported

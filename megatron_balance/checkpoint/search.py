@@ -11,7 +11,7 @@ from megatron_balance.job.errors import CheckpointError, gather, outcome
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
 
-LOOKS = 3
+MAX_ATTEMPTS = 3
 """At a directory whose checkpoints are deleted while they are read: the run that saves there has newer ones by then."""
 
 
@@ -23,7 +23,7 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
     Raises:
         CheckpointError: checkpoints are there, but none is sound (or that of `step` is not).
     """
-    for _ in range(LOOKS):
+    for _ in range(MAX_ATTEMPTS):
         candidates, notices = on_first_rank(lambda: _candidates(directory, step))
         for notice in notices:
             log.message(f"WARNING: {notice}")

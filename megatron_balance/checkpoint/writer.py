@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_balance.checkpoint import manifest
-from megatron_balance.files.output_files import system_error, writing
+from megatron_balance.files.writing import system_error, writing
 
 # megatron-core would start a server process for a queue that is not used here
 filesystem_async._results_queue = queue.SimpleQueue()

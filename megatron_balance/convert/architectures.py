@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_balance.convert.config_fields import ROPE, Fields, read_config
 from megatron_balance.convert.pieces import Join, Piece, QueryKeyValue, Rows, Same, Size
-from megatron_balance.files.input_files import shown
+from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
 Config = Fields

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.cli.checks import AT_MOST
-from megatron_balance.files.input_files import number_in, shown
+from megatron_balance.files.reading import number_in, shown
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 
 from megatron_balance.checkpoint import manifest, saved_flags
 from megatron_balance.checkpoint.directory import UNFINISHED, CheckpointDirectory
-from megatron_balance.checkpoint.held_directory import new_run, utc, versions
 from megatron_balance.checkpoint.lease import NAME as LEASE
 from megatron_balance.checkpoint.lease import Lease, Owner
 from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.checkpoint.save_directory import new_run, utc, versions
 from megatron_balance.checkpoint.writer import COMMON
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
@@ -26,10 +26,10 @@ from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import Weights
 from megatron_balance.device.machine import Machine
-from megatron_balance.files.input_files import MIB, inside, read_object
-from megatron_balance.files.output_files import INCOMPLETE, staged, writing
+from megatron_balance.files.reading import MIB, inside, read_object
+from megatron_balance.files.writing import INCOMPLETE, staged, writing
 
-BESIDE = "huggingface"
+HF_DIRECTORY = "huggingface"
 """Directory beside the checkpoints of an imported model: its config.json, its tokenizer."""
 
 LISTED = 20
@@ -53,7 +53,7 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
     model, weights = checked_model(source, without)
-    config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
+    config = run_config(model, (target / HF_DIRECTORY).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
         return piece.join.join([weights.read(name) for name in piece.sources])
@@ -62,7 +62,7 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
         return weights.dtypes[piece.sources[0]]
 
     with _fresh(target, say) as lease:
-        with staged(target / BESIDE) as beside:
+        with staged(target / HF_DIRECTORY) as beside:
             safetensors_files.carry(source, beside)
         _begin(lease, _told(model.pieces(), say), dtype, make, saved_flags.to_json(config), source)
 
@@ -146,7 +146,7 @@ def _check_empty(target: Path, may_be_there: Callable[[Path], object] = lambda p
 def _is_left_over(path: Path) -> bool:
     """Whether an import that was killed has left it, of which the next one takes the place."""
     return not path.is_symlink() and (
-        path.name == BESIDE or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
+        path.name == HF_DIRECTORY or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
     )
 
 
@@ -184,7 +184,7 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
         ValueError: the checkpoint is not one of such a model, or damaged; names what.
         OSError: `target` cannot be written. Nothing is left of what was written.
     """
-    beside = files_of or source / BESIDE
+    beside = files_of or source / HF_DIRECTORY
     if not (beside / "config.json").exists():
         raise ValueError(f"{beside}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
     _check_empty(target)

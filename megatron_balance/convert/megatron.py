@@ -19,7 +19,7 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.convert import torch_dist
 from megatron_balance.convert.pieces import Piece, Rows, Same, Size
-from megatron_balance.files.input_files import shown
+from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
 MODEL = ("embedding.", "decoder.", "output_layer.")

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_balance.checkpoint.manifest import is_plain_name
-from megatron_balance.files.input_files import MIB, check_regular, inside, read_bounded, read_object
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.reading import MIB, check_regular, inside, read_bounded, read_object
+from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 INDEX = "model.safetensors.index.json"

@@ -35,7 +35,7 @@ from megatron_balance.checkpoint.manifest import Damaged
 from megatron_balance.checkpoint.safe_pickle import check_pickles
 from megatron_balance.checkpoint.writer import CONFIG, METADATA
 from megatron_balance.convert.pieces import Piece
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 

@@ -81,7 +81,7 @@ def agree(store: dist.Store, me: Member, facts: Facts, timeout_minutes: float, w
             store.set_timeout(datetime.timedelta(seconds=MISSING_SECONDS))
             outcome = _decide(store, _missing(store, me.world_size, timeout_minutes, where))
         if outcome != AGREED:
-            _let_others_hear(store, me, FAREWELL_SECONDS)
+            _wait_until_read(store, me, FAREWELL_SECONDS)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise ValueError(
             f"{where} (MASTER_ADDR, MASTER_PORT): the key-value store is gone ({cleaned(error, 80)}); look at what "
@@ -104,12 +104,12 @@ def decline(store: dist.Store, me: Member, problem: str) -> None:
     _decide(store, f"rank {me.rank} on {cleaned(socket.gethostname(), 80)} cannot start: {problem}")
     if me.rank == 0:
         store.set("digest", DECLINED)
-    _let_others_hear(store, me, DECLINE_SECONDS)
+    _wait_until_read(store, me, DECLINE_SECONDS)
 
 
 def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> str:
     """Join, compare, await the decision. DistStoreError: not within the time."""
-    name = _in_person()
+    name = _process_name()
     first = store.compare_set(f"member/{me.rank}", "", name).decode()
     if first != name:
         return _decide(store, _twice(me.rank, first, name))
@@ -128,7 +128,7 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
         )
     if digest != _digest(facts):
         theirs = json.loads(_await(store, "facts", deadline))
-        store.set(f"differs/{me.rank}", json.dumps(_their_own(facts, theirs)))
+        store.set(f"differs/{me.rank}", json.dumps(_differing_facts(facts, theirs)))
         store.append("differing", f"{me.rank} ")
     if store.add("compared", 1) == me.world_size:
         return _decide(store, _conclusion(store, me.world_size, deadline))
@@ -177,14 +177,14 @@ def _twice(rank: int, first: str, second: str) -> str:
     )
 
 
-def _let_others_hear(store: dist.Store, me: Member, seconds: float) -> None:
+def _wait_until_read(store: dist.Store, me: Member, seconds: float) -> None:
     heard, deadline = store.add("heard", 1), time.monotonic() + seconds
     while me.holds_store and heard < me.world_size and time.monotonic() < deadline:
         time.sleep(0.05)
         heard = store.add("heard", 0)
 
 
-def _in_person() -> str:
+def _process_name() -> str:
     """This process, for people; no other one is called so."""
     started = datetime.datetime.now().strftime("%H:%M:%S.%f")
     return f"process {os.getpid()} of {started} on {cleaned(socket.gethostname(), 80)}"
@@ -194,7 +194,7 @@ def _digest(facts: Facts) -> str:
     return hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _their_own(facts: Facts, reference: Facts) -> dict[str, str | None]:
+def _differing_facts(facts: Facts, reference: Facts) -> dict[str, str | None]:
     """Facts that are not the reference's; None: the reference has it alone."""
     return {name: facts.get(name) for name in {**facts, **reference} if facts.get(name) != reference.get(name)}
 

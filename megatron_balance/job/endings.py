@@ -21,7 +21,7 @@ class Ending(SystemExit):
 
 
 @contextlib.contextmanager
-def only_our_own(program: str) -> Iterator[None]:
+def guarded_exit(program: str) -> Iterator[None]:
     """Of what leaves the program without being an Exception, let only Endings pass.
 
     A SystemExit(0) out of a user's module would else be taken for success.
@@ -61,7 +61,7 @@ def unbreakable_output() -> Iterator[None]:
     finally:
         sys.stdout, sys.stderr = streams
         for stream in streams:
-            _let_go(stream)
+            _discard_unwritten(stream)
 
 
 class _Unbreakable:
@@ -92,7 +92,7 @@ class _Unbreakable:
         return getattr(self._stream, name)
 
 
-def _let_go(stream: Any) -> None:
+def _discard_unwritten(stream: Any) -> None:
     """What a stream cannot write at the end would make the interpreter's exit status 120."""
     try:
         stream.flush()

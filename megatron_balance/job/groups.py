@@ -79,7 +79,7 @@ def is_imagined() -> bool:
     return dist.get_backend() == "fake"
 
 
-def _from_all(value: object, job: dist.ProcessGroup) -> list[Any]:
+def _gather(value: object, job: dist.ProcessGroup) -> list[Any]:
     """What every rank of the job gives; those who do not exist give what this one does."""
     values: list[Any] = [value] * job.size()
     if not is_imagined():
@@ -103,11 +103,11 @@ def new_twin(
     return _new_groups(group, job, [everyone], timeout_minutes, "TWIN")[everyone]
 
 
-def new_group_of_like(
+def new_group_by_value(
     value: object, job: dist.ProcessGroup, timeout_minutes: float | None = None, name: str | None = None
 ) -> dist.ProcessGroup:
     """The ranks of the job that call this with an equal value; every rank of the job calls it. `name` is for people."""
-    values = _from_all(value, job)
+    values = _gather(value, job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     own: dist.ProcessGroup | None = None
     for kind in dict.fromkeys(values):
@@ -146,7 +146,7 @@ def _new_groups(
     timeout_minutes: float | None,
     suffix: str,
 ) -> dict[Members, dist.ProcessGroup]:
-    every = _from_all(dist.get_process_group_ranks(ep_group), job)
+    every = _gather(dist.get_process_group_ranks(ep_group), job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     created: dict[Members, dist.ProcessGroup] = {}
     for ranks in sorted(set(map(tuple, every))):

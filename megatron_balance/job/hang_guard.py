@@ -1,17 +1,17 @@
-"""A rank that stalls or dies ends the whole job, and every other rank says which it was.
+"""End the whole job when one rank stalls or dies, with every other rank naming that rank.
 
-Two threads per rank, so that nothing that may block stands between a stall and the exit:
+Each rank runs two threads, so that nothing that may block delays the exit after a stall:
 
-- the watch looks at this process's main thread, or at autograd's thread that works for it, and raises the alarm when it
-  has waited for too long;
-- the voice talks to the job's key-value store, over a connection of its own. It leaves a pulse every period and looks
-  for an alarm. After one, every rank reports what it does; the rank that raised it first draws the verdict, and all
+- The watchdog inspects this process's main thread, or the autograd thread that works for it, and raises the alarm when
+  that thread has waited for too long.
+- The reporter uses the job's key-value store over its own connection. Once a period it writes a heartbeat and looks for
+  an alarm. After an alarm, every rank writes a report; the rank that raised it first draws the verdict, and all ranks
   print it before the first of them exits.
 
-If the store is lost with the rank that holds it, the watch ends this rank without the voice. Silence alone is no alarm:
-a rank may hold the interpreter's lock for minutes, while it indexes a dataset for example. Only a rank that waits for
-longer than the limit, that fails, or that loses the store raises it; and the first rank, if no rank at all has made a
-step of an iteration for IDLE_LIMITS limits.
+If the store is lost together with the rank that holds it, the watchdog ends this rank without the reporter. Silence
+alone raises no alarm: a rank may hold the interpreter's lock for minutes, for example while it indexes a dataset. A
+rank raises the alarm only if it waits for longer than the limit, fails, or loses the store. In addition, rank 0 raises
+it if no rank has completed a step for IDLE_LIMITS limits.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.endings import INTERRUPTED, Ending, raised_in
 from megatron_balance.job.stall import (
     STEPPING,
+    Heartbeat,
     Position,
-    Pulse,
     Report,
     code_place,
     deciding_frame,
@@ -47,7 +47,7 @@ from megatron_balance.job.stall import (
 )
 
 MAX_PERIOD = 0.5
-"""Seconds between two pulses, at most; a tenth of the limit if that is less."""
+"""Seconds between two heartbeats, at most; a tenth of the limit if that is less."""
 
 REPORT_SECONDS = 3.5
 """Time for the reports after an alarm: several periods, on machines with more ranks than cores too."""
@@ -102,7 +102,7 @@ class HangGuard:
         self._lost = self._ended = False
         self._wake, self._concluded = threading.Event(), threading.Event()
         self._speaking, self._spoken = threading.Lock(), False
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watch, self._voice)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watchdog, self._reporter)]
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def follow(self, position: Position) -> None:
@@ -160,7 +160,7 @@ class HangGuard:
 
     # The watch
 
-    def _watch(self) -> None:
+    def _watchdog(self) -> None:
         last_steps, last, since = -1, None, time.monotonic()
         before = since
         while not self._wake.wait(self._period):
@@ -262,12 +262,12 @@ class HangGuard:
 
     # The voice
 
-    def _voice(self) -> None:
+    def _reporter(self) -> None:
         while not self._wake.wait(self._period):
             try:
                 position = self._position
-                pulse = Pulse(position.iteration, position.phase, time.time(), self._idle)
-                self._store.set(f"pulse/{self._rank}", pulse.to_json())
+                heartbeat = Heartbeat(position.iteration, position.phase, time.time(), self._idle)
+                self._store.set(f"heartbeat/{self._rank}", heartbeat.to_json())
                 alarm = self._store.check(["alarm"]) or self._nobody_steps()
             except RuntimeError:
                 # A run that is about to end may lose the store before it has left the guarded block
@@ -291,8 +291,8 @@ class HangGuard:
         longest = IDLE_LIMITS * self._limit
         if self._rank != 0 or self._idle <= longest:
             return False
-        pulses = [None if text is None else Pulse.from_json(text) for text in self._told("pulse")]
-        return all(pulse is not None and pulse.idle > longest for pulse in pulses)
+        heartbeats = [None if text is None else Heartbeat.from_json(text) for text in self._read_all("heartbeat")]
+        return all(heartbeat is not None and heartbeat.idle > longest for heartbeat in heartbeats)
 
     def _conclude(self) -> None:
         """Report; draw the verdict or await it; print it; wait until all have. Who holds the store leaves last."""
@@ -319,10 +319,13 @@ class HangGuard:
             self._count_up_to("left", reported, FAREWELL_SECONDS)
 
     def _draw_verdict(self) -> str:
-        reports, pulses, entered = (self._told(kind) for kind in ("report", "pulse", "collectives"))
+        reports, heartbeats, entered = (self._read_all(kind) for kind in ("report", "heartbeat", "collectives"))
         found = [None if text is None else Report.from_json(text) for text in reports]
         said = verdict(
-            found, [None if text is None else Pulse.from_json(text) for text in pulses], time.time(), self._limit
+            found,
+            [None if text is None else Heartbeat.from_json(text) for text in heartbeats],
+            time.time(),
+            self._limit,
         )
         if any(report is not None and report.is_failure for report in found):
             # The others wait for the rank that failed, wherever they are
@@ -331,7 +334,7 @@ class HangGuard:
         difference = collective_order.report(records)
         return said if difference is None else f"{said}; {difference}"
 
-    def _told(self, kind: str) -> list[bytes | None]:
+    def _read_all(self, kind: str) -> list[bytes | None]:
         """What each rank has left under this name; None: nothing."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
         return [self._store.get(key) if self._store.check([key]) else None for key in keys]

@@ -125,7 +125,7 @@ def node_topology(launch: Launch, node_size: int | None) -> Topology:
 
 
 @contextlib.contextmanager
-def telling_others(launch: Launch) -> Iterator[None]:
+def declining_on_error(launch: Launch) -> Iterator[None]:
     """If the block fails, end the ranks that wait for this one in `start` as well, and tell them the reason."""
     try:
         yield
@@ -167,7 +167,7 @@ def start(
     Raises:
         ValueError: the processes cannot meet, some are missing, two have one rank, or their facts differ.
     """
-    with telling_others(launch):
+    with declining_on_error(launch):
         limits.open_files(backend, launch.world_size, launch.rank == launch.store_rank)
         if torch.cuda.is_available():
             _pick_device(launch.local_rank)

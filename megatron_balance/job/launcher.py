@@ -18,10 +18,10 @@ EXIT_STATUS = 1
 PERIOD = 0.5
 """Seconds between two looks at the launcher."""
 
-SPEAKING_SECONDS = 3
+MESSAGE_SECONDS = 3
 """After which this process ends though what it prints into takes nothing more."""
 
-FROM_THE_AGENT = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
+AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
 """Variables that torchrun's agent sets for what it starts, and which no agent has with the same values."""
 
 PR_SET_PDEATHSIG = 1
@@ -49,7 +49,7 @@ class Launcher:
 
 def find() -> Launcher | None:
     """torchrun's agent above this process; None: it was started by something else."""
-    if any(name not in os.environ for name in FROM_THE_AGENT):
+    if any(name not in os.environ for name in AGENT_VARIABLES):
         return None
     child, process = os.getpid(), os.getppid()
     while process > 1 and _has_our_variables(process) and (parent := _parent(process)):
@@ -69,7 +69,7 @@ def _watch(launcher: Launcher) -> None:
     while not launcher.has_ended():
         time.sleep(PERIOD)
     # The default action of SIGALRM is to end the process
-    signal.alarm(SPEAKING_SECONDS)
+    signal.alarm(MESSAGE_SECONDS)
     sentence = f"the launcher (process {launcher.process}) has ended; this rank ({os.environ['RANK']}) ends, too\n"
     with contextlib.suppress(OSError):
         os.write(2, sentence.encode())
@@ -98,7 +98,7 @@ def _has_our_variables(process: int) -> bool:
         theirs = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return all(f"{name}={os.environ[name]}".encode() in theirs for name in FROM_THE_AGENT)
+    return all(f"{name}={os.environ[name]}".encode() in theirs for name in AGENT_VARIABLES)
 
 
 def _parent(process: int) -> int:

@@ -19,7 +19,7 @@ DESCRIPTORS_PER_RANK = {"gloo": 8, "nccl": 0}
 STORE_CONNECTIONS = 2
 """Of each rank with the key-value store: the job's, and the hang guard's own."""
 
-AMPLE = 8
+HEADROOM = 8
 """So many times what is needed at least is asked for, where the system allows it."""
 
 
@@ -39,10 +39,10 @@ def open_files(backend: str, world_size: int, holds_store: bool) -> None:
     if _as_number(hard) < needed:
         raise ValueError(
             f"ulimit -n {hard}: a job of {world_size} processes needs about {needed} file descriptors in each; raise "
-            f"the limit with ulimit -n {AMPLE * needed} (as root, or in the settings of the service or container)"
+            f"the limit with ulimit -n {HEADROOM * needed} (as root, or in the settings of the service or container)"
         )
-    if _as_number(soft) < AMPLE * needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_as_number(hard), AMPLE * needed), hard))
+    if _as_number(soft) < HEADROOM * needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_as_number(hard), HEADROOM * needed), hard))
 
 
 def _as_number(limit: int) -> int:

@@ -59,7 +59,7 @@ STEPPING = ("forward-backward", "optimizer", "evaluation")
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Heartbeat:
     """The sign of life that a rank leaves behind every period."""
 
     iteration: int
@@ -74,7 +74,7 @@ class Pulse:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> "Pulse":
+    def from_json(cls, text: bytes | str) -> "Heartbeat":
         return cls(**json.loads(text))
 
 
@@ -125,7 +125,7 @@ def is_interruption(said: str) -> bool:
     return re.match(rf"rank \d+ {re.escape(_VERBS['interrupted'])} ", said) is not None
 
 
-def verdict(reports: Sequence[Report | None], pulses: Sequence[Pulse | None], now: float, limit: float) -> str:
+def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | None], now: float, limit: float) -> str:
     """Name the ranks that hold up the job, in one sentence.
 
     In this order: a rank that failed by itself, and ranks that do not answer; ranks busy with something else than
@@ -133,7 +133,7 @@ def verdict(reports: Sequence[Report | None], pulses: Sequence[Pulse | None], no
 
     Args:
         reports: of every rank; None where it gave none although it had the time to.
-        pulses: of every rank; None where it never gave one.
+        heartbeats: of every rank; None where it never gave one.
         now: Unix time, seconds.
         limit: seconds after which a wait counts as a stall.
     """
@@ -142,7 +142,7 @@ def verdict(reports: Sequence[Report | None], pulses: Sequence[Pulse | None], no
     first = min(failed, key=lambda rank: present[rank].time, default=None)
     named = [] if first is None else [f"rank {first} {present[first]} ({_position(present[first])})"]
     silent = [rank for rank, report in enumerate(reports) if report is None]
-    named += [f"rank {rank} stalled or died: {_silence(pulses[rank], now)}" for rank in silent]
+    named += [f"rank {rank} stalled or died: {_silence(heartbeats[rank], now)}" for rank in silent]
     if named:
         return _join(named)
 
@@ -164,14 +164,14 @@ def verdict(reports: Sequence[Report | None], pulses: Sequence[Pulse | None], no
     return _join(f"rank {rank} {report} ({_position(report)})" for rank, report in present.items())
 
 
-def _position(seen: Report | Pulse) -> str:
+def _position(seen: Report | Heartbeat) -> str:
     return f"iteration {seen.iteration}, {seen.phase}"
 
 
-def _silence(pulse: Pulse | None, now: float) -> str:
-    if pulse is None:
+def _silence(heartbeat: Heartbeat | None, now: float) -> str:
+    if heartbeat is None:
         return "no sign of life since the start"
-    return f"no sign of life for {max(0.0, now - pulse.time):.0f} s (last seen in {_position(pulse)})"
+    return f"no sign of life for {max(0.0, now - heartbeat.time):.0f} s (last seen in {_position(heartbeat)})"
 
 
 def _join(parts: Iterable[str]) -> str:

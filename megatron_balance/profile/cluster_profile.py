@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.files.input_files import MIB, number_in, read_object, shown
+from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.messages import cleaned
 
 VERSION = 2

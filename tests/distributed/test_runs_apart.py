@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.checkpoint import held_directory, manifest, saved_flags, search
+from megatron_balance.checkpoint import manifest, save_directory, saved_flags, search
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Owner, Record
@@ -175,15 +175,15 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read(ranks, tmp_path: Path) ->
 
 def prepare_apart(directory: str) -> str:
     """Rank 1 is on a host where the directory is another one."""
-    original = held_directory.unseen
+    original = save_directory.write_obstacle
     if dist.get_rank() == 1:
-        held_directory.unseen = lambda staged: original(staged.with_name("elsewhere"))
+        save_directory.write_obstacle = lambda staged: original(staged.with_name("elsewhere"))
     try:
-        held_directory.HeldDirectory(Path(directory)).prepare()
+        save_directory.SaveDirectory(Path(directory)).prepare()
     except ValueError as error:
         return str(error)
     finally:
-        held_directory.unseen = original
+        save_directory.write_obstacle = original
     return ""
 
 
@@ -197,5 +197,5 @@ def test_every_host_has_to_see_the_directory(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a"])
 def test_unseen_directories_are_told_with_their_host(tmp_path: Path, text: str) -> None:
-    found = held_directory.unseen(tmp_path / text)
+    found = save_directory.write_obstacle(tmp_path / text)
     assert found is None if not text else "No such file or directory" in found and "on host" in found

@@ -20,7 +20,7 @@ from megatron_balance.job.agreement import (
     MAX_VALUES,
     Facts,
     Member,
-    _their_own,
+    _differing_facts,
     agree,
     decline,
     difference,
@@ -151,7 +151,7 @@ facts_of_a_rank = st.dictionaries(
 @given(st.lists(facts_of_a_rank, min_size=2, max_size=9).filter(lambda every: any(own != every[0] for own in every)))
 def test_every_difference_is_told_with_its_values_and_ranks(every: list[dict[str, str]]) -> None:
     reference = every[0]
-    others = {rank: own for rank, facts in enumerate(every) if (own := _their_own(facts, reference))}
+    others = {rank: own for rank, facts in enumerate(every) if (own := _differing_facts(facts, reference))}
     # As they come through the store
     told = difference(reference, {rank: json.loads(json.dumps(own)) for rank, own in others.items()}, len(every))
     assert told.startswith("the ranks of this job differ: ")
@@ -170,7 +170,7 @@ def test_every_difference_is_told_with_its_values_and_ranks(every: list[dict[str
 
 
 @given(st.sets(st.integers(0, 40), min_size=1, max_size=12))
-def test_ranks_in_words_are_those_ranks(ranks: set[int]) -> None:
+def test_in_words_are_those_ranks(ranks: set[int]) -> None:
     words = in_words(sorted(ranks))
     if "..." in words:
         assert words.endswith(f"... ({len(ranks)} ranks)")

@@ -14,10 +14,10 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_balance.cli.arguments import build_parser, yaml_flags
 from megatron_balance.convert.conversion import import_model
-from megatron_balance.files.input_files import (
+from megatron_balance.files.reading import (
     KIB,
     MAX_DEPTH,
-    content_of,
+    content_digest,
     inside,
     number_in,
     parse_json,
@@ -263,26 +263,26 @@ def test_the_content_of_files(tmp_path: Path) -> None:
     file, directory = tmp_path / "file", tmp_path / "directory"
     directory.mkdir()
     file.write_text("a")
-    first = content_of(file)
+    first = content_digest(file)
     (tmp_path / "other").write_text("a")
-    assert content_of(tmp_path / "other") == first
+    assert content_digest(tmp_path / "other") == first
     file.write_text("b")
-    assert content_of(file) != first
-    empty = content_of(directory)
+    assert content_digest(file) != first
+    empty = content_digest(directory)
     (directory / "tokenizer.json").write_text("a")
-    assert content_of(directory) != empty
-    assert content_of(tmp_path / "nowhere") == "No such file or directory"
+    assert content_digest(directory) != empty
+    assert content_digest(tmp_path / "nowhere") == "No such file or directory"
     os.mkfifo(tmp_path / "fifo")
-    assert content_of(tmp_path / "fifo") == content_of(Path("/dev/zero")) == "no file"
+    assert content_digest(tmp_path / "fifo") == content_digest(Path("/dev/zero")) == "no file"
 
 
 def test_a_large_file_is_compared_in_places(tmp_path: Path) -> None:
     file, size = tmp_path / "file", 2**20
     file.write_bytes(bytes(size))
-    first = content_of(file, max_bytes=size - 1)
+    first = content_digest(file, max_bytes=size - 1)
     assert first.startswith(f"{size} bytes, ")
     for place in (0, size // 7, size - 1):
         content = bytearray(size)
         content[place] = 1
         file.write_bytes(content)
-        assert content_of(file, max_bytes=size - 1) != first
+        assert content_digest(file, max_bytes=size - 1) != first

@@ -246,7 +246,7 @@ def test_a_stopped_holder_that_wakes_does_not_go_on(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_dead_holder_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(lease, "STALE_SECONDS", 0.1)
     held(tmp_path)
     said: list[str] = []
@@ -257,7 +257,7 @@ def test_who_waits_for_a_dead_holder_says_so_once(tmp_path: Path, monkeypatch: p
 
 def test_the_thread_renews_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.05)
     holder = held(tmp_path)
     holder.keep()
     with pytest.raises(ValueError, match="run-a"):

@@ -84,5 +84,5 @@ def test_chunks_count_by_their_own_sizes() -> None:
         ([0, 1, 4, 5], "ranks 0, 1, 4, 5"),
     ],
 )
-def test_ranks_in_words(ranks, words: str) -> None:
+def test_in_words(ranks, words: str) -> None:
     assert in_words(ranks) == words

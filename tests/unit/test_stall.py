@@ -16,8 +16,8 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.stall import (
     MAX_NAMED,
+    Heartbeat,
     Position,
-    Pulse,
     Report,
     deciding_frame,
     error_place,
@@ -28,7 +28,7 @@ from megatron_balance.job.stall import (
 )
 
 NOW, LIMIT = 1000.0, 600.0
-PULSES = [Pulse(7, "forward-backward", NOW - 12)] * 3
+PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
 
 
 def report(activity: str = "waited", place: str = "all_reduce", iteration: int = 7, idle: float = 601.0, time=NOW):
@@ -82,7 +82,7 @@ def test_a_verdict_on_many_ranks_stays_readable() -> None:
 
 def test_reports_and_pulses_travel_as_text() -> None:
     assert Report.from_json(report().to_json().encode()) == report()
-    assert Pulse.from_json(PULSES[0].to_json()) == PULSES[0]
+    assert Heartbeat.from_json(PULSES[0].to_json()) == PULSES[0]
 
 
 def test_a_position_shows_progress() -> None:

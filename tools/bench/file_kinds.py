@@ -167,7 +167,7 @@ def profile_kind(folder: Path, _: Path) -> Kind:
 
 def cluster_kind(folder: Path, canary: Path) -> Kind:
     """`--balance-profile FILE.yaml`; what is accepted makes a plan."""
-    from megatron_balance.files.input_files import read_yaml
+    from megatron_balance.files.reading import read_yaml
     from megatron_balance.profile.cluster import Ranks, _plain, load_profile
 
     path, files = folder / "cluster.yaml", Path(__file__).parents[2] / "configs" / "clusters"

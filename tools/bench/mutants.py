@@ -30,7 +30,7 @@ COUNT = 200
 PLACES = (
     "flow/*.py", "comm/*.py", "placement/**/*.py", "timeline/*.py", "training/checkpoint*.py", "checkpoint/manifest.py",
     "checkpoint/writer.py", "checkpoint/safe_pickle.py", "checkpoint/run_state.py", "checkpoint/saved_flags.py",
-    "checkpoint/lease.py", "checkpoint/held_directory.py", "training/optimizer_state.py",
+    "checkpoint/lease.py", "checkpoint/save_directory.py", "training/optimizer_state.py",
 )  # fmt: skip
 """Where mutants are drawn from, below megatron_balance/."""
 

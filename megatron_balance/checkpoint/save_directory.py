@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import LOOK_SECONDS, Lease, Owner
+from megatron_balance.checkpoint.lease import POLL_SECONDS, Lease, Owner
 from megatron_balance.checkpoint.manifest import Origin
 from megatron_balance.job.errors import gather
 from megatron_balance.job.groups import on_first_rank
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 @dataclass
-class HeldDirectory:
+class SaveDirectory:
     """A directory that only this job changes, from `prepare` to `close`."""
 
     root: Path | None
@@ -82,10 +82,10 @@ class HeldDirectory:
             if self.lease is not None and not told and (whom := self.lease.waiting_for()):
                 print(whom, flush=True)
                 told = True
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         try:
             self.notices += on_first_rank(self._clean_up)
-            self._try_out(on_first_rank(self._stage))
+            self._check_all_ranks_can_write(on_first_rank(self._stage))
         except BaseException:
             self.close()
             raise
@@ -121,9 +121,9 @@ class HeldDirectory:
     def _unwritable(self, error: OSError) -> ValueError:
         return ValueError(f"--save {self.root}: cannot write there ({error}); choose another")
 
-    def _try_out(self, staged: Path) -> None:
+    def _check_all_ranks_can_write(self, staged: Path) -> None:
         """Whether every rank, wherever it runs, may write into what rank 0 has made."""
-        failures = gather(unseen(staged))
+        failures = gather(write_obstacle(staged))
         if dist.get_rank() == 0:
             staged.rmdir()
         for rank, failure in enumerate(failures):
@@ -148,7 +148,7 @@ class HeldDirectory:
     def others(self) -> str:
         """What lies in the directory of other runs, for people; empty: nothing. On rank 0."""
         assert self.directory is not None
-        found = self.directory.of_others(self.run)
+        found = self.directory.iterations_of_other_runs(self.run)
         return "; ".join(f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found.items())
 
     def origin(self) -> Origin:
@@ -162,7 +162,7 @@ class HeldDirectory:
             self.lease.release()
 
 
-def unseen(staged: Path) -> str | None:
+def write_obstacle(staged: Path) -> str | None:
     """Why this process cannot write into a directory, and on which host; None: it can."""
     try:
         os.stat(staged)

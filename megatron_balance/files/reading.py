@@ -278,7 +278,7 @@ def _deeper(json_text: bytes, depth: int) -> bool:
     return bool(brackets)
 
 
-def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
+def content_digest(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
     """A digest of a file, or of the files in a directory. Never raises: the code that uses the file reports errors.
 
     Args:
@@ -287,7 +287,7 @@ def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            inside = [f"{one.name} {content_of(one)}" for one in sorted(path.iterdir()) if one.is_file()]
+            inside = [f"{one.name} {content_digest(one)}" for one in sorted(path.iterdir()) if one.is_file()]
             return hashlib.blake2b("\n".join(inside).encode(), digest_size=8).hexdigest()
         if not stat.S_ISREG(mode):
             return "no file"
