@@ -137,7 +137,7 @@ def _prepare(asked: _Asked, guard: HangGuard, held: SaveDirectory) -> tuple[Run,
         log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
     # A writer that stalls is to be named before the ranks that wait for it
     patience = asked.config.launch.distributed_timeout_minutes * 60 / 2
-    checkpoints = Checkpoints(run, log, patience=patience, held=held)
+    checkpoints = Checkpoints(run, log, patience=patience, save_directory=held)
     checkpoints.prepare()
     checkpoints.load()
     return run, log, checkpoints

@@ -14,9 +14,10 @@ import torch
 from megatron_balance.checkpoint import manifest, saved_flags
 from megatron_balance.checkpoint.directory import UNFINISHED, CheckpointDirectory
 from megatron_balance.checkpoint.lease import NAME as LEASE
-from megatron_balance.checkpoint.lease import Lease, Owner
+from megatron_balance.checkpoint.lease import Lease
+from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.checkpoint.manifest import Origin
-from megatron_balance.checkpoint.save_directory import new_run, utc, versions
+from megatron_balance.checkpoint.save_directory import new_run_name, package_versions, utc_now
 from megatron_balance.checkpoint.writer import COMMON
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
@@ -159,7 +160,7 @@ def _begin(
     source: Path,
 ) -> None:
     """Write the checkpoint of iteration 0."""
-    directory, started = CheckpointDirectory(lease.root), utc()
+    directory, started = CheckpointDirectory(lease.root), utc_now()
     path = directory.stage(0)
     torch_dist.write(path, files, dtype, make)
     common = io.BytesIO()
@@ -167,7 +168,14 @@ def _begin(
     for name, content in ((COMMON, common.getvalue()), (saved_flags.FILE, flags.encode())):
         with writing(path / name):
             (path / name).write_bytes(content)
-    origin = Origin(new_run(), socket.gethostname(), started, utc(), f"{source.resolve()}, converted", versions())
+    origin = Origin(
+        run=new_run_name(),
+        host=socket.gethostname(),
+        started=started,
+        saved=utc_now(),
+        parent=f"{source.resolve()}, converted",
+        versions=package_versions(),
+    )
     manifest.write(path, 0, origin, {file.name: manifest.sync_and_digest(file) for file in path.iterdir()})
     lease.check()
     directory.commit(path, 0)

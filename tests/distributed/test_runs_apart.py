@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron_balance.checkpoint import manifest, save_directory, saved_flags, search
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Owner, Record
+from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Record
+from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.job.errors import CheckpointError
 from megatron_balance.training.loop import train_step
 from tests.distributed.checkpoints import Said, _forget
@@ -60,7 +61,9 @@ def lose(directory: str) -> tuple[str, list[str], list[str]]:
     """Save, lose the lease to a process on another host, save again: what is said, and the files before and after."""
     checkpoints, _ = trained(f"--save {directory} --keep-last 1")
     now = [0.0]
-    taker = Lease(Path(directory), Owner("other-run", "far", 7, "noon", machine="far"), "", lambda: now[0])
+    taker = Lease(
+        Path(directory), Owner("other-run", host="far", process=7, since="noon", machine="far"), "", lambda: now[0]
+    )
 
     def take() -> None:
         if dist.get_rank() == 0:
@@ -100,8 +103,8 @@ def resume(directory: str) -> list[tuple[str, list[str]]]:
     found = []
     for more in flags:
         checkpoints, said = trained(f"--save {directory} {more}")
-        found.append((checkpoints.place.run, said))
-        checkpoints.place.close()
+        found.append((checkpoints.save_directory.run, said))
+        checkpoints.save_directory.close()
         _forget()
     return found
 
@@ -161,7 +164,7 @@ def load_while_pruning(directory: str) -> str:
 
 
 def save_once(directory: str) -> None:
-    trained(f"--save {directory}")[0].place.close()
+    trained(f"--save {directory}")[0].save_directory.close()
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read(ranks, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def save(directory: CheckpointDirectory, iteration: int, keep_last: int | None =
 
 
 def origin(run: str = "this") -> manifest.Origin:
-    return manifest.Origin(run, "node7", "yesterday", "today", "", {})
+    return manifest.Origin(run=run, host="node7", started="yesterday", saved="today", parent="", versions={})
 
 
 def newest(directory: CheckpointDirectory) -> int:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import Lease, Owner, Record
+from megatron_balance.checkpoint.lease import Lease, Record
+from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.checkpoint.manifest import read as read_manifest
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.conversion import export_model, import_model, run_config

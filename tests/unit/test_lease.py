@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.checkpoint import lease
-from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner
+from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost
+from megatron_balance.checkpoint.lease_owner import Owner, process_state
 from tests.disks import fill, small_disk
 from tests.unit.leases import Clock, elsewhere, held, left, wanted
 
@@ -196,7 +197,7 @@ def test_on_one_host_the_process_tells(tmp_path: Path) -> None:
 
 
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> None:
-    state = lease._process_state(os.getppid())
+    state = process_state(os.getppid())
     parent = dataclasses.replace(Owner.here("first"), process=os.getppid(), started=state[1])
     wanted(tmp_path, parent).attempt()
     with pytest.raises(ValueError, match=f"run first, process {os.getppid()}"):
