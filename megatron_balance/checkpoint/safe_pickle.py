@@ -123,7 +123,7 @@ def _size(path: Path) -> int:
 def _read(path: Path, offset: int, length: int, whole: bool = True) -> bytes:
     """Return `length` bytes from `offset`; with `whole`, the file, which must not be longer than `length`."""
     if whole and _size(path) > length:
-        raise Damaged(path, f"has {_size(path)} bytes; {length} are the most that such a file has")
+        raise Damaged(path, f"has {_size(path)} bytes; such a file has at most {length}")
     try:
         with open(path, "rb") as file:
             file.seek(offset)

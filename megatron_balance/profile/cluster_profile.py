@@ -327,7 +327,7 @@ def _numbers(kind: Any, content: Any, where: str) -> Any:
 
 def _number(value: Any, where: str) -> Any:
     low, high, unit = RANGES[where.rpartition(".")[2]]
-    return number_in(value, low, high, where, unit, whole=not unit)
+    return number_in(value, low, high, where, unit=unit, whole=not unit)
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

@@ -233,7 +233,7 @@ def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
 def test_a_metadata_of_absurd_size(tmp_path: Path) -> None:
     with open(tmp_path / ".metadata", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(Damaged, match="are the most that such a file has"):
+    with pytest.raises(Damaged, match="such a file has at most"):
         check_metadata(tmp_path / ".metadata")
 
 

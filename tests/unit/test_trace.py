@@ -243,7 +243,7 @@ EVENT = {"ph": "X", "pid": 0, "tid": 1, "cat": "waits", "name": "L0", "ts": 1, "
 STRANGE = {
     "no JSON": ("{", "is not JSON"),
     "no object": ("[]", "holds a list instead of a JSON object"),
-    "nested": ("[" * 100_000, "more than 32 objects and arrays"),
+    "nested": ("[" * 100_000, "nests objects and arrays more than 32 deep"),
     "no events": ("{}", "is no timeline .*no list of traceEvents"),
     "no event": ('{"traceEvents": [1]}', "is no timeline .*1 among the traceEvents"),
     "another's event": (json.dumps({"traceEvents": [EVENT | {"cat": "kernel"}]}), "is no timeline .*stream 'kernel'"),
