@@ -48,7 +48,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
         assert ended.codes == [1, 1] and "Traceback" not in ended.text, ended.text
         assert f"error: --save {where}: another run saves there (run " in ended.text, ended.text
         assert f"process {first.ranks[0].pid} on host" in ended.text
-        assert "give this one another directory, or wait" in ended.text
+        assert "choose another directory, or wait" in ended.text
         first.signal(0, signal.SIGTERM)
         ended = first.wait()
     finally:

@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "running.md"
 
 
 def parsed(flags: str = "", cuda: bool = False) -> Parsed:
-    return parse_args(f"{BASE} {flags}".split(), Machine(1, cuda, False, False))
+    return parse_args(f"{BASE} {flags}".split(), Machine(1, cuda=cuda, transformer_engine=False, apex=False))
 
 
 def changed(flags: str = "", ours: str = "") -> dict[str, str]:

@@ -61,7 +61,7 @@ GOOD = (
 
 
 def parsed(flags: str) -> Parsed:
-    return parse_args(f"{GOOD} {flags}".split(), Machine(1, False, False, False))
+    return parse_args(f"{GOOD} {flags}".split(), Machine(1, cuda=False, transformer_engine=False, apex=False))
 
 
 def checkpoint(directory: Path, flags: str) -> Path:
@@ -137,7 +137,7 @@ def test_a_run_takes_the_model_from_its_checkpoint(tmp_path: Path, name: str, fl
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, [1.0, math.inf]])
 def test_settings_that_json_does_not_have_are_left_out(tmp_path: Path, value: Any) -> None:
     """megatron-core 0.19 has limits that are infinite by default."""
-    config = parse_args(GOOD.split(), Machine(1, False, False, False)).config
+    config = parse_args(GOOD.split(), Machine(1, cuda=False, transformer_engine=False, apex=False)).config
     before = saved_flags.to_json(config)
     config.optimizer.clip_grad = value
     assert json.loads(before)["optimizer"].keys() - json.loads(saved_flags.to_json(config))["optimizer"].keys() == {
@@ -178,7 +178,7 @@ def test_a_checkpoint_with_strange_flags(tmp_path: Path, name: str, value: Any) 
     path.write_text(json.dumps(content))
     run = [*f"--micro-batch-size 2 --train-iters 20 --lr 1e-3 --mock-data --load {tmp_path}".split()]
     with pytest.raises(ValueError, match=saved_flags.flag_of(name)):
-        parse_args([*run, "--use-checkpoint-args"], Machine(1, False, False, False))
+        parse_args([*run, "--use-checkpoint-args"], Machine(1, cuda=False, transformer_engine=False, apex=False))
 
 
 @pytest.mark.parametrize(
