@@ -115,7 +115,7 @@ def test_apex_without_what_is_taken_for_granted(module: str) -> None:
 
 @pytest.mark.parametrize("there", [{"apex"}, {"apex", "amp_C", *SOFTMAX}, {"transformer_engine"}, set()])
 def test_the_machine_here(there: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_is_there", there.__contains__)
+    monkeypatch.setattr(machine, "_is_installed", there.__contains__)
     here = Machine.here(3)
     assert (here.world_size, here.transformer_engine, here.apex) == (3, "transformer_engine" in there, "apex" in there)
     every = {*EXPECTED_MODULES, *GRADIENT, *SOFTMAX}
