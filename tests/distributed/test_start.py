@@ -213,7 +213,7 @@ def test_a_rank_without_memory(tmp_path: Path) -> None:
     assert ended.codes == [1, 1]
     told = (
         "rank 1 failed with OutOfResources: this machine's memory is too small for this run; "
-        "--dry-run shows what each rank needs for what (iteration 0, start); this rank ("
+        "--dry-run shows each rank's memory by use (iteration 0, start); this rank ("
     )
     for rank, output in enumerate(ended.output):
         assert output.splitlines()[-1].startswith(f"{told}{rank}) ")

@@ -65,7 +65,7 @@ class Meeting:
             self.heard[index] = "declined"
             return
         try:
-            agree(self.stores[index], me, facts, minutes, "somewhere:1")
+            agree(self.stores[index], me, facts, timeout_minutes=minutes, where="somewhere:1")
             self.heard[index] = "agreed"
         except ValueError as error:
             self.heard[index] = str(error)
@@ -112,7 +112,7 @@ def test_two_processes_of_one_rank() -> None:
 
 def test_two_sizes_of_the_job() -> None:
     heard = Meeting([(Member(0, 2, True), FACTS), (Member(1, 3), FACTS)]).heard
-    assert heard == ["WORLD_SIZE=3 on rank 1, but 2 on rank 0; start all processes of a job by the same launcher"] * 2
+    assert heard == ["WORLD_SIZE=3 on rank 1, but 2 on rank 0; start all processes of a job with the same launcher"] * 2
 
 
 @pytest.mark.parametrize("absent", [1, 0])
@@ -140,7 +140,7 @@ class Broken:
 
 def test_a_store_that_is_gone() -> None:
     with pytest.raises(ValueError, match=r"^here:1 \(MASTER_ADDR, MASTER_PORT\): the key-value store is gone \(Broken"):
-        agree(Broken(), Member(1, 2), FACTS, 0.01, "here:1")
+        agree(Broken(), Member(1, 2), FACTS, timeout_minutes=0.01, where="here:1")
 
 
 facts_of_a_rank = st.dictionaries(
