@@ -60,7 +60,14 @@ def pretrain(argv: list[str]) -> None:
     stopping, timeout = Stopping(config.train), config.launch.distributed_timeout_minutes * 60
     with (
         Collectives().recorded() as collectives,
-        HangGuard(store, launch.rank, launch.world_size, timeout, launch.store_rank, collectives) as guard,
+        HangGuard(
+            store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            limit=timeout,
+            store_rank=launch.store_rank,
+            collectives=collectives,
+        ) as guard,
     ):
         held = SaveDirectory(Path(config.checkpoint.save) if config.checkpoint.save else None, launch)
         with stopping.listening(), contextlib.closing(held):

@@ -112,13 +112,13 @@ def test_idle_is_who_makes_no_step_where_there_should_be_one() -> None:
     ],
 )
 def test_no_step_on_any_rank_is_a_stall(rank: int, own: float, others: float | None, alarm: bool) -> None:
-    guard = HangGuard(dist.HashStore(), rank, world_size=3, limit=LIMIT)
+    guard = HangGuard(dist.HashStore(), rank=rank, world_size=3, limit=LIMIT)
     guard._idle = own
     for number in range(3):
         idle = own if number == rank else others
         if idle is not None:
             guard._store.set(f"heartbeat/{number}", Heartbeat(2, "forward-backward", 0.0, idle).to_json())
-    assert guard._nobody_steps() is alarm
+    assert guard._all_idle() is alarm
 
 
 class Stream:

@@ -14,25 +14,15 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron_balance.job.collectives import Collectives
-from megatron_balance.job.stall import (
-    MAX_NAMED,
-    Heartbeat,
-    Position,
-    Report,
-    deciding_frame,
-    error_place,
-    is_communication_error,
-    stack_of,
-    verdict,
-    waits_in,
-)
+from megatron_balance.job.stacks import deciding_frame, error_place, is_communication_error, stack_of, waits_in
+from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Position, Report, verdict
 
 NOW, LIMIT = 1000.0, 600.0
 PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
 
 
 def report(activity: str = "waited", place: str = "all_reduce", iteration: int = 7, idle: float = 601.0, time=NOW):
-    return Report(iteration, "forward-backward", activity, place, idle, time)
+    return Report(iteration=iteration, phase="forward-backward", activity=activity, place=place, idle=idle, time=time)
 
 
 @pytest.mark.parametrize(
