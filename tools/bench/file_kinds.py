@@ -80,7 +80,7 @@ def config_kind(folder: Path, _: Path) -> Kind:
                 conversion.run_config(model, None)
                 if next(converted) <= CONVERTED:
                     conversion.import_model(folder / name, there, str)
-                    conversion.export_model(there, back, None, None, str)
+                    conversion.export_model(there, back, str)
         except ValueError as error:
             assert not said.getvalue() and "\n" not in str(error), said.getvalue() or error
             assert there.exists() is back.exists() is False, "something was left"
