@@ -95,7 +95,7 @@ def write_domain(path: Path, documents: list[tuple[str, str]], max_mb: float | N
 
 
 def _megabytes(text: str) -> float:
-    """argparse type: a size above 0."""
+    """Parse a size above 0, as an argparse type."""
     try:
         value = float(text)
     except ValueError:

@@ -277,7 +277,7 @@ class Lease:
         return True
 
     def _inherit(self, generation: int) -> bool:
-        """Reuse the file of the stale lease: on a full disk there is no other way to become the holder and clean up."""
+        """Reuse the previous lease's file: on a full disk, a new holder could not create one, and must clean up."""
         try:
             os.link(self._path(generation - 1), self._path(generation))
         except FileExistsError:
