@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class Checkpoints:
 
     run: Run
     log: RunLog
+    _: KW_ONLY
     patience: float
     """Seconds without progress after which a writer counts as stalled."""
 

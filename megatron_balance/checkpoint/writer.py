@@ -16,7 +16,7 @@ import queue
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -92,6 +92,7 @@ class _Part:
     path: Path
     process: BaseProcess
     pipe: Connection
+    _: KW_ONLY
     size: int = 0
     outcome: Any = None
     """megatron-core's write results, and the manifest entry."""

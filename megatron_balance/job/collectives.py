@@ -205,7 +205,7 @@ class Collectives:
 
     def _collective(self, method: Callable, verb: str, shape_of: Callable[..., _Shape]) -> Callable:
         def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            position = self._note(group.group_name, group, None, verb, shape_of(group, *args))
+            position = self._note(group.group_name, group, None, verb=verb, shape=shape_of(group, *args))
             return self._started(position, method(group, *args, **kwargs))
 
         return noted
@@ -217,7 +217,7 @@ class Collectives:
             if tag and dist.get_backend(group) == "gloo":
                 # NCCL matches messages by order alone; with gloo, threads may send messages that only tags tell apart
                 key += f" tag {tag}"
-            position = self._note(key, group, ends, verb, _Shape(tensors[0], sizes), detail=f"tag {tag}")
+            position = self._note(key, group, ends, verb=verb, shape=_Shape(tensors[0], sizes), detail=f"tag {tag}")
             return self._started(position, method(group, tensors, peer, tag))
 
         return noted
@@ -242,9 +242,9 @@ class Collectives:
         key: str,
         group: dist.ProcessGroup,
         ends: tuple[int, int] | None,
+        *,
         verb: str,
         shape: _Shape,
-        *,
         detail: str = "",
     ) -> tuple[str, int]:
         """Record an operation and return its position: the channel's key and the operation's number."""
