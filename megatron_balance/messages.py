@@ -1,31 +1,31 @@
-"""Texts that others wrote (exceptions of a user's code, names out of files), made fit for one line of a log."""
+"""Make text from outside, such as exceptions in a user's code or names in files, fit for one line of a log."""
 
 import re
 
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?", re.DOTALL)
-"""Terminal sequences: colours and movements, titles and links, and all others."""
+"""Terminal sequences: first colours and cursor movements, then titles and links, then all others."""
 
 _CUT = " ..."
 
 _SPARE = 20
-"""So many times the limit is read: what is removed may hide what follows it."""
+"""Multiple of the limit that is read, because characters that are removed do not count towards the limit."""
 
 
 def cleaned(text: object, limit: int = 200) -> str:
-    """One line of printable characters, at most `limit` of them, whatever `text` is; never raises.
+    """Return `text` as one line of at most `limit` printable characters. Never raise.
 
-    Line breaks and other runs of white space become a space, terminal sequences vanish, and each further character that
-    does not print (control characters, changes of direction, lone surrogates) becomes a question mark.
+    Each run of white space, including line breaks, becomes a space. Terminal sequences are removed. Any other character
+    that does not print (control characters, changes of direction, lone surrogates) becomes a question mark.
 
     Args:
         limit: at least 10.
     """
     try:
         whole = str(text)
-        # A subclass of str may redefine everything but this
+        # Not slicing or len: a subclass of str may override them
         start = str.__getitem__(whole, slice(limit * _SPARE))
         length = str.__len__(whole)
-    except BaseException:  # anybody's __str__: not even its SystemExit may end what reports it
+    except BaseException:  # __str__ may be a user's; not even its SystemExit may end the report
         return "(its text cannot be shown)"[:limit]
     words = _COLOURS.sub("", start).split()
     line = "".join(character if character.isprintable() else "?" for character in " ".join(words))
@@ -35,6 +35,6 @@ def cleaned(text: object, limit: int = 200) -> str:
 
 
 def described(error: BaseException, limit: int = 200) -> str:
-    """An exception in one line, `TypeError: its message`, as `cleaned` makes it."""
+    """Return an exception as one line, `TypeError: its message`, as `cleaned` formats it."""
     message = cleaned(error, limit)
     return cleaned(f"{type(error).__name__}: {message}" if message else type(error).__name__, limit)

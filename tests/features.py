@@ -84,7 +84,10 @@ def world_size(*names: str) -> int:
 def refusal(*names: str) -> str | None:
     """What is said to someone who wants them together; None: they work."""
     try:
-        parse_args(f"{BASE} {flags_of(*names)}".split(), Machine(world_size(*names), False, False, False))
+        parse_args(
+            f"{BASE} {flags_of(*names)}".split(),
+            Machine(world_size(*names), cuda=False, transformer_engine=False, apex=False),
+        )
     except ValueError as error:
         return str(error)
     return None

@@ -27,7 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_balance.job.collective_order import Event, Record, circle, differences, report
+from megatron_balance.job.collective_order import Event, Record, differences, find_cycle, report
 from megatron_balance.job.collectives import Collectives
 
 PRELOAD = ["tests.preload"]
@@ -157,7 +157,7 @@ def check_order(task: str, recorded: Sequence[tuple[Record, list[Event]]]) -> No
     for difference in differences(records):
         raise RankFailure(f"{task}: {difference}")
     messages = {key for record in records.values() for key, channel in record.items() if channel.is_message}
-    around = circle({rank: events for rank, (_, events) in enumerate(recorded)}, messages)
+    around = find_cycle({rank: events for rank, (_, events) in enumerate(recorded)}, messages)
     if around:
         known = {key: channel for record in records.values() for key, channel in record.items()}
         steps = (f"group {known[key].name}, operation {number}: {known[key].at(number)}" for key, number in around)

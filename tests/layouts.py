@@ -130,7 +130,7 @@ def reference(layout: Layout) -> str:
 @functools.cache
 def _refusal(world_size: int, flags: str) -> str | None:
     try:
-        parse_args(f"{BASE} {flags}".split(), Machine(world_size, False, False, False))
+        parse_args(f"{BASE} {flags}".split(), Machine(world_size, cuda=False, transformer_engine=False, apex=False))
     except ValueError as error:
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""Hugging Face models to checkpoints that training starts from, and back; upstream's checkpoints to ours.
+"""Convert Hugging Face models and Megatron-LM's checkpoints into checkpoints to train from, or back to Hugging Face.
 
     python tools/convert_checkpoint.py import --load-dir HF_MODEL --save-dir CHECKPOINTS
     python tools/convert_checkpoint.py export --load-dir CHECKPOINTS --save-dir HF_MODEL
@@ -6,10 +6,10 @@
     python tools/convert_checkpoint.py import-megatron --load-dir MEGATRON_CHECKPOINTS --save-dir CHECKPOINTS
 
 `import` writes iteration 0; train from it with `--load CHECKPOINTS --use-checkpoint-args`, on any layout. `export`
-takes the weights of the latest iteration. Both read and write piece by piece, check every file and every tensor's name
-and shape, and leave nothing behind if something is wrong. `roundtrip` does both and compares bit for bit.
-Known are DeepSeek-V2 and V3, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE, as safetensors, and torch_dist checkpoints of
-Megatron-LM. Nothing has to be cut for a layout: every layout reads the same checkpoint.
+converts the weights of the latest iteration. Both read and write piece by piece, check every file and every tensor's
+name and shape, and remove partial output after an error. `roundtrip` does both and compares bit for bit.
+Supported are DeepSeek-V2 and V3, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE, as safetensors, and torch_dist checkpoints of
+Megatron-LM. A checkpoint need not be split for a layout: every layout reads the same checkpoint.
 """
 
 import argparse
@@ -26,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=["import", "export", "roundtrip", "import-megatron"])
     parser.add_argument("--load-dir", type=Path, required=True)
     parser.add_argument("--save-dir", type=Path, help="does not apply to roundtrip")
-    parser.add_argument("--hf-dir", type=Path, help="export: config.json and tokenizer; default: as they were imported")
+    parser.add_argument("--hf-dir", type=Path, help="export: config.json and tokenizer; default: the imported ones")
     parser.add_argument(
         "--without",
         metavar="PREFIX",
         action="append",
         default=[],
-        help="import: leave out the tensors whose names begin so; may be given again",
+        help="import: leave out the tensors whose names have this prefix; may be repeated",
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration of the checkpoint to read; default: the latest")
     args = parser.parse_args(argv)
@@ -44,22 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu.install()
     from megatron_balance.convert.conversion import export_model, import_megatron, import_model
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"\r{args.action}: {text}", end="", file=sys.stderr, flush=True)
 
     try:
         if args.action == "import":
-            import_model(args.load_dir, args.save_dir, say, args.without)
+            import_model(args.load_dir, args.save_dir, log, args.without)
         elif args.action == "import-megatron":
-            import_megatron(args.load_dir, args.save_dir, args.ckpt_step, say)
+            import_megatron(args.load_dir, args.save_dir, log, args.ckpt_step)
         elif args.action == "export":
-            export_model(args.load_dir, args.save_dir, args.hf_dir, args.ckpt_step, say)
+            export_model(args.load_dir, args.save_dir, log, hf_dir=args.hf_dir, step=args.ckpt_step)
         else:
             with tempfile.TemporaryDirectory() as directory:
-                there, back = Path(directory, "there"), Path(directory, "back")
-                import_model(args.load_dir, there, say)
-                export_model(there, back, None, None, say)
-                compare(args.load_dir, back)
+                imported, exported = Path(directory, "imported"), Path(directory, "exported")
+                import_model(args.load_dir, imported, log)
+                export_model(imported, exported, log)
+                compare(args.load_dir, exported)
     except (ValueError, OSError) as error:
         print(f"\nconvert_checkpoint.py: error: {error}", file=sys.stderr)
         return 1
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(left: Path, right: Path) -> None:
-    """ValueError unless two models have the same tensors, bit for bit."""
+    """Raise ValueError unless two models have the same tensors, bit for bit."""
     import torch
 
     from megatron_balance.convert.safetensors_files import Weights
@@ -79,7 +79,7 @@ def compare(left: Path, right: Path) -> None:
         name for name in one.shapes.keys() & other.shapes.keys() if not torch.equal(one.read(name), other.read(name))
     ]
     if unequal:
-        raise ValueError(f"not the same after the way back: {', '.join(unequal[:20])}")
+        raise ValueError(f"differ after import and export: {', '.join(unequal[:20])}")
 
 
 if __name__ == "__main__":

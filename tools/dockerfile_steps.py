@@ -1,9 +1,9 @@
-"""Run the steps of a Dockerfile's stage without Docker: COPY and RUN in a directory that stands for the image's.
+"""Run the COPY and RUN steps of a Dockerfile's stage without Docker, in a directory in place of the image.
 
     python tools/dockerfile_steps.py --stage cpu --directory /tmp/image
 
-For a machine without a Docker engine. Nothing is isolated: RUN sees this machine's programs, and a step that would
-change the machine itself (apt-get, useradd) is shown and left out.
+For machines without a Docker engine. Nothing is isolated: RUN uses this machine's programs. A step that would change
+the machine itself (apt-get, useradd) is printed and skipped.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-OF_THE_MACHINE = re.compile(r"\b(apt-get|useradd)\b")
+CHANGES_MACHINE = re.compile(r"\b(apt-get|useradd)\b")
 
 
 class Step(NamedTuple):
@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 
 def stages(text: str) -> dict[str, list[Step]]:
-    """The instructions of every stage by its name, FROM first."""
+    """Return the instructions of every stage by name, starting with FROM."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     found: dict[str, list[Step]] = {}
     steps: list[Step] = []
@@ -38,12 +38,13 @@ def stages(text: str) -> dict[str, list[Step]]:
 
 
 def copied(step: Step) -> tuple[list[str], str]:
-    """Sources and target of a COPY."""
+    """Return the sources and the target of a COPY."""
     *sources, target = shlex.split(step.rest)
     return sources, target
 
 
 def copy(sources: list[str], target: Path) -> None:
+    """Copy the sources of a COPY, except those that .dockerignore excludes."""
     patterns = (ROOT / ".dockerignore").read_text().split()
     anywhere = shutil.ignore_patterns(*(pattern[3:] for pattern in patterns if pattern.startswith("**/")))
 
@@ -65,14 +66,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--stage", default="cpu")
-    parser.add_argument("--directory", type=Path, required=True, help="stands for WORKDIR; must not exist")
+    parser.add_argument("--directory", type=Path, required=True, help="used as WORKDIR; must not exist")
     arguments = parser.parse_args()
     directory = arguments.directory.resolve()
     directory.mkdir(parents=True)
     for step in stages((ROOT / "Dockerfile").read_text())[arguments.stage]:
-        left_out = step.instruction not in ("COPY", "RUN") or OF_THE_MACHINE.search(step.rest)
-        print(f"{'left out: ' if left_out else ''}{step.instruction} {step.rest}", flush=True)
-        if left_out:
+        skipped = step.instruction not in ("COPY", "RUN") or CHANGES_MACHINE.search(step.rest)
+        print(f"{'skipped: ' if skipped else ''}{step.instruction} {step.rest}", flush=True)
+        if skipped:
             continue
         if step.instruction == "COPY":
             sources, target = copied(step)

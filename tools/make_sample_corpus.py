@@ -1,7 +1,7 @@
-"""Write a small two-domain text corpus from the Python installation that runs this, with nothing to download.
+"""Write a small text corpus of two domains from this Python installation, without downloading anything.
 
-code.jsonl holds the standard library's sources, english.jsonl the reference manual behind `help()`. Each line is
-`{"text": ..., "source": ...}`; the same Python version gives the same bytes.
+code.jsonl holds the standard library's sources, and english.jsonl the reference manual behind `help()`. Each line is
+`{"text": ..., "source": ...}`. The same Python version produces the same bytes.
 
     python tools/make_sample_corpus.py --output-dir data/sample
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from megatron_balance.files.output_files import staged, writing
+from megatron_balance.files.writing import staged, writing
 
-# pydoc_data is the English domain once more, as a Python string.
+# pydoc_data contains the English domain as a Python string
 EXCLUDED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data")
 )
@@ -25,15 +25,15 @@ EXCLUDED_FOLDERS = frozenset(
 
 @dataclass
 class Written:
-    """What one domain's file came to."""
+    """Size of one domain's file."""
 
     documents: int = 0
     size: int = 0
-    """Bytes."""
+    """Size in bytes."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write both domains; returns the exit status."""
+    """Write both domains and return the exit status."""
     args = _parser().parse_args(argv)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     sources = code_files(stdlib)
@@ -60,14 +60,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def code_files(stdlib: Path) -> list[Path]:
-    """The Python sources below `stdlib` without tests and installed packages, in an order any machine gives."""
+    """Return the Python sources below `stdlib`, without tests and installed packages, in the same order everywhere."""
     relative = (path.relative_to(stdlib) for path in stdlib.rglob("*.py"))
     kept = (path for path in relative if EXCLUDED_FOLDERS.isdisjoint(path.parent.parts))
     return [stdlib / path for path in sorted(kept, key=Path.as_posix)]
 
 
 def read_utf8(path: Path) -> str | None:
-    """A file's text with its line ends as they are; None where it is not UTF-8."""
+    """Return a file's text with unchanged line ends; None if it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -75,14 +75,14 @@ def read_utf8(path: Path) -> str | None:
 
 
 def json_lines(documents: list[tuple[str, str]]) -> Iterator[bytes]:
-    """`(source, text)` pairs as JSONL; empty documents are left out."""
+    """Convert `(source, text)` pairs to JSONL, without empty documents."""
     for source, text in documents:
         if text.strip():
             yield json.dumps({"text": text, "source": source}, ensure_ascii=False).encode() + b"\n"
 
 
 def write_domain(path: Path, documents: list[tuple[str, str]], max_mb: float | None) -> Written:
-    """Write documents up to the first that would exceed `max_mb` megabytes (10^6 bytes; None: all)."""
+    """Write documents until the next would exceed `max_mb` megabytes (10^6 bytes); None writes all."""
     written = Written()
     with writing(path), path.open("wb") as file:
         for line in json_lines(documents):
@@ -95,7 +95,7 @@ def write_domain(path: Path, documents: list[tuple[str, str]], max_mb: float | N
 
 
 def _megabytes(text: str) -> float:
-    """argparse type: a size above 0."""
+    """Parse a size above 0, as an argparse type."""
     try:
         value = float(text)
     except ValueError:

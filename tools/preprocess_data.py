@@ -1,7 +1,7 @@
 """Tokenize JSONL text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
 
-Every input line is a JSON object with a string under each of --json-keys. The output does not depend on --workers,
-and it appears only when all of the input is done: after an error or Ctrl-C, older files are still there, untouched.
+Every input line is a JSON object with a string under each of --json-keys. The output does not depend on --workers and
+appears only when all input has been processed; after an error or Ctrl-C, older files are unchanged.
 
     python tools/preprocess_data.py --input data/sample/code.jsonl --output-prefix data/sample/code \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model data/sample/bpe.model --append-eod
@@ -30,7 +30,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megatron_balance.config.flags import add_flags, build
 from megatron_balance.config.run_config import TokenizerConfig
-from megatron_balance.files.output_files import staged, writing
+from megatron_balance.files.writing import staged, writing
 from megatron_balance.training.tokenizer import build_tokenizer
 from textfiles import BadLine, existing_file, parse_line, positive_int
 
@@ -39,15 +39,15 @@ BAD_LINES_SHOWN = 20
 
 
 class PreprocessingError(Exception):
-    """The settings or the input as a whole cannot give a dataset; the text says what to change."""
+    """The settings or the whole input cannot produce a dataset; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What turns a line into tokens. Hashable, so that each process builds the tokenizer once (`encoder`)."""
+    """Settings of tokenization. Hashable, so that each process builds the tokenizer once (`encoder`)."""
 
     tokenizer: TokenizerConfig
-    """Its special tokens are a tuple here."""
+    """The tokenizer's configuration, with special tokens as a tuple."""
     keys: tuple[str, ...]
     append_eod: bool
 
@@ -67,14 +67,14 @@ class EncodedChunk:
     """A chunk's tokens."""
 
     size: int
-    """Bytes of input."""
+    """Input size in bytes."""
     documents: dict[str, list[np.ndarray]]
-    """Per key one array [tokens] of the dataset's dtype for each document that has tokens."""
+    """For each key, one array [tokens] of the dataset's dtype per document that has tokens."""
     bad: list[BadLine] = dataclasses.field(default_factory=list)
 
 
 class Encoder:
-    """Lines -> tokens with one tokenizer."""
+    """Converts lines to tokens with one tokenizer."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -84,11 +84,11 @@ class Encoder:
         self.ending = np.array([end_of_document(self.tokenizer)] if settings.append_eod else [], dtype=np.int64)
 
     def encode_line(self, line: bytes) -> list[np.ndarray]:
-        """One array [tokens] per key; ValueError says what is wrong with the line."""
+        """Return one array [tokens] per key; raise ValueError if the line is invalid."""
         return [self.encode_text(text) for text in parse_line(line, self.settings.keys)]
 
     def encode_text(self, text: str) -> np.ndarray:
-        """The text's tokens [tokens] and, if it has any, the end-of-document token where one is asked for."""
+        """Return a text's tokens [tokens], with the end-of-document token if requested and the text is not empty."""
         try:
             tokens = np.array(self.tokenizer.tokenize(text) if text else [], dtype=np.int64)
         except (ValueError, OverflowError) as error:
@@ -100,7 +100,7 @@ class Encoder:
 
 
 def load_tokenizer(config: TokenizerConfig) -> Any:
-    """megatron-core's tokenizer for these settings; PreprocessingError where they do not describe one."""
+    """Return megatron-core's tokenizer for these settings; raise PreprocessingError if they are invalid."""
     special = config.tokenizer_special_tokens
     try:
         return build_tokenizer(dataclasses.replace(config, tokenizer_special_tokens=special and list(special)))
@@ -109,12 +109,12 @@ def load_tokenizer(config: TokenizerConfig) -> Any:
 
 
 def end_of_document(tokenizer: Any) -> int:
-    """The tokenizer's end-of-document token; PreprocessingError where it has none."""
+    """Return the tokenizer's end-of-document token; raise PreprocessingError if it has none."""
     try:
         token = tokenizer.eod
     except AttributeError:
         token = None
-    if token is None or not 0 <= token < tokenizer.vocab_size:  # SentencePiece says -1 for a model without </s>
+    if token is None or not 0 <= token < tokenizer.vocab_size:  # SentencePiece returns -1 for a model without </s>
         raise PreprocessingError(
             "--append-eod: the tokenizer has no end-of-document token; drop the flag, or use a model that has one "
             "(tools/train_tokenizer.py makes such models)"
@@ -124,12 +124,12 @@ def end_of_document(tokenizer: Any) -> int:
 
 @functools.cache
 def encoder(settings: Settings) -> Encoder:
-    """This process's encoder; worker processes inherit or rebuild it."""
+    """Return this process's encoder; worker processes inherit or rebuild it."""
     return Encoder(settings)
 
 
 def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
-    """Tokenize a chunk; bad lines are reported in the result, and no key of theirs is encoded."""
+    """Tokenize a chunk. Bad lines are listed in the result and not encoded under any key."""
     encoded = EncodedChunk(sum(map(len, chunk.lines)), {key: [] for key in settings.keys})
     for number, line in enumerate(chunk.lines, chunk.first):
         if not line.strip():
@@ -146,7 +146,7 @@ def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
 
 
 def read_chunks(paths: Iterable[Path]) -> Iterator[Chunk]:
-    """The input files in order, in chunks of about CHUNK_BYTES."""
+    """Read the input files in order, in chunks of about CHUNK_BYTES."""
     for path in paths:
         with path.open("rb") as file:
             first = 1
@@ -156,11 +156,11 @@ def read_chunks(paths: Iterable[Path]) -> Iterator[Chunk]:
 
 
 def encode_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> Iterator[EncodedChunk]:
-    """`encode_chunk` for each chunk, in order, by so many processes (1: by this one)."""
+    """Call `encode_chunk` for each chunk, in order, in `workers` processes; with 1, in this process."""
     if workers == 1:
         yield from map(functools.partial(encode_chunk, settings), chunks)
         return
-    # Ctrl-C reaches the whole process group; only the parent acts on it.
+    # Ctrl-C reaches the whole process group, but only the parent acts on it
     pool = ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
     try:
         pending: deque = deque()
@@ -172,7 +172,7 @@ def encode_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> 
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise PreprocessingError(
-            f"--workers {workers}: a worker process died, perhaps for want of memory; try fewer"
+            f"--workers {workers}: a worker process died, possibly from lack of memory; try fewer"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -197,7 +197,7 @@ class Output:
             self.documents[key] += len(documents)
 
     def finish(self) -> None:
-        """Write the indices; PreprocessingError for a dataset without documents, which nothing could load."""
+        """Write the indices; raise PreprocessingError for a dataset without documents, which cannot be loaded."""
         for key, builder in self.builders.items():
             if not self.documents[key]:
                 raise PreprocessingError(f"--input: no line has text under --json-keys {key}; check both flags")
@@ -205,30 +205,30 @@ class Output:
                 builder.finalize(f"{self.stems[key]}.idx")
 
     def close(self) -> None:
-        """Close the data files, finished or not."""
+        """Close the data files, whether finished or not."""
         for key, builder in self.builders.items():
             with writing(f"{self.stems[key]}.bin"):
                 builder.data_file.close()
 
 
 class Display:
-    """Progress and bad lines on stderr; the bar only where stderr is a terminal."""
+    """Progress and bad lines on stderr; the bar is shown only if stderr is a terminal."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.console = Console(stderr=True)
         columns = (TextColumn("{task.fields[rate]:.0f} docs/s"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        # Refreshing by hand leaves no second thread running when the worker processes are forked.
+        # Manual refresh avoids a second thread, which must not run when the worker processes are forked
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal, auto_refresh=False)
         self.task = self.bar.add_task("", total=sum(path.stat().st_size for path in paths), rate=0.0)
         self.started = time.monotonic()
         self.bad = 0
 
     def advance(self, size: int, documents: int) -> None:
-        """Account for `size` more bytes of input; `documents` is the count so far."""
+        """Add `size` bytes of processed input; `documents` is the count so far."""
         self.bar.update(self.task, advance=size, rate=documents / self.seconds, refresh=True)
 
     def report(self, line: BadLine) -> None:
-        """Show a bad line, or only count it once many were shown."""
+        """Print a bad line; after many, only count it."""
         self.bad += 1
         if self.bad <= BAD_LINES_SHOWN:
             self.console.out(str(line), highlight=False)
@@ -239,8 +239,8 @@ class Display:
         return max(time.monotonic() - self.started, 1e-9)
 
 
-def preprocess(settings: Settings, paths: list[Path], prefix: str, workers: int, skip_bad: bool) -> list[str]:
-    """Write the datasets and return the lines of a summary. BadLine at the first bad line unless they are skipped."""
+def preprocess(settings: Settings, paths: list[Path], prefix: str, *, workers: int, skip_bad: bool) -> list[str]:
+    """Write the datasets and return the lines of a summary; raise BadLine at a bad line unless `skip_bad`."""
     display = Display(paths)
     folder, name = os.path.split(prefix)
     dtype = encoder(settings).dtype
@@ -267,15 +267,15 @@ def preprocess(settings: Settings, paths: list[Path], prefix: str, workers: int,
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; returns the exit status, 2 (SystemExit) for wrong flags."""
+    """Run the tool and return the exit status; raise SystemExit(2) for invalid flags."""
     parser = _parser()
     args = parser.parse_args(argv)
     settings = _settings(parser, args)
     try:
         skip_bad = args.on_bad_line == "skip"
-        summary = preprocess(settings, args.input, args.output_prefix, args.workers, skip_bad)
+        summary = preprocess(settings, args.input, args.output_prefix, workers=args.workers, skip_bad=skip_bad)
     except BadLine as error:
-        message, status = f"{error}\nfix the line, or leave out such lines with --on-bad-line skip", 1
+        message, status = f"{error}\nfix the line, or skip such lines with --on-bad-line skip", 1
     except (PreprocessingError, OSError) as error:
         message, status = str(error), 1
     except KeyboardInterrupt:
@@ -288,14 +288,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Settings:
-    """The checked settings; a mistake in the flags ends in `parser.error`."""
+    """Return the checked settings; call `parser.error` if a flag is invalid."""
     keys = args.json_keys
     if len(set(keys)) < len(keys):
         parser.error(f"--json-keys {' '.join(keys)}: names a key twice; give each key once")
     if unusable := [key for key in keys if not key or "/" in key or os.sep in key]:
         parser.error(f"--json-keys {unusable[0]!r}: a key becomes part of a file name; rename the key in the input")
     if args.tokenizer_type is None:
-        parser.error("--tokenizer-type: not given; choose one of those that --help lists")
+        parser.error("--tokenizer-type: not given; choose one of the types that --help lists")
     special = args.tokenizer_special_tokens
     config = build(TokenizerConfig, vars(args), tokenizer_special_tokens=special and tuple(special))
     settings = Settings(config, tuple(keys), args.append_eod)
@@ -323,7 +323,7 @@ def _parser() -> argparse.ArgumentParser:
         "--on-bad-line",
         choices=["error", "skip"],
         default="error",
-        help="what to do with a line that holds no document: write nothing at all (the default), or report and skip it",
+        help="for a line without a document: stop and write nothing (the default), or report and skip it",
     )
     add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig)
     return parser

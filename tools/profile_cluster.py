@@ -1,9 +1,9 @@
-"""Measure a cluster for `--balance-profile FILE`: links between expert-parallel ranks, and the run's experts.
+"""Measure a cluster for `--balance-profile FILE`: the links between expert-parallel ranks, and the run's experts.
 
     torchrun --nproc-per-node 8 tools/profile_cluster.py --output profile.json <the flags of the training run>
 
-Layout, expert shape, precision and load are the run's. Its flags for data, tokenizer, learning rate and length may be
-left out: nothing is trained.
+The run's flags give the layout, expert shape, precision and load. Flags for data, tokenizer, learning rate and length
+may be left out, because nothing is trained.
 """
 
 import argparse
@@ -23,7 +23,7 @@ STAND_INS = (
     (("data_path", "train_data_path", "mock_data"), "--mock-data"),
     (("tokenizer_type",), "--tokenizer-type NullTokenizer --vocab-size 100"),
 )
-"""Flags that training needs and measuring does not: fields of which one has to be set, and what sets one."""
+"""Placeholders for flags that training requires and measuring does not use: alternative fields, and flags for one."""
 
 
 def main(argv: list[str]) -> None:
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     own, flags = parser.parse_known_args(argv)
-    # Both before megatron.core is imported
+    # Both must run before megatron.core is imported
     quiet.silence_expected_warnings()
     cpu.install()
     import torch.distributed as dist
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         expert_parallel, expert_tensor = shape.expert_model_parallel_size, shape.expert_tensor_parallel_size
         if expert_parallel == 1:
             raise ValueError(
-                "--expert-model-parallel-size 1: nothing to measure; give the training run's, with experts"
+                "--expert-model-parallel-size 1: nothing to measure; give the flags of the training run, with experts"
             )
         topology = job.node_topology(launch, config.comm.moe_comm_node_size)
         node_size = groups.expert_node_size(topology, expert_parallel, expert_tensor)
@@ -59,12 +59,12 @@ def main(argv: list[str]) -> None:
 
     job.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
     process_groups = build_groups(shape, config.train.seed, config.launch.distributed_timeout_minutes)
-    speaks = launch.rank == 0
-    profile = measure_cluster(config, process_groups, node_size, say if speaks else None)
+    is_first = launch.rank == 0
+    profile = measure_cluster(config, process_groups, node_size, log if is_first else None)
     try:
-        if speaks:
+        if is_first:
             profile.save(own.output)
-            say("\n".join(table(profile)))
+            log("\n".join(table(profile)))
     except OSError as error:
         raise SystemExit(f"profile_cluster.py: error: --output {own.output}: {error.strerror}") from error
     finally:
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
 
 
 def with_stand_ins(flags: Sequence[str]) -> list[str]:
-    """The command line with values for what measuring does not need and the user left out."""
+    """Return the command line with placeholders for required flags that the user left out."""
     from megatron_balance.cli.arguments import build_parser, yaml_flags
 
     parser = build_parser()
@@ -81,12 +81,12 @@ def with_stand_ins(flags: Sequence[str]) -> list[str]:
     return [*flags, *" ".join(missing).split()]
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, flush=True)
 
 
 def table(profile: "ClusterProfile") -> Iterator[str]:
-    """The profile for people, line by line; a kind of group that is not there shows what stands in for it."""
+    """Format the profile as a table, line by line. A missing kind of group shows the one used in its place."""
     from megatron_balance.measure.measure import group_kinds
 
     kinds = group_kinds(profile.num_ranks, profile.node_size)

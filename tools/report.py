@@ -1,10 +1,10 @@
-"""One offline HTML file about a run, or about a run before and after balancing, from what the runs wrote.
+"""Write an offline HTML report about a run, or about a run before and after balancing, from the runs' output.
 
 python tools/report.py --tensorboard-dir DIR [--balance-log-dir DIR] [--balance-timeline DIR] \\
     [--before-tensorboard-dir DIR] --output report.html
 
-Directories are those of the run's flags of these names. What was not given is said to be missing in the report. The
-summary is printed as well.
+The directories are those of the run's flags of the same names. The report names the missing ones. The summary is also
+printed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 import report_charts as charts
-from megatron_balance.files.output_files import staged
+from megatron_balance.files.writing import staged
 from megatron_balance.flow.plan import Split
 from report_runs import LoggedRun, aligned, read_run
 from textfiles import positive_int
@@ -32,22 +32,22 @@ from timeline_picture import picture
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 AGREEMENT = 1e-5
-"""Relative difference of losses that counts as none: rounding of float32 sums in another order."""
+"""Relative difference up to which losses count as equal: rounding of float32 sums in another order."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture, or why there is none."""
+    """One picture, or the reason why it is missing."""
 
     address: str = ""
-    """With the picture in it."""
+    """Data URL that contains the picture."""
     alt: str = ""
     missing: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the summary; texts are empty where a run has no such number."""
+    """A line of the summary; a value is empty if a run does not have it."""
 
     name: str
     before: str
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
             )
         rows, notes = summary(before, after, args.token_bytes), notices(before, after)
         with matplotlib.rc_context(charts.STYLE):
-            html = page(args.title, before, after, rows, notes, args.token_bytes)
+            html = page(args.title, before, after, rows=rows, notes=notes, token_bytes=args.token_bytes)
             overview = _overview(after) if args.picture else None
     except ValueError as error:
         raise SystemExit(f"report.py: error: {error}") from error
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensorboard-dir", type=Path, help="events: balance, bytes, times and losses")
     parser.add_argument("--balance-log-dir", type=Path, help="load matrices and placements")
-    parser.add_argument("--balance-timeline", type=Path, help="what ranks did when; the latest iteration is drawn")
+    parser.add_argument("--balance-timeline", type=Path, help="timelines of the ranks; the latest iteration is drawn")
     parser.add_argument("--before-tensorboard-dir", type=Path, help="events of a run without balancing")
     parser.add_argument("--balance-token-split", choices=get_args(Split), default="local_first", help="as in the run")
     parser.add_argument("--token-bytes", type=positive_int, help="hidden size times bytes per number; gives megabytes")
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> list[Row]:
-    """What changed, in a few numbers: means over iterations, and over layers or their sums."""
+    """Summarize the change in a few numbers: means over iterations of means or sums over layers."""
     own = before.over_layers("ratio_after", mean=True) or after.over_layers("ratio_before", mean=True)
     rows = [
         _row("max/mean load of ranks, mean of layers", own, after.over_layers("ratio_after", mean=True), ".2f"),
@@ -119,11 +119,11 @@ def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> lis
 
 
 def notices(before: LoggedRun, after: LoggedRun) -> list[str]:
-    """What a reader of the summary has to know."""
+    """Return notes that a reader of the summary needs."""
     found = []
     if before.scalars and not before.layers("ratio_after") and after.layers("ratio_before"):
         found.append(
-            "Without balancing nothing logs loads: 'before' is the load of the run with balancing, had each expert "
+            "Without balancing nothing logs loads: 'before' is the load of the run with balancing if each expert had "
             "been computed by its owner."
         )
     losses = [run.scalars.get("lm loss") for run in (before, after)]
@@ -134,8 +134,8 @@ def notices(before: LoggedRun, after: LoggedRun) -> list[str]:
             found.append(f"Losses of all {len(iterations_N)} iterations agree to {AGREEMENT:g}.")
         elif apart[0]:
             found.append(
-                f"Losses agree to {AGREEMENT:g} until iteration {iterations_N[apart[0] - 1]}. From then on rounding "
-                "shows: sums are taken in another order, and training amplifies it."
+                f"Losses agree to {AGREEMENT:g} until iteration {iterations_N[apart[0] - 1]}. After that, training "
+                "amplifies the rounding of sums that are computed in another order."
             )
         else:
             found.append("Losses differ from the first iteration on: these runs did not train the same model.")
@@ -143,9 +143,9 @@ def notices(before: LoggedRun, after: LoggedRun) -> list[str]:
 
 
 def page(
-    title: str, before: LoggedRun, after: LoggedRun, rows: list[Row], notes: list[str], token_bytes: int | None
+    title: str, before: LoggedRun, after: LoggedRun, *, rows: list[Row], notes: list[str], token_bytes: int | None
 ) -> str:
-    """The whole file; it refers to nothing outside."""
+    """Return the whole HTML file, which refers to no other file."""
     events, loads = "--tensorboard-dir DIR", "--balance-log-dir DIR"
     both = {name: run for name, run in (("before", before), ("after", after)) if run.scalars}
     shown = {
@@ -174,7 +174,7 @@ def page(
 
 
 def drawn(figure: Figure | None, alt: str, flags: str) -> Chart:
-    """A figure as a picture inside the page."""
+    """Embed a figure in the page."""
     if figure is None:
         return Chart(missing=f"Not recorded: train with {flags} and a --balance-policy, and give it here.")
     file = io.BytesIO()
@@ -183,7 +183,7 @@ def drawn(figure: Figure | None, alt: str, flags: str) -> Chart:
 
 
 def worst(run: LoggedRun) -> int:
-    """The layer whose ranks were least even, had owners computed all."""
+    """Return the layer whose ranks would have the most uneven load if owners computed all tokens."""
     return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].computed_by_owners_NR).max(1).mean())
 
 
@@ -210,7 +210,7 @@ def _inside(kind: str, content: bytes) -> str:
 
 
 def _iterations(run: LoggedRun) -> str:
-    """The first and the last one that anything is known of."""
+    """Return the first and the last recorded iteration."""
     known = [series.iterations_N for series in run.scalars.values()]
     known += [loads.iterations_N for loads in run.loads.values()]
     known += [np.array([record.iteration for record in run.timeline])] if run.timeline else []

@@ -1,4 +1,4 @@
-"""The charts of tools/report.py: what a run did -> matplotlib figures.
+"""The charts of tools/report.py: turn a logged run into matplotlib figures.
 
 Shape suffixes: N iterations, B bins of iterations, L layers, E experts, R ranks.
 """
@@ -17,9 +17,9 @@ from report_runs import LayerLoads, LoggedRun, Series, aligned
 BEFORE, AFTER, INK, GRID = "#c2703d", "#2f6db3", "#1f2328", "#d1d9e0"
 LAYERS = "viridis"
 WIDTH = 10.0
-"""Inches, as are all sizes of figures here."""
+"""Width of the report's figures, in inches."""
 BINS = 300
-"""Longer runs are drawn as means over so many parts of them."""
+"""Most points per line: longer runs are drawn as means over this many parts."""
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -42,19 +42,20 @@ STYLE = {
 
 
 def figure(rows: int, columns: int, height: float, **kwargs: object) -> tuple[Figure, np.ndarray]:
-    """A figure of the report's width with axes [rows, columns], each row so high."""
+    """Return a figure of the report's width with axes [rows, columns]; `height` is a row's, in inches."""
     drawn = Figure(figsize=(WIDTH, rows * height + 0.3), layout="constrained")
     return drawn, drawn.subplots(rows, columns, squeeze=False, **kwargs)
 
 
 def training(runs: Mapping[str, LoggedRun]) -> Figure | None:
-    """Loss and iteration time of all runs."""
+    """Draw the loss and the iteration time of all runs."""
     drawn, ((loss, seconds),) = figure(1, 2, 3.0)
     for name, run in runs.items():
-        # Where both are the same, one is to be seen between the other's dashes
-        style = (BEFORE, "--", 3) if name == "before" else (AFTER, "-", 2)
+        # Where the lines coincide, one remains visible between the other's dashes
+        colour, style, zorder = (BEFORE, "--", 3) if name == "before" else (AFTER, "-", 2)
         for axes, tag in ((loss, "lm loss"), (seconds, "iteration-time")):
-            line(axes, run.scalars.get(tag), name if len(runs) > 1 else None, *style)
+            label = name if len(runs) > 1 else None
+            line(axes, run.scalars.get(tag), label, colour, style=style, zorder=zorder)
     if not loss.lines and not seconds.lines:
         return None
     titled(loss, "lm loss")
@@ -64,7 +65,7 @@ def training(runs: Mapping[str, LoggedRun]) -> Figure | None:
 
 
 def balance(run: LoggedRun) -> Figure | None:
-    """Heaviest rank over the mean, over iterations: mean of layers, then each layer."""
+    """Draw the heaviest rank over the mean by iteration: the mean of all layers, then each layer."""
     before, after = run.layers("ratio_before"), run.layers("ratio_after")
     if not after:
         return None
@@ -89,7 +90,7 @@ def balance(run: LoggedRun) -> Figure | None:
 
 
 def ranks(loads: Mapping[int, LayerLoads], layer: int) -> Figure:
-    """Tokens of every rank over iterations in one layer, had owners computed all, and as computed."""
+    """Draw every rank's tokens by iteration in one layer: if owners had computed all tokens, and as computed."""
     own = loads[layer]
     drawn, ((left, right),) = figure(1, 2, 3.0, sharey=True)
     tables = [relative(table_NR) for table_NR in (own.computed_by_owners_NR, own.computed_NR)]
@@ -105,7 +106,7 @@ def ranks(loads: Mapping[int, LayerLoads], layer: int) -> Figure:
 
 
 def experts(loads: Mapping[int, LayerLoads]) -> Figure:
-    """For every layer: load of its experts, and on how many ranks they were computed."""
+    """Draw, for every layer, the load of its experts and the number of ranks that computed them."""
     drawn, table = figure(len(loads), 2, 2.1, sharex=True)
     shares = {layer: relative(own.tokens_NE) for layer, own in loads.items()}
     highest = float(max(share.max() for share in shares.values()))
@@ -125,7 +126,7 @@ def experts(loads: Mapping[int, LayerLoads]) -> Figure:
 
 
 def decisions(run: LoggedRun) -> Figure | None:
-    """Hosts added by layer and iteration; experts that changed owners, and time of planning."""
+    """Draw the hosts added by layer and iteration, the experts that changed owners, and the planning time."""
     hosts = run.layers("hosts_added")
     if not hosts:
         return None
@@ -138,20 +139,20 @@ def decisions(run: LoggedRun) -> Figure | None:
     top.set_ylabel("layer")
     line(bottom, run.over_layers("plan_seconds", factor=1e3), "planning of all layers, ms", AFTER)
     line(bottom, run.over_layers("experts_moved"), "experts that changed their owner", BEFORE)
-    titled(bottom, "what deciding took, and moves for good")
+    titled(bottom, "planning time, and changes of owner")
     bottom.set_ylim(bottom=0)
     return drawn
 
 
 def traffic(run: LoggedRun, token_bytes: int | None) -> Figure | None:
-    """Bytes of Trans, Agg and Transfer, and what the all-to-alls send between ranks, per iteration."""
+    """Draw the bytes of Trans, Agg and Transfer, and of all-to-alls between ranks, per iteration."""
     drawn, ((weights, tokens),) = figure(1, 2, 3.0)
     for name, label, colour, style in (
         ("trans_bytes", "Trans: weights", AFTER, "-"),
         ("agg_bytes", "Agg: gradients", BEFORE, "--"),
         ("transfer_bytes", "Transfer: owners", "#8a5bb8", "-"),
     ):
-        line(weights, run.over_layers(name, factor=1e-6), label, colour, style)
+        line(weights, run.over_layers(name, factor=1e-6), label, colour, style=style)
     if run.loads:
         factor = 1.0 if token_bytes is None else exchanged(token_bytes)
         for name, label, colour in (("crossing_before_N", "owners only", BEFORE), ("crossing_N", "as computed", AFTER)):
@@ -160,7 +161,7 @@ def traffic(run: LoggedRun, token_bytes: int | None) -> Figure | None:
             line(tokens, Series(iterations_N, np.sum(rows, axis=0)), label, colour)
     if not weights.lines and not tokens.lines:
         return None
-    titled(weights, "experts on their way, MB", missing="not recorded: give --tensorboard-dir")
+    titled(weights, "transferred experts, MB", missing="not recorded: give --tensorboard-dir")
     unit = "tokens" if token_bytes is None else "MB"
     titled(tokens, f"all-to-alls, to other ranks, {unit}", missing="not recorded: give --balance-log-dir")
     for axes in (weights, tokens):
@@ -169,12 +170,12 @@ def traffic(run: LoggedRun, token_bytes: int | None) -> Figure | None:
 
 
 def exchanged(token_bytes: int) -> float:
-    """Megabytes of a token that goes to another rank: there, back, and both again with gradients."""
+    """Return the megabytes sent for a token computed on another rank: dispatch and combine, forward and backward."""
     return 4 * token_bytes / 1e6
 
 
 def prediction(run: LoggedRun) -> Figure | None:
-    """Each layer and iteration: time by the cost model against measured time; error of the predicted load."""
+    """Draw predicted against measured time of each layer and iteration, and the error of the predicted load."""
     predicted, measured = run.layers("predicted_seconds"), run.layers("measured_seconds")
     if not predicted:
         return None
@@ -203,7 +204,7 @@ def prediction(run: LoggedRun) -> Figure | None:
 
 
 def overview(run: LoggedRun, layer: int) -> Figure:
-    """Ranks of one layer before and after, and the ratio of all layers: for one look."""
+    """Draw an overview: the ranks of one layer before and after, and the mean ratio of all layers."""
     own = run.loads[layer]
     drawn = Figure(figsize=(WIDTH, 5.2), layout="constrained")
     grid = drawn.add_gridspec(2, 2)
@@ -238,11 +239,12 @@ def line(
     series: Series | None,
     label: str | None,
     colour: str,
+    *,
     style: str = "-",
     zorder: float = 2,
     width: float = 1.5,
 ) -> None:
-    """A line of means over bins, if there is anything to draw."""
+    """Draw a line of means over bins, if there is a series."""
     if series is None:
         return
     middles_B, values_B = binned(series.iterations_N, series.values_N)
@@ -259,7 +261,7 @@ def heat(
     colours: str = "YlOrRd",
     labels: Sequence[int] | None = None,
 ):
-    """A row per expert, rank or layer; iterations to the right. Returns what a colour bar needs."""
+    """Draw a heat map with a row per expert, rank or layer and iterations to the right; return it for a colour bar."""
     middles_B, table_BK = binned(iterations_N, table_NK)
     half = (middles_B[-1] - middles_B[0]) / max(1, 2 * (len(middles_B) - 1)) or 0.5
     extent = (middles_B[0] - half, middles_B[-1] + half, table_NK.shape[1] - 0.5, -0.5)
@@ -275,7 +277,7 @@ def heat(
 
 
 def titled(axes: Axes, title: str, *, legend: bool = True, iterations: bool = True, missing: str = "") -> None:
-    """Heads the axes; says what is `missing` if they are empty."""
+    """Set the title and labels of axes; if they are empty, show the `missing` text instead."""
     axes.set_title(title)
     if axes.get_yscale() == "linear" and not axes.images:
         axes.yaxis.set_major_formatter("{x:,.10g}")
@@ -290,7 +292,7 @@ def titled(axes: Axes, title: str, *, legend: bool = True, iterations: bool = Tr
 
 
 def binned(iterations_N: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over at most BINS parts of the iterations: [B] and [B, ...]."""
+    """Return means over at most BINS parts of the iterations: [B] and [B, ...]."""
     if len(iterations_N) <= BINS:
         return iterations_N, values_N
     parts = np.array_split(np.arange(len(iterations_N)), BINS)
@@ -298,6 +300,6 @@ def binned(iterations_N: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, 
 
 
 def relative(table_NK: np.ndarray) -> np.ndarray:
-    """Each iteration's tokens over their mean; where there are none, 1."""
+    """Return each iteration's tokens over their mean; 1 where there are none."""
     mean_N1 = table_NK.mean(1, keepdims=True)
     return np.divide(table_NK, mean_N1, out=np.ones(table_NK.shape), where=mean_N1 > 0)

@@ -1,6 +1,6 @@
-"""What a run wrote about itself, read for tools/report.py.
+"""Read the output of a run for tools/report.py.
 
-Shape suffixes: N iterations, R expert-parallel groups that have the same layers, D ranks of such a group, E experts.
+Shape suffixes: N iterations, R expert-parallel groups with the same layers, D ranks of such a group, E experts.
 """
 
 import functools
@@ -22,26 +22,26 @@ from megatron_balance.observe.trace import Record, load_timeline
 from megatron_balance.placement.placement import Placement
 
 RANKS_SHOWN = 4
-"""Of a timeline: more would not be readable."""
+"""Ranks that a timeline shows; more would not be readable."""
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One number over the iterations; these ascend."""
+    """One number by iteration, in ascending order of iterations."""
 
     iterations_N: np.ndarray
     values_N: np.ndarray
 
 
 def aligned(all_series: Sequence[Series]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The iterations that all of them have, and each one's values there."""
+    """Return the iterations that all series have in common, and each series' values there."""
     common = functools.reduce(np.intersect1d, [series.iterations_N for series in all_series])
     return common, [series.values_N[np.isin(series.iterations_N, common)] for series in all_series]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerLoads:
-    """What the routers of one MoE layer chose, and where it was computed."""
+    """The routers' choices in one MoE layer, and the placements under which they were computed."""
 
     iterations_N: np.ndarray
     counts_RNDE: np.ndarray
@@ -51,33 +51,33 @@ class LayerLoads:
 
     @property
     def tokens_NE(self) -> np.ndarray:
-        """Tokens for each expert, of all ranks."""
+        """Tokens of all ranks for each expert."""
         return self.counts_RNDE.sum((0, 2))
 
     @property
     def hosts_NE(self) -> np.ndarray:
-        """Ranks that compute each expert, mean over the groups."""
+        """Number of ranks that compute each expert, as a mean over the groups."""
         hosts = [[[len(set(ranks)) for ranks in p.hosts] for p in group] for group in self.placements_RN]
         return np.mean(hosts, axis=0)
 
     @property
     def num_ranks(self) -> int:
-        """Expert-parallel ranks of all groups."""
+        """Number of expert-parallel ranks in all groups."""
         return self.computed_NR.shape[1]
 
     @cached_property
     def computed_by_owners_NR(self) -> np.ndarray:
-        """Tokens that each rank would have computed, had experts lain in order and owners computed them."""
+        """Tokens that each rank would have computed if every expert were on its initial owner only."""
         return self._traffic_owners.sum(-2).swapaxes(0, 1).reshape(len(self.iterations_N), -1)
 
     @cached_property
     def computed_NR(self) -> np.ndarray:
-        """Tokens that each rank computed; the ranks of all groups in a row."""
+        """Tokens that each rank computed, with the ranks of all groups concatenated."""
         return self._traffic.sum(-2).swapaxes(0, 1).reshape(len(self.iterations_N), -1)
 
     @property
     def crossing_before_N(self) -> np.ndarray:
-        """Tokens that would have been sent to another rank, had owners computed all."""
+        """Tokens that would have been sent to another rank if owners had computed all tokens."""
         return _off_diagonal(self._traffic_owners)
 
     @property
@@ -87,7 +87,7 @@ class LayerLoads:
 
     @cached_property
     def _traffic(self) -> np.ndarray:
-        """[R, N, D, D]: tokens from each rank to each."""
+        """Tokens from each rank to each rank [R, N, D, D]."""
         return self._under(self.placements_RN)
 
     @cached_property
@@ -112,16 +112,16 @@ class LayerLoads:
 
 @dataclass(frozen=True, eq=False)
 class LoggedRun:
-    """All that is known of a run; what was not given is empty."""
+    """All data of a run; missing kinds are empty."""
 
     scalars: Mapping[str, Series] = field(default_factory=dict)
-    """TensorBoard's tag -> its values."""
+    """Values by TensorBoard tag."""
     loads: Mapping[int, LayerLoads] = field(default_factory=dict)
-    """MoE layer, from 1 -> what happened there."""
+    """Loads by MoE layer, from 1."""
     timeline: Sequence[Record] = ()
 
     def layers(self, name: str) -> dict[int, Series]:
-        """Layer number, from 1 -> one of `LayerReport`'s figures."""
+        """Return one of `LayerReport`'s figures by layer, from 1."""
         prefix = f"moe/{name}_layer_"
         tags = [tag for tag in self.scalars if tag.startswith(prefix) and tag[len(prefix) :].isdecimal()]
         return {
@@ -129,7 +129,7 @@ class LoggedRun:
         }
 
     def over_layers(self, *names: str, mean: bool = False, factor: float = 1.0) -> Series | None:
-        """The sum, or the mean, over layers (and over figures), times a factor; None where nothing was recorded."""
+        """Return the sum or mean over layers and figures, times a factor; None if nothing was recorded."""
         series = [series for name in names for series in self.layers(name).values()]
         if not series:
             return None
@@ -138,13 +138,13 @@ class LoggedRun:
 
 
 def read_run(events: Path | None, loads: Path | None, timeline: Path | None, split: Split) -> LoggedRun:
-    """A run from the directories of --tensorboard-dir, --balance-log-dir and --balance-timeline, as far as given.
+    """Read a run from the given directories of --tensorboard-dir, --balance-log-dir and --balance-timeline.
 
     Args:
-        split: how hosts shared tokens, --balance-token-split.
+        split: how hosts shared tokens: the run's --balance-token-split.
 
     Raises:
-        ValueError: a directory without such files, or a damaged file; names it.
+        ValueError: a directory has no such files, or a file is damaged; the message names it.
     """
     return LoggedRun(
         read_scalars(events) if events else {},
@@ -154,10 +154,10 @@ def read_run(events: Path | None, loads: Path | None, timeline: Path | None, spl
 
 
 def read_scalars(directory: Path) -> dict[str, Series]:
-    """Tag -> values of all event files of a directory; an iteration that happened again counts once, the last time.
+    """Return the values of all event files of a directory by tag. A repeated iteration's last values count.
 
     Raises:
-        ValueError: no event files, one that is damaged, or no iterations.
+        ValueError: there are no event files or no iterations, or a file is damaged.
     """
     paths = sorted(directory.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
     if not paths:
@@ -173,7 +173,7 @@ def read_scalars(directory: Path) -> dict[str, Series]:
 
 
 def _events(path: Path) -> Iterator[Event]:
-    """The events of a file; one that a killed run did not finish is the end. TensorBoard's loaders hide damage."""
+    """Generate the events of a file, up to an unfinished one of a killed run. TensorBoard's own loaders hide damage."""
     reader = PyRecordReader_New(str(path))
     while True:
         try:
@@ -188,10 +188,10 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 def layer_loads(by_rank: Mapping[int, Loads], directory: Path, split: Split) -> dict[int, LayerLoads]:
-    """Layer -> loads of all groups that have it, in the iterations that all of them logged.
+    """Return, by layer, the loads of all groups that have it, in the iterations that all of them logged.
 
     Raises:
-        ValueError: groups that have no iteration in common, or other sizes than each other; a placement that is none.
+        ValueError: groups have no iteration in common or differ in size, or a placement is invalid.
     """
     layers: dict[int, LayerLoads] = {}
     for layer in sorted({layer for loads in by_rank.values() for layer in loads.counts}):
@@ -205,7 +205,7 @@ def layer_loads(by_rank: Mapping[int, Loads], directory: Path, split: Split) -> 
         try:
             placements = [[Placement.parse(text) for text in texts_N] for texts_N in texts]
         except ValueError as error:
-            raise ValueError(f"{directory}: layer {layer} has a placement that is none ({cleaned(error)})") from error
+            raise ValueError(f"{directory}: layer {layer} has an invalid placement ({cleaned(error)})") from error
         sources, experts = counts[0].shape[1:]
         sizes = {(placement.num_experts, placement.num_ranks) for group in placements for placement in group}
         ranks = max(ranks for _, ranks in sizes)
@@ -218,10 +218,10 @@ def layer_loads(by_rank: Mapping[int, Loads], directory: Path, split: Split) -> 
 
 
 def read_timeline(directory: Path) -> list[Record]:
-    """The latest iteration that all of the first ranks recorded.
+    """Return the records of the latest iteration that all of the first ranks recorded.
 
     Raises:
-        ValueError: no timelines, one that is damaged, or no iteration.
+        ValueError: there are no timelines or no common iteration, or a timeline is damaged.
     """
     paths = sorted(directory.glob("rank*.json"))[:RANKS_SHOWN]
     if not paths:
@@ -239,7 +239,7 @@ def _series(values: Mapping[int, float]) -> Series:
 
 
 def _hosts_only(splits_DH: np.ndarray) -> np.ndarray:
-    """[H, H]: sources that share a host are one, because they send to it over its own links."""
+    """Sum the sources that share a host into one [H, H], because they reach it over its own links."""
     hosts = splits_DH.shape[1]
     return splits_DH.reshape(hosts, -1, hosts).sum(1)
 

@@ -1,4 +1,4 @@
-"""What the text tools share: JSONL lines -> strings, argument types."""
+"""Shared functions of the text tools: read strings from JSONL lines, and argument types."""
 
 import argparse
 import json
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 class BadLine(Exception):
-    """An input line that holds no usable document; its text reads `FILE:LINE: reason`."""
+    """An input line without a usable document; the message is `FILE:LINE: reason`."""
 
     def __init__(self, path: Path, number: int, reason: str) -> None:
-        super().__init__(path, number, reason)  # these arguments let it travel between processes
+        super().__init__(path, number, reason)  # as arguments, they survive pickling between processes
 
     def __str__(self) -> str:
         path, number, reason = self.args
@@ -18,17 +18,17 @@ class BadLine(Exception):
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The strings that one JSONL line holds under `keys`, in that order. ValueError says what is wrong with it."""
+    """Return the strings under `keys` of a JSONL line, in that order; raise ValueError if the line is invalid."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"invalid UTF-8: {error.reason} at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of open brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of open brackets
         raise ValueError(f"not JSON that Python can read: {error}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object but {type(record).__name__}")
+        raise ValueError(f"holds {type(record).__name__} instead of a JSON object")
     return [_string(record, key) for key in keys]
 
 
@@ -37,16 +37,16 @@ def _string(record: dict[str, object], key: str) -> str:
         raise ValueError(f"no key {key!r}")
     value = record[key]
     if not isinstance(value, str):
-        raise ValueError(f"key {key!r} holds no string but {type(value).__name__}")
+        raise ValueError(f"key {key!r} holds {type(value).__name__} instead of a string")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON may contain half a surrogate pair, which no tokenizer accepts
         raise ValueError(f"key {key!r} is not Unicode text: {error.reason} at character {error.start + 1}") from error
     return value
 
 
 def existing_file(text: str) -> Path:
-    """argparse type: a path to read."""
+    """Parse the path of an existing file, as an argparse type."""
     path = Path(text)
     if not path.exists():
         raise argparse.ArgumentTypeError(f"{text}: no such file; check the path")
@@ -56,7 +56,7 @@ def existing_file(text: str) -> Path:
 
 
 def positive_int(text: str) -> int:
-    """argparse type: an integer of at least 1."""
+    """Parse an integer of at least 1, as an argparse type."""
     value = int(text) if text.strip().lstrip("+-").isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: give an integer of at least 1")

@@ -1,4 +1,4 @@
-"""Draw one iteration of the files that --balance-timeline writes: a row per rank and stream, time to the right.
+"""Draw one iteration of the timelines that --balance-timeline writes: a row per rank and stream, time to the right.
 
 python tools/timeline_picture.py DIR/rank00000.json [DIR/rank00001.json ...] --iteration 12 --output picture.png
 """
@@ -28,21 +28,21 @@ COLOURS = {
     "wait": "#d4d4d4",
     "other": "#7d8790",
 }
-"""Operation -> colour: forward and backward of experts and of the rest, all-to-alls, the experts' transfers."""
+"""Colours by operation: forward and backward of experts and of other layers, all-to-alls, transfers of experts."""
 
 _OPERATION = re.compile(r"\b(FEC|FNEC|BEC|BNEC|A2A|TRANS|AGG|PLAN)\b")
 
 WIDTH, MARGIN, LABELS = 1400, 20, 190
 TITLE, LEGEND, AXIS = 46, 38, 40
 LANE, GAP, RANK_GAP = 28, 6, 18
-"""Sizes in pixels: the labels' column, and heights of what stands above, in and below the rows."""
+"""Sizes in pixels: the page and the labels' column; heights of title, legend and axis; heights and gaps of rows."""
 
 INK, QUIET, PAPER, ROW_PAPER, GRID = "#1f2328", "#59636e", "#ffffff", "#f6f8fa", "#d1d9e0"
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="timelines of one rank or several")
+    parser.add_argument("files", nargs="+", type=Path, help="timelines of one or more ranks")
     parser.add_argument("--iteration", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True, help="the PNG file to write")
     args = parser.parse_args(argv)
@@ -57,12 +57,12 @@ def main(argv: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One stream of one rank, and where it lies."""
+    """One stream of one rank, with its position in the picture."""
 
     rank: int
     stream: Stream
     lanes: list[list[Record]]
-    """At least one; spans that overlap lie below each other."""
+    """At least one lane; overlapping spans are in different lanes, below each other."""
     top: int
 
     @property
@@ -71,15 +71,15 @@ class Row:
 
 
 def picture(records: Sequence[Record], iteration: int) -> Image.Image:
-    """One iteration of all ranks that the records are of.
+    """Draw one iteration of all ranks in the records.
 
     Raises:
-        ValueError: no record is of this iteration.
+        ValueError: there is no record of this iteration.
     """
     shown = [record for record in records if record.iteration == iteration]
     if not shown:
         there = ", ".join(str(number) for number in sorted({record.iteration for record in records})) or "none"
-        raise ValueError(f"--iteration {iteration}: is not in the files; choose one of those that are: {there}")
+        raise ValueError(f"--iteration {iteration}: is not in the files; choose one of {there}")
     scale = Scale(min(record.start_us for record in shown), max(record.end_us for record in shown))
     rows = rows_of(shown, MARGIN + TITLE + LEGEND)
     image = Image.new("RGB", (WIDTH, rows[-1].bottom + AXIS + MARGIN), PAPER)
@@ -102,7 +102,7 @@ def picture(records: Sequence[Record], iteration: int) -> Image.Image:
 
 
 def rows_of(records: Sequence[Record], top: int) -> list[Row]:
-    """By rank, then by stream; all ranks have the same streams."""
+    """Return the rows by rank, then by stream; all ranks have the same streams."""
     streams: list[Stream] = [stream for stream in STREAMS if any(record.stream == stream for record in records)]
     rows: list[Row] = []
     for rank in sorted({record.rank for record in records}):
@@ -116,18 +116,18 @@ def rows_of(records: Sequence[Record], top: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Scale:
-    """Microseconds -> pixels from the left."""
+    """Conversion from microseconds to pixels from the left."""
 
     start_us: float
     end_us: float
 
     def x(self, time_us: float) -> int:
         left, right = MARGIN + LABELS, WIDTH - MARGIN
-        # One instant has no length to divide by
+        # Avoid a division by zero if all times are equal
         return left + round((right - left) * (time_us - self.start_us) / max(self.end_us - self.start_us, 1e-3))
 
     def ticks_ms(self) -> list[float]:
-        """Round numbers of milliseconds since the start, at most ten steps."""
+        """Return round numbers of milliseconds since the start, at most ten steps apart."""
         length = max(self.end_us - self.start_us, 1e-3) / 1e3
         magnitude = 10 ** math.floor(math.log10(length / 10))
         step = next(factor * magnitude for factor in (1, 2, 5, 10) if length / (factor * magnitude) <= 10)
@@ -135,7 +135,7 @@ class Scale:
 
 
 def operation(record: Record) -> str:
-    """Which of `COLOURS` a span has."""
+    """Return the key in `COLOURS` of a span."""
     if record.stream == "waits":
         return "wait"
     match = _OPERATION.search(record.name)
@@ -144,7 +144,7 @@ def operation(record: Record) -> str:
 
 def _box(draw: ImageDraw.ImageDraw, scale: Scale, record: Record, top: int) -> None:
     left, right = scale.x(record.start_us), scale.x(record.end_us)
-    # A gap between neighbours, wherever there is room for one
+    # Leave a gap between neighbours if there is room
     right = right - 2 if right - left >= 4 else max(right - 1, left)
     colour, font = COLOURS[operation(record)], _font(14)
     draw.rectangle((left, top + 1, right, top + LANE - 2), colour)
@@ -153,7 +153,7 @@ def _box(draw: ImageDraw.ImageDraw, scale: Scale, record: Record, top: int) -> N
 
 
 def _fitting(name: str, room: float, font: ImageFont.FreeTypeFont) -> str:
-    """As many of a name's words, from the first on, as there is room for."""
+    """Return the first words of a name that fit into the room."""
     words = name.split()
     while words and font.getlength(" ".join(words)) > room:
         words.pop()
@@ -177,7 +177,7 @@ def _axis(draw: ImageDraw.ImageDraw, scale: Scale, top: int, bottom: int) -> Non
 
 
 def _digits(number: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}" if number > 0 else "0"
 
 

@@ -1,8 +1,8 @@
 """Train a SentencePiece tokenizer on JSONL text.
 
-The model keeps text as it is: no normalization, indentation in pieces of its own, newlines and tabs as tokens,
-bytes for characters outside the vocabulary. Decoding gives back what was encoded, with one exception that is built
-into SentencePiece: its space mark U+2581 comes back as a space. `</s>` (id 2) serves as end of document.
+The model preserves text: no normalization, separate pieces for indentation, tokens for newlines and tabs, and bytes for
+characters outside the vocabulary. Decoding returns the encoded text, with one exception that is built into
+SentencePiece: its space mark U+2581 becomes a space. `</s>` (id 2) marks the end of a document.
 
     python tools/train_tokenizer.py --input data/sample/*.jsonl --vocab-size 8192 --output-prefix data/sample/bpe
 """
@@ -19,22 +19,22 @@ import sentencepiece
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from megatron_balance.files.output_files import staged, writing
+from megatron_balance.files.writing import staged, writing
 from textfiles import BadLine, existing_file, parse_line, positive_int
 
-# SentencePiece drops sentences above 4192 bytes; a character takes up to 4.
+# SentencePiece drops sentences above 4192 bytes; a character takes up to 4
 SENTENCE_CHARACTERS = 1000
 
-# Part of the result (the model records it, and unigram sums floating-point numbers per thread), so not a setting.
+# Not a setting because it affects the result: the model records it, and unigram sums floating-point numbers per thread
 THREADS = 4
 
 
 class TrainingError(Exception):
-    """The corpus and the flags do not give a model; the text says which flag to change."""
+    """The corpus and the flags cannot produce a model; the message names the flag to change."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and write PREFIX.model; returns the exit status."""
+    """Train, write PREFIX.model, and return the exit status."""
     args = _parser().parse_args(argv)
     started = time.monotonic()
     output = Path(f"{args.output_prefix}.model")
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_with_progress(args: argparse.Namespace) -> bytes:
-    """`train` on the files and settings of the command line, with a bar on stderr where that is a terminal."""
+    """Call `train` for the command line, with a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -72,7 +72,7 @@ def train_with_progress(args: argparse.Namespace) -> bytes:
 
 
 def read_sentences(paths: list[Path], keys: list[str], advance: Callable[[int], None]) -> Iterator[str]:
-    """The lines of every document, long ones cut; `advance` gets the bytes of each JSONL line that was read."""
+    """Generate the lines of every document, with long ones split. Call `advance` with each JSONL line's bytes."""
     for path in paths:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -88,14 +88,14 @@ def read_sentences(paths: list[Path], keys: list[str], advance: Callable[[int], 
 
 
 def split_sentences(text: str) -> Iterator[str]:
-    """The non-empty lines of a text, cut to what SentencePiece accepts as a sentence."""
+    """Generate the non-empty lines of a text, split into sentences short enough for SentencePiece."""
     for line in text.split("\n"):
         for start in range(0, len(line), SENTENCE_CHARACTERS):
             yield line[start : start + SENTENCE_CHARACTERS]
 
 
 def train(sentences: Iterator[str], vocab_size: int, model_type: str, max_sentences: int) -> bytes:
-    """A serialized SentencePiece model; the same sentences and settings give the same bytes."""
+    """Return a serialized SentencePiece model; the same sentences and settings give the same bytes."""
     sentencepiece.set_random_generator_seed(0)
     model = io.BytesIO()
     try:
@@ -122,10 +122,10 @@ def train(sentences: Iterator[str], vocab_size: int, model_type: str, max_senten
 
 
 def explain(message: str, vocab_size: int) -> str:
-    """What a SentencePiece error means in terms of this tool's flags."""
+    """Explain a SentencePiece error in terms of this tool's flags."""
     if found := re.search(r"Vocabulary size too high .* (\d+)", message):
         limit = found.group(1)
-        return f"--vocab-size {vocab_size}: the corpus fills {limit} pieces at most; lower it to that or add --input"
+        return f"--vocab-size {vocab_size}: the corpus fills {limit} pieces at most; lower it, or add --input files"
     if found := re.search(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)", message):
         return f"--vocab-size {vocab_size}: bytes and characters alone take {found.group(1)} pieces; raise it"
     if "!sentences_.empty()" in message:
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-sentences",
         type=positive_int,
         default=2_000_000,
-        help="train on a random sample of this many lines of text, the same at each run (default: %(default)s)",
+        help="train on a random sample of this many lines, the same in every run (default: %(default)s)",
     )
     return parser
 

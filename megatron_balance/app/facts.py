@@ -14,7 +14,7 @@ import torch
 
 from megatron_balance.cli.arguments import Parsed
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.files.input_files import content_of
+from megatron_balance.files.reading import content_digest
 from megatron_balance.job.agreement import CONSEQUENCE, Facts
 from megatron_balance.job.groups import Topology
 
@@ -82,7 +82,7 @@ def _version(package: str) -> str:
 def _files(config: RunConfig) -> Facts:
     named = {name: getattr(getattr(config, part), name) for part, names in FILES.items() for name in names}
     return {
-        f"the content of --{name.replace('_', '-')} {path}": content_of(Path(path))
+        f"the content of --{name.replace('_', '-')} {path}": content_digest(Path(path))
         for name, path in named.items()
         if path is not None and not (name == "balance_profile" and path in ("builtin", "auto"))
     }
@@ -96,7 +96,7 @@ def _modules(config: RunConfig) -> Facts:
 
 def _program() -> Facts:
     paths = [*sorted(PROGRAM.rglob("*.py")), *([ENTRY_POINT] if ENTRY_POINT.is_file() else [])]
-    return {f"the source of {path.relative_to(PROGRAM.parent)}": content_of(path) for path in paths}
+    return {f"the source of {path.relative_to(PROGRAM.parent)}": content_digest(path) for path in paths}
 
 
 def _consequences(config: RunConfig) -> Facts:
@@ -122,14 +122,14 @@ def _text(value: Any) -> str:
 
 
 def source_of(module: str) -> str:
-    """`content_of` the file of a module, which is found without importing it or what it is in."""
+    """`content_digest` the file of a module, which is found without importing it or what it is in."""
     places, path = None, None
     for name in _prefixes(module):
         found = _found(name, places)
         if found is None:
             return "not found"
         places, path = found.submodule_search_locations, found.origin
-    return content_of(Path(path)) if path is not None else "no file"
+    return content_digest(Path(path)) if path is not None else "no file"
 
 
 def _prefixes(module: str) -> Iterator[str]:

@@ -16,13 +16,13 @@ from megatron_balance.app.dry_run import dry_run
 from megatron_balance.build.balancer import planning_patience
 from megatron_balance.build.run import build_run
 from megatron_balance.checkpoint.checkpoints import Checkpoints
-from megatron_balance.checkpoint.held_directory import HeldDirectory
+from megatron_balance.checkpoint.save_directory import SaveDirectory
 from megatron_balance.cli.arguments import Parsed, parse_args
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
 from megatron_balance.job import groups, job, limits
 from megatron_balance.job.collectives import Collectives
-from megatron_balance.job.endings import Ending, only_our_own, unbreakable_output
+from megatron_balance.job.endings import Ending, guarded_exit, unbreakable_output
 from megatron_balance.job.errors import CheckpointError, raise_everywhere
 from megatron_balance.job.groups import Topology
 from megatron_balance.job.hang_guard import HangGuard
@@ -45,12 +45,12 @@ PROGRAM = "pretrain_gpt_moe.py"
 
 
 @unbreakable_output()
-@only_our_own(PROGRAM)
+@guarded_exit(PROGRAM)
 def pretrain(argv: list[str]) -> None:
     """Parse, check, join the job, build, train. A user's mistake ends every rank before anything is built."""
     with _leaving_together(ValueError):
         launch = job.Launch.from_environment()
-        with job.telling_others(launch):
+        with job.declining_on_error(launch):
             asked = _asked(argv, launch)
         config = asked.config
         if config.launch.dry_run:
@@ -60,9 +60,16 @@ def pretrain(argv: list[str]) -> None:
     stopping, timeout = Stopping(config.train), config.launch.distributed_timeout_minutes * 60
     with (
         Collectives().recorded() as collectives,
-        HangGuard(store, launch.rank, launch.world_size, timeout, launch.store_rank, collectives) as guard,
+        HangGuard(
+            store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            limit=timeout,
+            store_rank=launch.store_rank,
+            collectives=collectives,
+        ) as guard,
     ):
-        held = HeldDirectory(Path(config.checkpoint.save) if config.checkpoint.save else None, launch)
+        held = SaveDirectory(Path(config.checkpoint.save) if config.checkpoint.save else None, launch)
         with stopping.listening(), contextlib.closing(held):
             with _leaving_together(ValueError, CheckpointError), limits.explained():
                 # Before the model is built, which takes minutes
@@ -120,13 +127,13 @@ def _join(launch: job.Launch, asked: _Asked) -> dist.Store:
     """Make sure that the machine has what the job needs, and that all ranks are asked for the same; join them."""
     config = asked.config
     microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
-    with job.telling_others(launch):
+    with job.declining_on_error(launch):
         limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
     gather = functools.partial(facts.gather, asked.parsed, asked.topology)
     return job.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes, gather)
 
 
-def _prepare(asked: _Asked, guard: HangGuard, held: HeldDirectory) -> tuple[Run, RunLog, Checkpoints]:
+def _prepare(asked: _Asked, guard: HangGuard, held: SaveDirectory) -> tuple[Run, RunLog, Checkpoints]:
     run = build_run(asked.config, tokenizer=asked.tokenizer, policy=asked.policy)
     guard.follow(run.position)
     log = _run_log(run)
@@ -137,7 +144,7 @@ def _prepare(asked: _Asked, guard: HangGuard, held: HeldDirectory) -> tuple[Run,
         log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
     # A writer that stalls is to be named before the ranks that wait for it
     patience = asked.config.launch.distributed_timeout_minutes * 60 / 2
-    checkpoints = Checkpoints(run, log, patience=patience, held=held)
+    checkpoints = Checkpoints(run, log, patience=patience, save_directory=held)
     checkpoints.prepare()
     checkpoints.load()
     return run, log, checkpoints

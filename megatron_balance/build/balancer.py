@@ -95,7 +95,7 @@ def build_balancer(
 
 
 def _ownership(groups: ProcessGroupCollection, timeout_minutes: float) -> OwnershipTransfer:
-    stage = device_groups.new_group_of_like(groups.pp.rank(), dist.group.WORLD, timeout_minutes, "PIPELINE_STAGE")
+    stage = device_groups.new_group_by_value(groups.pp.rank(), dist.group.WORLD, timeout_minutes, "PIPELINE_STAGE")
     connect(stage)
     return OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 

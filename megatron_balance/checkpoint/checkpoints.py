@@ -1,31 +1,27 @@
-"""Saves and loads a run's checkpoints. Every method of `Checkpoints` is collective: all ranks call it together.
+"""Save and load a run's checkpoints. Every method of `Checkpoints` is collective: all ranks call it together.
 
-Save: data (each rank its shards, in processes of their own) -> fsync and digest -> manifest -> final name -> tracker ->
-pruning. Load: newest checkpoint first; one that its manifest does not confirm is named and passed over.
+Save: data (each rank writes its shards in separate processes) -> fsync and digest -> manifest -> final name -> tracker
+-> pruning. Load: newest checkpoint first; a checkpoint that does not match its manifest is logged and skipped.
 """
 
 import contextlib
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import InitVar, asdict, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from megatron_balance.checkpoint import manifest, run_state, saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.held_directory import HeldDirectory, unseen
 from megatron_balance.checkpoint.lease import LeaseLost
+from megatron_balance.checkpoint.loading import load_checkpoint
+from megatron_balance.checkpoint.save_directory import SaveDirectory, write_obstacle
 from megatron_balance.checkpoint.search import find_sound
 from megatron_balance.checkpoint.writer import (
     COMMON,
@@ -35,7 +31,7 @@ from megatron_balance.checkpoint.writer import (
     ShardStrategy,
     common_state_in_memory,
 )
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.writing import writing
 from megatron_balance.job.errors import CheckpointError, gather, outcome, raise_everywhere
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
@@ -54,7 +50,7 @@ class _Save:
     staged: Path
     start: float
     writer: PartWriter | None = None
-    """None: not even planned."""
+    """None until the save is planned."""
 
 
 @dataclass
@@ -63,37 +59,38 @@ class Checkpoints:
 
     run: Run
     log: RunLog
+    _: KW_ONLY
     patience: float
     """Seconds without progress after which a writer counts as stalled."""
 
-    held: InitVar[HeldDirectory | None] = None
-    """Where it saves; default: `--save`, taken by `prepare` or the first save."""
+    save_directory: InitVar[SaveDirectory | None] = None
+    """Directory to save to; default: `--save`, which `prepare` or the first save takes."""
 
     in_flight: _Save | None = None
     saved_iteration: int | None = None
-    """Of the last save or load in `--save`."""
+    """Iteration of the last save to, or load from, `--save`."""
 
     _strategy: ShardStrategy | FullyParallelSaveStrategyWrapper | None = field(default=None, repr=False)
 
-    def __post_init__(self, held: HeldDirectory | None) -> None:
+    def __post_init__(self, save_directory: SaveDirectory | None) -> None:
         self.settings = self.run.config.checkpoint
         save = self.settings.save
-        self.place = held or HeldDirectory(Path(save) if save else None)
-        self.directory = self.place.directory
+        self.save_directory = save_directory or SaveDirectory(Path(save) if save else None)
+        self.directory = self.save_directory.directory
 
     def prepare(self) -> None:
-        """Take `--save` for this job, unless it was taken before, and say what was found there.
+        """Take `--save` for this job, unless this job already holds it, and log what was found there.
 
         Raises:
-            ValueError: another run has it, or it cannot be written; names the flag and the reason.
+            ValueError: another run holds it, or it cannot be written; the message names the flag and the reason.
         """
-        if not self.place.is_held:
-            self.place.prepare()
-        for notice in self.place.notices:
+        if not self.save_directory.is_held:
+            self.save_directory.prepare()
+        for notice in self.save_directory.notices:
             self.log.message(f"note: {notice}")
 
     def after_step(self, last: bool) -> None:
-        """What is due after an iteration; after the `last` one, everything is on disk when this returns."""
+        """Poll, and save if this iteration is due. After the `last` iteration, return once everything is on disk."""
         self.poll()
         interval = self.settings.save_interval
         if last or (interval and self.run.progress.iteration % interval == 0):
@@ -102,10 +99,10 @@ class Checkpoints:
             self.finish()
 
     def save(self) -> None:
-        """Save the run as it is now; with `--async-save`, only start to.
+        """Save the run's current state; with `--async-save`, only start the save.
 
         Raises:
-            CheckpointError: it failed on some rank; earlier checkpoints are intact.
+            CheckpointError: the save failed on some rank; earlier checkpoints are intact.
         """
         if self.directory is None or self.saved_iteration == self.run.progress.iteration:
             return
@@ -115,26 +112,26 @@ class Checkpoints:
             f"saving checkpoint at iteration {iteration:7d} to {self.directory.root} in {self.settings.ckpt_format} "
             "format"
         )
-        if not self.place.is_held:
-            self.place.prepare()
-        with self._failing(iteration):
+        if not self.save_directory.is_held:
+            self.save_directory.prepare()
+        with self._as_checkpoint_error(iteration):
             self.in_flight = self._start(self.directory, iteration)
         if not self.settings.async_save:
             self.finish()
 
     def _start(self, directory: CheckpointDirectory, iteration: int) -> _Save:
         start = time.perf_counter()
-        staged = on_first_rank(lambda: self._owned(directory).stage(iteration))
+        staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
         save = _Save(iteration, staged, start)
-        with self._undoing(save):
-            reason = unseen(staged)
+        with self._removing_on_failure(save):
+            reason = write_obstacle(staged)
             raise_everywhere(OSError(reason) if reason else None)
             save.writer = self._plan(staged)
             raise_everywhere(outcome(save.writer.start))
         return save
 
     def _plan(self, staged: Path) -> PartWriter:
-        """Agree with all ranks on who writes what."""
+        """Agree with all ranks which rank writes which shard."""
         parts = frozenset(
             part
             for part, kept in (
@@ -150,7 +147,7 @@ class Checkpoints:
             state |= run_state.balancer_state(self.run)
         balancer = self.run.balancer
         if balancer is not None and balancer.ownership is not None:
-            # Strategies keep who writes what from the first save on, and owners may have changed
+            # A strategy keeps the distribution of its first save, and owners may have changed since
             self._strategy = None
         first = self._strategy is None
         try:
@@ -159,42 +156,42 @@ class Checkpoints:
                     state | run_state.common_state(self.run, parts),
                     str(staged),
                     self._save_strategy(),
-                    # The structure is the same every time; comparing it across ranks once is enough
+                    # Every save has the same structure, so comparing it across ranks once is enough
                     validate_access_integrity=first,
                     async_sharded_save=True,
                     content_metadata=run_state.CONTENT,
                 )
         except OSError as error:
-            # This rank alone has it: the others are in a collective of megatron-core's, and the hang guard ends them
+            # Only this rank failed: the others wait in a collective of megatron-core's until the hang guard ends them
             raise RuntimeError(f"{staged}: planning the checkpoint failed: {error}") from error
         return PartWriter(request, self.patience, *common)
 
     def poll(self) -> None:
-        """Complete an asynchronous save once every rank has written its part."""
+        """Complete the save in flight if every rank has written its part."""
         if self.in_flight is not None and self._written(self.in_flight):
             self._complete(self.in_flight)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one."""
+        """Wait for the save in flight, if any."""
         while self.in_flight is not None:
             self.poll()
             time.sleep(POLL_SECONDS)
 
     def _written(self, save: _Save) -> bool:
-        """Whether all ranks' parts are on disk."""
+        """Return whether all ranks' parts are on disk."""
         assert save.writer is not None
         error, done = None, False
         try:
             done = save.writer.poll()
         except OSError as failure:
             error = failure
-        # (ranks still writing, ranks that failed): nobody waits long for a rank that writes slowly
+        # [ranks still writing, ranks that failed]: one small reduction, so no rank waits for a slow writer
         state = torch.tensor([not done, error is not None], dtype=torch.int32, device=torch.cuda.current_device())
         dist.all_reduce(state)
         writing, failed = state.tolist()
         if failed:
             self.in_flight = None
-            with self._failing(save.iteration), self._undoing(save):
+            with self._as_checkpoint_error(save.iteration), self._removing_on_failure(save):
                 raise_everywhere(error)
         return not writing
 
@@ -202,7 +199,7 @@ class Checkpoints:
         directory, writer = self.directory, save.writer
         assert directory is not None and writer is not None
         self.in_flight = None
-        with self._failing(save.iteration), self._undoing(save):
+        with self._as_checkpoint_error(save.iteration), self._removing_on_failure(save):
             written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object((writer.results(), writer.entries()), written)
             writer.stop()
@@ -224,21 +221,21 @@ class Checkpoints:
         files = {name: entry for _, entries in written for name, entry in entries.items()}
         common = [save.staged / name for name in COMMON_FILES if (save.staged / name).exists()]
         files |= {path.name: manifest.sync_and_digest(path) for path in common}
-        origin = self.place.origin()
+        origin = self.save_directory.origin()
         manifest.write(save.staged, save.iteration, origin, files)
-        self._owned(directory).commit(save.staged, save.iteration)
+        self._still_held(directory).commit(save.staged, save.iteration)
         limits = self.settings.keep_last, self.settings.save_retain_interval
-        return self._owned(directory).prune(origin.run, save.iteration, *limits)
+        return self._still_held(directory).prune(origin.run, save.iteration, *limits)
 
-    def _owned(self, directory: CheckpointDirectory) -> CheckpointDirectory:
-        """The directory, once it is certain that it is still this job's. On rank 0."""
-        assert self.place.lease is not None
-        self.place.lease.check()
+    def _still_held(self, directory: CheckpointDirectory) -> CheckpointDirectory:
+        """Return the directory after checking that this job still holds it. Called on rank 0."""
+        assert self.save_directory.lease is not None
+        self.save_directory.lease.check()
         return directory
 
     @contextlib.contextmanager
-    def _failing(self, iteration: int) -> Iterator[None]:
-        """Turn what all ranks agreed has gone wrong inside into a CheckpointError that says what is left."""
+    def _as_checkpoint_error(self, iteration: int) -> Iterator[None]:
+        """Turn an error that all ranks raise inside the block into a CheckpointError that names what is left."""
         assert self.directory is not None
         try:
             yield
@@ -249,14 +246,14 @@ class Checkpoints:
             raise CheckpointError(text) from error
 
     @contextlib.contextmanager
-    def _undoing(self, save: _Save) -> Iterator[None]:
-        """Remove what was written if all ranks agree that something has gone wrong inside."""
+    def _removing_on_failure(self, save: _Save) -> Iterator[None]:
+        """Remove the staged files if all ranks raise an error inside the block."""
         try:
             yield
         except (CheckpointError, LeaseLost, OSError, ValueError) as error:
             if save.writer is not None:
                 save.writer.stop()
-            # No writer of any rank is left to write into the directory
+            # Wait until every rank has stopped its writers: none may write into the directory any more
             gather(None)
             if not on_first_rank(lambda: _removed(save.staged)):
                 raise CheckpointError(f"{error}; {save.staged} could not be removed") from error
@@ -270,11 +267,11 @@ class Checkpoints:
         return self._strategy
 
     def load(self) -> None:
-        """Put the newest sound checkpoint of `--load` into the run, if there is one.
+        """Load the newest sound checkpoint of `--load` into the run, if there is one.
 
         Raises:
-            CheckpointError: `--exit-on-missing-checkpoint` and there is none, or all that are there are damaged.
-            ValueError: the checkpoint is of another model; names the flag.
+            CheckpointError: all checkpoints are damaged, or there is none and `--exit-on-missing-checkpoint` is given.
+            ValueError: the checkpoint is of another model; the message names the flag.
         """
         settings = self.settings
         for root, weights_only in ((settings.load, settings.finetune), (settings.pretrained_checkpoint, True)):
@@ -282,92 +279,30 @@ class Checkpoints:
                 continue
             found = find_sound(CheckpointDirectory(Path(root)), settings.ckpt_step, self.log)
             if found is not None:
-                with _reading(found):
-                    self._load(found, weights_only)
-                self._tell_runs_apart()
+                self._load(found, weights_only)
+                self._warn_of_other_runs()
                 return
-        self._tell_runs_apart()
+        self._warn_of_other_runs()
         if settings.load is None:
             return
         if settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
         self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
 
-    def _tell_runs_apart(self) -> None:
-        if self.place.is_held and (others := on_first_rank(self.place.others)):
+    def _warn_of_other_runs(self) -> None:
+        run = self.save_directory.run
+        if self.save_directory.is_held and (others := on_first_rank(self.save_directory.others)):
             self.log.message(
-                f"WARNING: --save {self.settings.save}: holds {others}, and this is run {self.place.run}; they stay, "
-                "but are replaced where this run saves the same iteration: another directory keeps runs apart"
+                f"WARNING: --save {self.settings.save}: holds {others}, and this is run {run}; they stay, unless this "
+                "run saves the same iteration and replaces them; use another directory to keep runs apart"
             )
 
     def _load(self, path: Path, weights_only: bool) -> None:
-        origin = on_first_rank(lambda: manifest.read(path).origin)
-        self._compare_flags(path, origin)
-        # common.pt again below, with the shards: this is a few kilobytes
-        common = dist_checkpointing.load_common_state_dict(str(path))
-        # A converted model has nothing else
-        weights_only = weights_only or (not common["parts"] and "opt_param_scheduler" not in common)
-        parts = self._parts_to_load(common, weights_only)
-        self.log.message(f" loading checkpoint from {path} at iteration {common['iteration']} ({origin})")
-        if "balancer" in parts:
-            assert self.run.balancer is not None
-            found = dist_checkpointing.load(run_state.balancer_state(self.run), str(path))
-            self.run.balancer.restore(found["balancer"])
-        state = run_state.sharded_state(self.run, parts, is_loading=True)
-        strategy: TorchDistLoadShardedStrategy | FullyParallelLoadStrategyWrapper = TorchDistLoadShardedStrategy()
-        if self.settings.ckpt_fully_parallel_load:
-            strategy = FullyParallelLoadStrategyWrapper(strategy, self.run.groups.dp_cp)
-        loaded = dist_checkpointing.load(state, str(path), strategy)
-        run_state.restore(self.run, loaded, parts, weights_only)
+        origin, weights_only = load_checkpoint(self.run, path, self.log, weights_only)
         if self.directory is not None and path.parent.resolve() == self.directory.root.resolve() and not weights_only:
             self.saved_iteration = self.run.progress.iteration
-        self.place.resumed(path, origin, not weights_only)
+        self.save_directory.resumed(path, origin, not weights_only)
         self.log.message(f"  successfully loaded checkpoint from {path}")
-
-    def _compare_flags(self, path: Path, origin: manifest.Origin) -> None:
-        saved = on_first_rank(lambda: saved_flags.read(path))
-        refused, reported = saved_flags.differences(saved, self.run.config)
-        if refused:
-            raise ValueError(
-                f"{'; '.join(refused)} ({path} of {origin}); change the flag, or give --use-checkpoint-args"
-            )
-        for difference in reported:
-            self.log.message(f"WARNING: {difference} ({path})")
-
-    def _parts_to_load(self, common: dict[str, Any], weights_only: bool) -> run_state.Parts:
-        parts = set(common["parts"])
-        if weights_only or self.settings.no_load_optim:
-            parts.discard("optimizer")
-        if weights_only or self.settings.no_load_rng:
-            parts.discard("rng")
-        layout = run_state.layout(self.run.config)
-        if "rng" in parts and common["layout"] != layout:
-            parts.discard("rng")
-            self.log.message("note: the checkpoint is of another layout: random number generators start afresh")
-        asked = asdict(self.run.config.comm)
-        if weights_only or self.run.chunks is None or (common["layout"], common["comm"]) != (layout, asked):
-            # Chosen anew in the first iteration
-            parts.discard("chunks")
-        if weights_only or self.run.balancer is None:
-            parts.discard("balancer")
-        elif "balancer" in parts and common["balance"] != run_state.balance(self.run.config):
-            parts.discard("balancer")
-            self.log.message("note: the checkpoint is of another layout or policy: placements start afresh")
-        return frozenset(parts)
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Say so if what goes wrong inside is that the checkpoint is not there any more."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        if path.is_dir():
-            raise
-        raise CheckpointError(
-            f"{path}: was deleted while it was being loaded, by the run that saves there or by hand; start again to "
-            "load the newest, or keep more with --keep-last"
-        ) from error
 
 
 def _removed(directory: Path) -> bool:

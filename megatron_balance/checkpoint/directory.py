@@ -1,14 +1,15 @@
-"""What lies in `--save DIR`, and the order in which it changes.
+"""The layout of `--save DIR`, and the order in which it changes.
 
     iter_0000020/                        a complete checkpoint: its manifest names every file
     latest_checkpointed_iteration.txt    the tracker: the iteration to resume from, as Megatron writes it
     iter_0000020.saving-xxxxxxxx/        being written, or left by a process that died
-    iter_0000020.replaced-xxxxxxxx/      a checkpoint that another of the same iteration is about to replace
+    iter_0000020.replaced-xxxxxxxx/      an older checkpoint of the same iteration, about to be replaced
     iter_0000020.deleting-xxxxxxxx/      being pruned
-    lease.000007                         who may change all this (lease.py), or who did last
+    lease.000007                         names the process that may change the directory, or the last one (lease.py)
 
-A directory gets its final name only when all its files and the manifest are on disk; the tracker names it only then,
-and only after that are older ones pruned. So a process may die at any point: what the tracker names is complete.
+A save proceeds in this order: all files and the manifest are written to disk, the directory gets its final name, the
+tracker names it, and older checkpoints are pruned. A process may therefore die at any point: the checkpoint that the
+tracker names is always complete.
 """
 
 import os
@@ -19,21 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_balance.checkpoint import manifest
-from megatron_balance.files.input_files import KIB, read_bounded
-from megatron_balance.files.output_files import sync, writing
+from megatron_balance.files.reading import KIB, read_bounded
+from megatron_balance.files.writing import sync, writing
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = KIB
 COMPLETE = re.compile(r"iter_(\d{7,})")
 PROBE_BYTES = 1 << 20
-"""A full disk is better found before the collective part of a save; what rank 0 writes in that part is smaller."""
+"""Bytes written to find a full disk before the collective part of a save. Rank 0 writes less than that in that part."""
 
 UNFINISHED = re.compile(r"(iter_\d{7,})\.(saving|replaced|deleting)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class CheckpointDirectory:
-    """A directory of checkpoints. One process at a time may change it: the one that holds its lease."""
+    """A directory of checkpoints. Only the process that holds its lease may change it."""
 
     root: Path
 
@@ -41,17 +42,17 @@ class CheckpointDirectory:
         return self.root / f"iter_{iteration:07d}"
 
     def iterations(self) -> list[int]:
-        """Iterations with a directory under its final name, newest first."""
+        """Return the iterations whose directories have their final names, newest first."""
         if not self.root.is_dir():
             return []
         found = [COMPLETE.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir()]
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def tracked(self) -> int | None:
-        """The iteration that the tracker names; None without a tracker.
+        """Return the iteration that the tracker names; None without a tracker.
 
         Raises:
-            ValueError: the tracker holds something else; names the file.
+            ValueError: the tracker holds something else; the message names the file.
         """
         path = self.root / TRACKER
         if not path.exists():
@@ -62,10 +63,10 @@ class CheckpointDirectory:
         return int(text)
 
     def finished_after_tracker(self, tracked: int) -> list[int]:
-        """Later iterations than the tracker's that were finished after it was written, newest first.
+        """Return the iterations after the tracker's that were finished after it was written, newest first.
 
-        Their process died before the tracker could name them. Others, later but older, a run that went back to an
-        earlier iteration has left behind, or the tracker was set back by hand: the tracker knows better.
+        Their process died before it could update the tracker. Later iterations that are older than the tracker do not
+        count: a run that went back to an earlier iteration left them behind, or the tracker was set back by hand.
         """
         since = (self.root / TRACKER).stat().st_mtime_ns
         return [
@@ -75,10 +76,10 @@ class CheckpointDirectory:
         ]
 
     def stage(self, iteration: int) -> Path:
-        """An empty directory to write this iteration's checkpoint into.
+        """Create an empty directory for this iteration's checkpoint, and return its path.
 
         Raises:
-            OSError: no place for it, or hardly any.
+            OSError: the directory cannot be created, or the disk is full or almost full.
         """
         path = self._aside(iteration, "saving")
         path.mkdir()
@@ -94,7 +95,7 @@ class CheckpointDirectory:
         return path
 
     def commit(self, staged: Path, iteration: int) -> None:
-        """Give a staged directory, complete and on disk, its final name, and let the tracker name it."""
+        """Give a staged directory, complete and on disk, its final name, and update the tracker."""
         sync(staged)
         final, replaced = self.path(iteration), None
         if final.exists():
@@ -127,9 +128,9 @@ class CheckpointDirectory:
     def prune(self, run: str, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
         """Delete old checkpoints of this run and return their iterations.
 
-        Of those up to `newest`, the last `keep_last` stay, and those at multiples of `retain_interval`; later ones,
-        which a run that went back has left behind, and those of other runs are not touched. With neither limit,
-        everything stays.
+        Among the checkpoints up to `newest`, the last `keep_last` and all multiples of `retain_interval` are kept.
+        Later checkpoints, left behind by a run that went back, and those of other runs are not touched. With neither
+        limit, all checkpoints are kept.
         """
         if keep_last is None and retain_interval is None:
             return []
@@ -138,13 +139,13 @@ class CheckpointDirectory:
         doomed = [iteration for iteration in old if not retain_interval or iteration % retain_interval]
         for iteration in doomed:
             aside = self._aside(iteration, "deleting")
-            # Half deleted, it must not look like a checkpoint
+            # A half-deleted directory must not look like a checkpoint
             os.rename(self.path(iteration), aside)
             shutil.rmtree(aside)
         return doomed
 
-    def of_others(self, run: str) -> dict[str, list[int]]:
-        """Iterations of checkpoints that are not from this run, by their runs."""
+    def iterations_of_other_runs(self, run: str) -> dict[str, list[int]]:
+        """Return the iterations of checkpoints of other runs, by run."""
         found: dict[str, list[int]] = {}
         for iteration in self.iterations():
             other = manifest.run_of(self.path(iteration))
@@ -153,7 +154,7 @@ class CheckpointDirectory:
         return found
 
     def recover(self) -> list[str]:
-        """Clean up after processes that died, and return what was found, one sentence each."""
+        """Clean up after processes that died, and return one sentence for each leftover."""
         notices = []
         entries = sorted(self.root.iterdir()) if self.root.is_dir() else []
         for entry in entries:
@@ -169,13 +170,13 @@ class CheckpointDirectory:
         return notices
 
     def _aside(self, iteration: int, why: str) -> Path:
-        # A name of its own: a writer that outlives its rank must not write into the next attempt
+        # A unique name: a writer that outlives its rank must not write into the next attempt
         path = self.path(iteration)
         return path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}")
 
 
 def _finished(path: Path) -> int:
-    """When a checkpoint's manifest was written; 0 without one."""
+    """Return when a checkpoint's manifest was written, in nanoseconds; 0 without one."""
     try:
         return (path / manifest.NAME).stat().st_mtime_ns
     except OSError:

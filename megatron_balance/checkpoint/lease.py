@@ -1,19 +1,21 @@
-"""One writer at a time: the lease that a run holds on its `--save` directory.
+"""Only one run at a time may write to a `--save` directory: the run that holds the directory's lease.
 
-    lease.000007    the newest lease: who holds it, renewed every few seconds; or released, by whom
+    lease.000007    the newest lease: names its holder, who renews it every few seconds; or marked as released
 
-A lease has a number that is never used twice. Whoever wants the directory creates the file with the next number, which
-the file system lets only one process do (`O_EXCL`, on NFS and Lustre as well), and then removes older ones. So of two
-that find the same lease stale only one gets the next number. The holder makes sure in the same way that it still is
-one: before it changes checkpoints it takes the next number itself, which fails if somebody else has it.
+No lease number is used twice. To take the directory, a process creates the file with the next number and then removes
+older ones. The file system lets only one process create a file (`O_EXCL`, also on NFS and Lustre), so if two processes
+find the same lease stale, only one gets the next number. The holder protects itself in the same way: before it changes
+checkpoints it takes the next number, which fails if another process already has it.
 
-Nobody compares clocks of two hosts. A holder's file changes whenever it is renewed; whoever waits for it sees that, and
-measures by its own monotonic clock for how long nothing has changed. On the holder's own host, the process tells.
+Clocks of different hosts are never compared. Each renewal changes the holder's file. A waiting process watches the file
+and measures on its own monotonic clock for how long it has not changed. On the holder's host, the waiting process
+checks instead whether the holder still runs.
 
-What a lease cannot prevent: a holder that is stopped for minutes between this test and the rename that follows it.
+A lease cannot protect against a holder that is suspended for minutes between its check and the rename that follows.
 
-Libraries: flufl.lock compares a host's clock with times of files; filelock's SoftFileLease measures as this does, but
-tells neither which run holds it nor since when, and lets no restarted job follow itself on another host at once.
+Existing libraries do not fit: flufl.lock compares the host's clock with file times. filelock's SoftFileLease measures
+as described here, but does not report which run holds the lease and since when, and a job that restarts on another host
+could not take over its own lease at once.
 """
 
 import contextlib
@@ -23,7 +25,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -31,92 +32,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.messages import cleaned
+from megatron_balance.checkpoint.lease_owner import Owner
 
 NAME = re.compile(r"lease\.(\d{6,15})")
 BYTES = 2048
-"""Of every lease: a renewal writes in place, and needs no room."""
+"""Size of every lease file. It is fixed, so that a renewal overwrites in place and needs no free space."""
 
 RENEW_SECONDS = 2.0
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 STALE_SECONDS = 120.0
-"""Without a renewal. A rank may hold the interpreter's lock for a minute or two, while it indexes a dataset."""
+"""Time without a renewal after which a lease is stale. A rank may hold the interpreter's lock for a minute or two, for
+example while it indexes a dataset."""
 
 RESTART_SECONDS = 10.0
-"""The same for a lease of this very job, before its launcher has started it again."""
+"""The same limit for a lease that an earlier attempt of this job holds."""
 
 
 class LeaseLost(RuntimeError):
-    """Another process has the directory, or the directory is gone."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A process that holds a lease."""
-
-    run: str
-    host: str
-    process: int
-    since: str
-    """When it took the lease, for people."""
-
-    job: str | None = None
-    """The launcher's name of the job, and how often it has started it again."""
-
-    attempt: int = 0
-    machine: str = ""
-    """Where process numbers mean the same: a boot of a kernel, and a namespace."""
-
-    started: int = 0
-    """When the process started, in the kernel's ticks since boot."""
-
-    @classmethod
-    def here(cls, run: str, job: str | None = None, attempt: int = 0) -> "Owner":
-        """This process."""
-        number = os.getpid()
-        now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        state = _process_state(number)
-        return cls(run, socket.gethostname(), number, now, job, attempt, _machine(), state[1] if state else 0)
-
-    def __str__(self) -> str:
-        return (
-            f"run {cleaned(self.run)}, process {self.process} on host {cleaned(self.host)}, since {cleaned(self.since)}"
-        )
-
-    def follows(self, other: "Owner") -> bool:
-        """Whether a launcher has started this process again in place of `other`."""
-        return self.job is not None and self.job == other.job and self.attempt > other.attempt
-
-    def sees_running(self, other: "Owner") -> bool | None:
-        """Whether `other` is alive; None: from here nobody can tell."""
-        if not self.machine or self.machine != other.machine:
-            return None
-        try:
-            os.kill(other.process, 0)
-        except ProcessLookupError:
-            return False
-        except (OSError, OverflowError):
-            return None
-        state = _process_state(other.process)
-        return None if state is None else state[0] not in "ZX" and state[1] == other.started
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def _process_state(number: int) -> tuple[str, int] | None:
-    """State and start of a process, by /proc; None if it does not say."""
-    try:
-        # The second field, in brackets, may hold anything
-        fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return None
+    """Another process holds the directory, or the directory is gone."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +68,7 @@ class Record:
 
     @classmethod
     def parse(cls, raw: bytes) -> "Record | None":
-        """None for anything else than `render` makes, half of it included."""
+        """Return the record, or None if `raw` is not the complete output of `render`."""
         try:
             content: dict[str, Any] = json.loads(raw)
             owner, token, renewals = content["owner"], content["token"], content["renewals"]
@@ -147,19 +80,19 @@ class Record:
 
 
 class Lease:
-    """The lease of one directory; `attempt` until it is held.
+    """The lease of one directory. Call `attempt` until it returns True.
 
     Args:
         root: the directory.
         owner: this process.
-        named: the directory as messages call it, with its flag.
-        clock: seconds, monotonic.
+        named: the directory's name in messages, with its flag.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, root: Path, owner: Owner, named: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.root, self.owner, self.named, self._clock = root, owner, named, clock
         self.generation: int | None = None
-        """Of the lease that is held."""
+        """Number of the lease that this process holds."""
 
         self._token, self._renewals = secrets.token_hex(8), 0
         self._seen: tuple[int, bytes, float] | None = None
@@ -167,31 +100,31 @@ class Lease:
         self._ending = threading.Event()
 
     def attempt(self) -> bool:
-        """Take the lease if it is free; False: look again in LOOK_SECONDS.
+        """Take the lease if it is free. Return whether it was taken; if not, try again after POLL_SECONDS.
 
         Raises:
-            ValueError: somebody else holds it; says who.
+            ValueError: another process holds the lease; the message names it.
             OSError: the directory cannot be written.
         """
         generation = max(self._generations(), default=0)
         return (generation == 0 or self._is_free(generation)) and self._take(generation + 1)
 
-    def acquire(self, say: Callable[[str], object]) -> None:
-        """`attempt` until it is held, at most a little longer than STALE_SECONDS; `say` once whom it waits for."""
-        told = False
+    def acquire(self, log: Callable[[str], object]) -> None:
+        """Call `attempt` until it succeeds, for little more than STALE_SECONDS. Log once which holder it waits for."""
+        logged = False
         while not self.attempt():
-            if not told and (whom := self.waiting_for()):
-                say(whom)
-                told = True
-            time.sleep(LOOK_SECONDS)
+            if not logged and (holder := self.waiting_for()):
+                log(holder)
+                logged = True
+            time.sleep(POLL_SECONDS)
 
     def waiting_for(self) -> str:
-        """Whom `attempt` waits for, for people; empty: nobody yet."""
+        """Return a sentence that names the holder `attempt` waits for; empty if there is none yet."""
         record = self._seen and Record.parse(self._seen[1])
         if not record:
             return ""
         limit = self._limit(record.owner)
-        return f"{self.named}: waiting at most {limit:.0f} s to see whether {record.owner} still renews its lease"
+        return f"{self.named}: waiting up to {limit:.0f} s to see whether {record.owner} still renews its lease"
 
     def _limit(self, other: Owner) -> float:
         return RESTART_SECONDS if self.owner.follows(other) else STALE_SECONDS
@@ -208,8 +141,8 @@ class Lease:
                 return True
             if alive or (self._seen is not None and self._seen[:2] != (generation, raw)):
                 raise ValueError(
-                    f"{self.named}: another run saves there ({other.owner}); give this one another directory, or wait "
-                    "until that one has ended"
+                    f"{self.named}: another run saves there ({other.owner}); choose another directory, or wait until "
+                    "that run has ended"
                 )
             limit = self._limit(other.owner)
         if self._seen is None or self._seen[:2] != (generation, raw):
@@ -217,12 +150,12 @@ class Lease:
         return now - self._seen[2] >= limit
 
     def _take(self, generation: int) -> bool:
-        """Create the next lease and remove older ones; False: somebody else was faster."""
+        """Create the next lease and remove older ones. Return False if another process was faster."""
         if not self._create(generation):
             return False
         found = self._generations()
         if max(found) != generation:
-            # Others had this number too, and it was removed since
+            # Another process took this number earlier, and its lease has been removed since
             self._remove(generation)
             return False
         self.generation = generation
@@ -232,31 +165,31 @@ class Lease:
         return True
 
     def keep(self) -> None:
-        """Renew the lease from now on, in a thread."""
+        """Start a thread that renews the lease."""
         threading.Thread(target=self._renew_always, name=f"lease of {self.root}", daemon=True).start()
 
     def _renew_always(self) -> None:
         while not self._ending.wait(RENEW_SECONDS):
-            # What keeps it from being written now may pass; `check` says whether the lease was lost meanwhile
+            # The cause of a failed write may be temporary; `check` finds out whether the lease was lost
             with contextlib.suppress(OSError):
                 if not self.renew():
                     return
 
     def renew(self) -> bool:
-        """Show that the holder is alive; False: there is no such lease any more."""
+        """Renew the lease. Return False if this process no longer holds it."""
         with self._changing:
             self._renewals += 1
             return self._write()
 
-    def name(self, run: str) -> None:
-        """Call the run otherwise from now on."""
+    def rename_run(self, run: str) -> None:
+        """Set the name of the run that later renewals write."""
         self.owner = dataclasses.replace(self.owner, run=run)
 
     def check(self) -> None:
-        """Make sure that the directory is still this process's, before it is changed.
+        """Check that this process still holds the directory. Call it before every change to the checkpoints.
 
         Raises:
-            LeaseLost: it is not; says whose it is.
+            LeaseLost: this process does not hold it; the message names the holder.
             OSError: the directory cannot be written.
         """
         with self._changing:
@@ -278,12 +211,12 @@ class Lease:
                 "file system is mounted"
             )
         return (
-            f"{self.named}: another run saves there ({other.owner}); this one had not renewed its lease for so long "
-            "that it was taken for dead"
+            f"{self.named}: another run saves there ({other.owner}); it took the lease because this run had not "
+            "renewed it for too long"
         )
 
     def release(self) -> None:
-        """Let others have the directory at once, unless it was lost."""
+        """Release the lease, unless it was lost, so that others can take the directory at once."""
         self._ending.set()
         with self._changing, contextlib.suppress(OSError):
             if self.generation is not None:
@@ -291,12 +224,12 @@ class Lease:
         self.generation = None
 
     def _write(self, released: bool = False) -> bool:
-        """Write this process's lease anew; False: it has none any more."""
+        """Overwrite this process's lease. Return False if this process no longer holds one."""
         if self.generation is None:
             return False
         try:
             with open(self._path(self.generation), "r+b", buffering=0) as file:
-                # The same number may be another's, if the directory was removed
+                # After the directory was removed, another process may hold the same number
                 found = Record.parse(file.read(BYTES))
                 if found is None or found.token != self._token:
                     return False
@@ -344,7 +277,7 @@ class Lease:
         return True
 
     def _inherit(self, generation: int) -> bool:
-        """Create a lease out of the one before, which is given up: a full disk can only be cleaned up by a holder."""
+        """Reuse the previous lease's file: on a full disk, a new holder could not create one, and must clean up."""
         try:
             os.link(self._path(generation - 1), self._path(generation))
         except FileExistsError:

@@ -1,7 +1,7 @@
-"""manifest.json: what one checkpoint directory consists of, so that damage is found before anything is read.
+"""manifest.json: the list of all files of one checkpoint, so that damage is found before anything is read.
 
-Written last, it says that a checkpoint is complete; the digests find truncation, bit rot and exchanged files. They do
-not prove who wrote the files: whoever can change a file can change the manifest too.
+The manifest is written last and marks the checkpoint as complete. Its digests detect truncation, bit rot and exchanged
+files. They do not prove who wrote the files: anyone who can change a file can also change the manifest.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 NAME = "manifest.json"
@@ -24,17 +24,17 @@ FORMAT = 1
 _DIGEST_BYTES = 32
 _CHUNK_BYTES = 4 << 20
 _MAX_BYTES = 64 << 20
-"""A file takes about 150 bytes of the manifest; 100,000 ranks stay far below."""
+"""Upper limit of a manifest's size. A file takes about 150 bytes, so that 100,000 ranks stay far below it."""
 
 _HEAD_BYTES = 1 << 14
-"""More than everything before the files."""
+"""Enough bytes for everything before the list of files."""
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint is not what was saved, or not safe to read."""
+    """A file of a checkpoint differs from what was saved, or is not safe to read."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
-        # Both become `args`, so that the exception survives pickling from one rank to the others
+        # Both become `args`, so that the exception survives being pickled and sent to other ranks
         super().__init__(str(path), reason)
         self.path, self.reason = Path(path), reason
 
@@ -50,25 +50,27 @@ class Entry:
     blake2b: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a checkpoint is from, for people and for telling runs apart."""
+    """Where a checkpoint comes from, for people and to tell runs apart."""
 
     run: str
-    """Made when a run starts for the first time, and kept when it is resumed."""
+    """Name of the run, created when it first starts and kept when it resumes."""
 
     host: str
-    """Of the process that wrote the manifest; `started` and `saved` are by its clock, in UTC."""
+    """Host of the process that wrote the manifest; `started` and `saved` are read from its clock, in UTC."""
 
     started: str
     """When that process started."""
 
     saved: str
+    """When the checkpoint was saved."""
+
     parent: str
-    """What that process began with: a checkpoint and its run; empty: random weights."""
+    """Checkpoint that the process was loaded from, and its run; empty for random weights."""
 
     versions: Mapping[str, str]
-    """Of packages, by name."""
+    """Package versions by name."""
 
     def __str__(self) -> str:
         return f"run {cleaned(self.run)}, saved on {cleaned(self.host)} at {cleaned(self.saved)}"
@@ -76,7 +78,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files` maps each file's name inside the directory to its entry."""
+    """Content of a manifest; `files` maps the name of each file in the directory to its entry."""
 
     iteration: int
     origin: Origin
@@ -84,8 +86,8 @@ class Manifest:
 
 
 def digest(path: str | Path) -> Entry:
-    """Size and digest of a file; OSError if it cannot be read."""
-    # A buffer of our own instead of a memory map: a file cut while being read is an error, not a SIGBUS
+    """Return the size and digest of a file; raise OSError if it cannot be read."""
+    # A buffer instead of a memory map: a file that is truncated while being read causes an error, not a SIGBUS
     hasher, size, buffer = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -95,7 +97,7 @@ def digest(path: str | Path) -> Entry:
 
 
 def sync_and_digest(path: Path) -> Entry:
-    """Put a file on disk and digest it meanwhile: the disk and the processor work at the same time."""
+    """Flush a file to disk and digest it at the same time, so that disk and processor work in parallel."""
     failures: list[OSError] = []
 
     def sync() -> None:
@@ -115,7 +117,7 @@ def sync_and_digest(path: Path) -> Entry:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` is a file directly inside a directory, whatever the directory."""
+    """Return whether `name` names a file directly inside a directory, without a path."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return name.isprintable() and not {"/", "\\"} & set(name)
@@ -124,7 +126,7 @@ def is_plain_name(name: object) -> bool:
 def write(directory: str | Path, iteration: int, origin: Origin, entries: Mapping[str, Entry]) -> None:
     """Write the manifest of `directory` and wait until it is on disk.
 
-    The durability of the files, and of the directory's entries, the manifest's included, is the caller's.
+    The caller makes the other files durable, and the directory's entries, including that of the manifest.
     """
     for name in entries:
         assert is_plain_name(name) and name != NAME, name
@@ -136,10 +138,10 @@ def write(directory: str | Path, iteration: int, origin: Origin, entries: Mappin
 
 
 def read(directory: str | Path) -> Manifest:
-    """The manifest of `directory`.
+    """Return the manifest of `directory`.
 
     Raises:
-        Damaged: it is absent, unreadable, not a manifest, or not byte for byte what `write` wrote.
+        Damaged: the manifest is absent, unreadable, not a manifest, or not byte for byte what `write` wrote.
     """
     path = Path(directory) / NAME
     raw = _read_small(path)
@@ -147,14 +149,14 @@ def read(directory: str | Path) -> Manifest:
         manifest = _parse(json.loads(raw))
     except (ValueError, RecursionError) as error:
         raise Damaged(path, f"is not a manifest: {error}") from error
-    # One rendering per content: every changed byte shows, in values, digests, order and white space alike
+    # Each content has exactly one rendering, so that any changed byte is detected, even in order or white space
     if _render(manifest) != raw:
         raise Damaged(path, "was changed after it was written: content and digest disagree")
     return manifest
 
 
 def run_of(directory: str | Path) -> str | None:
-    """The run that a checkpoint is from, by the beginning of its manifest alone; None if that does not tell."""
+    """Return the name of a checkpoint's run, reading only the start of its manifest; None if it is not there."""
     try:
         with open(Path(directory) / NAME, "rb") as file:
             origin = re.search(rb'^  "origin": (\{.*\}),$', file.read(_HEAD_BYTES), re.MULTILINE)
@@ -164,12 +166,12 @@ def run_of(directory: str | Path) -> str | None:
 
 
 def verify(directory: str | Path, names: Iterable[str]) -> None:
-    """Compare these files of `directory` with its manifest; sizes first, because they cost nothing.
+    """Compare the named files of `directory` with its manifest; sizes first, because they cost nothing.
 
-    Costs one read of every named file, so ranks share the names among themselves.
+    This reads every named file once, so ranks divide the names among themselves.
 
     Raises:
-        Damaged: a file that is absent, not listed, of another size or of other content; or the manifest itself.
+        Damaged: a file is absent, not listed, or of another size or content; or the manifest itself is damaged.
     """
     directory, files = Path(directory), read(directory).files
     expected = {}
@@ -213,7 +215,7 @@ def _read_small(path: Path) -> bytes:
 
 
 def _parse(content: Any) -> Manifest:
-    """The typed manifest; ValueError for any other shape of JSON."""
+    """Return the typed manifest; raise ValueError if the JSON has another structure."""
     if not isinstance(content, dict) or content.keys() != {"format", "iteration", "origin", "files", "manifest"}:
         raise ValueError("wants the keys format, iteration, origin, files and manifest")
     if content["format"] != FORMAT:
@@ -251,7 +253,7 @@ def _parse_entry(name: str, entry: Any) -> Entry:
 
 
 def _render(manifest: Manifest) -> bytes:
-    """The one form of a manifest: sorted, a file a line, sealed by the digest over everything else."""
+    """Render a manifest in its only form: sorted, one line per file, sealed by a digest of everything else."""
     files = {name: asdict(entry) for name, entry in sorted(manifest.files.items())}
     origin = asdict(manifest.origin)
     content = {"format": FORMAT, "iteration": manifest.iteration, "origin": origin, "files": files}

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a run, as megatron-core's sharded state dict, and how it comes back.
+"""The state of a run that a checkpoint holds, as megatron-core's sharded state dict, and its restoration.
 
-Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. What
-only makes sense on the same layout (random number generators) is kept per rank.
+Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. State
+that is only valid on the same layout, such as random number generators, is stored per rank.
 """
 
 import contextlib
@@ -40,14 +40,14 @@ CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-"""How megatron-core is to name and shard things."""
+"""Metadata that selects how megatron-core names and shards the state."""
 
 Parts = frozenset[str]
-"""Of `optimizer`, `rng`, `balancer` and `chunks`: what is saved, or loaded, beside the weights."""
+"""The parts saved or loaded in addition to the weights: a subset of `optimizer`, `rng`, `balancer` and `chunks`."""
 
 
 def layout(config: RunConfig) -> dict[str, int]:
-    """What has to be equal for per-rank state to mean the same."""
+    """Return the parallel sizes that must be equal for per-rank state to be valid."""
     transformer = config.transformer
     return {
         "world_size": dist.get_world_size(),
@@ -61,7 +61,7 @@ def layout(config: RunConfig) -> dict[str, int]:
 
 
 def balance(config: RunConfig) -> dict[str, Any]:
-    """What has to be equal for placements and predictions to go on."""
+    """Return the settings that must be equal for placements and predictions to continue."""
     settings = config.balance
     names = ("policy", "guest_slots", "interval", "load", "predictor", "token_split", "ownership")
     options = policy_options(settings.balance_policy, vars(settings))
@@ -69,7 +69,7 @@ def balance(config: RunConfig) -> dict[str, Any]:
 
 
 def common_state(run: Run, parts: Parts) -> dict[str, Any]:
-    """What every rank knows alike: plain numbers and strings, and a few scalars."""
+    """Return the state that is the same on every rank: numbers, strings and a few scalar tensors."""
     progress = run.progress
     state = {
         "checkpoint_version": 3.0,
@@ -84,28 +84,28 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
     }
     if "optimizer" in parts:
         state["optimizer_step"] = _step(run.optimizer)
-        # The scalers of a layout's several optimizers see the same overflows
+        # A run with several optimizers has several scalers, but all of them see the same overflows
         state["grad_scaler"] = next((scaler.state_dict() for scaler in _grad_scalers(run.optimizer)), None)
     return state
 
 
 def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
-    """Weights, optimizer state and random number generators, as shards. Collective with the distributed optimizer."""
+    """Return this rank's shards of all parts except `balancer`. Collective with the distributed optimizer."""
     metadata = CONTENT | {"dp_cp_group": run.groups.dp_cp}
     if run.config.ddp.overlap_param_gather and not is_loading:
-        # Until the next forward pass, each rank knows the last step's parameters of its own shard alone
+        # Until the next forward pass gathers them, each rank has updated only the parameters of its own shard
         for chunk in run.model:
             chunk.start_param_sync(force_sync=True)
     modules = unwrap_model(run.model)
-    # One name for all virtual pipeline chunks would collide in the dict, not in the checkpoint
+    # Virtual pipeline chunks need separate keys in this dict; their tensors' keys in the checkpoint are distinct anyway
     models = {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(modules)}
     for model in models.values():
-        # State of 8-bit training, which is not supported; Transformer Engine's layers and others differ only in it
+        # State of 8-bit training, which is not supported. Without it, all layer types have the same keys
         model.update({name: LocalNonpersistentObject(None) for name in model if name.endswith("_extra_state")})
     state: dict[str, Any] = dict(models)
     if "optimizer" in parts:
         allocate(run.optimizer)
-        with _shown_by_name():
+        with _reprs_without_values():
             optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         half = run.config.transformer.bf16 or run.config.transformer.fp16
         _name_main_parameters(optimizer, models, half, is_loading)
@@ -113,15 +113,15 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
         state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
     if "chunks" in parts:
         assert run.chunks is not None
-        state["chunks"] = _of_this_rank("chunks", run.chunks.state())
+        state["chunks"] = _per_rank_object("chunks", run.chunks.state())
     if "rng" in parts:
-        state["rng_state"] = _of_this_rank("rng_state", random_states())
+        state["rng_state"] = _per_rank_object("rng_state", random_states())
     return state
 
 
 @contextlib.contextmanager
-def _shown_by_name() -> Iterator[None]:
-    """megatron-core formats tensors for a debug line; their values would each cost a wait for the device."""
+def _reprs_without_values() -> Iterator[None]:
+    """Shorten the `repr` of shards, which megatron-core writes to a debug log: a value would sync the device."""
 
     def name(shard: ShardedBase) -> str:
         return shard.key
@@ -131,19 +131,19 @@ def _shown_by_name() -> Iterator[None]:
 
 
 def balancer_state(run: Run) -> ShardedStateDict:
-    """The placements and predictions of this rank. They are loaded before all else: they say which expert is where."""
+    """Return this rank's placements and predictions. They are loaded first because they place the experts."""
     assert run.balancer is not None
-    return {"balancer": _of_this_rank("balancer", run.balancer.state())}
+    return {"balancer": _per_rank_object("balancer", run.balancer.state())}
 
 
-def _of_this_rank(name: str, value: Any) -> ShardedObject:
+def _per_rank_object(name: str, value: Any) -> ShardedObject:
     return ShardedObject(name, value, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) -> None:
-    """Put what `dist_checkpointing.load` returned for `sharded_state` into the run.
+    """Restore the run from what `dist_checkpointing.load` returned for `sharded_state`.
 
-    With `weights_only` the run begins at iteration 0 with these weights.
+    With `weights_only`, the run starts at iteration 0 with these weights.
     """
     for index, module in enumerate(unwrap_model(run.model)):
         module.load_state_dict(loaded[f"model{index}"], strict=True)
@@ -172,12 +172,12 @@ def _load_scheduler(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -
     except AssertionError as error:
         raise ValueError(
             f"the learning-rate or weight-decay schedule differs from the checkpoint's ({error}): give "
-            "--override-opt_param-scheduler to take the flags', or --use-checkpoint-opt_param-scheduler"
+            "--override-opt_param-scheduler to use the flags' schedule, or --use-checkpoint-opt_param-scheduler"
         ) from error
 
 
 def random_states() -> dict[str, Any]:
-    """The states of all generators of this rank, in plain containers and tensors."""
+    """Return the states of all of this rank's generators, in plain containers and tensors."""
     algorithm, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -189,7 +189,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """The inverse of `random_states`."""
+    """Set all of this rank's generators: the inverse of `random_states`."""
     random.setstate(states["python"])
     algorithm, keys, *rest = states["numpy"]
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
@@ -208,7 +208,7 @@ def _grad_scalers(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def _step(optimizer: MegatronOptimizer) -> int:
-    """Steps that Adam's bias correction counts; 0 before the first, and with SGD."""
+    """Return the number of steps that Adam's bias correction has counted; 0 before the first, and with SGD."""
     steps = {0}
     for part in optimizers(optimizer):
         states = (*part.optimizer.state.values(), *part.optimizer.param_groups)
@@ -217,13 +217,14 @@ def _step(optimizer: MegatronOptimizer) -> int:
 
 
 def _name_main_parameters(optimizer: dict, models: dict, half: bool, is_loading: bool) -> None:
-    """Let the distributed optimizer's main parameters be what they are without it, so that it may come and go.
+    """Name the distributed optimizer's main parameters as other optimizers do, so that a resumed run may switch.
 
-    In half precision they are called `fp32_param` there; else they are the weights, which are saved already.
+    Without the distributed optimizer they are called `fp32_param` in half precision. Otherwise they are the weights,
+    which are saved already.
     """
     prefix = "optimizer.state.param."
     weights = {
-        _place(shard, shard.key): shard.data
+        _shard_key(shard, shard.key): shard.data
         for shard in nested_values(models)
         if isinstance(shard, ShardedTensor | ShardedTensorFactory)
     }
@@ -234,11 +235,11 @@ def _name_main_parameters(optimizer: dict, models: dict, half: bool, is_loading:
             if half:
                 tensors["param"] = dataclasses.replace(shard, key=f"optimizer.state.fp32_param.{name}")
             elif is_loading:
-                tensors["param"] = LocalNonpersistentObject(weights[_place(shard, name)])
+                tensors["param"] = LocalNonpersistentObject(weights[_shard_key(shard, name)])
 
 
-def _place(shard: ShardedTensor | ShardedTensorFactory, name: str) -> tuple:
-    """What tells one shard of this rank from another: layers share names."""
+def _shard_key(shard: ShardedTensor | ShardedTensorFactory, name: str) -> tuple:
+    """Return a key that is unique among this rank's shards; the name alone is not, because layers share names."""
     return name, shard.build_fn if isinstance(shard, ShardedTensorFactory) else shard.global_offset
 
 
@@ -264,10 +265,10 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> Non
 
 
 def _insert_step(state: dict, step: int, inner: torch.optim.Optimizer) -> None:
-    """Put the step count where megatron-core, or the inner optimizer, looks for it in an optimizer's state dict."""
+    """Insert the step count where megatron-core, or the inner optimizer, expects it in an optimizer's state dict."""
     per_parameter = isinstance(inner, torch.optim.Adam)
     for group in state["param_groups"]:
-        # Fused optimizers count by group, from their first step on
+        # Fused optimizers count per group, from their first step on
         if "step" in group or ("betas" in group and not per_parameter):
             group["step"] = step
     if per_parameter and "state" in state:

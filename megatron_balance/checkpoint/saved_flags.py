@@ -1,4 +1,4 @@
-"""The flags a checkpoint was made with, as `arguments.json` beside its data."""
+"""The flags of the run that saved a checkpoint, in its `arguments.json`."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.files.input_files import MIB, read_object, shown
+from megatron_balance.files.reading import MIB, read_object, shown
 from megatron_balance.messages import cleaned
 
 FILE = "arguments.json"
@@ -35,36 +35,36 @@ MODEL_FIELDS = (
     *("moe_apply_probs_on_input", "moe_expert_capacity_factor", "moe_token_drop_policy"),
     *("attention_dropout", "hidden_dropout"),
 )
-"""What the model is, by field name: `--use-checkpoint-args` takes them, resuming compares them."""
+"""Fields that define the model. `--use-checkpoint-args` takes them from the checkpoint; resuming compares them."""
 
 TOKENIZER_FIELDS = (
     *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "seq_length"),
     *("tokenizer_metadata", "tokenizer_special_tokens", "tokenizer_sentencepiece_legacy"),
     *("tokenizer_hf_include_special_tokens", "tiktoken_pattern", "tiktoken_num_special_tokens"),
 )
-"""What `--use-checkpoint-args` takes beside the model."""
+"""Fields that `--use-checkpoint-args` takes in addition to the model's."""
 
 CHECKPOINT_FIELDS = (*MODEL_FIELDS, *TOKENIZER_FIELDS)
-"""What is read from a checkpoint."""
+"""All fields that are read from a checkpoint."""
 
-SPELLED = {
+FLAG_NAMES = {
     "num_moe_experts": "--num-experts",
     "layernorm_epsilon": "--norm-epsilon",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "add_bias_linear": "--disable-bias-linear",
 }
-"""Flags that are not called as their fields are."""
+"""Flags whose names differ from their fields' names."""
 
-WITHOUT_WEIGHTS = (
+CHANGEABLE_FIELDS = (
     *("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling"),
     *("rotary_seq_len_interpolation_factor", "activation_func_clamp_value", "fp32_residual_connection"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
 )
-"""Model fields that may be changed on purpose: a difference is reported, not refused."""
+"""Model fields that a user may change when resuming: a difference is reported, not refused."""
 
 
 def to_json(config: RunConfig) -> str:
-    """All settings that have a form in JSON, by section and field."""
+    """Return all settings that JSON can represent, by section and field."""
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     plain = {
         name: {
@@ -78,17 +78,17 @@ def to_json(config: RunConfig) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value has a form in JSON: a finite number or a text, or a list of them."""
+    """Return whether JSON can represent a value: a finite number, a string, a switch, None, or a list of them."""
     if isinstance(value, list | tuple):
         return all(is_plain(entry) for entry in value)
     return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """Model and tokenizer settings of a checkpoint, by field name.
+    """Return the model and tokenizer settings of a checkpoint, by field name.
 
     Raises:
-        ValueError: the file is missing or not what `to_json` wrote; names it.
+        ValueError: the file is missing, or `to_json` did not write it; the message names the file.
     """
     path = checkpoint / FILE
     sections = read_object(path, MAX_BYTES)
@@ -100,10 +100,10 @@ def read(checkpoint: Path) -> dict[str, Any]:
 
 
 def as_flag(action: argparse.Action, value: Any) -> Any:
-    """A checkpoint's value as if it had been given with a flag.
+    """Convert a checkpoint's value as if it had been given with its flag.
 
     Raises:
-        ValueError: the flag does not take it.
+        ValueError: the flag does not accept the value.
     """
     left_out = value is None and (action.default is None or not (action.choices or action.type in (int, float)))
     if left_out or (action.nargs == 0 and type(value) is bool):
@@ -112,7 +112,7 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
     try:
         if action.nargs == 0 or isinstance(value, bool):
             raise ValueError("switches are true or false, other flags are not")
-        # The converter of a flag whose value is a list takes it as one text
+        # A flag whose value is a list has a converter that takes the list as one string
         words = [str(entry).replace(" ", "") if isinstance(entry, list) else str(entry) for entry in entries]
         converted = [action.type(word) if callable(action.type) else word for word in words]
         if action.choices is not None and any(one not in action.choices for one in converted):
@@ -122,11 +122,11 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
     return converted if entries is value else converted[0]
 
 
-def of_newest(root: Path, step: int | None) -> dict[str, Any]:
-    """`read` of the checkpoint that `--load root` would begin with.
+def read_newest(root: Path, step: int | None) -> dict[str, Any]:
+    """Return what `read` returns for the checkpoint that `--load root` would load.
 
     Raises:
-        ValueError: there is none, or its flags cannot be read.
+        ValueError: there is no checkpoint, or its flags cannot be read.
     """
     directory = CheckpointDirectory(root)
     for iteration in [step or directory.tracked() or 0, *directory.iterations()]:
@@ -136,16 +136,16 @@ def of_newest(root: Path, step: int | None) -> dict[str, Any]:
 
 
 def flag_of(name: str) -> str:
-    """A field's flag."""
-    return SPELLED.get(name, f"--{name.replace('_', '-')}")
+    """Return the flag of a field."""
+    return FLAG_NAMES.get(name, f"--{name.replace('_', '-')}")
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
-    """Model settings that differ from a checkpoint's: those that cannot be, and those that may."""
+    """Return the model settings that differ from a checkpoint's: first those to refuse, then those to report."""
     mine = {name: value for section in json.loads(to_json(config)).values() for name, value in section.items()}
     refused, reported = [], []
     for name in MODEL_FIELDS:
         if name in saved and name in mine and saved[name] != mine[name]:
             text = f"{flag_of(name)} {mine[name]}: the checkpoint has {saved[name]}"
-            (reported if name in WITHOUT_WEIGHTS else refused).append(text)
+            (reported if name in CHANGEABLE_FIELDS else refused).append(text)
     return refused, reported

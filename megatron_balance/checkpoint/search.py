@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory a run begins with. Collective: all ranks call it together."""
+"""Find the checkpoint of a directory that a run should load. Collective: all ranks call it together."""
 
 from pathlib import Path
 
@@ -11,19 +11,22 @@ from megatron_balance.job.errors import CheckpointError, gather, outcome
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
 
-LOOKS = 3
-"""At a directory whose checkpoints are deleted while they are read: the run that saves there has newer ones by then."""
+MAX_ATTEMPTS = 3
+"""Searches of a directory whose checkpoints are deleted while they are read: each search finds the newer ones that the
+saving run has written in the meantime."""
 
 
 def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) -> Path | None:
-    """The checkpoint to load: the one of `step`, else what the tracker names or the newest before it that is sound.
+    """Return the checkpoint to load, or None if the directory has none.
 
-    All files are read once, each by one rank, before anything is loaded.
+    It is that of iteration `step`; by default, the newest sound one that the tracker does not rule out.
+
+    Before anything is loaded, every file is read once, each by one rank.
 
     Raises:
-        CheckpointError: checkpoints are there, but none is sound (or that of `step` is not).
+        CheckpointError: there are checkpoints, but none is sound, or that of `step` is absent or damaged.
     """
-    for _ in range(LOOKS):
+    for _ in range(MAX_ATTEMPTS):
         candidates, notices = on_first_rank(lambda: _candidates(directory, step))
         for notice in notices:
             log.message(f"WARNING: {notice}")
@@ -43,7 +46,7 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
             break
     raise CheckpointError(
         f"{directory.root}: no sound checkpoint among iterations {candidates}; the damaged files are named above. "
-        "Restore them, choose one with --ckpt-step, or start afresh with another directory"
+        "Restore them, choose one with --ckpt-step, or start over with another directory"
     )
 
 
@@ -66,8 +69,8 @@ def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[
         notices.append(f"{directory.root}: iterations {unnamed} were saved after the tracker's {tracked}; taking them")
     if later:
         notices.append(
-            f"{directory.root}: checkpoints of iterations {later} are later than the tracker's {tracked} and are left "
-            "alone; --ckpt-step chooses one"
+            f"{directory.root}: checkpoints of iterations {later} are later than the tracker's {tracked} and are "
+            "ignored; --ckpt-step chooses one"
         )
     if tracked not in iterations:
         notices.append(f"{directory.path(tracked)}: missing, although the tracker names it")
@@ -75,7 +78,7 @@ def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. The ranks share the files."""
+    """Return what is wrong with a checkpoint, or None. The ranks divide the files among themselves."""
 
     def check() -> None:
         files = manifest.read(path).files
@@ -84,6 +87,6 @@ def _damage(path: Path) -> str | None:
 
     errors = [error for error in gather(outcome(check)) if error is not None]
     if not errors:
-        # Only once the bytes are known to be what was saved; a large .metadata takes seconds
+        # Only after the digests match, because a large .metadata takes seconds
         errors = [error] if (error := on_first_rank(lambda: outcome(lambda: check_pickles(path)))) else []
     return str(errors[0]) if errors else None

@@ -1,7 +1,7 @@
-"""Writes one rank's part of a checkpoint in processes of its own, durably, and digests what was written.
+"""Write one rank's part of a checkpoint in separate processes, durably, and digest the files.
 
-The processes are forked, so they see the tensors as they are now while training goes on; on CUDA they get copies that
-were made on the host. A process that dies or stalls is an error of the save, never a wait for ever.
+The processes are forked, so they see the tensors of this moment while training continues; on CUDA they get copies in
+host memory. A process that dies or stalls makes the save fail; no rank waits for it forever.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import queue
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,21 +32,21 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_balance.checkpoint import manifest
-from megatron_balance.files.output_files import system_error, writing
+from megatron_balance.files.writing import system_error, writing
 
-# megatron-core would start a server process for a queue that is not used here
+# megatron-core would start a server process for this queue, which is not used here
 filesystem_async._results_queue = queue.SimpleQueue()
 
 
 METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
-"""What rank 0 writes; since megatron-core 0.19, what was in common.pt is in its shards."""
+"""Files that rank 0 writes. Since megatron-core 0.19, rank 0's shards hold the content of common.pt."""
 
 
 @contextlib.contextmanager
 def common_state_in_memory() -> Iterator[list[bytes]]:
-    """Inside, `dist_checkpointing.save` does not write common.pt but gives its content, on rank 0.
+    """Inside the block, let `dist_checkpointing.save` return the content of common.pt on rank 0 instead of writing it.
 
-    It would write it in the collective part of a save, where a rank that fails alone leaves the others waiting.
+    megatron-core writes it in the collective part of a save, where a failure on one rank leaves the others waiting.
     """
     kept: list[bytes] = []
     strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
@@ -71,10 +71,10 @@ def common_state_in_memory() -> Iterator[list[bytes]]:
 
 
 class ShardStrategy(TorchDistSaveShardedStrategy):
-    """megatron-core's torch_dist format; the writing itself is left to a PartWriter."""
+    """megatron-core's torch_dist format; a PartWriter does the writing."""
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_: object) -> AsyncRequest:
-        """Plan a save; 0.19 would by default leave it to nvidia-resiliency-ext, 0.16.1 does not know the choice."""
+        """Plan a save. 0.19 would use nvidia-resiliency-ext by default; 0.16.1 has no `async_strategy`."""
         plan = super().async_save
         choice = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(plan).parameters else {}
         return plan(sharded_state_dict, checkpoint_dir, **choice)
@@ -92,18 +92,19 @@ class _Part:
     path: Path
     process: BaseProcess
     pipe: Connection
+    _: KW_ONLY
     size: int = 0
     outcome: Any = None
-    """(megatron-core's write results, manifest entry)."""
+    """megatron-core's write results, and the manifest entry."""
 
 
 class PartWriter:
-    """One process a file, for all files that a rank has to write.
+    """Writes a rank's files, each in its own process.
 
     Args:
-        request: what `dist_checkpointing.save(async_sharded_save=True)` with a ShardStrategy returned.
-        patience: seconds without a byte written after which a writer counts as stalled.
-        common: content of common.pt, if there is to be one.
+        request: the request that `dist_checkpointing.save(async_sharded_save=True)` returned for a ShardStrategy.
+        patience: seconds without a written byte after which a writer counts as stalled.
+        common: content of common.pt, if this rank writes one.
     """
 
     def __init__(self, request: AsyncRequest, patience: float, common: bytes | None = None) -> None:
@@ -117,7 +118,7 @@ class PartWriter:
         """Start the processes.
 
         Raises:
-            OSError: the system refuses to.
+            OSError: the system cannot start a process.
         """
         transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
         buckets = self.writer.preload_tensors(self.writer.write_buckets) if self.writer.write_buckets else []
@@ -125,10 +126,10 @@ class PartWriter:
             self.parts.append(_start(bucket, transforms))
 
     def poll(self) -> bool:
-        """Whether everything is on disk.
+        """Return whether all files are on disk.
 
         Raises:
-            OSError: a writer failed, died or stalled; the message says which file and why.
+            OSError: a writer failed, died or stalled; the message names the file and the reason.
         """
         waiting = {part.pipe: part for part in self.parts if part.outcome is None}
         for pipe in multiprocessing.connection.wait(list(waiting), timeout=0):
@@ -146,15 +147,15 @@ class PartWriter:
         return not unfinished
 
     def entries(self) -> dict[str, manifest.Entry]:
-        """Manifest entries of the files written, once `poll` is true."""
+        """Return the manifest entries of the written files. Valid once `poll` has returned True."""
         return {part.path.name: part.outcome[1] for part in self.parts}
 
     def results(self) -> list:
-        """Where each tensor was written, for `describe`, once `poll` is true."""
+        """Return where each tensor was written, for `describe`. Valid once `poll` has returned True."""
         return [result for part in self.parts for result in part.outcome[0]]
 
     def describe(self, results: list[list]) -> None:
-        """On rank 0: write the files that describe the whole checkpoint, given every rank's `results`."""
+        """Write the files that describe the whole checkpoint, given every rank's `results`. Called on rank 0."""
         assert isinstance(self.metadata, Metadata)
         directory = Path(self.writer.checkpoint_dir)
         with writing(directory / METADATA):
@@ -178,8 +179,8 @@ def _start(bucket: tuple, transforms: list) -> _Part:
     process = multiprocessing.get_context("fork").Process(
         target=_serve, args=(theirs, bucket, transforms), name=f"writer of {bucket[1]}"
     )
-    # What waits for the garbage collector here must not be collected there: the destructor of a process group would
-    # wait for ever for threads, which are not forked
+    # The child must not collect garbage that this process has left: the destructor of a process group would wait
+    # forever for its threads, which a fork does not copy
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -203,8 +204,8 @@ def _receive(part: _Part) -> Any:
 
 
 def _serve(pipe: Connection, bucket: tuple, transforms: list) -> None:
-    """The writer process: write, put on disk and digest one file."""
-    # The end of the job is the rank's business: what is being written may still be of use
+    """Run the writer process: write one file, flush it to disk and digest it."""
+    # The rank decides when its writers end: the file being written may still be needed
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Sockets held open here would hide the rank's death from its peers

@@ -196,7 +196,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     if args.use_checkpoint_args:
         if args.load is None:
             raise ValueError("--use-checkpoint-args: also give --load")
-        saved = saved_flags.of_newest(Path(args.load), args.ckpt_step)
+        saved = saved_flags.read_newest(Path(args.load), args.ckpt_step)
         # Where a field has several flags, its shorthands come last
         actions = {action.dest: action for action in reversed(parser._actions)}
         taken = (saved.keys() & actions.keys()) - given

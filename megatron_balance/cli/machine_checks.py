@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_balance.config.flags import flag_of
-from megatron_balance.device.machine import KERNELS, TAKEN_FOR_GRANTED, Machine
+from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS, Machine
 
 ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 """Activations other than GELU."""
@@ -44,7 +44,7 @@ def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
     """Raise ValueError for packages that megatron-core cannot use, and for flags that need a missing package."""
     if machine.cuda and machine.unfit:
         raise ValueError(f"{machine.unfit}; install one of those ({INSTALL}) or uninstall it")
-    unbuilt = sorted(machine.unbuilt.intersection(TAKEN_FOR_GRANTED))
+    unbuilt = sorted(machine.unbuilt.intersection(EXPECTED_MODULES))
     if machine.cuda and unbuilt and (impl == "local" or not machine.transformer_engine):
         raise ValueError(
             f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use: build NVIDIA's apex with "

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import did_you_mean
-from megatron_balance.files.input_files import KIB, read_text
+from megatron_balance.files.reading import KIB, read_text
 from megatron_balance.job.endings import Ending
 from megatron_balance.messages import cleaned
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import yaml
 
 from megatron_balance.config.flags import did_you_mean
-from megatron_balance.files.input_files import read_yaml
+from megatron_balance.files.reading import read_yaml
 from megatron_balance.messages import cleaned
 
 BOOL, NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"

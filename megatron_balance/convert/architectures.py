@@ -1,6 +1,6 @@
-"""Mixture-of-experts models of Hugging Face's as models of ours: their flags, and their tensors in ours.
+"""Translate Mixture-of-Experts models of Hugging Face: config.json into flags, and their tensors into ours.
 
-An `Architecture` is data: which flags its config.json means, and what its tensors are called.
+An `Architecture` is data: how its config.json translates into flags, and the names of its tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,56 +9,56 @@ from typing import Any, Literal
 
 from megatron_balance.convert.config_fields import ROPE, Fields, read_config
 from megatron_balance.convert.pieces import Join, Piece, QueryKeyValue, Rows, Same, Size
-from megatron_balance.files.input_files import shown
+from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
 Config = Fields
 """A model's config.json."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What models of one `model_type` have in common."""
+    """The common properties of all models of one `model_type`."""
 
     expert: tuple[str, str, str]
-    """Names of an expert's gate, of what it lets through, and of the way back."""
+    """Names of an expert's gate, up and down projections."""
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     num_experts: tuple[str, ...] = ("num_experts", "num_local_experts")
-    """Keys of config.json, of which it has one."""
+    """Alternative keys of the number of experts in config.json."""
     expert_width: str = "moe_intermediate_size"
-    """Key of config.json."""
+    """Key of an expert's width in config.json."""
     shared_expert: str | None = None
     shared_width: Callable[[Config], int | None] = lambda config: None
     shared_gate: bool = False
     expert_bias: str | None = None
     latent: bool = False
-    """Multi-latent attention."""
+    """Whether the model has multi-latent attention."""
     qk_norm: Literal["", "qk-layernorm", "qk-layernorm-across-heads"] = ""
-    """The flag of what normalizes queries and keys."""
+    """Flag that selects the norm of queries and keys; empty without a norm."""
     qkv_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias"))
     normalized: Callable[[Config], bool] = lambda config: bool(config["norm_topk_prob"])
-    """Whether the weights of a token's experts add up to one."""
+    """Whether the weights of a token's experts sum to one."""
     dense_layers: Callable[[Config], set[int]] = lambda config: set()
     routing: Callable[[Config], Mapping[str, Any]] = lambda config: {}
-    """Flags of the router beyond those that all have."""
+    """Flags of the router in addition to those of all models."""
     required: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that must have this value, or be absent."""
+    """Keys of config.json with the only supported value; they may be absent."""
 
 
 def _sparse_steps(config: Config) -> set[int]:
-    """Qwen's dense layers."""
+    """Return Qwen's dense layers."""
     step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
     return dense | {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % step}
 
 
 def _first_layers(config: Config) -> set[int]:
-    """DeepSeek's dense layers."""
+    """Return DeepSeek's dense layers."""
     return set(range(config["first_k_dense_replace"]))
 
 
 def _sigmoid_routing(config: Config) -> dict[str, Any]:
-    """DeepSeek-V3's router (its section 2.1.2)."""
+    """Return the flags of DeepSeek-V3's router (its section 2.1.2)."""
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     flags = {
         "moe-router-score-function": "sigmoid",
@@ -69,7 +69,7 @@ def _sigmoid_routing(config: Config) -> dict[str, Any]:
     if config["num_experts_per_tok"] != 2 * chosen:
         raise ValueError(
             f"topk_group {chosen}: with num_experts_per_tok {config['num_experts_per_tok']}, megatron-core would not "
-            "rate a group by its two best experts; only half of num_experts_per_tok is supported"
+            "score a group by its two best experts; only half of num_experts_per_tok is supported"
         )
     return flags | {"moe-router-num-groups": groups, "moe-router-group-topk": chosen}
 
@@ -128,69 +128,71 @@ ARCHITECTURES = {
         expert=GATED, qk_norm="qk-layernorm", dense_layers=_sparse_steps, required={"use_sliding_window": False}
     ),
 }
-"""By `model_type`."""
+"""Supported architectures by `model_type`."""
 
 REQUIRED = {"hidden_act": "silu", "attention_bias": False}
 
 
 class Model:
-    """One model: its flags and its pieces."""
+    """One model, with its flags and its pieces."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         """
         Args:
-            content: its config.json.
+            content: the model's config.json.
 
         Raises:
-            ValueError: no model of this kind is known, an entry is not what it should be, or the model needs something
-                that is not supported; names it.
+            ValueError: the architecture is unknown, an entry is invalid, or the model needs an unsupported feature;
+                the message names it.
         """
-        kind = content.get("model_type")
-        if not isinstance(kind, str) or kind not in ARCHITECTURES:
-            raise ValueError(f"model_type {shown(kind)}: not known; choose from {', '.join(sorted(ARCHITECTURES))}")
+        model_type = content.get("model_type")
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+            raise ValueError(
+                f"model_type {shown(model_type)}: not known; choose from {', '.join(sorted(ARCHITECTURES))}"
+            )
         config = read_config(content)
-        self.config, self.kind = config, ARCHITECTURES[kind]
-        for name, value in {**REQUIRED, **self.kind.required}.items():
+        self.config, self.architecture = config, ARCHITECTURES[model_type]
+        for name, value in {**REQUIRED, **self.architecture.required}.items():
             if config.get(name, value) != value:
-                raise ValueError(f"{name} {shown(config[name])}: only {value!r} is supported for {kind}")
+                raise ValueError(f"{name} {shown(config[name])}: only {value!r} is supported for {model_type}")
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         self.rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if self.rope_type not in ("default", "yarn" if self.kind.latent else "default"):
+        if self.rope_type not in ("default", "yarn" if self.architecture.latent else "default"):
             raise ValueError(
-                f"rope scaling {cleaned(dict(rope))}: only unscaled rotary embeddings are supported for {kind}"
+                f"rope scaling {cleaned(dict(rope))}: only unscaled rotary embeddings are supported for {model_type}"
             )
         self.rope = Fields(rope, ROPE, "rope scaling: ")
         self._read()
 
     def _read(self) -> None:
-        config, kind = self.config, self.kind
+        config, arch = self.config, self.architecture
         self.layers, self.hidden, self.vocabulary = (
             config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         self.heads = config["num_attention_heads"]
         self.groups = config.get("num_key_value_heads") or self.heads
-        self.channels = config["v_head_dim"] if kind.latent else config.get("head_dim") or self.hidden // self.heads
-        self.experts = config[next((name for name in kind.num_experts if name in config), kind.num_experts[0])]
-        self.width = config[kind.expert_width]
-        self.dense = kind.dense_layers(config)
+        self.channels = config["v_head_dim"] if arch.latent else config.get("head_dim") or self.hidden // self.heads
+        self.experts = config[next((name for name in arch.num_experts if name in config), arch.num_experts[0])]
+        self.width = config[arch.expert_width]
+        self.dense = arch.dense_layers(config)
         self.dense_width = config["intermediate_size"]
-        self.shared_width = kind.shared_width(config)
+        self.shared_width = arch.shared_width(config)
         self.tied = bool(config.get("tie_word_embeddings", False))
         self.rotary_base = self.rope.get("rope_theta") or config["rope_theta"]
-        self.normalized = kind.normalized(config)
-        # Whatever a flag is made of has to be there
+        self.normalized = arch.normalized(config)
+        # Raises if an entry that a flag needs is missing
         self.flags()
 
     def flags(self) -> list[str]:
-        """The command line of such a model."""
-        config, kind = self.config, self.kind
+        """Return the command line of the model."""
+        config, arch = self.config, self.architecture
         values: dict[str, Any] = {
             "num-layers": self.layers,
             "hidden-size": self.hidden,
             "ffn-hidden-size": self.dense_width,
             "num-attention-heads": self.heads,
             "kv-channels": self.channels,
-            "num-query-groups": None if kind.latent else self.groups,
+            "num-query-groups": None if arch.latent else self.groups,
             "max-position-embeddings": config["max_position_embeddings"],
             "seq-length": min(4096, config["max_position_embeddings"]),
             "position-embedding-type": "rope",
@@ -206,22 +208,22 @@ class Model:
             "moe-aux-loss-coeff": config.get("router_aux_loss_coef", 0.0),
             "moe-layer-freq": str([int(layer not in self.dense) for layer in range(self.layers)]).replace(" ", ""),
             "moe-shared-expert-intermediate-size": self.shared_width,
-            **kind.routing(config),
-            **(self._latent_flags() if kind.latent else {}),
+            **arch.routing(config),
+            **(self._latent_flags() if arch.latent else {}),
         }
         if not self.dense:
             del values["moe-layer-freq"]
         switches = {
             "swiglu": True,
             "disable-bias-linear": True,
-            "multi-latent-attention": kind.latent,
-            "group-query-attention": not kind.latent,
+            "multi-latent-attention": arch.latent,
+            "group-query-attention": not arch.latent,
             "untie-embeddings-and-output-weights": not self.tied,
-            "add-qkv-bias": kind.qkv_bias(config),
-            kind.qk_norm: bool(kind.qk_norm),
-            "moe-shared-expert-gate": kind.shared_gate and self.shared_width is not None,
+            "add-qkv-bias": arch.qkv_bias(config),
+            arch.qk_norm: bool(arch.qk_norm),
+            "moe-shared-expert-gate": arch.shared_gate and self.shared_width is not None,
             "moe-router-pre-softmax": not self.normalized,
-            "moe-router-enable-expert-bias": kind.expert_bias is not None,
+            "moe-router-enable-expert-bias": arch.expert_bias is not None,
         }
         given = [f"--{name}={value}" for name, value in values.items() if value is not None]
         return given + [f"--{name}" for name, on in switches.items() if on]
@@ -249,14 +251,14 @@ class Model:
         }
 
     def pieces(self) -> list[list[Piece]]:
-        """All weights: those before the first layer, those of each layer, and those after the last one."""
+        """Return all weights in groups: those before the first layer, of each layer, and after the last layer."""
         return [list(pieces) for pieces in self.files()]
 
     def files(self, experts: int | None = None) -> Iterator[Iterable[Piece]]:
-        """What `pieces` returns, made while it is asked for: a config.json may mean more pieces than memory can hold.
+        """Generate what `pieces` returns, because a config.json may describe more pieces than memory can hold.
 
         Args:
-            experts: of each layer, so many at most; default: all.
+            experts: largest number of experts per layer to include; default: all.
         """
         table = (self.vocabulary, self.hidden)
         before = Piece("embedding.word_embeddings.weight", table, (), ("model.embed_tokens.weight",))
@@ -269,44 +271,46 @@ class Model:
         yield after
 
     def _layer(self, layer: int, experts: int) -> Iterator[Piece]:
-        kind, hidden = self.kind, self.hidden
+        arch, hidden = self.architecture, self.hidden
 
         def piece(name: str, size: Size, join: Join, *sources: str) -> Piece:
             names = tuple(f"model.layers.{layer}.{source}" for source in sources)
             if self.dense:
-                # Layers that differ are tensors of their own
-                return Piece(f"decoder.layers.{layer}.{name}", size, (), names, join)
-            return Piece(f"decoder.layers.{name}", (self.layers, *size), (layer,), names, join)
+                # Models with different layers have separate tensors for each layer
+                return Piece(f"decoder.layers.{layer}.{name}", size, (), names, join=join)
+            return Piece(f"decoder.layers.{name}", (self.layers, *size), (layer,), names, join=join)
 
-        yield from self._latent_attention(piece) if kind.latent else self._attention(piece)
+        yield from self._latent_attention(piece) if arch.latent else self._attention(piece)
         norm = "mlp.linear_fc1.layer_norm_weight" if layer in self.dense else "pre_mlp_layernorm.weight"
         yield piece(norm, (hidden,), Same(), "post_attention_layernorm.weight")
         if layer in self.dense:
-            yield from self._gated(piece, "mlp", "mlp", self.dense_width, GATED)
+            yield from self._gated(piece, "mlp", "mlp", width=self.dense_width, names=GATED)
             return
-        yield piece("mlp.router.weight", (self.experts, hidden), Same(), f"{kind.router}.weight")
-        if kind.expert_bias is not None:
-            yield piece("mlp.router.expert_bias", (self.experts,), Same(), kind.expert_bias)
-        if kind.shared_expert is not None and self.shared_width is not None:
-            yield from self._gated(piece, "mlp.shared_experts", kind.shared_expert, self.shared_width, GATED)
-        if kind.shared_gate:
-            yield piece("mlp.shared_experts.gate_weight", (1, hidden), Same(), f"{kind.shared_expert}_gate.weight")
+        yield piece("mlp.router.weight", (self.experts, hidden), Same(), f"{arch.router}.weight")
+        if arch.expert_bias is not None:
+            yield piece("mlp.router.expert_bias", (self.experts,), Same(), arch.expert_bias)
+        if arch.shared_expert is not None and self.shared_width is not None:
+            width = self.shared_width
+            yield from self._gated(piece, "mlp.shared_experts", arch.shared_expert, width=width, names=GATED)
+        if arch.shared_gate:
+            yield piece("mlp.shared_experts.gate_weight", (1, hidden), Same(), f"{arch.shared_expert}_gate.weight")
         for expert in range(experts):
-            for one in self._gated(piece, "mlp.experts.experts", f"{kind.experts}.{expert}", self.width, kind.expert):
+            source = f"{arch.experts}.{expert}"
+            for one in self._gated(piece, "mlp.experts.experts", source, width=self.width, names=arch.expert):
                 at, size = (*one.at, expert), one.size
-                yield Piece(one.key, (*one.shape[: len(one.at)], self.experts, *size), at, one.sources, one.join)
+                yield Piece(one.key, (*one.shape[: len(one.at)], self.experts, *size), at, one.sources, join=one.join)
 
     def _attention(self, piece: Callable[..., Piece]) -> Iterator[Piece]:
-        kind, hidden = self.kind, self.hidden
+        arch, hidden = self.architecture, self.hidden
         attention, qkv = "self_attention", [f"self_attn.{name}_proj" for name in "qkv"]
         rows = (self.heads + 2 * self.groups) * self.channels
         joined = QueryKeyValue(self.heads, self.groups, self.channels)
         yield piece(f"{attention}.linear_qkv.layer_norm_weight", (hidden,), Same(), "input_layernorm.weight")
         yield piece(f"{attention}.linear_qkv.weight", (rows, hidden), joined, *(f"{name}.weight" for name in qkv))
-        if kind.qkv_bias(self.config):
+        if arch.qkv_bias(self.config):
             yield piece(f"{attention}.linear_qkv.bias", (rows,), joined, *(f"{name}.bias" for name in qkv))
-        if kind.qk_norm:
-            together = kind.qk_norm == "qk-layernorm-across-heads"
+        if arch.qk_norm:
+            together = arch.qk_norm == "qk-layernorm-across-heads"
             for name, heads in (("q", self.heads), ("k", self.groups)):
                 width = heads * self.channels if together else self.channels
                 yield piece(f"{attention}.{name}_layernorm.weight", (width,), Same(), f"self_attn.{name}_norm.weight")
@@ -336,7 +340,7 @@ class Model:
         yield one("linear_proj.weight", (hidden, self.heads * config["v_head_dim"]), "o_proj")
 
     def _gated(
-        self, piece: Callable[..., Piece], key: str, source: str, width: int, names: tuple[str, str, str]
+        self, piece: Callable[..., Piece], key: str, source: str, *, width: int, names: tuple[str, str, str]
     ) -> Iterator[Piece]:
         gate, up, down = (f"{source}.{name}.weight" for name in names)
         yield piece(f"{key}.linear_fc1.weight", (2 * width, self.hidden), Rows(2), gate, up)

@@ -1,6 +1,6 @@
-"""config.json as values of known types in known ranges: what is not here cannot be read from it.
+"""Check config.json against known types and ranges; the program can read only the entries listed here.
 
-Upper ends are far above every published model; they keep sums and products of sizes small enough to be counted out.
+The upper limits are far above every published model. They keep sizes small enough to iterate over.
 """
 
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.cli.checks import AT_MOST
-from megatron_balance.files.input_files import number_in, shown
+from megatron_balance.files.reading import number_in, shown
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number from `low` to `high`."""
+    """Rule for a number from `low` to `high`."""
 
     low: float
     high: float
@@ -22,37 +22,37 @@ class Number:
 
     def check(self, value: Any, name: str) -> None:
         if not (value is None and self.or_null):
-            # Python writes 10000 as 10000.0 where it was once a float
+            # A library may have written the integer 10000 as 10000.0
             integral = self.whole and isinstance(value, float) and value.is_integer()
             number_in(int(value) if integral else value, self.low, self.high, name, whole=self.whole)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A value of a type other than a number."""
+class OfType:
+    """Rule for a value of a type other than a number."""
 
     type: type
-    says: str
+    description: str
     or_null: bool = False
 
     def check(self, value: Any, name: str) -> None:
         if type(value) is not self.type and not (value is None and self.or_null):
-            raise ValueError(f"{name}: {shown(value)} is not {self.says}")
+            raise ValueError(f"{name}: {shown(value)} is not {self.description}")
 
 
 LAYERS, EXPERTS, WIDTH = (AT_MOST[name] for name in ("num_layers", "num_moe_experts", "hidden_size"))
 HEADS, TOKENS = AT_MOST["num_attention_heads"], AT_MOST["seq_length"]
 
-_SWITCH, _TEXT = Kind(bool, "true or false"), Kind(str, "a text")
-_OBJECT = Kind(dict, "an object", or_null=True)
+_SWITCH, _TEXT = OfType(bool, "true or false"), OfType(str, "a text")
+_OBJECT = OfType(dict, "an object", or_null=True)
 
-FIELDS: Mapping[str, Number | Kind] = {
+FIELDS: Mapping[str, Number | OfType] = {
     **dict.fromkeys(("model_type", "hidden_act", "topk_method"), _TEXT),
     **dict.fromkeys(("attention_bias", "norm_topk_prob", "qkv_bias", "tie_word_embeddings"), _SWITCH),
     "use_sliding_window": _SWITCH,
     "rope_scaling": _OBJECT,
     "rope_parameters": _OBJECT,
-    "mlp_only_layers": Kind(list, "a list", or_null=True),
+    "mlp_only_layers": OfType(list, "a list", or_null=True),
     "num_hidden_layers": Number(1, LAYERS),
     "first_k_dense_replace": Number(0, LAYERS),
     "decoder_sparse_step": Number(1, LAYERS),
@@ -75,25 +75,25 @@ FIELDS: Mapping[str, Number | Kind] = {
     "router_aux_loss_coef": Number(0, 1e6, whole=False),
     "routed_scaling_factor": Number(1e-6, 1e6, whole=False),
 }
-"""Every key of config.json that is read: what it may be."""
+"""Rules for all keys of config.json that are read."""
 
-ROPE: Mapping[str, Number | Kind] = {
+ROPE: Mapping[str, Number | OfType] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),
     "rope_theta": Number(1, 1e15),
     "factor": Number(1, 1e6, whole=False),
     "original_max_position_embeddings": Number(1, TOKENS),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), Number(0, 1e6, whole=False)),
 }
-"""The same of `rope_scaling` and `rope_parameters`."""
+"""Rules for the keys of `rope_scaling` and `rope_parameters`."""
 
 
 class Fields(dict[str, Any]):
-    """The entries of an object that are known; no other can be asked for."""
+    """The known entries of an object; reading any other key is an error of the program."""
 
-    def __init__(self, content: Mapping[str, Any], known: Mapping[str, Number | Kind], where: str = "") -> None:
+    def __init__(self, content: Mapping[str, Any], known: Mapping[str, Number | OfType], where: str = "") -> None:
         """
         Raises:
-            ValueError: an entry is of another type or out of its range; names it.
+            ValueError: an entry has another type or is out of its range; the message names it.
         """
         self.known, self.where = known, where
         for name, rule in known.items():
@@ -113,10 +113,11 @@ class Fields(dict[str, Any]):
 
 
 def read_config(content: Mapping[str, Any]) -> Fields:
-    """config.json's entries.
+    """Return the checked entries of config.json.
 
     Raises:
-        ValueError: one is of another type or out of its range, or two contradict each other; names them.
+        ValueError: an entry has another type or is out of its range, or two entries contradict each other; the message
+            names them.
     """
     config = Fields(content, FIELDS)
     for name in ("rope_scaling", "rope_parameters"):

@@ -1,4 +1,4 @@
-"""Hugging Face models and upstream's checkpoints -> checkpoints that training starts from -> Hugging Face models."""
+"""Convert Hugging Face models and Megatron-LM's checkpoints into ours, and our checkpoints into Hugging Face models."""
 
 import contextlib
 import io
@@ -13,10 +13,11 @@ import torch
 
 from megatron_balance.checkpoint import manifest, saved_flags
 from megatron_balance.checkpoint.directory import UNFINISHED, CheckpointDirectory
-from megatron_balance.checkpoint.held_directory import new_run, utc, versions
 from megatron_balance.checkpoint.lease import NAME as LEASE
-from megatron_balance.checkpoint.lease import Lease, Owner
+from megatron_balance.checkpoint.lease import Lease
+from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.checkpoint.save_directory import new_run_name, package_versions, utc_now
 from megatron_balance.checkpoint.writer import COMMON
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
@@ -26,34 +27,34 @@ from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import Weights
 from megatron_balance.device.machine import Machine
-from megatron_balance.files.input_files import MIB, inside, read_object
-from megatron_balance.files.output_files import INCOMPLETE, staged, writing
+from megatron_balance.files.reading import MIB, inside, read_object
+from megatron_balance.files.writing import INCOMPLETE, staged, writing
 
-BESIDE = "huggingface"
-"""Directory beside the checkpoints of an imported model: its config.json, its tokenizer."""
+HF_DIRECTORY = "huggingface"
+"""Directory next to the checkpoints of an imported model, with its config.json and tokenizer."""
 
-LISTED = 20
-"""Tensors that an error names, at most."""
+MAX_LISTED = 20
+"""Limit of the tensors that an error names."""
 
 MAX_CONFIG_BYTES = MIB
-"""Of a config.json; published ones have a few kilobytes."""
+"""Limit for a config.json; published ones have a few kilobytes."""
 
-Say = Callable[[str], object]
+Log = Callable[[str], object]
 
 
-def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = ()) -> None:
-    """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, of its weights alone.
+def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = ()) -> None:
+    """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, with weights only.
 
     Args:
-        without: beginnings of names of tensors that are left behind.
+        without: prefixes of the names of tensors to leave out.
 
     Raises:
-        ValueError: the model is not known, its files are not what its config.json says, or nothing begins as `without`
-            says; names them.
-        OSError: `target` cannot be written. Nothing is left of what was written.
+        ValueError: the model is unknown, its files do not match its config.json, or no tensor has a prefix of
+            `without`; the message names them.
+        OSError: `target` cannot be written. Partial output is removed.
     """
     model, weights = checked_model(source, without)
-    config = run_config(model, (target / BESIDE).resolve() if any(source.glob("tokenizer*")) else None)
+    config = run_config(model, (target / HF_DIRECTORY).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
         return piece.join.join([weights.read(name) for name in piece.sources])
@@ -61,41 +62,51 @@ def import_model(source: Path, target: Path, say: Say, without: Sequence[str] = 
     def dtype(piece: Piece) -> torch.dtype:
         return weights.dtypes[piece.sources[0]]
 
-    with _fresh(target, say) as lease:
-        with staged(target / BESIDE) as beside:
-            safetensors_files.carry(source, beside)
-        _begin(lease, _told(model.pieces(), say), dtype, make, saved_flags.to_json(config), source)
+    with _new_directory(target, log) as lease:
+        with staged(target / HF_DIRECTORY) as hf_files:
+            safetensors_files.carry(source, hf_files)
+        files, flags = _with_progress(model.pieces(), log), saved_flags.to_json(config)
+        _write_checkpoint(lease, files, dtype=dtype, make=make, flags=flags, source=source)
 
 
 def checked_model(source: Path, without: Sequence[str] = ()) -> tuple[Model, Weights]:
-    """A Hugging Face model whose tensors are those that its config.json means; none of them is read.
+    """Return a Hugging Face model after checking that its tensors match its config.json, without reading them.
 
-    Takes the arguments of `import_model` and raises the same errors.
+    See `import_model` for the arguments and errors.
     """
     model, weights = _model(source), Weights(source)
     for prefix in without:
         if not any(name.startswith(prefix) for name in weights.shapes):
-            raise ValueError(f"--without {prefix}: no tensor in {source} has a name that begins so")
+            raise ValueError(f"--without {prefix}: no tensor in {source} has a name with this prefix")
     shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
     _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
     return model, weights
 
 
-def import_megatron(source: Path, target: Path, step: int | None, say: Say) -> None:
-    """Convert the weights of a checkpoint of upstream's Megatron-LM into one of iteration 0 in `target`.
+def import_megatron(source: Path, target: Path, log: Log, step: int | None = None) -> None:
+    """Convert the weights of a Megatron-LM checkpoint into a checkpoint of iteration 0 in `target`.
+
+    Args:
+        step: iteration of the checkpoint; default: the latest.
 
     Raises:
-        ValueError: the checkpoint is damaged, or holds something else; names what.
-        OSError: `target` cannot be written. Nothing is left of what was written.
+        ValueError: the checkpoint is damaged or holds something else; the message names the problem.
+        OSError: `target` cannot be written. Partial output is removed.
     """
     checkpoint = Checkpoint(source, step)
-    with _fresh(target, say) as lease:
-        files = _told(checkpoint.files, say)
-        _begin(lease, files, checkpoint.dtype, checkpoint.make, checkpoint.flags(), checkpoint.path)
+    with _new_directory(target, log) as lease:
+        _write_checkpoint(
+            lease,
+            _with_progress(checkpoint.files, log),
+            dtype=checkpoint.dtype,
+            make=checkpoint.make,
+            flags=checkpoint.flags(),
+            source=checkpoint.path,
+        )
 
 
 def _model(directory: Path) -> Model:
-    """The model that a directory's config.json describes; ValueError names what is wrong with it."""
+    """Return the model that a directory's config.json describes; raise ValueError if it is invalid."""
     path = inside(directory, "config.json")
     content = read_object(path, MAX_CONFIG_BYTES)
     try:
@@ -105,16 +116,16 @@ def _model(directory: Path) -> Model:
 
 
 @contextlib.contextmanager
-def _fresh(target: Path, say: Say) -> Iterator[Lease]:
-    """A directory without checkpoints that nobody else writes to; as it was before, if what is done inside fails."""
-    _check_empty(target, _is_left_over)
+def _new_directory(target: Path, log: Log) -> Iterator[Lease]:
+    """Hold the lease of a directory without checkpoints; if the block fails, restore the directory."""
+    _check_empty(target, _is_leftover)
     existed = target.is_dir()
     target.mkdir(parents=True, exist_ok=True)
     lease = Lease(target, Owner.here("of convert_checkpoint.py"), f"--save-dir {target}")
-    lease.acquire(say)
+    lease.acquire(log)
     lease.keep()
     for notice in CheckpointDirectory(target).recover():
-        say(notice)
+        log(notice)
     before = {path.name for path in target.iterdir()}
     try:
         yield lease
@@ -129,37 +140,38 @@ def _fresh(target: Path, say: Say) -> Iterator[Lease]:
         raise
 
 
-def _check_empty(target: Path, may_be_there: Callable[[Path], object] = lambda path: False) -> None:
-    """ValueError unless a directory is absent or empty: not even a link is there that would be written through."""
+def _check_empty(target: Path, is_allowed: Callable[[Path], object] = lambda path: False) -> None:
+    """Raise ValueError unless a directory is absent or empty, because output might follow an existing link."""
     if os.path.lexists(target) and not target.is_dir():
-        raise ValueError(f"--save-dir {target}: is no directory; choose another")
-    found = [path.name for path in target.iterdir() if not may_be_there(path)] if target.exists() else []
+        raise ValueError(f"--save-dir {target}: is not a directory; choose another")
+    found = [path.name for path in target.iterdir() if not is_allowed(path)] if target.exists() else []
     if any(name.startswith(INCOMPLETE) for name in found):
         raise ValueError(
-            f"--save-dir {target}: is not empty: {INCOMPLETE}* was left by a conversion that was killed, or is being "
-            "written; remove it, or choose another"
+            f"--save-dir {target}: is not empty: {INCOMPLETE}* is from a conversion that was killed or still runs; "
+            "remove it, or choose another"
         )
     if found:
         raise ValueError(f"--save-dir {target}: is not empty; choose another")
 
 
-def _is_left_over(path: Path) -> bool:
-    """Whether an import that was killed has left it, of which the next one takes the place."""
+def _is_leftover(path: Path) -> bool:
+    """Return whether a file is from an import that was killed; the next import replaces it."""
     return not path.is_symlink() and (
-        path.name == BESIDE or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
+        path.name == HF_DIRECTORY or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
     )
 
 
-def _begin(
+def _write_checkpoint(
     lease: Lease,
     files: Iterable[Sequence[Piece]],
+    *,
     dtype: Callable[[Piece], torch.dtype],
     make: Callable[[Piece], torch.Tensor],
     flags: str,
     source: Path,
 ) -> None:
     """Write the checkpoint of iteration 0."""
-    directory, started = CheckpointDirectory(lease.root), utc()
+    directory, started = CheckpointDirectory(lease.root), utc_now()
     path = directory.stage(0)
     torch_dist.write(path, files, dtype, make)
     common = io.BytesIO()
@@ -167,33 +179,40 @@ def _begin(
     for name, content in ((COMMON, common.getvalue()), (saved_flags.FILE, flags.encode())):
         with writing(path / name):
             (path / name).write_bytes(content)
-    origin = Origin(new_run(), socket.gethostname(), started, utc(), f"{source.resolve()}, converted", versions())
+    origin = Origin(
+        run=new_run_name(),
+        host=socket.gethostname(),
+        started=started,
+        saved=utc_now(),
+        parent=f"{source.resolve()}, converted",
+        versions=package_versions(),
+    )
     manifest.write(path, 0, origin, {file.name: manifest.sync_and_digest(file) for file in path.iterdir()})
     lease.check()
     directory.commit(path, 0)
 
 
-def export_model(source: Path, target: Path, files_of: Path | None, step: int | None, say: Say) -> None:
+def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = None, step: int | None = None) -> None:
     """Convert the weights of a checkpoint in `source` into a Hugging Face model.
 
     Args:
-        files_of: where the model's config.json and tokenizer are; default: where `import_model` put them.
+        hf_dir: directory with the model's config.json and tokenizer; default: the one that `import_model` wrote.
         step: iteration of the checkpoint; default: the latest.
 
     Raises:
-        ValueError: the checkpoint is not one of such a model, or damaged; names what.
-        OSError: `target` cannot be written. Nothing is left of what was written.
+        ValueError: the checkpoint is damaged or of another model; the message names the problem.
+        OSError: `target` cannot be written. Partial output is removed.
     """
-    beside = files_of or source / BESIDE
-    if not (beside / "config.json").exists():
-        raise ValueError(f"{beside}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
+    hf_dir = hf_dir or source / HF_DIRECTORY
+    if not (hf_dir / "config.json").exists():
+        raise ValueError(f"{hf_dir}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
     _check_empty(target)
-    model, path = _model(beside), newest(source, step)
+    model, path = _model(hf_dir), newest(source, step)
     reader = torch_dist.Reader(path)
     weights = {name: tuple(entry.size) for name, entry in reader.weights.items()}
     tables = {"embedding.word_embeddings.weight", "output_layer.weight"}
     wanted = (
-        # More rows than words: padding
+        # The checkpoint's tables may have additional rows as padding
         (piece.key, weights.get(piece.key, piece.shape) if piece.key in tables else piece.shape)
         for piece in itertools.chain.from_iterable(model.files(experts=1))
     )
@@ -203,17 +222,17 @@ def export_model(source: Path, target: Path, files_of: Path | None, step: int | 
         for piece in pieces:
             yield from zip(piece.sources, piece.join.split(reader.read(piece)), strict=True)
 
-    # Without its config.json, nobody takes the rest for a model
+    # Without its config.json, the output does not look like a model
     with staged(target, last="config.json") as model_files:
-        safetensors_files.carry(beside, model_files)
-        safetensors_files.write(model_files, [tensors(pieces) for pieces in _told(model.pieces(), say)])
+        safetensors_files.carry(hf_dir, model_files)
+        safetensors_files.write(model_files, [tensors(pieces) for pieces in _with_progress(model.pieces(), log)])
 
 
 def newest(source: Path, step: int | None) -> Path:
-    """A checkpoint in `source`, every byte of which is what was saved.
+    """Return the path of a checkpoint in `source` after verifying its digests.
 
     Raises:
-        ValueError: there is none, or it is damaged; names the file.
+        ValueError: there is no checkpoint, or it is damaged; the message names the file.
     """
     directory = CheckpointDirectory(source)
     iteration = directory.tracked() if step is None else step
@@ -225,7 +244,7 @@ def newest(source: Path, step: int | None) -> Path:
 
 
 def run_config(model: Model, tokenizer: Path | None) -> RunConfig:
-    """The configuration of a run of this model; what the model does not say is left to who trains it."""
+    """Return the configuration of a run of this model; settings that the model does not determine are placeholders."""
     flags = [*model.flags(), "--micro-batch-size=1", "--train-iters=1", "--lr=1e-5", "--mock-data"]
     if tokenizer is None:
         flags += ["--tokenizer-type=NullTokenizer"]
@@ -239,17 +258,17 @@ def _sources(pieces: Iterable[Piece]) -> Iterator[tuple[str, Size]]:
 
 
 def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str) -> None:
-    """ValueError unless these are the tensors that were found, of the same sizes.
+    """Raise ValueError unless the found tensors have exactly these names and sizes.
 
     Args:
-        tensors: names and sizes; so many more than were found that an error could not name them are not counted.
+        tensors: expected names and sizes. Iteration stops once more are missing than an error can list.
     """
     wanted: dict[str, Size] = {}
     for name, size in tensors:
         wanted[name] = size
-        if len(wanted) > len(found) + LISTED:
-            absent = list(itertools.islice((name for name in wanted if name not in found), LISTED))
-            raise ValueError(f"{where}: more than {LISTED} tensors missing: {', '.join(absent)}, ...")
+        if len(wanted) > len(found) + MAX_LISTED:
+            absent = list(itertools.islice((name for name in wanted if name not in found), MAX_LISTED))
+            raise ValueError(f"{where}: more than {MAX_LISTED} tensors missing: {', '.join(absent)}, ...")
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     other = [
         f"{name} {found[name]} instead of {wanted[name]}"
@@ -258,7 +277,7 @@ def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], whe
     ]
     problems = {"missing": missing, "not part of such a model": extra, "of another shape": other}
     texts = [
-        f"{len(names)} tensors {text}: {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}"
+        f"{len(names)} tensors {text}: {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
         for text, names in problems.items()
         if names
     ]
@@ -266,7 +285,7 @@ def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], whe
         raise ValueError(f"{where}: {'; '.join(texts)}")
 
 
-def _told(files: Sequence[Sequence[Piece]], say: Say) -> Iterator[Sequence[Piece]]:
+def _with_progress(files: Sequence[Sequence[Piece]], log: Log) -> Iterator[Sequence[Piece]]:
     for number, pieces in enumerate(files):
         yield pieces
-        say(f"{number + 1} of {len(files)} files")
+        log(f"{number + 1} of {len(files)} files")

@@ -1,7 +1,7 @@
-"""Checkpoints of upstream's Megatron-LM (torch_dist) -> checkpoints that training starts from.
+"""Read checkpoints of Megatron-LM (torch_dist) in order to convert them.
 
-Both have megatron-core's tensors under its names. What differs: experts may be tensors of their own there, the flags
-are an object in the checkpoint, and no manifest says what belongs to it.
+Both formats store megatron-core's tensors under its names. In Megatron-LM's, experts may be separate tensors, the flags
+are an object in the checkpoint, and there is no manifest.
 """
 
 import argparse
@@ -19,35 +19,36 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.convert import torch_dist
 from megatron_balance.convert.pieces import Piece, Rows, Same, Size
-from megatron_balance.files.input_files import shown
+from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
 MODEL = ("embedding.", "decoder.", "output_layer.")
-"""What keys of weights begin with."""
+"""Prefixes of the keys of weights."""
 
 OWN_EXPERT = re.compile(r"(.*\.experts\.experts\.)(\d+)\.(.*?)(_[wv])?$")
-"""The key of one expert's tensor: megatron-core's `singleton_local_shards`, where gate and linear part are two."""
+"""Key of one expert's tensor, as megatron-core's `singleton_local_shards` writes it; gate and up projection are
+separate."""
 
 OWN_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
-"""The key of one layer's tensor: megatron-core's form where layers differ, and wherever experts are by themselves."""
+"""Key of one layer's tensor, which megatron-core writes if layers differ or experts are separate tensors."""
 
 STACKED = re.compile(r"decoder\.layers\.(?!\d)")
-"""Keys whose tensors hold all layers."""
+"""Key of a tensor that holds all layers."""
 
 UPSTREAM_NAMES = {
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-"""Fields of ours whose flag has another name in upstream's args."""
+"""Fields whose names differ in Megatron-LM's args."""
 
 
 _Own = tuple[int | None, int | None]
-"""The layer and the expert that a tensor is of, where it is not of all."""
+"""Layer and expert of a tensor; None where it holds all of them."""
 
 
 class Checkpoint:
-    """A checkpoint of Megatron-LM's, to be read piece by piece."""
+    """A checkpoint of Megatron-LM, read piece by piece."""
 
     def __init__(self, source: Path, step: int | None) -> None:
         """
@@ -56,8 +57,9 @@ class Checkpoint:
             step: iteration of the checkpoint; default: the latest.
 
         Raises:
-            ValueError: there is no such checkpoint, or it holds something else, or parts are missing; names them.
-            Damaged: reading it would run code, or a file is damaged.
+            ValueError: there is no such checkpoint, it holds something else, or parts are missing; the message names
+                them.
+            Damaged: reading the checkpoint would run code, or a file is damaged.
         """
         directory = CheckpointDirectory(source)
         iteration = directory.tracked() if step is None else step
@@ -67,10 +69,10 @@ class Checkpoint:
         self._reader = torch_dist.Reader(self.path)
         self.tensors = {name: entry for name, entry in self._reader.weights.items() if name.startswith(MODEL)}
         if not self.tensors:
-            raise ValueError(f"{self.path}: has no GPT's weights ({', '.join(MODEL)}...)")
+            raise ValueError(f"{self.path}: has no weights of a GPT model ({', '.join(MODEL)}...)")
         args = dist_checkpointing.load_common_state_dict(str(self.path)).get("args")
         if not isinstance(args, argparse.Namespace):
-            raise ValueError(f"{self.path}: has no args, which say what the model is")
+            raise ValueError(f"{self.path}: has no args, which define the model")
         names = {name: UPSTREAM_NAMES.get(name, name) for name in saved_flags.CHECKPOINT_FIELDS}
         self._args = {name: vars(args)[theirs] for name, theirs in names.items() if theirs in vars(args)}
         for name, value in self._args.items():
@@ -86,7 +88,7 @@ class Checkpoint:
         """Read a piece.
 
         Raises:
-            ValueError: it has NaN or infinity in it.
+            ValueError: the piece contains NaN or infinity.
         """
         parts = []
         for name, size in piece.source_sizes.items():
@@ -97,18 +99,18 @@ class Checkpoint:
         return piece.join.join(parts)
 
     def flags(self) -> str:
-        """Upstream's args as `saved_flags` writes them."""
+        """Return Megatron-LM's args in the form that `saved_flags` writes."""
         return json.dumps({"upstream": self._args})
 
 
 def pieces_of(sizes: Mapping[str, Size], stack: bool) -> list[list[Piece]]:
-    """Pieces of a checkpoint with all experts in one tensor, from the keys and shapes of one with either layout.
+    """Return the pieces of a checkpoint that stores all experts in one tensor, given the shapes of one of any layout.
 
     Args:
-        stack: layers, too, become one tensor; else those that are tensors of their own stay so.
+        stack: whether to join all layers into one tensor; otherwise separate layers stay separate.
 
     Returns:
-        A list for each tensor outside of layers, and for each layer.
+        One list of pieces for each tensor outside the layers, and one for each layer.
 
     Raises:
         ValueError: a layer or an expert is missing.
@@ -130,11 +132,11 @@ def pieces_of(sizes: Mapping[str, Size], stack: bool) -> list[list[Piece]]:
 
 
 def _pieces(key: str, names: Mapping[_Own, list[str]], sizes: Mapping[str, Size]) -> Iterator[Piece]:
-    """Of one tensor, from the tensors that it is upstream."""
+    """Generate the pieces of one tensor from the corresponding tensors of Megatron-LM."""
     own, first = next(iter(names.items()))
     inner, axes = sizes[first[0]], []
     if len(inner) < 1 or any(sizes[name] != inner for parts in names.values() for name in parts):
-        raise ValueError(f"{cleaned(key)}: its layers or experts are of different shapes")
+        raise ValueError(f"{cleaned(key)}: its layers or experts have different shapes")
     for number, there in enumerate((STACKED.match(key), ".experts.experts." in key)):
         if there and own[number] is None:
             if len(inner) < 2:
@@ -151,4 +153,4 @@ def _pieces(key: str, names: Mapping[_Own, list[str]], sizes: Mapping[str, Size]
         if wanted not in names:
             raise ValueError(f"{key}: layer {layer}, expert {expert} is missing")
         parts = tuple(names[wanted])
-        yield Piece(key, (*axes, *inner), at, parts, Rows(2) if len(parts) == 2 else Same())
+        yield Piece(key, (*axes, *inner), at, parts, join=Rows(2) if len(parts) == 2 else Same())

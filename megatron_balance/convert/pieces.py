@@ -1,13 +1,12 @@
-"""A checkpoint's tensors in pieces, each of which a few tensors of a Hugging Face model are.
+"""Divide a checkpoint's tensors into pieces, each of which corresponds to a few tensors of a Hugging Face model.
 
-A torch_dist checkpoint holds a tensor for all layers, and for all of their experts; a Hugging Face model has one for
-each, and cuts some of them otherwise. A `Piece` is small enough to be held in memory: a matrix of one layer, or of one
-expert.
+A torch_dist checkpoint has one tensor for all layers and all their experts. A Hugging Face model has one for each, and
+splits some of them differently. A `Piece`, a matrix of one layer or expert, is small enough to be held in memory.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
@@ -15,22 +14,23 @@ Size = tuple[int, ...]
 
 
 class Join(ABC):
-    """How tensors of the source become one, and back."""
+    """How several source tensors are joined into one, and split again."""
 
     @abstractmethod
     def sizes(self, size: Size) -> list[Size]:
-        """Of the tensors that become one of `size`."""
+        """Return the sizes of the tensors that are joined into one of `size`."""
 
     @abstractmethod
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor: ...
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join the source tensors."""
 
     @abstractmethod
     def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse of `join`."""
+        """Split a joined tensor: the inverse of `join`."""
 
 
 class Same(Join):
-    """One tensor."""
+    """A single tensor, unchanged."""
 
     def sizes(self, size: Size) -> list[Size]:
         return [size]
@@ -44,7 +44,7 @@ class Same(Join):
 
 
 class Rows(Join):
-    """Equal numbers of rows of each, one after the other: the gate of a gated unit, and what it lets through."""
+    """Tensors with equal numbers of rows, concatenated: the gate and up projections of a gated unit."""
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
@@ -60,14 +60,14 @@ class Rows(Join):
 
 
 class QueryKeyValue(Join):
-    """Rows of the queries, keys and values of attention -> megatron-core's: those of each group of queries together."""
+    """Rows of queries, keys and values, interleaved by query group as megatron-core stores them."""
 
     def __init__(self, heads: int, groups: int, channels: int) -> None:
         """
         Args:
-            heads: of queries.
-            groups: heads of keys, and of values.
-            channels: of a head.
+            heads: number of query heads.
+            groups: number of key heads and of value heads.
+            channels: channels of a head.
         """
         self.heads, self.groups, self.channels = heads, groups, channels
 
@@ -89,20 +89,22 @@ class Piece:
     """A part of one tensor of a checkpoint."""
 
     key: str
-    """Of that tensor."""
+    """Name of the tensor."""
     shape: Size
-    """Of that whole tensor."""
+    """Shape of the whole tensor."""
     at: Size
-    """Where in it: one index for each of its leading axes, layers and experts."""
+    """Position of the piece: one index for each leading axis (layers, experts)."""
     sources: tuple[str, ...]
-    """The tensors that it is, by their names in the Hugging Face model."""
+    """Names of the corresponding tensors in the Hugging Face model."""
+    _: KW_ONLY
     join: Join = field(default_factory=Same)
 
     @property
     def size(self) -> Size:
-        """Without the axes of `at`."""
+        """Shape of the piece, without the axes of `at`."""
         return self.shape[len(self.at) :]
 
     @property
     def source_sizes(self) -> dict[str, Size]:
+        """Shapes of the source tensors, by name."""
         return dict(zip(self.sources, self.join.sizes(self.size), strict=True))

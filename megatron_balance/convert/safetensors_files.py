@@ -1,6 +1,6 @@
-"""The files of a Hugging Face model: config.json, safetensors and their index, and what else belongs to it.
+"""Read and write the files of a Hugging Face model: config.json, safetensors with their index, tokenizer files.
 
-Only safetensors are read, never pickles, and no code that comes with a model is run.
+Weights are read only from safetensors, never from pickles, and code that comes with a model is never run.
 """
 
 import json
@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_balance.checkpoint.manifest import is_plain_name
-from megatron_balance.files.input_files import MIB, check_regular, inside, read_bounded, read_object
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.reading import MIB, check_regular, inside, read_bounded, read_object
+from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 INDEX = "model.safetensors.index.json"
@@ -23,16 +23,16 @@ SINGLE = "model.safetensors"
 
 CARRIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 CARRIED_TOO = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "spiece.model")
-"""Names of files that go along with a model's weights."""
+"""Names of files that are copied along with a model's weights."""
 
 MAX_INDEX_BYTES = 24 * MIB
-"""A tensor takes about 100 bytes: room for 250,000 of them."""
+"""Limit for the index. A tensor takes about 100 bytes, so there is room for 250,000."""
 
 MAX_HEADER_BYTES = 24 * MIB
-"""Of a safetensors file, the same; the library itself reads up to 100 MB."""
+"""The same limit for the header of a safetensors file; the library itself reads up to 100 MB."""
 
 MAX_CARRIED_BYTES = 256 * MIB
-"""Of a tokenizer's file; large ones have 40 MiB."""
+"""Limit for a tokenizer's file; large ones have 40 MiB."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -41,17 +41,17 @@ class Weights:
     """The tensors of a model's safetensors files, read one at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Looks into all files' headers.
+        """Read the headers of all files.
 
         Raises:
-            ValueError: a file is missing, or not what it should be; names it.
+            ValueError: a file is missing or invalid; the message names it.
         """
         self.directory, self.file_of = directory, dict[str, str]()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         listed = self._listed()
         for file in sorted({*listed.values()} or {SINGLE}):
-            self._look_into(file)
+            self._read_header(file)
         for name, file in listed.items():
             if self.file_of.get(name) != file:
                 raise ValueError(f"{directory / INDEX}: {cleaned(name)} is not in {file}")
@@ -65,10 +65,10 @@ class Weights:
         listed = read_object(inside(self.directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
         plain = isinstance(listed, dict) and all(is_plain_name(file) for file in listed.values())
         if not listed or not plain:
-            raise ValueError(f"{path}: has no weight_map of names and files beside it")
+            raise ValueError(f"{path}: has no weight_map from tensors to files in the same directory")
         return listed
 
-    def _look_into(self, file: str) -> None:
+    def _read_header(self, file: str) -> None:
         path = inside(self.directory, file)
         if not path.exists():
             raise ValueError(f"{self.directory / file}: missing")
@@ -89,10 +89,10 @@ class Weights:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor.
+        """Return one tensor.
 
         Raises:
-            ValueError: it cannot be read any more, or has NaN or infinity in it.
+            ValueError: the tensor can no longer be read, or contains NaN or infinity.
         """
         path = inside(self.directory, self.file_of[name])
         try:
@@ -106,7 +106,7 @@ class Weights:
 
 
 def write(directory: Path, files: Sequence[Iterable[tuple[str, torch.Tensor]]]) -> None:
-    """Write tensors into safetensors files, of which one is in memory at a time, and their index."""
+    """Write tensors into safetensors files, with one file at a time in memory, and write their index."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, tensors in enumerate(files):
@@ -123,11 +123,12 @@ def write(directory: Path, files: Sequence[Iterable[tuple[str, torch.Tensor]]]) 
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside its weights.
+    """Copy the files of a model other than its weights.
 
     Raises:
-        ValueError: a file is a link that leads out of the model, not a regular file, or too large; names it.
-        OSError: `target` cannot be written, or has such a file, or a link in its place.
+        ValueError: a file is a link out of the model's directory, not a regular file, or too large; the message names
+            it.
+        OSError: `target` cannot be written, or already contains such a file or a link in its place.
     """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in (*CARRIED, *CARRIED_TOO):
@@ -139,10 +140,10 @@ def carry(source: Path, target: Path) -> None:
 
 
 def _check_header(path: Path) -> None:
-    """ValueError where the library would read more of a safetensors file than it should, or something else."""
+    """Raise ValueError if a file is not in safetensors format or its header is too large for the library to read."""
     if check_regular(path) < 8:
-        raise ValueError(f"{path}: damaged: is shorter than the length of its header")
+        raise ValueError(f"{path}: damaged: is too short for a header")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: damaged: its header has {length} bytes; {MAX_HEADER_BYTES} are the most")
+        raise ValueError(f"{path}: damaged: its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")

@@ -1,6 +1,6 @@
-"""torch_dist checkpoints piece by piece: read without what is not asked for, written without holding more than a piece.
+"""Read and write torch_dist checkpoints piece by piece, with only one piece in memory.
 
-The format is torch.distributed.checkpoint's; its own reader and writer do the work here too.
+The format is that of torch.distributed.checkpoint, whose own reader and writer do the work.
 """
 
 import math
@@ -35,17 +35,17 @@ from megatron_balance.checkpoint.manifest import Damaged
 from megatron_balance.checkpoint.safe_pickle import check_pickles
 from megatron_balance.checkpoint.writer import CONFIG, METADATA
 from megatron_balance.convert.pieces import Piece
-from megatron_balance.files.output_files import writing
+from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 
 class Reader:
-    """A checkpoint's tensors."""
+    """Reader of a checkpoint's tensors."""
 
     def __init__(self, directory: Path) -> None:
         """
         Raises:
-            Damaged: a file is not what it should be, or would run code; names it.
+            Damaged: a file is invalid or would run code; the message names it.
         """
         metadata = check_pickles(directory)
         weights = {
@@ -57,13 +57,13 @@ class Reader:
         self._storage = FileSystemReader(directory)
         self._storage.set_up_storage_reader(metadata, is_coordinator=True)
         self.weights = weights
-        """Tensors other than the optimizer's state."""
+        """All tensors except the optimizer's state."""
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """A piece of one tensor; its first rows, if the checkpoint has more of them (a padded vocabulary).
+        """Return a piece of one tensor. If the checkpoint has more rows (a padded vocabulary), return the first ones.
 
         Raises:
-            ValueError: the tensor is not there, or is smaller.
+            ValueError: the tensor is missing, or has another shape.
         """
         found = self.weights.get(piece.key)
         if found is None:
@@ -82,9 +82,9 @@ class Reader:
 def _check_extents(
     path: Path, weights: Mapping[str, TensorStorageMetadata], storage: Mapping[MetadataIndex, _StorageInfo]
 ) -> None:
-    """Damaged unless the parts of every weight are as large as the weight, and the files have bytes for them.
+    """Raise Damaged unless the parts of every weight cover it exactly and the files have enough bytes for them.
 
-    Sizes are what a file says; memory is allocated by them, and what no part covers would keep what memory held.
+    The sizes come from a file, but memory is allocated by them, and uncovered elements would stay uninitialised.
     """
     for name, entry in weights.items():
         there, itemsize = 0, entry.properties.dtype.itemsize
@@ -92,7 +92,7 @@ def _check_extents(
             extents = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=False))
             same_axes = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
             if not same_axes or any(not 0 <= start < start + length <= size for start, length, size in extents):
-                raise Damaged(path, f"{cleaned(name)}: has a part that lies outside of it")
+                raise Damaged(path, f"{cleaned(name)}: has a part that is outside of it")
             numbers, info = math.prod(chunk.sizes), storage.get(MetadataIndex(name, chunk.offsets))
             if info is None or info.length < numbers * itemsize:
                 raise Damaged(path, f"{cleaned(name)}: its part at {list(chunk.offsets)} is not in the files")
@@ -102,7 +102,7 @@ def _check_extents(
 
 
 class _Into:
-    """Stands for a LoadPlanner: everything that is read belongs to one tensor."""
+    """Stand-in for a LoadPlanner that reads everything into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self.target = target
@@ -116,7 +116,7 @@ class _Into:
 
 
 class _From:
-    """Stands for a SavePlanner: makes a piece when its turn has come."""
+    """Stand-in for a SavePlanner that makes each piece only when it is written."""
 
     def __init__(self, pieces: Sequence[Piece], make: Callable[[Piece], torch.Tensor]) -> None:
         self.pieces, self.make = {_index(piece): piece for piece in pieces}, make
@@ -127,7 +127,7 @@ class _From:
 
 
 def chunk_of(piece: Piece) -> ChunkStorageMetadata:
-    """Where a piece lies in its tensor."""
+    """Return the position and size of a piece in its tensor."""
     inner = len(piece.shape) - len(piece.at)
     return ChunkStorageMetadata(
         offsets=torch.Size([*piece.at, *[0] * inner]), sizes=torch.Size([*[1] * len(piece.at), *piece.size])
@@ -144,12 +144,12 @@ def write(
     dtype: Callable[[Piece], torch.dtype],
     make: Callable[[Piece], torch.Tensor],
 ) -> None:
-    """Write tensors, made piece by piece, into an empty directory, as one rank's part of a torch_dist checkpoint.
+    """Write tensors piece by piece into an empty directory, as one rank's part of a torch_dist checkpoint.
 
     Args:
-        files: what goes into one file each.
-        dtype: of a piece, before it is made.
-        make: a piece's content.
+        files: the pieces of each file.
+        dtype: returns a piece's dtype, before it is made.
+        make: returns a piece's content.
     """
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     writer.set_up_storage_writer(is_coordinator=True)

@@ -1,0 +1,10 @@
+"""What the machine offers, and what megatron-core lacks on it.
+
+machine           processes, CUDA, Transformer Engine, apex: the machine that flags are checked against
+cpu               megatron-core without CUDA
+without_engine    megatron-core without Transformer Engine
+norm, attention   modules that megatron-core lacks, alone or without Transformer Engine
+side_stream       a CUDA stream, or a thread, for work that overlaps with computation
+clock             points in time on the device
+quiet             silence messages that need no action
+"""

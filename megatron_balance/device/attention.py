@@ -1,4 +1,4 @@
-"""What megatron-core's attention lacks: norms across heads, and without Transformer Engine, the latent one's core."""
+"""Attention that megatron-core lacks: norms across heads and, without Transformer Engine, latent attention's core."""
 
 import dataclasses
 from typing import Any
@@ -18,8 +18,8 @@ class AcrossHeadsSelfAttention(SelfAttention):
     def __init__(
         self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
     ) -> None:
-        # The norms of a spec are told the channels of a head, and since 0.19 need --qk-layernorm, whose gradients
-        # are summed over tensor-parallel ranks: of these norms each rank has a part of its own
+        # A spec's norms receive only the channels of one head. Since 0.19 they also need --qk-layernorm, which sums
+        # their gradients over tensor-parallel ranks, but here each rank has its own part of the norm
         bare = dataclasses.replace(submodules, q_layernorm=IdentityOp, k_layernorm=IdentityOp)
         super().__init__(config, bare, *args, **kwargs)
         channels, group = self.hidden_size_per_attention_head, self.pg_collection.tp
@@ -28,22 +28,22 @@ class AcrossHeadsSelfAttention(SelfAttention):
 
 
 class PlainQuerySelfAttention(MLASelfAttention):
-    """Latent attention whose queries are not compressed, and so not normalized either (DeepSeek-V2-Lite)."""
+    """Latent attention whose queries are neither compressed nor normalized (DeepSeek-V2-Lite)."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        # Since 0.19, with --qk-layernorm, megatron-core would take the norm of these queries' input a second time
+        # Since 0.19, with --qk-layernorm, megatron-core would normalize the input of these queries a second time
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """Core attention whose keys and values differ in width, as multi-latent attention has them (DeepSeek-V2, 2.1)."""
+    """Core attention with keys and values of different widths, for multi-latent attention (DeepSeek-V2, 2.1)."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         """
         Args:
-            k_channels: of a head's query and key; the scale of their products is given with `softmax_scale`.
-            v_channels: of a head's value, and of its output; None in what megatron-core makes and then replaces.
+            k_channels: channels of a head's query and key; `softmax_scale` gives the scale of their products.
+            v_channels: channels of a head's value and output; None in modules that megatron-core creates and replaces.
         """
         super().__init__(*args, **kwargs)
         if v_channels is not None:
@@ -55,4 +55,5 @@ LATENT_KEYS = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Norms' names in a checkpoint: with Transformer Engine, the layer after a norm contains it."""
+"""Prefixes of the norms' names, and their names in a checkpoint. With Transformer Engine, the next layer contains the
+norm."""

@@ -1,4 +1,4 @@
-"""Marks on this device's timeline, and the seconds between them."""
+"""Points in time on this device, and the seconds between them."""
 
 import time
 
@@ -8,7 +8,7 @@ Mark = torch.cuda.Event | float
 
 
 def mark() -> Mark:
-    """Now, as the device sees it: an event on the current CUDA stream, or the host's clock where there is no CUDA."""
+    """Return a mark for the present: an event on the current CUDA stream, or the host's clock without CUDA."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -17,8 +17,8 @@ def mark() -> Mark:
 
 
 def seconds(start: Mark, end: Mark) -> float:
-    """From one mark to a later one; the device must have reached both."""
+    """Return the seconds from one mark to a later one; the device must have reached both."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return start.elapsed_time(end) / 1000
-    assert isinstance(start, float) and isinstance(end, float), "both marks are of one device"
+    assert isinstance(start, float) and isinstance(end, float), "both marks must be of the same device"
     return end - start

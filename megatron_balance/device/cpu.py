@@ -1,9 +1,9 @@
-"""megatron-core on a machine without CUDA.
+"""Run megatron-core on a machine without CUDA.
 
-The table below is everything megatron-core asks of CUDA while a GPT-MoE trains, and what the CPU answers. It is
-installed once, by the entry point, when `torch.cuda.is_available()` is false, and never when CUDA is there.
+The table lists every use of CUDA that megatron-core makes while it trains a GPT-MoE, and its CPU replacement. The
+entry point installs the replacements once if `torch.cuda.is_available()` is false, and never if CUDA is available.
 
-| megatron-core asks for                          | the CPU answers            | why                              |
+| megatron-core uses                              | replacement on the CPU     | reason                           |
 |-------------------------------------------------|----------------------------|----------------------------------|
 | `torch.cuda.current_device()`                   | the `cpu` device           | the `device=` of new tensors     |
 | `torch.cuda.synchronize`, `empty_cache`, ...    | nothing                    | CPU work is already done         |
@@ -11,7 +11,7 @@ installed once, by the entry point, when `torch.cuda.is_available()` is false, a
 | `torch.cuda.{get,set}_rng_state`, `manual_seed` | the CPU generator          | dropout and init fork RNG states |
 | `device="cuda"` literals                        | `device="cpu"`             | optimizer, clipping, aux losses  |
 | `tensor.type() == "torch.cuda.FloatTensor"`     | the CUDA name              | optimizers sort parameters by it |
-| `Tensor.cuda()`, `Module.cuda()`                | identity                   |                                  |
+| `Tensor.cuda()`, `Module.cuda()`                | identity                   | everything is in host memory     |
 | CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
 | `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
 | `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |
@@ -30,7 +30,7 @@ from megatron_balance.device import without_engine
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
-"""Of tensors that have shapes and types, and no memory."""
+"""Device of tensors with a shape and a type but no memory."""
 
 FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
@@ -45,7 +45,7 @@ _TENSOR_TO, _TENSOR_TYPE = torch.Tensor.to, torch.Tensor.type
 
 
 class _Stream:
-    """The one stream of a CPU: work on it is finished when Python goes on."""
+    """The only stream of a CPU: its work is finished as soon as the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -60,7 +60,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has always happened."""
+    """An event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -75,7 +75,7 @@ class _Event:
 
 
 def _on_cpu(factory: Callable) -> Callable:
-    """`factory` with any CUDA device replaced by the CPU."""
+    """Return `factory` with any CUDA device replaced by the CPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def _on_stream(stream: Any) -> Iterator[None]:
 
 
 def _does_nothing() -> Callable:
-    """A new function every time: torch's compiler keeps a table of functions and refuses one under two names."""
+    """Return a new function: torch's compiler keeps a table of functions and refuses one that has two names."""
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
@@ -154,7 +154,7 @@ TORCH_CUDA = {
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc not to hand freed tensors back to the system, which would fault every page in again next step."""
+    """Tell glibc to keep freed memory; otherwise the next step causes a page fault for every page."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, value in MALLOPT.items():
@@ -162,32 +162,32 @@ def keep_freed_memory() -> None:
 
 
 def installed() -> bool:
-    """Whether the CPU answers in this process."""
+    """Return whether the replacements are installed in this process."""
     return torch.cuda.Stream is _Stream
 
 
 def install(always: bool = False) -> None:
-    """Answer megatron-core's CUDA calls where CUDA is not available, and complete it where Transformer Engine is not.
+    """Replace CUDA calls if CUDA is not available, and complete megatron-core if Transformer Engine is not installed.
 
-    Call it before `megatron.core` is imported, whose modules apply `torch.compile` as they load. Calling it again
-    changes nothing; it lasts for the life of the process.
+    Call it before importing `megatron.core`, because its modules apply `torch.compile` as they load. The replacements
+    last for the life of the process; a second call has no effect.
 
     Args:
-        always: leave CUDA alone where it is available, too.
+        always: whether to use the CPU even if CUDA is available.
     """
     if installed():
         return
     if always or not torch.cuda.is_available():
-        _answer()
+        _patch_torch()
         _patch_megatron_core()
     without_engine.complete()
 
 
-def _answer() -> None:
-    # `with torch.device(...)` knows the factories by identity: as they are before they are replaced
+def _patch_torch() -> None:
+    # `with torch.device(...)` recognises the factories by identity, so let torch cache the originals first
     _device_constructors()
-    for name, answer in TORCH_CUDA.items():
-        setattr(torch.cuda, name, answer)
+    for name, replacement in TORCH_CUDA.items():
+        setattr(torch.cuda, name, replacement)
     torch.cuda.random.get_rng_state = _rng_state
     torch.cuda.random.set_rng_state = _set_rng_state
     torch.Tensor.cuda = _same
@@ -202,7 +202,7 @@ def _answer() -> None:
 
 @contextlib.contextmanager
 def allocating_nothing() -> Iterator[None]:
-    """What is built meanwhile has shapes and types, and no memory."""
+    """Inside the block, create tensors that have a shape and a type but no memory."""
     assert installed()
     torch.cuda.current_device = lambda: META
     try:
@@ -213,7 +213,7 @@ def allocating_nothing() -> Iterator[None]:
 
 
 def _patch_megatron_core() -> None:
-    """The places where megatron-core bound a name that cannot be answered through `torch.cuda`."""
+    """Replace the functions of megatron-core that patching `torch.cuda` does not reach."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 

@@ -1,9 +1,9 @@
-"""What a machine has: processes, CUDA, and NVIDIA's packages with the kernels that they bring."""
+"""What a machine offers: processes, CUDA, and NVIDIA's packages with their kernels."""
 
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from packaging.requirements import Requirement
 
@@ -13,61 +13,71 @@ KERNELS = {
         *("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda"),
     ),
 }
-"""Extension modules of apex that megatron-core's own layers import for a fusion, which it has nobody else for."""
+"""apex's extension modules that megatron-core's own layers need for a fusion; no other package provides them."""
 
-TAKEN_FOR_GRANTED = ("amp_C", "fused_layer_norm_cuda")
-"""Those that it expects wherever there is apex."""
+EXPECTED_MODULES = ("amp_C", "fused_layer_norm_cuda")
+"""apex's extension modules that megatron-core expects wherever apex is installed."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the flags are checked against."""
+    """The hardware and packages that flags are checked against."""
 
     world_size: int
+    _: KW_ONLY
     cuda: bool
     transformer_engine: bool
     apex: bool
     unbuilt: frozenset[str] = frozenset()
-    """Extension modules that apex was built without."""
+    """apex's extension modules that are missing from its build."""
     unfit: str | None = None
-    """Which version of Transformer Engine is there and which ones megatron-core asks for, unless it is one of them."""
+    """Why the installed Transformer Engine is not one that megatron-core requires; None if it is."""
 
     @classmethod
     def here(cls, world_size: int) -> "Machine":
-        """This machine, with `world_size` processes in the job."""
+        """Return this machine, with `world_size` processes in the job."""
         import torch
 
-        engine, apex = (_is_there(name) for name in ("transformer_engine", "apex"))
-        modules = {name for names in (*KERNELS.values(), TAKEN_FOR_GRANTED) for name in names}
-        unbuilt = frozenset(name for name in modules if apex and not _is_there(name))
+        engine, apex = (_is_installed(name) for name in ("transformer_engine", "apex"))
+        modules = {name for names in (*KERNELS.values(), EXPECTED_MODULES) for name in names}
+        unbuilt = frozenset(name for name in modules if apex and not _is_installed(name))
         unfit = unfit_engine(_version_of("transformer-engine"), _requirements_of("megatron-core")) if engine else None
-        return cls(world_size, torch.cuda.is_available(), engine, apex, unbuilt, unfit)
+        return cls(
+            world_size,
+            cuda=torch.cuda.is_available(),
+            transformer_engine=engine,
+            apex=apex,
+            unbuilt=unbuilt,
+            unfit=unfit,
+        )
 
     def imagined(self, backend: str) -> "Machine":
-        """The one that a dry run stands for: with CUDA and NVIDIA's packages, unless the backend is one for CPUs."""
-        return self if self.cuda or backend == "gloo" else Machine(self.world_size, True, True, True)
+        """Return the machine that a dry run assumes: with CUDA and NVIDIA's packages, unless the backend is gloo."""
+        if self.cuda or backend == "gloo":
+            return self
+        return Machine(self.world_size, cuda=True, transformer_engine=True, apex=True)
 
     def fuses(self, name: str) -> bool:
-        """Whether it has apex's kernels for one of `KERNELS`."""
+        """Return whether the machine has apex's kernels for `name`, a key of `KERNELS`."""
         return self.cuda and self.apex and self.unbuilt.isdisjoint(KERNELS[name])
 
 
 def unfit_engine(installed: str | None, requirements: Iterable[str]) -> str | None:
-    """What is wrong with a version of Transformer Engine; None: nothing is known to be.
+    """Return what is wrong with a version of Transformer Engine; None if no problem is known.
 
     Args:
-        installed: None: unknown.
-        requirements: of megatron-core, as its metadata have them; those in extras count too.
+        installed: the installed version; None if unknown.
+        requirements: megatron-core's requirements from its package metadata, including extras.
     """
     if installed is None:
         return None
     ranges = [one.specifier for one in map(Requirement, requirements) if one.name == "transformer-engine"]
-    # NVIDIA's containers have development versions
+    # NVIDIA's containers contain development versions
     missed = [str(one) for one in ranges if not one.contains(installed, prereleases=True)]
     return f"Transformer Engine {installed}: this megatron-core asks for {missed[0]}" if missed else None
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 

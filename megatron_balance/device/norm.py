@@ -1,8 +1,8 @@
-"""Layer norms for machines without apex and Transformer Engine, and one that megatron-core does not have.
+"""Layer norms for machines without apex and Transformer Engine, and a norm that megatron-core does not have.
 
-megatron-core's fallback (`WrappedTorchNorm`) refuses sequence parallelism. All that is missing there is a mark on the
-parameters: each tensor-parallel rank sees only its part of the sequence, so their gradients have to be summed over
-the tensor-parallel group, which `finalize_model_grads` does for parameters marked `sequence_parallel`.
+megatron-core's fallback (`WrappedTorchNorm`) refuses sequence parallelism, although it needs only a mark on the
+parameters. Each tensor-parallel rank sees only its part of the sequence, so the gradients must be summed over the
+tensor-parallel group. `finalize_model_grads` does so for parameters marked `sequence_parallel`.
 """
 
 import torch
@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class TorchNorm:
-    """Builds `torch.nn.LayerNorm` or `torch.nn.RMSNorm`, as `config.normalization` says."""
+    """Builds the module that `config.normalization` names: `torch.nn.LayerNorm` or `torch.nn.RMSNorm`."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> torch.nn.Module:
         norm = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
@@ -26,16 +26,16 @@ class TorchNorm:
 
 
 class AcrossHeadsNorm(torch.nn.Module):
-    """RMS norm of a token's queries, or keys, of all heads together (OLMoE, section 2; OLMo 2).
+    """RMS norm over all heads of a token's queries or keys (OLMoE, section 2; OLMo 2).
 
-    Tensor-parallel ranks have a part of the heads: they add up their squares.
+    Each tensor-parallel rank has part of the heads, so the ranks all-reduce the sum of squares.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, tp_group: dist.ProcessGroup) -> None:
         """
         Args:
             hidden_size: channels of a head.
-            heads: on all tensor-parallel ranks together.
+            heads: number of heads on all tensor-parallel ranks together.
         """
         super().__init__()
         self.channels, self.eps, self.tp_group = heads * hidden_size, config.layernorm_epsilon, tp_group
@@ -46,7 +46,7 @@ class AcrossHeadsNorm(torch.nn.Module):
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            heads: of this rank, [s, b, heads, channels].
+            heads: this rank's heads [s, b, heads, channels].
         """
         single = heads.float()
         squares = single.square().sum((-2, -1), keepdim=True)

@@ -1,13 +1,13 @@
-"""Messages of megatron-core and torch that every run here would print and nobody has to act on."""
+"""Silence messages of megatron-core and torch that every run would print and that need no action."""
 
 import logging
 import warnings
 
 EXPECTED_WARNINGS = (
-    # Where they are missing, the command line has said so in one sentence
+    # If they are missing, the command line reports that in one sentence
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
-    # megatron-core calls these by their old names
+    # megatron-core uses the old names
     r"`torch\.distributed\..*` is deprecated",
     "torch.distributed.*will be deprecated",
     "`load_state_dict` is deprecated",
@@ -17,21 +17,21 @@ EXPECTED_WARNINGS = (
     "The argument order of load has been changed",
     # megatron-core 0.19 looks for gradients on the distributed optimizer's shards, which are views
     "The .grad attribute of a Tensor that is not a leaf Tensor",
-    # Imported by megatron-core 0.19 for models that nobody builds here
+    # megatron-core 0.19 imports it for models that are not built here
     "MimoModelConfig is experimental",
 )
 EXPECTED_LOGS = {
-    # The only GPT that all supported versions have
+    # The only GPT model that all supported versions have
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # Writing is ours; of megatron-core's, only the planning is used
+    # Only megatron-core's planning is used; `checkpoint/writer.py` writes
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
-    # As it was done by every version before 0.19
+    # All versions before 0.19 work without it
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
     # Our layer gets its arguments from its spec
     "megatron.core.transformer.transformer_layer": "Unknown MLP type",
     # On a CPU the two generators are one
     "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
-    # Mock and blended samples are quick to index again
+    # Indexing mock and blended samples again is fast
     "megatron.core.datasets.gpt_dataset": "path_to_cache is None",
     "megatron.core.datasets.blended_dataset": "path_to_cache is None",
     # The state machine that re-runs suspicious steps is off
@@ -40,7 +40,7 @@ EXPECTED_LOGS = {
 
 
 def silence_expected_warnings() -> None:
-    """Drop these messages for the life of the process; call it before megatron.core is imported."""
+    """Drop these messages for the life of the process. Call it before importing megatron.core."""
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for name, text in EXPECTED_LOGS.items():

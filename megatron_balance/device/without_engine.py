@@ -1,20 +1,20 @@
-"""megatron-core on a machine without Transformer Engine, with CUDA or not.
+"""Complete megatron-core on a machine without Transformer Engine, with or without CUDA.
 
-It is written for both cases, but some names are left undefined, or defined as what they are not. Later versions than
-0.16.1 define them as here.
+megatron-core supports such machines, but version 0.16.1 leaves some names undefined or defines them wrongly. Later
+versions define them as below.
 
 | name                                            | without Transformer Engine                       |
 |-------------------------------------------------|--------------------------------------------------|
-| `te_general_gemm` of the router                 | `None`; undefined, the router raises NameError   |
-| `HAVE_TE` of multi-latent attention             | false; else it asks whether a layer is a mock    |
-| `get_te_version()`                              | older than any version; `None` compares with none |
+| `te_general_gemm` of the router                 | `None`; if undefined, the router raises NameError |
+| `HAVE_TE` of multi-latent attention             | false; otherwise it tests a layer against a mock |
+| `get_te_version()`                              | older than any version; `None` is not comparable |
 """
 
 
 def complete() -> None:
-    """Define what is missing; changes nothing where Transformer Engine is there, and nothing when called again.
+    """Define the missing names. Has no effect if Transformer Engine is installed, or when called again.
 
-    It imports megatron-core, and so comes after `cpu.install`.
+    It imports megatron-core, so `cpu.install` calls it last.
     """
     from megatron.core import utils
     from megatron.core.transformer import multi_latent_attention

@@ -1,42 +1,42 @@
-"""Whether the members of process groups enter the same operations in the same order, and where they first differ.
+"""Check that the members of process groups enter the same operations in the same order; find where they first differ.
 
-Pure: reads what `job/collectives.py` recorded on every rank. Groups name their members by global rank.
+Pure functions of the records that `job/collectives.py` made on every rank. Groups name their members by global rank.
 """
 
 import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, NamedTuple
 
 MAX_NAMED = 4
-"""Groups in which a report says who waits for whom."""
+"""Groups for which a report names the ranks that wait for others."""
 
 
 class Operation(NamedTuple):
     """One operation on a channel, as one rank entered it."""
 
     verb: str
-    """For example `all-gathers`."""
+    """Kind of the operation, for example `all-gathers`."""
     sizes: tuple[int, ...]
-    """Elements of each tensor, where they have to be equal on all ranks."""
+    """Elements of each tensor that must have the same size on all ranks."""
     dtype: str
     detail: str
-    """What else has to be equal, for example `bucket 2` or a message's tag; may be empty."""
+    """Another property that must be equal, for example `bucket 2` or a message's tag; may be empty."""
     caller: str
-    """The function that called torch: `start_param_sync (param_and_grad_buffer.py)`."""
+    """Function that called torch: `start_param_sync (param_and_grad_buffer.py)`."""
     ours: str
-    """Our function that led to it, with its line; empty where there is none."""
+    """Function and line of this package that led to the call; may be empty."""
     sent: tuple[int, ...] = ()
-    """Elements or rows for each member, in an exchange whose sizes differ by member."""
+    """Elements or rows sent to each member, in an exchange whose sizes differ by member."""
     received: tuple[int, ...] = ()
-    """From each member."""
+    """Elements or rows received from each member, in such an exchange."""
     time: float = 0.0
-    """Unix time in seconds at which the rank entered it."""
+    """Unix time in seconds at which the rank entered the operation."""
 
     def agrees(self, other: "Operation") -> bool:
-        """Whether two ranks mean the same operation; `unlike_exchange` compares what they exchange."""
+        """Return whether two ranks entered the same operation. `_exchange_mismatch` compares the sizes of exchanges."""
         return self[:5] == other[:5]
 
     def __str__(self) -> str:
@@ -49,20 +49,21 @@ class Operation(NamedTuple):
 
 @dataclass
 class Channel:
-    """A group's collectives, or its messages from one rank to another: what is entered in one order."""
+    """A sequence of operations with one order: a group's collectives, or its messages from one rank to another."""
 
     name: str
-    """For people, for example `expert-data-parallel` or `tensor-parallel, 0 -> 1`."""
+    """Name for people, for example `expert-data-parallel` or `tensor-parallel, 0 -> 1`."""
     ranks: tuple[int, ...]
-    """Who enters its operations, by global rank, in the group's order."""
+    """Global ranks that enter its operations, in the group's order."""
+    _: KW_ONLY
     is_message: bool = False
     first: int = 1
-    """The number of the first operation that is still kept; numbers count from 1."""
+    """Number of the first operation that is still kept, counting from 1."""
     operations: list[Operation] = field(default_factory=list)
 
     @property
     def last(self) -> int:
-        """The number of the last operation that was entered; 0: none was."""
+        """Number of the last operation that was entered; 0 if there was none."""
         return self.first + len(self.operations) - 1
 
     def at(self, number: int) -> Operation:
@@ -70,11 +71,11 @@ class Channel:
 
 
 Record = Mapping[str, Channel]
-"""What one rank entered, by a name of the channel that is the same on all ranks."""
+"""The operations that one rank entered, by a key of the channel that is the same on all ranks."""
 
 
 def pack(record: Record, last: int) -> bytes:
-    """The last operations of each channel, small enough for a key-value store; `unpack` reads it."""
+    """Pack the last operations of each channel into bytes, small enough for a key-value store."""
     channels = {}
     for key, channel in record.items():
         kept = channel.operations[-last:]
@@ -83,7 +84,7 @@ def pack(record: Record, last: int) -> bytes:
 
 
 def unpack(packed: bytes) -> Record:
-    """The inverse of `pack`."""
+    """Unpack what `pack` returned."""
     return {key: _channel(**fields) for key, fields in json.loads(zlib.decompress(packed)).items()}
 
 
@@ -93,7 +94,7 @@ def _channel(ranks: list[int], operations: list[list[Any]], **fields: Any) -> Ch
 
 
 class Difference(NamedTuple):
-    """Ranks that entered different operations where one order is due."""
+    """A sentence about ranks that entered different operations, and its time."""
 
     time: float
     text: str
@@ -103,10 +104,10 @@ class Difference(NamedTuple):
 
 
 def differences(records: Mapping[int, Record]) -> list[Difference]:
-    """The first operation of each channel about which its ranks differ, the earliest in time first.
+    """Return the first operation of each channel in which its ranks differ, the earliest in time first.
 
     Args:
-        records: by global rank; ranks that told nothing are left out.
+        records: records by global rank, without the ranks that gave none.
     """
     found = []
     for key, channel in _channels(records).items():
@@ -116,7 +117,7 @@ def differences(records: Mapping[int, Record]) -> list[Difference]:
         first, last = max(side.first for side in sides.values()), min(side.last for side in sides.values())
         for number in range(first, last + 1):
             entered = {rank: side.at(number) for rank, side in sides.items()}
-            text = _unlike(channel, entered)
+            text = _mismatch(channel, entered)
             if text is not None:
                 place = f"group {channel.name}, operation {number}: {text}"
                 found.append(Difference(min(operation.time for operation in entered.values()), place))
@@ -125,9 +126,9 @@ def differences(records: Mapping[int, Record]) -> list[Difference]:
 
 
 def waits(records: Mapping[int, Record]) -> list[str]:
-    """Channels in which some ranks entered an operation and others did not, at most MAX_NAMED, longest wait first.
+    """Return at most MAX_NAMED channels with an operation that only some ranks entered, the longest wait first.
 
-    Messages that were sent but not received come last, because a sender often goes on without its receiver.
+    Messages that were sent but not received come last, because a sender often continues without its receiver.
     """
     found: list[tuple[bool, float, str]] = []
     for key, channel in _channels(records).items():
@@ -147,7 +148,7 @@ def waits(records: Mapping[int, Record]) -> list[str]:
 
 
 def report(records: Mapping[int, Record]) -> str | None:
-    """For an engineer whose job hangs: the first difference, else who waits for whom; None: the ranks agree."""
+    """Describe why a job hangs: the first difference, or else which ranks wait for which; None if the ranks agree."""
     first = next(iter(differences(records)), None)
     return str(first) if first is not None else "; ".join(waits(records)) or None
 
@@ -157,12 +158,12 @@ def _channels(records: Mapping[int, Record]) -> dict[str, Channel]:
 
 
 def _sides(key: str, channel: Channel, records: Mapping[int, Record]) -> dict[int, Channel]:
-    """What each rank of the channel entered; nothing, if it does not know the channel."""
-    nothing = Channel(channel.name, channel.ranks, channel.is_message)
+    """Return each rank's side of the channel; an empty one for a rank that never used the channel."""
+    nothing = Channel(channel.name, channel.ranks, is_message=channel.is_message)
     return {rank: records[rank].get(key, nothing) for rank in channel.ranks if rank in records}
 
 
-def _unlike(channel: Channel, entered: Mapping[int, Operation]) -> str | None:
+def _mismatch(channel: Channel, entered: Mapping[int, Operation]) -> str | None:
     operations = list(entered.values())
     if channel.is_message:
         # One end sends what the other receives
@@ -171,11 +172,11 @@ def _unlike(channel: Channel, entered: Mapping[int, Operation]) -> str | None:
         alike = all(one.agrees(operations[0]) for one in operations)
     if not alike:
         return _each(entered)
-    return _unlike_exchange(channel, entered)
+    return _exchange_mismatch(channel, entered)
 
 
-def _unlike_exchange(channel: Channel, entered: Mapping[int, Operation]) -> str | None:
-    """Two members of whom one does not expect what the other sends."""
+def _exchange_mismatch(channel: Channel, entered: Mapping[int, Operation]) -> str | None:
+    """Describe two members of which one sends another number of rows than the other expects; None if all match."""
     for number, rank in enumerate(channel.ranks):
         for other_number, other in enumerate(channel.ranks):
             if rank not in entered or other not in entered or not entered[rank].sent:
@@ -189,7 +190,7 @@ def _unlike_exchange(channel: Channel, entered: Mapping[int, Operation]) -> str 
 
 
 def _each(entered: Mapping[int, Operation]) -> str:
-    """`rank 3 all-gathers 8 float32 bucket 2 (...), ranks 0 and 1 ...`, alike ones together."""
+    """Return `rank 3 all-gathers 8 float32 bucket 2 (...), ranks 0, 1 ...`, grouped by operation."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, operation in entered.items():
         by_text[str(operation)].append(rank)
@@ -201,18 +202,18 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _latest(records: Mapping[int, Record], ranks: Iterable[int]) -> Iterator[str]:
-    """What each of the ranks entered last, on any channel."""
+    """Describe the last operation that each of the ranks entered, on any channel."""
     for rank in ranks:
         last = [(channel.at(channel.last), channel) for channel in records[rank].values() if channel.operations]
         if not last:
-            yield f"rank {rank} entered nothing yet"
+            yield f"rank {rank} has entered no operation yet"
             continue
         operation, channel = max(last, key=lambda pair: pair[0].time)
         yield f"the latest of rank {rank} in group {channel.name} is operation {channel.last}, {operation}"
 
 
 class Event(NamedTuple):
-    """A rank's thread issued an operation of a channel, or waited for one that it had issued."""
+    """An operation that a rank's thread issued on a channel, or its wait for such an operation."""
 
     thread: str
     channel: str
@@ -220,19 +221,19 @@ class Event(NamedTuple):
     is_wait: bool = False
 
 
-def circle(events: Mapping[int, Sequence[Event]], messages: Iterable[str] = ()) -> list[tuple[str, int]]:
-    """Operations (channel, number) of which each is issued before the next on some rank, and the last before the first.
+def find_cycle(events: Mapping[int, Sequence[Event]], messages: Iterable[str] = ()) -> list[tuple[str, int]]:
+    """Find a cycle of operations: each is issued before the next on some rank, and the last before the first.
 
-    A thread issues collectives one after the other; NCCL asks that ranks issue those of different communicators in
-    one order, since the device may run no more than one at a time. Messages are posted ahead: what a thread issues
-    comes after a message only once it has waited for it.
+    A thread issues collectives one after the other. NCCL requires all ranks to issue the collectives of different
+    communicators in the same order, because the device may run only one at a time. Messages are posted ahead: an
+    operation counts as issued after a message only once its thread has waited for the message.
 
     Args:
-        events: by rank, in order.
+        events: events by rank, in order.
         messages: channels of messages between two ranks.
 
     Returns:
-        The operations along the circle; empty if there is none.
+        The operations (channel, number) along the cycle; empty if there is none.
     """
     after: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
     posted = set(messages)
@@ -247,13 +248,13 @@ def circle(events: Mapping[int, Sequence[Event]], messages: Iterable[str] = ()) 
             for one in earlier:
                 after[one].add(operation)
             if event.channel not in posted:
-                # Whatever comes next comes after this, and so after all before it
+                # Later operations follow this one, and through it all earlier ones
                 earlier[:] = [operation]
-    return _find_circle(after)
+    return _find_cycle(after)
 
 
-def _find_circle(after: Mapping[Any, set[Any]]) -> list[Any]:
-    """Nodes along a circle of a graph, by depth-first search without recursion."""
+def _find_cycle(after: Mapping[Any, set[Any]]) -> list[Any]:
+    """Return the nodes along a cycle of a graph, by depth-first search without recursion."""
     done: set[Any] = set()
     for start in list(after):
         if start in done:

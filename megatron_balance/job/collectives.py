@@ -1,7 +1,7 @@
-"""What this rank entered in each process group, in order: for the hang guard's report, and for tests.
+"""Record the operations that this rank enters in each process group, for the hang guard's report and for tests.
 
-Every operation of torch.distributed passes a method of ProcessGroup. While a recorder is installed, those methods note
-the operation before they begin it. A note costs a few microseconds of the host and touches no tensor's data.
+Every operation of torch.distributed calls a method of ProcessGroup. While a recorder is installed, these methods record
+the operation before they start it. Recording takes a few microseconds on the host and reads no tensor data.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ import torch.distributed as dist
 from megatron_balance.job.collective_order import Channel, Event, Operation, Record
 
 KEPT = 64
-"""Operations that a recorder for users keeps of each channel."""
+"""Operations of each channel that a training run's recorder keeps."""
 
 BUCKETED = ("start_param_sync", "start_grad_sync")
-"""Functions of megatron-core's bucket groups: buckets are often equally large, so that sizes do not tell them apart."""
+"""Functions of megatron-core's bucket groups. Buckets often have equal sizes, so their numbers are recorded as well."""
 
 _PLUMBING = (str(Path(dist.__file__).parent), contextlib.__file__, __file__)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 class _Shape(NamedTuple):
-    """What of an operation's arguments its members have to agree about."""
+    """The sizes in an operation's arguments, on which its members must agree."""
 
     tensor: torch.Tensor | None
     sizes: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class _Shape(NamedTuple):
 
 
 def _first_argument(group: dist.ProcessGroup, tensors: Any, *_: Any) -> _Shape:
-    """`tensors`, one or several, perhaps in lists, are as large on all ranks."""
+    """Return the shape of an operation whose `tensors`, possibly nested lists, have the same sizes on all ranks."""
     found = list(_flattened(tensors))
     return _Shape(found[0] if found else None, tuple(tensor.numel() for tensor in found))
 
@@ -52,7 +52,7 @@ def _two_arguments(group: dist.ProcessGroup, outputs: Any, inputs: Any, *_: Any)
 
 
 def _second_argument(group: dist.ProcessGroup, outputs: Any, inputs: Any, *_: Any) -> _Shape:
-    """Of the first one, each member has its part, or the root alone has any."""
+    """Return the shape of an operation whose first argument differs by rank: a part of it, or only on the root."""
     return _first_argument(group, inputs)
 
 
@@ -64,7 +64,7 @@ def _split_exchange(
     sent: Sequence[int],
     *_: Any,
 ) -> _Shape:
-    # No sizes: equal ones
+    # An empty list of sizes stands for equal sizes
     return _Shape(output, (), _rows(input, sent, group.size()), _rows(output, received, group.size()))
 
 
@@ -112,14 +112,14 @@ COLLECTIVES: dict[str, tuple[str, Callable[..., _Shape]]] = {
     "scatter": ("scatters", _first_argument),
     "barrier": ("waits for all", _nothing),
 }
-"""Methods of ProcessGroup that all members enter: the verb for people, and what members have to agree about."""
+"""Methods of ProcessGroup that all members enter, with a verb for people and the function that finds their shape."""
 
 MESSAGES = {"send": "sends", "recv": "receives"}
-"""Methods of ProcessGroup between two members."""
+"""Methods of ProcessGroup for messages between two members, with a verb for people."""
 
 
 class _Note(NamedTuple):
-    """An operation before it is put into words: that happens only where somebody wants to read it."""
+    """A recorded operation in cheap form; `operation` formats its names only when a report needs them."""
 
     verb: str
     sizes: tuple[int, ...]
@@ -145,7 +145,7 @@ def _function(code: CodeType, line: int | None = None) -> str:
 
 
 class _Track:
-    """One channel while it is recorded."""
+    """The recording of one channel."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], is_message: bool, kept: int | None) -> None:
         self.name, self.ranks, self.is_message = name, ranks, is_message
@@ -154,32 +154,38 @@ class _Track:
 
 
 class Collectives:
-    """The operations that this process entered while the recorder was installed, by channel; see `recorded`."""
+    """Recorder of the operations that this process enters inside `recorded`, by channel."""
 
     def __init__(self, kept: int | None = KEPT) -> None:
-        """`kept`: how many operations of each channel, and no waits; None: all, with the order between channels."""
+        """
+        Args:
+            kept: operations to keep of each channel; None keeps all of them, and also the waits and the order between
+                channels.
+        """
         self.kept = kept
         self.entered = 0
-        """Operations so far, those that are no longer kept too; threads that enter at once may count as one."""
+        """Number of operations so far, including those no longer kept; concurrent operations may count as one."""
         self.events: list[Event] = []
         self._tracks: dict[str, _Track] = {}
         self._works: weakref.WeakKeyDictionary[dist.Work, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._plumbing: dict[CodeType, bool] = {}
 
     def record(self) -> Record:
-        """What was entered until now; any thread may ask."""
+        """Return the operations entered so far; any thread may call this."""
         record = {}
         for key, track in list(self._tracks.items()):
             notes = list(track.notes)
             first = notes[0][0] if notes else 1
             operations = [note.operation() for _, note in notes]
-            record[key] = Channel(track.name, track.ranks, track.is_message, first, operations)
+            record[key] = Channel(
+                track.name, track.ranks, is_message=track.is_message, first=first, operations=operations
+            )
         return record
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator["Collectives"]:
-        """Record what this process enters in the `with` block; one recorder at a time."""
-        # As they stand in the classes: what getattr returns would not bind once it was put back
+        """Record the operations that this process enters inside the block; only one recorder may be installed."""
+        # Keep the classes' raw attributes: what getattr returns would no longer bind after being put back
         originals = {name: vars(dist.ProcessGroup)[name] for name in (*COLLECTIVES, *MESSAGES)}
         wait = vars(dist.Work)["wait"]
         for name, (verb, shape_of) in COLLECTIVES.items():
@@ -199,9 +205,8 @@ class Collectives:
 
     def _collective(self, method: Callable, verb: str, shape_of: Callable[..., _Shape]) -> Callable:
         def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            tensor, *sizes = shape_of(group, *args)
-            place = self._note(group.group_name, group, None, verb, tensor, *sizes, detail="")
-            return self._began(place, method(group, *args, **kwargs))
+            position = self._note(group.group_name, group, None, verb=verb, shape=shape_of(group, *args))
+            return self._started(position, method(group, *args, **kwargs))
 
         return noted
 
@@ -210,10 +215,10 @@ class Collectives:
             ends = (group.rank(), peer) if sends else (peer, group.rank())
             key, sizes = f"{group.group_name}:{ends[0]}->{ends[1]}", (tensors[0].numel(),)
             if tag and dist.get_backend(group) == "gloo":
-                # NCCL goes by order alone; here threads may send in turn what tags keep apart
+                # NCCL matches messages by order alone; with gloo, threads may send messages that only tags tell apart
                 key += f" tag {tag}"
-            place = self._note(key, group, ends, verb, tensors[0], sizes, (), (), detail=f"tag {tag}")
-            return self._began(place, method(group, tensors, peer, tag))
+            position = self._note(key, group, ends, verb=verb, shape=_Shape(tensors[0], sizes), detail=f"tag {tag}")
+            return self._started(position, method(group, tensors, peer, tag))
 
         return noted
 
@@ -227,9 +232,9 @@ class Collectives:
 
         return noted
 
-    def _began(self, place: tuple[str, int], work: Any) -> Any:
+    def _started(self, position: tuple[str, int], work: Any) -> Any:
         if self.kept is None and isinstance(work, dist.Work):
-            self._works[work] = place
+            self._works[work] = position
         return work
 
     def _note(
@@ -237,23 +242,30 @@ class Collectives:
         key: str,
         group: dist.ProcessGroup,
         ends: tuple[int, int] | None,
+        *,
         verb: str,
-        tensor: torch.Tensor | None,
-        sizes: tuple[int, ...],
-        sent: tuple[int, ...],
-        received: tuple[int, ...],
-        detail: str,
+        shape: _Shape,
+        detail: str = "",
     ) -> tuple[str, int]:
+        """Record an operation and return its position: the channel's key and the operation's number."""
         track = self._tracks.get(key) or self._tracks.setdefault(key, self._new_track(group, ends))
         caller, ours = self._callers(sys._getframe(2))
         if caller is not None and caller.f_code.co_name in BUCKETED:
             detail = _buckets(caller)
-        dtype = None if tensor is None else tensor.dtype
-        code = None if caller is None else caller.f_code
-        line = None if ours is None else (ours.f_code, ours.f_lineno)
+        note = _Note(
+            verb=verb,
+            sizes=shape.sizes,
+            dtype=None if shape.tensor is None else shape.tensor.dtype,
+            detail=detail,
+            caller=None if caller is None else caller.f_code,
+            ours=None if ours is None else (ours.f_code, ours.f_lineno),
+            sent=shape.sent,
+            received=shape.received,
+            time=time.time(),
+        )
         number = next(track.numbers)
         self.entered += 1
-        track.notes.append((number, _Note(verb, sizes, dtype, detail, code, line, sent, received, time.time())))
+        track.notes.append((number, note))
         if self.kept is None:
             self.events.append(Event(threading.current_thread().name, key, number))
         return key, number
@@ -269,7 +281,7 @@ class Collectives:
         return _Track(f"{name}, {source} -> {target}", (source, target), True, self.kept)
 
     def _callers(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
-        """The innermost frame that is no part of torch.distributed, and the innermost one of this package."""
+        """Return the innermost frame outside torch.distributed, and the innermost frame of this package."""
         while frame is not None and self._is_plumbing(frame.f_code):
             frame = frame.f_back
         ours = frame
@@ -285,7 +297,7 @@ class Collectives:
 
 
 def _buckets(frame: FrameType) -> str:
-    """Which of DDP's buckets a method of a bucket group works on."""
+    """Name the DDP buckets that a method of a bucket group works on."""
     group = frame.f_locals.get("self")
     numbers = [str(bucket.bucket_id) for bucket in getattr(group, "buckets", ())]
     return f"bucket {' and '.join(numbers)}"

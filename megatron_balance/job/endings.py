@@ -1,4 +1,4 @@
-"""How the program ends. Exit status 0 says that what was asked for has been done, so nobody else may give it."""
+"""How the program ends. Exit status 0 means that the task was completed, so only the program itself may set it."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ from typing import Any
 from megatron_balance.messages import cleaned, described
 
 INTERRUPTED = 130
-"""The exit status of a program that SIGINT ended, as shells have it."""
+"""Exit status after SIGINT, by the shells' convention."""
 
 
 class Ending(SystemExit):
-    """An end that the program itself has decided on, as SystemExit: a message, with exit status 1, or a status."""
+    """A SystemExit that the program itself raises: with a message (exit status 1), or with a status."""
 
-    reason = "look at what it says"
-    """Why the program ends with a status, in one line, for other ranks: they do not see what it has printed."""
+    reason = "look at its output"
+    """Why the program ends with a status, in one line for other ranks, which do not see its output."""
 
 
 @contextlib.contextmanager
-def only_our_own(program: str) -> Iterator[None]:
-    """Of what leaves the program without being an Exception, let only Endings pass.
+def guarded_exit(program: str) -> Iterator[None]:
+    """Let only Exceptions and Endings leave the block.
 
-    A SystemExit(0) out of a user's module would else be taken for success.
+    Otherwise a SystemExit(0) from a user's module would be taken for success.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def only_our_own(program: str) -> Iterator[None]:
 
 
 def raised_in(error: BaseException) -> str:
-    """The function, file and line that an exception comes from."""
+    """Return the function, file and line that raised an exception."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"
@@ -49,9 +49,9 @@ def raised_in(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def unbreakable_output() -> Iterator[None]:
-    """Inside, a text that cannot be printed is lost and ends nothing: a pipe without reader, a full disk.
+    """Inside the block, drop output that cannot be written, such as to a closed pipe or a full disk, and continue.
 
-    The stream that still works is told. What is printed comes through again as soon as it can.
+    The other stream reports the problem once. Output resumes as soon as writing succeeds again.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Unbreakable(streams[0], "standard output"), _Unbreakable(streams[1], "standard error")
@@ -61,16 +61,16 @@ def unbreakable_output() -> Iterator[None]:
     finally:
         sys.stdout, sys.stderr = streams
         for stream in streams:
-            _let_go(stream)
+            _discard_unwritten(stream)
 
 
 class _Unbreakable:
-    """A text stream whose errors are told to another one, once."""
+    """A text stream that reports its first error on the other stream and ignores later ones."""
 
     other: Any = None
 
     def __init__(self, stream: Any, name: str) -> None:
-        self._stream, self._name, self._told = stream, name, False
+        self._stream, self._name, self._reported = stream, name, False
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))
@@ -83,17 +83,19 @@ class _Unbreakable:
         try:
             action()
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._reported:
+                self._reported = True
                 with contextlib.suppress(OSError):
-                    print(f"{self._name}: {cleaned(error)}; the program goes on without", file=self.other, flush=True)
+                    print(
+                        f"{self._name}: {cleaned(error)}; the program continues without it", file=self.other, flush=True
+                    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _let_go(stream: Any) -> None:
-    """What a stream cannot write at the end would make the interpreter's exit status 120."""
+def _discard_unwritten(stream: Any) -> None:
+    """Discard what a stream cannot write; otherwise the interpreter would end with exit status 120."""
     try:
         stream.flush()
     except OSError:

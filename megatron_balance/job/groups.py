@@ -1,4 +1,4 @@
-"""Process groups as values, and which ranks share a node."""
+"""Create process groups, and determine which ranks share a node."""
 
 import contextlib
 import datetime
@@ -12,15 +12,16 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 Members = tuple[int, ...]
-"""Some ranks of an expert-parallel group by their numbers inside it, ascending."""
+"""A subset of an expert-parallel group, as ascending ranks within the group."""
 
 BACKSTOP_SECONDS = 6.0
-"""Collectives time out this much after `--distributed-timeout-minutes`: first the hang guard names the stalled rank."""
+"""Delay of the backend's timeout after `--distributed-timeout-minutes`, which lets the hang guard name the stalled rank
+first."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks share a node: rank r lives on node r // node_size."""
+    """Assignment of ranks to nodes: rank r is on node r // node_size."""
 
     world_size: int
     node_size: int
@@ -34,13 +35,13 @@ class Topology:
 
 
 def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_parallel: int) -> int:
-    """How many ranks of an expert-parallel group share a node.
+    """Return how many ranks of an expert-parallel group share a node.
 
-    The i-th rank of such a group then lives on the group's node i // size. (megatron-core numbers expert tensor
-    parallel ranks first and expert-parallel ones next.)
+    Rank i of such a group is then on the group's node i // size. (megatron-core numbers expert-tensor-parallel ranks
+    first and expert-parallel ranks next.)
 
     Raises:
-        ValueError: nodes cut the groups into unequal parts.
+        ValueError: nodes divide the groups into unequal parts.
     """
     block = expert_parallel * expert_tensor_parallel
     firsts = [rank for rank in range(topology.world_size) if rank % block < expert_tensor_parallel]
@@ -52,7 +53,7 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
             size = shares[0]
         if any(share != size for share in shares[:-1]) or shares[-1] > size:
             raise ValueError(
-                f"--moe-comm-node-size {topology.node_size} (default: the launcher's processes per node): nodes cut "
+                f"--moe-comm-node-size {topology.node_size} (default: the launcher's processes per node): nodes divide "
                 f"the expert-parallel group of ranks {[*ranks]} unevenly; choose a multiple or a divisor of {block}"
             )
     return size
@@ -60,10 +61,10 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
 
 @contextlib.contextmanager
 def imagined_job(rank: int, world_size: int) -> Iterator[None]:
-    """One rank of a job whose other ranks do not exist.
+    """Inside the block, act as one rank of a job whose other ranks do not exist.
 
-    Groups are made as in a real job. Collectives return at once, and what they bring from other ranks means nothing;
-    the functions below answer for those ranks.
+    Groups are created as in a real job. Collectives return at once with meaningless data from other ranks. The
+    functions below assume that the other ranks contribute the same values as this rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -75,12 +76,12 @@ def imagined_job(rank: int, world_size: int) -> Iterator[None]:
 
 
 def is_imagined() -> bool:
-    """Whether the other ranks of the job do not exist."""
+    """Return whether the other ranks of the job do not exist."""
     return dist.get_backend() == "fake"
 
 
-def _from_all(value: object, job: dist.ProcessGroup) -> list[Any]:
-    """What every rank of the job gives; those who do not exist give what this one does."""
+def _gather(value: object, job: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value. Ranks that do not exist contribute this rank's value."""
     values: list[Any] = [value] * job.size()
     if not is_imagined():
         dist.all_gather_object(values, value, group=job)
@@ -88,26 +89,26 @@ def _from_all(value: object, job: dist.ProcessGroup) -> list[Any]:
 
 
 def backend_minutes(timeout_minutes: float) -> float:
-    """After how long the backend ends a collective."""
+    """Return the backend's timeout for collectives, in minutes."""
     return timeout_minutes + BACKSTOP_SECONDS / 60
 
 
 def new_twin(
     group: dist.ProcessGroup, job: dist.ProcessGroup, timeout_minutes: float | None = None
 ) -> dist.ProcessGroup:
-    """A group of the same ranks for operations that keep an order of their own; every rank of the job calls it.
+    """Create a second group of the same ranks, for operations with a separate order. Every rank of the job calls it.
 
-    Arguments as of `new_sub_groups`.
+    For the arguments, see `new_sub_groups`.
     """
     everyone = tuple(range(group.size()))
-    return _new_groups(group, job, [everyone], timeout_minutes, "TWIN")[everyone]
+    return _new_groups(group, job, [everyone], timeout_minutes=timeout_minutes, suffix="TWIN")[everyone]
 
 
-def new_group_of_like(
+def new_group_by_value(
     value: object, job: dist.ProcessGroup, timeout_minutes: float | None = None, name: str | None = None
 ) -> dist.ProcessGroup:
-    """The ranks of the job that call this with an equal value; every rank of the job calls it. `name` is for people."""
-    values = _from_all(value, job)
+    """Create a group of the ranks that pass an equal value. Every rank of the job calls it. `name` is for people."""
+    values = _gather(value, job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     own: dist.ProcessGroup | None = None
     for kind in dict.fromkeys(values):
@@ -124,29 +125,32 @@ def new_sub_groups(
     wanted: Iterable[Members],
     timeout_minutes: float | None = None,
 ) -> dict[Members, dist.ProcessGroup]:
-    """The groups of `wanted` members that this rank belongs to, itself the expert-parallel group.
+    """Create the `wanted` subgroups of expert-parallel groups, and return those that this rank belongs to.
 
-    Every rank of the job has to call it with the same `wanted`: `new_group` asks all of them to create all groups in
-    one order, those of other expert-parallel groups too. Its `use_local_synchronization` would ask members only, but it
-    names a group by the number of groups that a rank is in, which pipeline stages do not agree about.
+    The result also contains the whole expert-parallel group. Every rank of the job must call this with the same
+    `wanted`, because `new_group` requires all ranks to create all groups in the same order, including those of other
+    expert-parallel groups. Its `use_local_synchronization` involves members only, but it names a group by the number of
+    groups that a rank is in, which differs between pipeline stages.
 
     Args:
         job: the default process group.
-        timeout_minutes: `--distributed-timeout-minutes`; None: the backend's own.
+        timeout_minutes: `--distributed-timeout-minutes`; None for the backend's default.
     """
     everyone = tuple(range(ep_group.size()))
     shapes = sorted(set(wanted) - {everyone})
-    return {everyone: ep_group} | _new_groups(ep_group, job, shapes, timeout_minutes, "PART")
+    created = _new_groups(ep_group, job, shapes, timeout_minutes=timeout_minutes, suffix="PART")
+    return {everyone: ep_group} | created
 
 
 def _new_groups(
     ep_group: dist.ProcessGroup,
     job: dist.ProcessGroup,
     shapes: Iterable[Members],
+    *,
     timeout_minutes: float | None,
     suffix: str,
 ) -> dict[Members, dist.ProcessGroup]:
-    every = _from_all(dist.get_process_group_ranks(ep_group), job)
+    every = _gather(dist.get_process_group_ranks(ep_group), job)
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     created: dict[Members, dist.ProcessGroup] = {}
     for ranks in sorted(set(map(tuple, every))):
@@ -160,19 +164,19 @@ def _new_groups(
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """An expert-parallel group and the two ways in which nodes divide it.
+    """An expert-parallel group and its subgroups within and across nodes.
 
-    Its rank r is number r % node_size on node r // node_size; the last node may be smaller.
+    Rank r of the group has the local rank r % node_size on node r // node_size; the last node may be smaller.
     """
 
     ep: dist.ProcessGroup
     node_size: int
 
     intra: dist.ProcessGroup | None
-    """The ranks of this rank's node; None: it is alone there."""
+    """The ranks on this rank's node; None if it is the only one."""
 
     inter: dist.ProcessGroup | None
-    """The ranks that have this rank's number on their nodes; None: no other node has one."""
+    """The ranks with this rank's local rank on all nodes; None if no other node has one."""
 
     @property
     def node(self) -> int:
@@ -186,9 +190,9 @@ class NodeGroups:
 def new_node_groups(
     ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int, timeout_minutes: float | None = None
 ) -> NodeGroups:
-    """Create the groups that nodes of `node_size` expert-parallel ranks divide `ep_group` into.
+    """Create the groups within and across nodes of `node_size` expert-parallel ranks.
 
-    Every rank of the job calls it; arguments as of `new_sub_groups`.
+    Every rank of the job calls it. For the arguments, see `new_sub_groups`.
     """
     everyone = tuple(range(ep_group.size()))
     nodes = [everyone[first : first + node_size] for first in everyone[::node_size]]
@@ -200,14 +204,14 @@ def new_node_groups(
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:
-    """Call `action` on the job's rank 0 only; every rank gets its result, or raises its error."""
+    """Call `action` on the job's rank 0 only, and return its result, or raise its error, on every rank."""
     if is_imagined():
         return action()
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
-        except Exception as error:  # whatever it is, all ranks have to know
+        except Exception as error:  # every rank raises it below
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:

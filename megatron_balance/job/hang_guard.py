@@ -1,17 +1,17 @@
-"""A rank that stalls or dies ends the whole job, and every other rank says which it was.
+"""End the whole job when one rank stalls or dies, with every other rank naming that rank.
 
-Two threads per rank, so that nothing that may block stands between a stall and the exit:
+Each rank runs two threads, so that nothing that may block delays the exit after a stall:
 
-- the watch looks at this process's main thread, or at autograd's thread that works for it, and raises the alarm when it
-  has waited for too long;
-- the voice talks to the job's key-value store, over a connection of its own. It leaves a pulse every period and looks
-  for an alarm. After one, every rank reports what it does; the rank that raised it first draws the verdict, and all
+- The watchdog inspects this process's main thread, or the autograd thread that works for it, and raises the alarm when
+  that thread has waited for too long.
+- The reporter uses the job's key-value store over its own connection. Once a period it writes a heartbeat and looks for
+  an alarm. After an alarm, every rank writes a report; the rank that raised it first draws the verdict, and all ranks
   print it before the first of them exits.
 
-If the store is lost with the rank that holds it, the watch ends this rank without the voice. Silence alone is no alarm:
-a rank may hold the interpreter's lock for minutes, while it indexes a dataset for example. Only a rank that waits for
-longer than the limit, that fails, or that loses the store raises it; and the first rank, if no rank at all has made a
-step of an iteration for IDLE_LIMITS limits.
+If the store is lost together with the rank that holds it, the watchdog ends this rank without the reporter. Silence
+alone raises no alarm: a rank may hold the interpreter's lock for minutes, for example while it indexes a dataset. A
+rank raises the alarm only if it waits for longer than the limit, fails, or loses the store. In addition, rank 0 raises
+it if no rank has completed a step for IDLE_LIMITS limits.
 """
 
 import contextlib
@@ -31,51 +31,47 @@ import torch.distributed as dist
 from megatron_balance.job import collective_order, limits
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.endings import INTERRUPTED, Ending, raised_in
-from megatron_balance.job.stall import (
-    STEPPING,
-    Position,
-    Pulse,
-    Report,
+from megatron_balance.job.stacks import (
     code_place,
     deciding_frame,
     error_place,
     is_communication_error,
-    is_interruption,
     stack_of,
-    verdict,
     waits_in,
 )
+from megatron_balance.job.stall import STEPPING, Heartbeat, Position, Report, is_interruption, verdict
 
 MAX_PERIOD = 0.5
-"""Seconds between two pulses, at most; a tenth of the limit if that is less."""
+"""Seconds between two heartbeats: this, or a tenth of the limit if that is shorter."""
 
 REPORT_SECONDS = 3.5
-"""Time for the reports after an alarm: several periods, on machines with more ranks than cores too."""
+"""Time for the reports after an alarm: several periods, even on machines with more ranks than cores."""
 
 FAREWELL_SECONDS = 1.0
-"""Time for all ranks to print before the first exits, and a launcher then ends the others."""
+"""Time for all ranks to print before the first of them exits and the launcher ends the others."""
 
 BACKSTOP_SECONDS = 9
-"""A rank exits that long after an alarm, whatever blocks."""
+"""Time after an alarm after which a rank exits even if a thread blocks."""
 
 IDLE_LIMITS = 10
-"""Limits after which ranks that all compute without a step count as stalled: no microbatch takes that long."""
+"""Limits without a step after which a job whose ranks all compute counts as stalled; no microbatch takes that long."""
 
 EXIT_STATUS = 1
 
 OPERATIONS = 32
-"""What each rank tells after an alarm: so many of the latest operations of each of its process groups."""
+"""Latest operations of each process group that each rank reports after an alarm."""
 
 
 class HangGuard:
-    """Guards the `with` block: its exceptions, other ranks' ends and stalls all end this process with EXIT_STATUS.
+    """Guards the `with` block: an exception in it, another rank's end or a stall ends this process with EXIT_STATUS.
 
-    An exception does not leave the block, because leaving it would mean to shut down a backend whose peers are gone.
+    An exception does not leave the block, because the cleanup after it would shut down a backend whose peers are gone.
     """
 
     def __init__(
         self,
         store: dist.Store,
+        *,
         rank: int,
         world_size: int,
         limit: float,
@@ -85,10 +81,11 @@ class HangGuard:
         """Prepare the guard; it starts with the `with` block.
 
         Args:
-            store: the job's key-value store; the guard opens a connection of its own.
+            store: the job's key-value store; the guard opens its own connection.
             limit: seconds that a rank may wait in one place before the job counts as stalled.
-            store_rank: the rank whose process holds the store; None if the launcher does.
-            collectives: what this rank has entered, so that a stall's verdict names the first difference between ranks.
+            store_rank: the rank whose process holds the store; None if the launcher holds it.
+            collectives: the recorder of this rank's operations; with it, a verdict names the first difference between
+                ranks.
         """
         self._store = dist.PrefixStore("hang_guard", store.clone())
         self._rank, self._world_size = rank, world_size
@@ -101,16 +98,16 @@ class HangGuard:
         self._report: Report | None = None
         self._lost = self._ended = False
         self._wake, self._concluded = threading.Event(), threading.Event()
-        self._speaking, self._spoken = threading.Lock(), False
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watch, self._voice)]
+        self._printing, self._printed = threading.Lock(), False
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watchdog, self._reporter)]
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def follow(self, position: Position) -> None:
-        """Read this rank's progress from `position` from now on."""
+        """Read this rank's progress from `position`."""
         self._position = position
 
     def __enter__(self) -> "HangGuard":
-        # NCCL's watchdog aborts the process: at least show where it was
+        # NCCL's watchdog may abort the process: then at least print its stacks
         faulthandler.enable()
         for thread in self._threads:
             thread.start()
@@ -133,7 +130,7 @@ class HangGuard:
             thread.join(MAX_PERIOD)
 
     def _leave(self, error: Ending) -> NoReturn:
-        """End the process for a reason that every rank has found alike: one of them says it."""
+        """End the process for a reason that is the same on every rank; only rank 0 prints it."""
         self._end()
         if self._rank == 0:
             sys.stderr.write(f"{error.code}\n")
@@ -142,13 +139,13 @@ class HangGuard:
         os._exit(EXIT_STATUS)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        # Who asks for the end twice gets it no sooner
+        # A second Ctrl-C must not cut the verdict short
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._failure = error
-        with self._speaking:
-            # After the verdict, an exception only tells that another rank has exited already
-            if not self._spoken and not isinstance(error, limits.OutOfResources | KeyboardInterrupt):
+        with self._printing:
+            # After the verdict, an exception only shows that another rank has exited already
+            if not self._printed and not isinstance(error, limits.OutOfResources | KeyboardInterrupt):
                 traceback.print_exception(error)
         self._wake.set()
         # The threads end the process
@@ -158,14 +155,14 @@ class HangGuard:
     def _exit(self) -> NoReturn:
         os._exit(INTERRUPTED if isinstance(self._failure, KeyboardInterrupt) else EXIT_STATUS)
 
-    # The watch
+    # Watchdog
 
-    def _watch(self) -> None:
+    def _watchdog(self) -> None:
         last_steps, last, since = -1, None, time.monotonic()
         before = since
         while not self._wake.wait(self._period):
             now, steps = time.monotonic(), self._position.steps
-            # The next layer's wait has the same stack, but comes after another operation
+            # The next layer's wait has the same stack but follows another operation
             here = steps, self._entered(), stack_of(_frame())
             self._count_idle(steps != last_steps, now - before)
             before = now
@@ -181,14 +178,14 @@ class HangGuard:
         faulthandler.dump_traceback_later(BACKSTOP_SECONDS, exit=True)
         if time.monotonic() - self._answered < REPORT_SECONDS:
             self._concluded.wait(REPORT_SECONDS + 3 * FAREWELL_SECONDS)
-        self._speak(self._store_verdict())
+        self._print_verdict(self._store_verdict())
         self._exit()
 
     def _count_idle(self, stepped: bool, seconds: float) -> None:
-        """The first iteration compiles kernels, and does not count.
+        """Add to the idle time of this rank. The first iteration does not count because it compiles kernels.
 
         Args:
-            seconds: since the last call; many if the job was stopped and goes on, which is not idle either.
+            seconds: time since the last call. It is capped: after a suspension of the job it is long, but not idle.
         """
         position = self._position
         within = position.phase in STEPPING
@@ -205,19 +202,19 @@ class HangGuard:
             return f"the launcher's key-value store {silence}"
         return f"rank {self._store_rank} stalled or died: the key-value store, which it holds, {silence}"
 
-    def _speak(self, sentence: str) -> None:
+    def _print_verdict(self, sentence: str) -> None:
         """Print the verdict, once, after all stacks.
 
-        An exception of our own has told all by its traceback, and after an interruption nobody looks for a cause.
+        No stacks are printed if this rank failed, because it has printed its traceback, or after an interruption.
         """
-        with self._speaking:
-            if self._spoken:
+        with self._printing:
+            if self._printed:
                 return
-            self._spoken = True
+            self._printed = True
             report = self._report or self._own_report()
-            # Where a machine is too small, no place in the program is to blame
-            blameless = is_interruption(sentence) or limits.OutOfResources.__name__ in sentence
-            if not report.is_failure and not blameless:
+            # If the machine is too small, the stacks do not show the cause
+            explained = is_interruption(sentence) or limits.OutOfResources.__name__ in sentence
+            if not report.is_failure and not explained:
                 faulthandler.dump_traceback(all_threads=True)
             sys.stderr.write(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
             sys.stdout.flush()
@@ -227,7 +224,14 @@ class HangGuard:
         activity, place = self._activity()
         position = self._position
         idle = time.monotonic() - self._progress
-        return Report(position.iteration, position.phase, activity, place, idle, time.time())
+        return Report(
+            iteration=position.iteration,
+            phase=position.phase,
+            activity=activity,
+            place=place,
+            idle=idle,
+            time=time.time(),
+        )
 
     def _activity(self) -> tuple[str, str]:
         if isinstance(self._failure, KeyboardInterrupt):
@@ -238,39 +242,39 @@ class HangGuard:
         place = waits_in(frame)
         if place is not None:
             return "waited", place
-        # A full launch queue, and what copies to the host without saying so, block the thread in any operation
+        # A full launch queue, or an implicit copy to the host, may block the thread in any operation
         return "waited" if self._device_is_busy() else "busy", code_place(frame)
 
     def _device_is_busy(self) -> bool:
-        """Whether the computation's stream does not empty within a period."""
+        """Return whether the default stream still has work after a period."""
         if self._device is None:
             return False
         stream, empty = torch.cuda.default_stream(self._device), threading.Event()
 
         def wait() -> None:
-            # A broken device stays busy: the main thread has yet to learn of it
+            # A broken device counts as busy: the main thread has not seen its error yet
             with contextlib.suppress(RuntimeError):
                 stream.synchronize()
                 empty.set()
 
-        # Any call of CUDA may block while the device hangs. A query would then hold the interpreter's lock
+        # Any CUDA call may block while the device hangs, and a query would hold the interpreter's lock meanwhile
         threading.Thread(target=wait, daemon=True).start()
         return not empty.wait(self._period)
 
     def _entered(self) -> int:
         return 0 if self._collectives is None else self._collectives.entered
 
-    # The voice
+    # Reporter
 
-    def _voice(self) -> None:
+    def _reporter(self) -> None:
         while not self._wake.wait(self._period):
             try:
                 position = self._position
-                pulse = Pulse(position.iteration, position.phase, time.time(), self._idle)
-                self._store.set(f"pulse/{self._rank}", pulse.to_json())
-                alarm = self._store.check(["alarm"]) or self._nobody_steps()
+                heartbeat = Heartbeat(position.iteration, position.phase, time.time(), self._idle)
+                self._store.set(f"heartbeat/{self._rank}", heartbeat.to_json())
+                alarm = self._store.check(["alarm"]) or self._all_idle()
             except RuntimeError:
-                # A run that is about to end may lose the store before it has left the guarded block
+                # A run that ends normally may lose the store before it leaves the guarded block
                 alarm = time.monotonic() - self._answered > REPORT_SECONDS
             else:
                 self._answered = time.monotonic()
@@ -281,21 +285,24 @@ class HangGuard:
         try:
             self._conclude()
         except RuntimeError:
-            # The watch will say so
+            # The watchdog prints the verdict
             self._lost = True
         finally:
             self._concluded.set()
 
-    def _nobody_steps(self) -> bool:
-        """Whether all ranks are idle; asked by the first one, if it is."""
+    def _all_idle(self) -> bool:
+        """Return whether all ranks have been idle for too long. Only rank 0 checks, and only if it is idle itself."""
         longest = IDLE_LIMITS * self._limit
         if self._rank != 0 or self._idle <= longest:
             return False
-        pulses = [None if text is None else Pulse.from_json(text) for text in self._told("pulse")]
-        return all(pulse is not None and pulse.idle > longest for pulse in pulses)
+        heartbeats = [None if text is None else Heartbeat.from_json(text) for text in self._read_all("heartbeat")]
+        return all(heartbeat is not None and heartbeat.idle > longest for heartbeat in heartbeats)
 
     def _conclude(self) -> None:
-        """Report; draw the verdict or await it; print it; wait until all have. Who holds the store leaves last."""
+        """Write the report, draw the verdict or wait for it, print it, and wait until all ranks have printed it.
+
+        The rank that holds the store leaves last.
+        """
         self._report = self._own_report()
         self._store.set(f"report/{self._rank}", self._report.to_json())
         if self._collectives is not None:
@@ -310,34 +317,33 @@ class HangGuard:
             self._count_up_to("decided", 1, REPORT_SECONDS + FAREWELL_SECONDS)
         self._answered = time.monotonic()
         decided = self._store.check(["verdict"])
-        self._speak(self._store.get("verdict").decode() if decided else self._draw_verdict())
+        self._print_verdict(self._store.get("verdict").decode() if decided else self._draw_verdict())
         reported = self._store.add("reported", 0)
-        self._store.add("spoken", 1)
-        self._count_up_to("spoken", reported, FAREWELL_SECONDS)
+        self._store.add("printed", 1)
+        self._count_up_to("printed", reported, FAREWELL_SECONDS)
         self._store.add("left", 1)
         if self._rank == self._store_rank:
             self._count_up_to("left", reported, FAREWELL_SECONDS)
 
     def _draw_verdict(self) -> str:
-        reports, pulses, entered = (self._told(kind) for kind in ("report", "pulse", "collectives"))
+        reports, heartbeats, entered = (self._read_all(kind) for kind in ("report", "heartbeat", "collectives"))
         found = [None if text is None else Report.from_json(text) for text in reports]
-        said = verdict(
-            found, [None if text is None else Pulse.from_json(text) for text in pulses], time.time(), self._limit
-        )
+        alive = [None if text is None else Heartbeat.from_json(text) for text in heartbeats]
+        sentence = verdict(found, alive, time.time(), self._limit)
         if any(report is not None and report.is_failure for report in found):
-            # The others wait for the rank that failed, wherever they are
-            return said
+            # The other ranks only wait for the one that failed
+            return sentence
         records = {rank: collective_order.unpack(text) for rank, text in enumerate(entered) if text is not None}
         difference = collective_order.report(records)
-        return said if difference is None else f"{said}; {difference}"
+        return sentence if difference is None else f"{sentence}; {difference}"
 
-    def _told(self, kind: str) -> list[bytes | None]:
-        """What each rank has left under this name; None: nothing."""
+    def _read_all(self, kind: str) -> list[bytes | None]:
+        """Return what each rank has written under this name; None for a rank that has written nothing."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
         return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
     def _count_up_to(self, key: str, target: int, seconds: float) -> int:
-        """Wait until the counter has reached `target`, or for `seconds`; returns the counter."""
+        """Wait until the counter reaches `target`, or for `seconds`, and return the counter."""
         deadline = time.monotonic() + seconds
         while (count := self._store.add(key, 0)) < target and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""How processes become a job: what their launcher says, the store where they meet, and the default process group."""
+"""Join processes into a job: read the launcher's variables, connect to the store, initialise torch.distributed."""
 
 import contextlib
 import datetime
@@ -22,67 +22,67 @@ AGREEMENT = "agreement"
 """Prefix of the keys through which ranks compare their settings."""
 
 SPARE_SECONDS = 2.0
-"""A connection is waited for so much longer than it waits itself, because its own error may say more."""
+"""Extra time to wait for a connection after its own timeout, because its own error may be more informative."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the launcher (torchrun, srun) told this process through its environment."""
+    """The launcher's settings for this process, from environment variables of torchrun or srun."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     store_rank: int | None = 0
-    """The rank whose process holds the key-value store; None: the launcher does."""
+    """The rank whose process holds the key-value store; None if the launcher holds it."""
 
     address: str | None = None
-    """The machine where processes meet, and ... None: the launcher has not said."""
+    """Host of the key-value store; None if the launcher has not set one."""
 
     port: int = 0
-    """... the port."""
+    """Port of the key-value store."""
 
     name: str = "job"
-    """The same on all ranks of this start of the job, and on no others that might find its store."""
+    """Name of this start of the job: the same on all of its ranks, and unique among jobs that may find its store."""
 
     job: str | None = None
-    """The launcher's name of the job, kept when it starts the job again; None: it has none."""
+    """The launcher's name of the job, which survives restarts; None if it has none."""
 
     restarts: int = 0
-    """How often the job was started again, by torchrun and by SLURM."""
+    """How often torchrun and SLURM have restarted the job."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's; without them, a single process.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's variables; default: a single process.
 
         Raises:
-            ValueError: a variable is not what a launcher sets.
+            ValueError: a variable has a value that no launcher sets.
         """
         world_size = _number("WORLD_SIZE", 1, 1)
         local_world_size = _number("LOCAL_WORLD_SIZE", world_size, 1)
-        meets = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-        # torchrun calls jobs "none" that nobody has named
+        has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        # torchrun calls a job without a name "none"
         torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         return cls(
-            rank=_number("RANK", 0, 0, world_size, "WORLD_SIZE"),
+            rank=_number("RANK", 0, 0, end=world_size, end_name="WORLD_SIZE"),
             world_size=world_size,
-            local_rank=_number("LOCAL_RANK", 0, 0, local_world_size, "LOCAL_WORLD_SIZE"),
+            local_rank=_number("LOCAL_RANK", 0, 0, end=local_world_size, end_name="LOCAL_WORLD_SIZE"),
             local_world_size=local_world_size,
             store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
-            address=os.environ["MASTER_ADDR"] if meets else None,
-            port=_number("MASTER_PORT", 0, 1, 2**16, "65536") if meets else 0,
+            address=os.environ["MASTER_ADDR"] if has_address else None,
+            port=_number("MASTER_PORT", 0, 1, end=2**16, end_name="65536") if has_address else 0,
             name=_name(world_size, local_world_size),
             job=os.environ.get("SLURM_JOB_ID", None if torchrun == "none" else torchrun),
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0, 0) + _number("SLURM_RESTART_COUNT", 0, 0),
         )
 
 
-def _number(name: str, default: int, least: int, end: int | None = None, end_name: str = "") -> int:
-    """A variable of the environment between `least` and, if given, `end` - 1."""
+def _number(name: str, default: int, least: int, *, end: int | None = None, end_name: str = "") -> int:
+    """Return an environment variable's integer, from `least` up to, if given, `end` - 1."""
     text = os.environ.get(name)
     if text is None:
         return default
-    remedy = "start the processes by torchrun, or set it as torchrun does"
+    remedy = "start the processes with torchrun, or set it as torchrun does"
     try:
         number = int(text)
     except ValueError as error:
@@ -96,9 +96,10 @@ def _number(name: str, default: int, least: int, end: int | None = None, end_nam
 
 
 def _name(world_size: int, local_world_size: int) -> str:
-    """A name for this start of the job, derived from facts that are the same on all of its nodes.
+    """Derive a name for this start of the job from values that are the same on all of its nodes.
 
-    Ranks of a job that was killed may live on for a while, and find the store of the next one at the same address.
+    The name is needed because ranks of a killed job may survive for a while and find the next job's store at the same
+    address.
     """
     known, parts = os.environ, []
     agent = launcher.find() if world_size == local_world_size else None
@@ -108,16 +109,16 @@ def _name(world_size: int, local_world_size: int) -> str:
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts += [str(agent.process), agent.started]
     elif nodes.isdecimal() and int(nodes) * local_world_size == world_size:
-        # One step has started all ranks; where it has not, its number is not the same everywhere
+        # A single step has started all ranks; otherwise its number would differ between ranks
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         parts += [known.get(name, "") for name in names]
-    # A launcher's store outlives the attempt: without it, ranks would look for addresses of the last attempt
+    # The launcher's store outlives the attempt: without its number, ranks would find addresses of the last attempt
     parts += [known.get("TORCHELASTIC_RUN_ID", ""), known.get("TORCHELASTIC_RESTART_COUNT", "0")]
     return "job " + " ".join(parts)
 
 
 def node_topology(launch: Launch, node_size: int | None) -> Topology:
-    """`--moe-comm-node-size` if given, else LOCAL_WORLD_SIZE."""
+    """Return the topology of nodes of `--moe-comm-node-size` ranks; default: LOCAL_WORLD_SIZE."""
     size = node_size if node_size is not None else launch.local_world_size
     if not 1 <= size <= launch.world_size:
         raise ValueError(f"--moe-comm-node-size {size}: choose 1 to {launch.world_size} (the number of processes)")
@@ -125,8 +126,8 @@ def node_topology(launch: Launch, node_size: int | None) -> Topology:
 
 
 @contextlib.contextmanager
-def telling_others(launch: Launch) -> Iterator[None]:
-    """If the block fails, end the ranks that wait for this one in `start` as well, and tell them the reason."""
+def declining_on_error(launch: Launch) -> Iterator[None]:
+    """If the block fails, also end the ranks that wait for this one in `start`, with the reason."""
     try:
         yield
     except Ending as ending:
@@ -141,7 +142,7 @@ def telling_others(launch: Launch) -> Iterator[None]:
 def _decline(launch: Launch, reason: str) -> None:
     if launch.world_size == 1:
         return
-    # If the store cannot be reached either, the first problem is still the one to report
+    # If the store cannot be reached either, report the first problem
     with contextlib.suppress(ValueError, dist.DistError):
         store = dist.PrefixStore(launch.name, _meet(launch, agreement.DECLINE_SECONDS / 60))
         agreement.decline(dist.PrefixStore(AGREEMENT, store), _member(launch), reason)
@@ -154,20 +155,20 @@ def _member(launch: Launch) -> agreement.Member:
 def start(
     launch: Launch, backend: str, timeout_minutes: float, facts: Callable[[], agreement.Facts] = dict
 ) -> dist.Store:
-    """Join the job: pick this process's device, compare `facts` with all ranks, and initialise torch.distributed.
+    """Join the job: select this process's device, compare `facts` with all ranks, and initialise torch.distributed.
 
-    A process that no launcher has started is a job of its own, with a key-value store on a free local port.
+    A process without a launcher is a job of one process, with a key-value store on a free local port.
 
     Args:
-        facts: what has to be the same on all ranks; not asked for in a job of one process.
+        facts: returns the values that must be the same on all ranks; not called in a job of one process.
 
     Returns:
         The job's key-value store.
 
     Raises:
-        ValueError: the processes cannot meet, some are missing, two have one rank, or their facts differ.
+        ValueError: the processes cannot connect, some are missing, two have the same rank, or their facts differ.
     """
-    with telling_others(launch):
+    with declining_on_error(launch):
         limits.open_files(backend, launch.world_size, launch.rank == launch.store_rank)
         if torch.cuda.is_available():
             _pick_device(launch.local_rank)
@@ -177,7 +178,7 @@ def start(
     store = dist.PrefixStore(launch.name, _meet(launch, timeout_minutes))
     if launch.world_size > 1:
         meeting, where = dist.PrefixStore(AGREEMENT, store), f"{launch.address}:{launch.port}"
-        agreement.agree(meeting, _member(launch), facts(), timeout_minutes, where)
+        agreement.agree(meeting, _member(launch), facts(), timeout_minutes=timeout_minutes, where=where)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     return store
@@ -187,19 +188,20 @@ def _pick_device(local_rank: int) -> None:
     devices = torch.cuda.device_count()
     if local_rank >= devices:
         raise ValueError(
-            f"LOCAL_RANK={local_rank}: this process sees {devices} GPUs; start at most so many on a node "
-            f"(--nproc-per-node {devices}), or look at CUDA_VISIBLE_DEVICES"
+            f"LOCAL_RANK={local_rank}: this process sees {devices} GPUs; start at most one process for each "
+            f"(--nproc-per-node {devices}), or check CUDA_VISIBLE_DEVICES"
         )
     torch.cuda.set_device(local_rank)
 
 
 def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
-    """The key-value store at the launcher's address, or one of this process's own."""
+    """Connect to the key-value store at the launcher's address; a single process may create its own."""
     if launch.address is None and launch.world_size == 1:
         return dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
     if launch.address is None:
         raise ValueError(
-            f"WORLD_SIZE {launch.world_size}: MASTER_ADDR and MASTER_PORT are not set; start the processes by torchrun"
+            f"WORLD_SIZE {launch.world_size}: MASTER_ADDR and MASTER_PORT are not set; start the processes with "
+            "torchrun"
         )
     try:
         socket.getaddrinfo(launch.address, launch.port)
@@ -211,8 +213,11 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
     return _connect(launch, launch.address, timeout_minutes)
 
 
-def _is_heard(address: str, port: int, deadline: float) -> bool:
-    """Wait until somebody listens there; torch, too, would wait, but write pages of its own stack meanwhile."""
+def _wait_for_listener(address: str, port: int, deadline: float) -> bool:
+    """Return whether a process listens at the address before the deadline.
+
+    torch would wait as well, but fill the log with its own stack traces.
+    """
     while (left := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((address, port), timeout=left).close()
@@ -223,23 +228,23 @@ def _is_heard(address: str, port: int, deadline: float) -> bool:
 
 
 def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store:
-    """A connection to the store. Something else that listens there may accept one and never answer."""
+    """Connect to the store in a thread, because another program at that address may accept and never answer."""
     found: list[dist.Store] = []
     errors: list[Exception] = []
     holds, deadline = launch.rank == launch.store_rank, time.monotonic() + timeout_minutes * 60
-    heard = holds or _is_heard(address, launch.port, deadline)
+    listening = holds or _wait_for_listener(address, launch.port, deadline)
     seconds = max(1.0, deadline - time.monotonic())
 
     def connect() -> None:
         try:
             patience = datetime.timedelta(seconds=seconds)
-            # Who is missing, `agreement` says: the constructor only counts
+            # `agreement` waits for the ranks and names the missing ones; the constructor would only count them
             settings = {"wait_for_workers": False, "multi_tenant": True, "timeout": patience}
             found.append(dist.TCPStore(address, launch.port, launch.world_size, holds, **settings))
         except RuntimeError as error:
             errors.append(error)
 
-    if heard:
+    if listening:
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(seconds + SPARE_SECONDS)
@@ -248,10 +253,10 @@ def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store
     where = f"{address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
     if errors and holds and "EADDRINUSE" in str(errors[0]):
         raise ValueError(f"MASTER_PORT={launch.port}: another program listens on this port here; choose another port")
-    reason = "something listens there and does not answer" if heard else "nothing listens there"
+    reason = "something listens there and does not answer" if listening else "nothing listens there"
     reason = cleaned(errors[0]) if errors else reason
     holder = "the launcher" if launch.store_rank is None else f"rank {launch.store_rank}"
     raise ValueError(
         f"{where}: no key-value store of {holder} there within {timeout_minutes:g} minutes "
-        f"(--distributed-timeout-minutes): {reason}; look whether {holder} has started, and at what it says"
+        f"(--distributed-timeout-minutes): {reason}; check that {holder} has started, and look at its output"
     )

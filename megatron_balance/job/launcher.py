@@ -1,8 +1,8 @@
-"""A rank ends when its launcher does: torchrun's agent, if it is killed, leaves behind ranks that nobody ends.
+"""End this rank when its launcher ends: a torchrun agent that is killed leaves its ranks running.
 
-Other launchers (srun, mpirun) end their processes themselves, and what was started by hand is meant to go on.
+Other launchers (srun, mpirun) end their processes themselves, and a process that was started by hand should continue.
 
-Agents die in the first second, too: nothing is imported here that takes time.
+An agent may die within the first second, so this module imports nothing that takes time.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ from pathlib import Path
 
 EXIT_STATUS = 1
 PERIOD = 0.5
-"""Seconds between two looks at the launcher."""
+"""Seconds between two checks of the launcher."""
 
-SPEAKING_SECONDS = 3
-"""After which this process ends though what it prints into takes nothing more."""
+MESSAGE_SECONDS = 3
+"""Time after which this process ends even if its output is blocked."""
 
-FROM_THE_AGENT = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
-"""Variables that torchrun's agent sets for what it starts, and which no agent has with the same values."""
+AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
+"""Variables that torchrun's agent sets for its processes; the agent itself does not have the same values."""
 
 PR_SET_PDEATHSIG = 1
 
 SIGNAL = getattr(signal, "SIGSTKFLT", None)
-"""What the kernel sends when the parent ends: a signal that nothing else uses. Its number, 16, are seconds."""
+"""Signal that the kernel sends when the parent ends. Nothing else uses it. Its number, 16, serves as seconds."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Launcher:
     process: int
 
     started: str
-    """Its start, as the kernel has it: tells it from a later process with its number."""
+    """Start time in the kernel's units, which distinguishes the agent from a later process with the same number."""
 
     child: int
-    """What it has started: this process, or a script around it."""
+    """Number of the process that the agent started: this process, or a script that started it."""
 
     def has_ended(self) -> bool:
-        """Whether it is gone, perhaps but for its exit status: the kernel then gives its children another parent."""
+        """Return whether the agent has ended, even as a zombie: the kernel then gives its children another parent."""
         return _parent(self.child) != self.process
 
 
 def find() -> Launcher | None:
-    """torchrun's agent above this process; None: it was started by something else."""
-    if any(name not in os.environ for name in FROM_THE_AGENT):
+    """Return the torchrun agent that started this process; None if another program started it."""
+    if any(name not in os.environ for name in AGENT_VARIABLES):
         return None
     child, process = os.getpid(), os.getppid()
     while process > 1 and _has_our_variables(process) and (parent := _parent(process)):
@@ -58,7 +58,7 @@ def find() -> Launcher | None:
 
 
 def follow() -> None:
-    """From now on, end this process once its launcher, if it is torchrun's agent, has ended."""
+    """Start watching this process's torchrun agent, if it has one, and end this process when the agent ends."""
     launcher = find()
     if launcher is not None:
         threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
@@ -68,8 +68,8 @@ def follow() -> None:
 def _watch(launcher: Launcher) -> None:
     while not launcher.has_ended():
         time.sleep(PERIOD)
-    # The default action of SIGALRM is to end the process
-    signal.alarm(SPEAKING_SECONDS)
+    # The default action of SIGALRM ends the process
+    signal.alarm(MESSAGE_SECONDS)
     sentence = f"the launcher (process {launcher.process}) has ended; this rank ({os.environ['RANK']}) ends, too\n"
     with contextlib.suppress(OSError):
         os.write(2, sentence.encode())
@@ -77,11 +77,11 @@ def _watch(launcher: Launcher) -> None:
 
 
 def _ask_the_kernel() -> None:
-    """Have the kernel end this process, too, some seconds after its parent.
+    """Ask the kernel to end this process some seconds after its parent.
 
-    The thread above has to wait for the interpreter's lock, which indexing a dataset may hold for minutes. So the
-    signal's handler is a function of the C library: `alarm(16)`, because a handler is called with the signal's number.
-    The thread has these 16 seconds to say why this process ends.
+    The watching thread needs the interpreter's lock, which indexing a dataset may hold for minutes. The signal handler
+    is therefore a C library function, `alarm`. A handler receives the signal's number, so the call is `alarm(16)`. The
+    thread has these 16 seconds to log why this process ends.
     """
     if SIGNAL is None:  # another system than Linux
         return
@@ -93,23 +93,23 @@ def _ask_the_kernel() -> None:
 
 
 def _has_our_variables(process: int) -> bool:
-    """Whether a process was started with the variables that the agent set for this one."""
+    """Return whether a process was started with the variables that the agent set for this one."""
     try:
         theirs = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return all(f"{name}={os.environ[name]}".encode() in theirs for name in FROM_THE_AGENT)
+    return all(f"{name}={os.environ[name]}".encode() in theirs for name in AGENT_VARIABLES)
 
 
 def _parent(process: int) -> int:
-    """The number of its parent; 0: there is none, or no such process."""
+    """Return the number of a process's parent; 0 if there is no parent or no such process."""
     return os.getppid() if process == os.getpid() else int(_field(process, 4) or 0)
 
 
 def _field(process: int, number: int) -> str:
-    """A field of /proc/PROCESS/stat, numbered as proc(5) does from the third on; empty: no such process."""
+    """Return a field of /proc/PROCESS/stat by its number in proc(5), from 3; empty if there is no such process."""
     try:
-        # The second one, the name in parentheses, may hold anything
+        # The second field, the name in parentheses, may contain any character
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[number - 3]
     except (OSError, IndexError):
         return ""

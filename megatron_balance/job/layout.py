@@ -1,4 +1,4 @@
-"""The process groups of a parallel layout, made by megatron-core."""
+"""The process groups of a parallel layout, as megatron-core creates them."""
 
 import torch
 from megatron.core import parallel_state
@@ -12,8 +12,8 @@ from megatron_balance.job.groups import backend_minutes
 def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 10) -> ProcessGroupCollection:
     """Create the process groups of `config`'s layout and seed this rank's random number generators.
 
-    megatron-core keeps its groups in `parallel_state`, which some of its parts still read; ours take the returned
-    collection as a parameter. Call it again after `destroy_groups` for another layout in the same processes.
+    megatron-core also stores the groups in `parallel_state`, which some of its modules still read. This package takes
+    the returned collection as a parameter. To create another layout in the same processes, call `destroy_groups` first.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -32,5 +32,5 @@ def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 
 
 
 def destroy_groups() -> None:
-    """Forget the current layout's groups."""
+    """Destroy the current layout's groups."""
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""What the machine lets a process have: file descriptors, shared memory, memory. Running out ends in one sentence."""
+"""Limits of the machine: file descriptors, shared memory and memory. A shortage is reported in one sentence."""
 
 import contextlib
 import os
@@ -11,27 +11,27 @@ import torch
 SHARED_MEMORY = Path("/dev/shm")
 
 BASE_DESCRIPTORS = {"gloo": 80, "nccl": 120}
-"""Of a process with torch and one rank, as was counted (gloo), and without what NCCL itself opens."""
+"""File descriptors of a process in a job of one rank: measured for gloo, and without those of NCCL itself."""
 
 DESCRIPTORS_PER_RANK = {"gloo": 8, "nccl": 0}
-"""A process's connections to each rank in all groups together, as was counted (gloo)."""
+"""File descriptors of a process for each rank, over all groups: measured for gloo."""
 
 STORE_CONNECTIONS = 2
-"""Of each rank with the key-value store: the job's, and the hang guard's own."""
+"""Connections of each rank to the key-value store: the job's, and the hang guard's."""
 
-AMPLE = 8
-"""So many times what is needed at least is asked for, where the system allows it."""
+HEADROOM = 8
+"""Factor by which the requested limit exceeds the minimum, where the system allows it."""
 
 
 class OutOfResources(RuntimeError):
-    """The machine does not give what this process needs; the message says to a user what that is, and what helps."""
+    """The machine lacks a resource that this process needs; the message names the resource and a remedy."""
 
 
 def open_files(backend: str, world_size: int, holds_store: bool) -> None:
-    """See to it that this process may open as many files as its connections take.
+    """Raise this process's limit of open files to what its connections need.
 
     Raises:
-        ValueError: the system forbids it.
+        ValueError: the system does not allow it.
     """
     per_rank = DESCRIPTORS_PER_RANK[backend] + STORE_CONNECTIONS * holds_store
     needed = BASE_DESCRIPTORS[backend] + per_rank * world_size
@@ -39,10 +39,10 @@ def open_files(backend: str, world_size: int, holds_store: bool) -> None:
     if _as_number(hard) < needed:
         raise ValueError(
             f"ulimit -n {hard}: a job of {world_size} processes needs about {needed} file descriptors in each; raise "
-            f"the limit with ulimit -n {AMPLE * needed} (as root, or in the settings of the service or container)"
+            f"the limit with ulimit -n {HEADROOM * needed} (as root, or in the settings of the service or container)"
         )
-    if _as_number(soft) < AMPLE * needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_as_number(hard), AMPLE * needed), hard))
+    if _as_number(soft) < HEADROOM * needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_as_number(hard), HEADROOM * needed), hard))
 
 
 def _as_number(limit: int) -> int:
@@ -50,15 +50,15 @@ def _as_number(limit: int) -> int:
 
 
 def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Path = SHARED_MEMORY) -> None:
-    """Check that data loading has the shared memory that it passes batches through.
+    """Check that data loading has enough shared memory, through which workers pass batches.
 
     Args:
         workers: `--num-workers` of each process.
-        batch_bytes: of a microbatch; a worker prepares two.
-        processes: on this node.
+        batch_bytes: bytes of a microbatch; a worker prepares two.
+        processes: number of processes on this node.
 
     Raises:
-        ValueError: there is too little, or it cannot be written to.
+        ValueError: there is too little shared memory, or it cannot be written to.
     """
     if not workers or not directory.is_dir():
         return
@@ -66,7 +66,7 @@ def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Pat
     available = free.f_bavail * free.f_frsize
     remedy = "give the container more (docker run --ipc host, or --shm-size 8g), or use --num-workers 0"
     if not os.access(directory, os.W_OK):
-        raise ValueError(f"--num-workers {workers}: {directory}, where batches pass, cannot be written to; {remedy}")
+        raise ValueError(f"--num-workers {workers}: {directory}, which batches need, cannot be written to; {remedy}")
     if available < needed:
         raise ValueError(
             f"--num-workers {workers}: batches of {processes} processes take {needed / 2**20:.0f} MiB of {directory}, "
@@ -76,7 +76,7 @@ def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Pat
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Errors that say that something has run out become OutOfResources, with what helps; others stay as they are."""
+    """Turn errors about an exhausted resource into OutOfResources with a remedy; let other errors pass unchanged."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -87,19 +87,17 @@ def explained() -> Iterator[None]:
 
 
 def explanation(error: Exception) -> str | None:
-    """What has run out, and what helps; None: nothing has."""
+    """Return a sentence that names the exhausted resource and a remedy; None if the error has another cause."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return "the GPU's memory is too small for this run; --dry-run shows what each rank needs for what"
+        return "the GPU's memory is too small for this run; --dry-run shows each rank's memory by use"
     if isinstance(error, MemoryError) or "Cannot allocate memory" in text or "not enough memory" in text:
-        return "this machine's memory is too small for this run; --dry-run shows what each rank needs for what"
+        return "this machine's memory is too small for this run; --dry-run shows each rank's memory by use"
     if "Too many open files" in text:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"all file descriptors are in use; raise the limit of {soft} with ulimit -n"
     if "can't start new thread" in text or "Resource temporarily unavailable" in text:
-        return (
-            "the system starts no more threads; raise the limit with ulimit -u, or the container's limit of processes"
-        )
+        return "the system cannot start more threads; raise the limit with ulimit -u, or the container's process limit"
     if "No space left on device" in text and str(SHARED_MEMORY) in text:
         return f"{SHARED_MEMORY} is full; give the container more (docker run --ipc host, or --shm-size 8g)"
     return None

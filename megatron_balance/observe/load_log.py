@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_balance.files.input_files import MIB, check_regular
+from megatron_balance.files.reading import MIB, check_regular
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.optional import MOST_BYTES, Attempts, write_whole
 from megatron_balance.placement.placement import Placement

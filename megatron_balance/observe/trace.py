@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from megatron_balance.device import clock
-from megatron_balance.files.input_files import MIB, number_in, read_object, shown
+from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.observe.optional import Attempts, write_whole
 
 Stream = Literal["computation", "waits", "communication", "planning"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_balance.files.input_files import number_in, read_yaml, shown
+from megatron_balance.files.reading import number_in, read_yaml, shown
 from megatron_balance.messages import cleaned
 from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, Fit, Throughput, builtin
 

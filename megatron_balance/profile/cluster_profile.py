@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.files.input_files import MIB, number_in, read_object, shown
+from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.messages import cleaned
 
 VERSION = 2
@@ -328,7 +328,7 @@ def _numbers(kind: Any, content: Any, where: str) -> Any:
 
 def _number(value: Any, where: str) -> Any:
     low, high, unit = RANGES[where.rpartition(".")[2]]
-    return number_in(value, low, high, where, unit, whole=not unit)
+    return number_in(value, low, high, where, unit=unit, whole=not unit)
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

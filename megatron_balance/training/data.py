@@ -19,7 +19,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from torch.utils.data import DataLoader
 
 from megatron_balance.config.run_config import DataConfig, RunConfig
-from megatron_balance.files.input_files import MIB, content_of
+from megatron_balance.files.reading import MIB, content_digest
 from megatron_balance.job.errors import gather
 from megatron_balance.training import data_files
 from megatron_balance.training.schedule import Length
@@ -126,7 +126,7 @@ def _check_files(data: DataConfig, reads: bool) -> None:
             data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
             paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
-            contents = {path: content_of(Path(path), MAX_WHOLE_BYTES) for path in paths}
+            contents = {path: content_digest(Path(path), MAX_WHOLE_BYTES) for path in paths}
         except ValueError as error:
             problem = str(error)
     # One digest per rank: thousands of ranks may read hundreds of files

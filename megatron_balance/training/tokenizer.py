@@ -13,7 +13,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
 from megatron_balance.config.run_config import TokenizerConfig
-from megatron_balance.files.input_files import check_regular
+from megatron_balance.files.reading import check_regular
 from megatron_balance.messages import cleaned
 
 try:

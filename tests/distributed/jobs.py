@@ -191,16 +191,16 @@ def _points() -> dict[str, Function]:
     def of(module: str, name: str) -> Function:
         return lambda: (importlib.import_module(module), name)
 
-    training, transfer = "megatron_balance.training", "megatron_balance.comm.ownership_transfer"
+    checkpoint, transfer = "megatron_balance.checkpoint", "megatron_balance.comm.ownership_transfer"
     return {
-        "serialize": of(f"{training}.run_state", "sharded_state"),
-        "plan": lambda: (importlib.import_module(f"{training}.writer").ShardStrategy, "async_save"),
-        "start writer": of(f"{training}.writer", "_start"),
-        "write": of(f"{training}.writer", "_write"),
+        "serialize": of(f"{checkpoint}.run_state", "sharded_state"),
+        "plan": lambda: (importlib.import_module(f"{checkpoint}.writer").ShardStrategy, "async_save"),
+        "start writer": of(f"{checkpoint}.writer", "_start"),
+        "write": of(f"{checkpoint}.writer", "_write"),
         "write tensor": of("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
-        "digest": of(f"{training}.manifest", "digest"),
+        "digest": of(f"{checkpoint}.manifest", "digest"),
         "fsync": lambda: (os, "fsync"),
-        "manifest": of(f"{training}.manifest", "write"),
+        "manifest": of(f"{checkpoint}.manifest", "write"),
         "rename": lambda: (os, "rename"),
         "tracker": lambda: (os, "replace"),
         "prune": lambda: (shutil, "rmtree"),

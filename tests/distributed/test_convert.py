@@ -97,7 +97,7 @@ def test_training_goes_on_with_balancing_and_an_export_differs(ranks, tmp_path) 
     flags = "--expert-model-parallel-size 4 --balance-policy top2"
     losses, hosts_added = ranks(4).run(train_on, str(there), flags, str(there))[0]
     assert all(loss < 6 for loss in losses) and hosts_added > 0
-    export_model(there, back, None, None, lambda text: None)
+    export_model(there, back, lambda text: None)
     before, after = Weights(hf), Weights(back)
     assert before.shapes == after.shapes
     assert all(not torch.equal(before.read(name), after.read(name)) for name in before.shapes if "proj" in name)
@@ -114,7 +114,7 @@ def test_norms_across_heads_learn_alike_where_ranks_share_the_heads(ranks, tmp_p
         ranks(world_size).run(
             train_on, str(there), f"{flags} --global-batch-size 2 --optimizer sgd --lr 0.1", str(trained)
         )
-        export_model(trained, back, there / "huggingface", None, lambda text: None)
+        export_model(trained, back, lambda text: None, hf_dir=there / "huggingface")
         weights.append(Weights(back))
     for name in weights[0].shapes:
         whole, shared = (side.read(name) for side in weights)
@@ -166,7 +166,7 @@ def logits_of(directory: str) -> torch.Tensor:
 def test_checkpoints_of_megatron_lm(ranks, tmp_path, flags: str, metadata: dict) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     expected = ranks(2).run(save_as_upstream, flags, str(theirs), metadata)[0]
-    import_megatron(theirs, ours, None, lambda text: None)
+    import_megatron(theirs, ours, lambda text: None)
     shutil.rmtree(theirs)
     (found,) = ranks(1).run(logits_of, str(ours))
     assert (found - expected).abs().max() <= 1e-6

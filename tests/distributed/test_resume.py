@@ -228,7 +228,7 @@ PLACES = {
     "manifest": (manifest, "_render"),
     "common": (writer.PartWriter, "describe"),
     "rm": (CheckpointDirectory, "stage"),
-    "unseen": (saving, "unseen"),
+    "unseen": (saving, "write_obstacle"),
 }
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.checkpoint import held_directory, manifest, saved_flags, search
+from megatron_balance.checkpoint import manifest, save_directory, saved_flags, search
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Owner, Record
+from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Record
+from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.job.errors import CheckpointError
 from megatron_balance.training.loop import train_step
 from tests.distributed.checkpoints import Said, _forget
@@ -47,7 +48,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
         assert ended.codes == [1, 1] and "Traceback" not in ended.text, ended.text
         assert f"error: --save {where}: another run saves there (run " in ended.text, ended.text
         assert f"process {first.ranks[0].pid} on host" in ended.text
-        assert "give this one another directory, or wait" in ended.text
+        assert "choose another directory, or wait" in ended.text
         first.signal(0, signal.SIGTERM)
         ended = first.wait()
     finally:
@@ -60,7 +61,9 @@ def lose(directory: str) -> tuple[str, list[str], list[str]]:
     """Save, lose the lease to a process on another host, save again: what is said, and the files before and after."""
     checkpoints, _ = trained(f"--save {directory} --keep-last 1")
     now = [0.0]
-    taker = Lease(Path(directory), Owner("other-run", "far", 7, "noon", machine="far"), "", lambda: now[0])
+    taker = Lease(
+        Path(directory), Owner("other-run", host="far", process=7, since="noon", machine="far"), "", lambda: now[0]
+    )
 
     def take() -> None:
         if dist.get_rank() == 0:
@@ -100,8 +103,8 @@ def resume(directory: str) -> list[tuple[str, list[str]]]:
     found = []
     for more in flags:
         checkpoints, said = trained(f"--save {directory} {more}")
-        found.append((checkpoints.place.run, said))
-        checkpoints.place.close()
+        found.append((checkpoints.save_directory.run, said))
+        checkpoints.save_directory.close()
         _forget()
     return found
 
@@ -161,7 +164,7 @@ def load_while_pruning(directory: str) -> str:
 
 
 def save_once(directory: str) -> None:
-    trained(f"--save {directory}")[0].place.close()
+    trained(f"--save {directory}")[0].save_directory.close()
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read(ranks, tmp_path: Path) -> None:
@@ -175,15 +178,15 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read(ranks, tmp_path: Path) ->
 
 def prepare_apart(directory: str) -> str:
     """Rank 1 is on a host where the directory is another one."""
-    original = held_directory.unseen
+    original = save_directory.write_obstacle
     if dist.get_rank() == 1:
-        held_directory.unseen = lambda staged: original(staged.with_name("elsewhere"))
+        save_directory.write_obstacle = lambda staged: original(staged.with_name("elsewhere"))
     try:
-        held_directory.HeldDirectory(Path(directory)).prepare()
+        save_directory.SaveDirectory(Path(directory)).prepare()
     except ValueError as error:
         return str(error)
     finally:
-        held_directory.unseen = original
+        save_directory.write_obstacle = original
     return ""
 
 
@@ -197,5 +200,5 @@ def test_every_host_has_to_see_the_directory(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a"])
 def test_unseen_directories_are_told_with_their_host(tmp_path: Path, text: str) -> None:
-    found = held_directory.unseen(tmp_path / text)
+    found = save_directory.write_obstacle(tmp_path / text)
     assert found is None if not text else "No such file or directory" in found and "on host" in found

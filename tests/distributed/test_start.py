@@ -60,11 +60,11 @@ class Odd:
         if rank != self.rank:
             return
         facts = importlib.import_module("megatron_balance.app.facts")
-        version, content = facts._version, facts.content_of
+        version, content = facts._version, facts.content_digest
         if self.version:
             facts._version = lambda package: "1.0" if package == "numpy" else version(package)
         if self.source:
-            facts.content_of = lambda path: "0123" if path.name == "plan.py" else content(path)
+            facts.content_digest = lambda path: "0123" if path.name == "plan.py" else content(path)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_a_rank_without_memory(tmp_path: Path) -> None:
     assert ended.codes == [1, 1]
     told = (
         "rank 1 failed with OutOfResources: this machine's memory is too small for this run; "
-        "--dry-run shows what each rank needs for what (iteration 0, start); this rank ("
+        "--dry-run shows each rank's memory by use (iteration 0, start); this rank ("
     )
     for rank, output in enumerate(ended.output):
         assert output.splitlines()[-1].startswith(f"{told}{rank}) ")

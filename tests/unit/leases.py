@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from megatron_balance.checkpoint.lease import Lease, Owner
+from megatron_balance.checkpoint.lease import Lease
+from megatron_balance.checkpoint.lease_owner import Owner
 
 
 class Clock:
@@ -18,7 +19,16 @@ class Clock:
 
 def elsewhere(name: str, job: str | None = None, attempt: int = 0) -> Owner:
     """A process on a host of its own."""
-    return Owner(f"run-{name}", f"host-{name}", 77, "some time ago", job, attempt, machine=f"machine {name}", started=1)
+    return Owner(
+        f"run-{name}",
+        host=f"host-{name}",
+        process=77,
+        since="some time ago",
+        job=job,
+        attempt=attempt,
+        machine=f"machine {name}",
+        started=1,
+    )
 
 
 def wanted(root: Path, owner: Owner, clock: Clock | None = None) -> Lease:

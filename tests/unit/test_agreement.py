@@ -20,7 +20,7 @@ from megatron_balance.job.agreement import (
     MAX_VALUES,
     Facts,
     Member,
-    _their_own,
+    _differing_facts,
     agree,
     decline,
     difference,
@@ -65,7 +65,7 @@ class Meeting:
             self.heard[index] = "declined"
             return
         try:
-            agree(self.stores[index], me, facts, minutes, "somewhere:1")
+            agree(self.stores[index], me, facts, timeout_minutes=minutes, where="somewhere:1")
             self.heard[index] = "agreed"
         except ValueError as error:
             self.heard[index] = str(error)
@@ -112,7 +112,7 @@ def test_two_processes_of_one_rank() -> None:
 
 def test_two_sizes_of_the_job() -> None:
     heard = Meeting([(Member(0, 2, True), FACTS), (Member(1, 3), FACTS)]).heard
-    assert heard == ["WORLD_SIZE=3 on rank 1, but 2 on rank 0; start all processes of a job by the same launcher"] * 2
+    assert heard == ["WORLD_SIZE=3 on rank 1, but 2 on rank 0; start all processes of a job with the same launcher"] * 2
 
 
 @pytest.mark.parametrize("absent", [1, 0])
@@ -140,7 +140,7 @@ class Broken:
 
 def test_a_store_that_is_gone() -> None:
     with pytest.raises(ValueError, match=r"^here:1 \(MASTER_ADDR, MASTER_PORT\): the key-value store is gone \(Broken"):
-        agree(Broken(), Member(1, 2), FACTS, 0.01, "here:1")
+        agree(Broken(), Member(1, 2), FACTS, timeout_minutes=0.01, where="here:1")
 
 
 facts_of_a_rank = st.dictionaries(
@@ -151,7 +151,7 @@ facts_of_a_rank = st.dictionaries(
 @given(st.lists(facts_of_a_rank, min_size=2, max_size=9).filter(lambda every: any(own != every[0] for own in every)))
 def test_every_difference_is_told_with_its_values_and_ranks(every: list[dict[str, str]]) -> None:
     reference = every[0]
-    others = {rank: own for rank, facts in enumerate(every) if (own := _their_own(facts, reference))}
+    others = {rank: own for rank, facts in enumerate(every) if (own := _differing_facts(facts, reference))}
     # As they come through the store
     told = difference(reference, {rank: json.loads(json.dumps(own)) for rank, own in others.items()}, len(every))
     assert told.startswith("the ranks of this job differ: ")
@@ -170,7 +170,7 @@ def test_every_difference_is_told_with_its_values_and_ranks(every: list[dict[str
 
 
 @given(st.sets(st.integers(0, 40), min_size=1, max_size=12))
-def test_ranks_in_words_are_those_ranks(ranks: set[int]) -> None:
+def test_in_words_are_those_ranks(ranks: set[int]) -> None:
     words = in_words(sorted(ranks))
     if "..." in words:
         assert words.endswith(f"... ({len(ranks)} ranks)")

@@ -28,7 +28,7 @@ def save(directory: CheckpointDirectory, iteration: int, keep_last: int | None =
 
 
 def origin(run: str = "this") -> manifest.Origin:
-    return manifest.Origin(run, "node7", "yesterday", "today", "", {})
+    return manifest.Origin(run=run, host="node7", started="yesterday", saved="today", parent="", versions={})
 
 
 def newest(directory: CheckpointDirectory) -> int:
@@ -97,7 +97,7 @@ def test_pruning_keeps_the_newest_and_the_retained(tmp_path_factory, iterations,
         directory.path(iteration).mkdir()
         run = "this" if iteration in iterations else "another"
         manifest.write(directory.path(iteration), iteration, origin(run), {})
-    assert directory.of_others("this") == ({"another": sorted(foreign, reverse=True)} if foreign else {})
+    assert directory.iterations_of_other_runs("this") == ({"another": sorted(foreign, reverse=True)} if foreign else {})
     newest = sorted(iterations)[len(iterations) // 2]
     deleted = directory.prune("this", newest, keep_last, interval)
     left = set(directory.iterations())

@@ -147,9 +147,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for text, message in (
         ("{", "is not JSON"),
         ("[]", "holds a list instead of a JSON object"),
-        ("[" * 100_000, "has more than 32 objects and arrays within each other"),
+        ("[" * 100_000, "nests objects and arrays more than 32 deep"),
         ('{"version": 2, "version": 2}', "has the key 'version' twice"),
-        ('{"version": NaN}', "NaN is no number"),
+        ('{"version": NaN}', "NaN is not a JSON number"),
         ('{"version": 1e400}', "1e400, which is too large"),
     ):
         (tmp_path / "bad.json").write_text(text)

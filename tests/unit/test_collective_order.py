@@ -12,8 +12,8 @@ from megatron_balance.job.collective_order import (
     Event,
     Operation,
     Record,
-    circle,
     differences,
+    find_cycle,
     pack,
     report,
     unpack,
@@ -84,7 +84,7 @@ def test_an_operation_left_out_is_named() -> None:
 
 def test_a_rank_that_never_came_is_named() -> None:
     (text,) = waits({1: record(*BUCKETS), 3: {}})
-    assert "operation 1" in text and text.endswith("rank 3 entered nothing yet")
+    assert "operation 1" in text and text.endswith("rank 3 has entered no operation yet")
 
 
 def test_the_earliest_difference_comes_first() -> None:
@@ -117,23 +117,23 @@ def issued(*operations: tuple[str, int], thread: str = "main") -> list[Event]:
 
 def test_circles() -> None:
     one, other = [("a", 1), ("b", 1)], [("b", 1), ("a", 1)]
-    assert circle({0: issued(*one), 1: issued(*one)}) == []
-    assert set(circle({0: issued(*one), 1: issued(*other)})) == {("a", 1), ("b", 1)}
+    assert find_cycle({0: issued(*one), 1: issued(*one)}) == []
+    assert set(find_cycle({0: issued(*one), 1: issued(*other)})) == {("a", 1), ("b", 1)}
     # Threads of one rank have no order between them
-    assert circle({0: issued(*one), 1: [*issued(("b", 1)), *issued(("a", 1), thread="side")]}) == []
+    assert find_cycle({0: issued(*one), 1: [*issued(("b", 1)), *issued(("a", 1), thread="side")]}) == []
     # Over three ranks, no two of which see it
     three = {0: issued(("a", 1), ("b", 1)), 1: issued(("b", 1), ("c", 1)), 2: issued(("c", 1), ("a", 1))}
-    assert len(circle(three)) == 3
+    assert len(find_cycle(three)) == 3
 
 
 def test_messages_are_posted_ahead() -> None:
     post = {rank: issued(*pair) for rank, pair in enumerate(([("in", 1), ("out", 1)], [("out", 1), ("in", 1)]))}
-    assert circle(post, messages=("in", "out")) == []
+    assert find_cycle(post, messages=("in", "out")) == []
     waiting = {
         0: [Event("main", "in", 1), Event("main", "in", 1, is_wait=True), Event("main", "out", 1)],
         1: [Event("main", "out", 1), Event("main", "out", 1, is_wait=True), Event("main", "in", 1)],
     }
-    assert len(circle(waiting, messages=("in", "out"))) == 2
+    assert len(find_cycle(waiting, messages=("in", "out"))) == 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,7 +143,7 @@ def test_ranks_that_follow_one_order_have_no_circle(ranks: int, groups: int, see
     members = {str(group): draw.sample(range(ranks), draw.randint(1, ranks)) for group in range(groups)}
     order = [draw.choice(list(members)) for _ in range(30)]
     events = {rank: numbered([group for group in order if rank in members[group]]) for rank in range(ranks)}
-    assert circle(events) == []
+    assert find_cycle(events) == []
 
 
 def numbered(channels: Sequence[str]) -> list[Event]:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import Lease, Owner, Record
+from megatron_balance.checkpoint.lease import Lease, Record
+from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.checkpoint.manifest import read as read_manifest
 from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.conversion import export_model, import_model, run_config
@@ -66,7 +67,7 @@ def test_there_and_back(models, tmp_path, name: str) -> None:
     expected, config = tensors(source), read_json(source / "config.json")
     import_model(source, there, quiet)
     shutil.rmtree(source)
-    export_model(there, back, None, None, quiet)
+    export_model(there, back, quiet)
     found = tensors(back)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) and found[key].dtype == expected[key].dtype for key in expected)
@@ -79,7 +80,7 @@ def test_half_precision_and_shards(tmp_path) -> None:
     for path in (tmp_path / "source").glob("*.safetensors"):
         save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
     import_model(tmp_path / "source", tmp_path / "there", quiet)
-    export_model(tmp_path / "there", tmp_path / "back", None, 0, quiet)
+    export_model(tmp_path / "there", tmp_path / "back", quiet, step=0)
     expected, found = tensors(tmp_path / "source"), tensors(tmp_path / "back")
     assert all(torch.equal(found[name], expected[name]) and found[name].dtype is torch.bfloat16 for name in expected)
 
@@ -168,7 +169,7 @@ SPOILED = {
     ),
     "truncated": (truncate, [SINGLE, "damaged"]),
     "missing shard": (list_another, ["model.other is not in", SINGLE]),
-    "elsewhere": (list_elsewhere, [INDEX, "files beside it"]),
+    "elsewhere": (list_elsewhere, [INDEX, "files in the same directory"]),
     "no config": (lambda directory: (directory / "config.json").write_text("{"), ["config.json", "is not JSON"]),
     "twice": (
         lambda directory: (directory / "config.json").write_text('{"hidden_size": 1, "hidden_size": 2}'),
@@ -236,7 +237,7 @@ def test_tensors_that_are_to_be_left_out(models, tmp_path) -> None:
     with pytest.raises(ValueError, match=f"1 tensors missing: {NORM}"):
         import_model(source, tmp_path / "there", quiet, ["model.layers.9.", NORM])
     import_model(source, tmp_path / "there", quiet, ["model.layers.9."])
-    export_model(tmp_path / "there", tmp_path / "back", None, None, quiet)
+    export_model(tmp_path / "there", tmp_path / "back", quiet)
     assert tensors(tmp_path / "back").keys() == tensors(models("mixtral")).keys()
 
 
@@ -250,7 +251,7 @@ def test_pickles_beside_are_never_opened(models, tmp_path) -> None:
     shutil.copytree(models("mixtral"), source)
     (source / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile()))
     import_model(source, tmp_path / "there", quiet)
-    export_model(tmp_path / "there", tmp_path / "back", None, None, quiet)
+    export_model(tmp_path / "there", tmp_path / "back", quiet)
     assert not (tmp_path / "back" / "pytorch_model.bin").exists()
 
 
@@ -262,12 +263,12 @@ def test_damaged_checkpoints_are_not_exported(models, tmp_path) -> None:
         content = path.read_bytes()
         path.write_bytes(spoiled)
         with pytest.raises(ValueError, match=name):
-            export_model(there, back, None, None, quiet)
+            export_model(there, back, quiet)
         assert not back.exists()
         path.write_bytes(content)
     (there / "huggingface" / "config.json").unlink()
     with pytest.raises(ValueError, match="--hf-dir"):
-        export_model(there, back, None, None, quiet)
+        export_model(there, back, quiet)
 
 
 @pytest.mark.parametrize("kilobytes", range(8, 200, 48))
@@ -277,7 +278,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(models, tmp_path, kilobytes: i
     import_model(models("mixtral"), there, quiet)
     with small_disk(tmp_path / "disk", kilobytes) as disk:
         for convert in (lambda target: import_model(models("mixtral"), target, quiet),
-                        lambda target: export_model(there, target, None, None, quiet)):  # fmt: skip
+                        lambda target: export_model(there, target, quiet)):  # fmt: skip
             with pytest.raises(OSError) as refused:
                 convert(disk / "target")
             assert "No space left on device" in str(refused.value) and f"'{disk}/target/" in str(refused.value)

@@ -36,7 +36,7 @@ def end(tmp_path: Path, command: str) -> subprocess.CompletedProcess[str]:
 def test_a_reader_that_goes_is_told_of_on_the_other_stream(tmp_path: Path) -> None:
     done = end(tmp_path, "| head -1")
     assert (done.returncode, done.stdout) == (0, "line 0\n")
-    assert done.stderr.replace("x", "") == "standard output: [Errno 32] Broken pipe; the program goes on without\n"
+    assert done.stderr.replace("x", "") == "standard output: [Errno 32] Broken pipe; the program continues without it\n"
 
 
 @pytest.mark.parametrize("where", ["> /dev/full", "> /dev/full 2>&1", "2> /dev/full"])
@@ -44,10 +44,10 @@ def test_a_full_disk_ends_nothing(tmp_path: Path, where: str) -> None:
     done = end(tmp_path, where)
     assert done.returncode == 0
     if where == "> /dev/full":
-        said = "standard output: [Errno 28] No space left on device; the program goes on without\n"
+        said = "standard output: [Errno 28] No space left on device; the program continues without it\n"
         assert done.stderr.replace("x", "") == said
     elif where == "2> /dev/full":
-        said = "standard error: [Errno 28] No space left on device; the program goes on without\n"
+        said = "standard error: [Errno 28] No space left on device; the program continues without it\n"
         assert done.stdout.replace(said, "") == "".join(f"line {number}\n" for number in range(LINES))
 
 

@@ -10,7 +10,7 @@ from megatron_balance.app import facts
 from megatron_balance.cli.arguments import Parsed, parse_args
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
-from megatron_balance.files.input_files import content_of
+from megatron_balance.files.reading import content_digest
 from megatron_balance.job.groups import Topology
 from tests.distributed.runs import BASE
 
@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "running.md"
 
 
 def parsed(flags: str = "", cuda: bool = False) -> Parsed:
-    return parse_args(f"{BASE} {flags}".split(), Machine(1, cuda, False, False))
+    return parse_args(f"{BASE} {flags}".split(), Machine(1, cuda=cuda, transformer_engine=False, apex=False))
 
 
 def changed(flags: str = "", ours: str = "") -> dict[str, str]:
@@ -86,7 +86,7 @@ def test_a_module_is_found_without_importing_what_it_is_in(tmp_path: Path, monke
     _written(package / "__init__.py", "raise SystemExit('imported')")
     policy = _written(package / "policy.py", "raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert facts.source_of("somebodys.policy") == content_of(policy)
+    assert facts.source_of("somebodys.policy") == content_digest(policy)
     assert facts.source_of("somebodys.nothing") == facts.source_of("nobodys.policy") == "not found"
     assert "somebodys" not in sys.modules
 

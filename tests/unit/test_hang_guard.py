@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_balance.job import hang_guard
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.hang_guard import HangGuard
-from megatron_balance.job.stall import Position, Pulse
+from megatron_balance.job.stall import Heartbeat, Position
 
 LIMIT, RUN = 10.0, 60.0
 """Seconds."""
@@ -49,7 +49,7 @@ def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
         monkeypatch.setattr(hang_guard, "stack_of", lambda found: found)
         monkeypatch.setattr(hang_guard, "waits_in", lambda found: found)
         monkeypatch.setattr(hang_guard, "code_place", lambda found: "elsewhere")
-        guard._watch()
+        guard._watchdog()
         return clock.alarm
 
     return of
@@ -112,13 +112,13 @@ def test_idle_is_who_makes_no_step_where_there_should_be_one() -> None:
     ],
 )
 def test_no_step_on_any_rank_is_a_stall(rank: int, own: float, others: float | None, alarm: bool) -> None:
-    guard = HangGuard(dist.HashStore(), rank, world_size=3, limit=LIMIT)
+    guard = HangGuard(dist.HashStore(), rank=rank, world_size=3, limit=LIMIT)
     guard._idle = own
     for number in range(3):
         idle = own if number == rank else others
         if idle is not None:
-            guard._store.set(f"pulse/{number}", Pulse(2, "forward-backward", 0.0, idle).to_json())
-    assert guard._nobody_steps() is alarm
+            guard._store.set(f"heartbeat/{number}", Heartbeat(2, "forward-backward", 0.0, idle).to_json())
+    assert guard._all_idle() is alarm
 
 
 class Stream:

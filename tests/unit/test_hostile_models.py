@@ -47,7 +47,7 @@ def test_a_model_in_hugging_faces_cache(model: Path, tmp_path: Path) -> None:
         (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
     import_model(snapshot, there, quiet)
     assert not (there / "huggingface" / "tokenizer.json").is_symlink()
-    export_model(there, tmp_path / "back", None, None, quiet)
+    export_model(there, tmp_path / "back", quiet)
     assert shapes(tmp_path / "back") == shapes(model)
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_written_through_links(model: Path, tmp_path: Path, action: s
         if action == "import":
             import_model(model, target, quiet)
         else:
-            export_model(there, target, None, None, quiet)
+            export_model(there, target, quiet)
     assert outside.read_text() == "precious"
 
 
@@ -75,7 +75,7 @@ def test_config_json_may_mean_more_than_a_checkpoint_holds(model: Path, tmp_path
     for change in ({"num_local_experts": 65536}, {"num_local_experts": 65536, "num_hidden_layers": 4096}):
         path.write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match="tensors of another shape"):
-            export_model(there, tmp_path / "back", None, None, quiet)
+            export_model(there, tmp_path / "back", quiet)
 
 
 def spoil_metadata(directory: Path, change: Callable[[Any], object]) -> None:
@@ -100,9 +100,9 @@ CUT = {
     ),
     "a part outside": (
         lambda entry: setattr(entry.chunks[0], "sizes", torch.Size([33])),
-        "has a part that lies outside of it",
+        "has a part that is outside of it",
     ),
-    "other axes": (lambda entry: setattr(entry, "size", torch.Size([4, 8])), "has a part that lies outside of it"),
+    "other axes": (lambda entry: setattr(entry, "size", torch.Size([4, 8])), "has a part that is outside of it"),
 }
 
 

@@ -36,7 +36,7 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     [
         ({"RANK": "8", "WORLD_SIZE": "4"}, "RANK=8: has to be at least 0 and below WORLD_SIZE, which is 4; start the"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK=-1: has to be at least 0 and below WORLD_SIZE, which is 4; "),
-        ({"RANK": "one\n\x1b[31m", "WORLD_SIZE": "4"}, "RANK=one: is not a whole number; start the processes by"),
+        ({"RANK": "one\n\x1b[31m", "WORLD_SIZE": "4"}, "RANK=one: is not a whole number; start the processes with"),
         ({"RANK": "3"}, "RANK=3: has to be at least 0 and below WORLD_SIZE, which is 1; "),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: has to be at least 1; "),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=: is not a whole number; "),
@@ -77,7 +77,7 @@ def test_a_job_on_one_node_has_the_name_of_its_agent(environment, monkeypatch: p
 
 
 def launch(port: int, rank: int = 1, address: str = "127.0.0.1") -> Launch:
-    return Launch(rank, 2, rank, 2, address=address, port=port)
+    return Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, address=address, port=port)
 
 
 def test_an_address_that_nobody_has() -> None:

@@ -107,7 +107,7 @@ def test_it_imports_nothing_that_takes_time() -> None:
 
 
 def test_no_agent_above_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in launcher.FROM_THE_AGENT:
+    for name in launcher.AGENT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert launcher.find() is None
     for name, value in VARIABLES.items():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.checkpoint import lease
-from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner
+from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost
+from megatron_balance.checkpoint.lease_owner import Owner, process_state
 from tests.disks import fill, small_disk
 from tests.unit.leases import Clock, elsewhere, held, left, wanted
 
@@ -196,7 +197,7 @@ def test_on_one_host_the_process_tells(tmp_path: Path) -> None:
 
 
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> None:
-    state = lease._process_state(os.getppid())
+    state = process_state(os.getppid())
     parent = dataclasses.replace(Owner.here("first"), process=os.getppid(), started=state[1])
     wanted(tmp_path, parent).attempt()
     with pytest.raises(ValueError, match=f"run first, process {os.getppid()}"):
@@ -246,7 +247,7 @@ def test_a_stopped_holder_that_wakes_does_not_go_on(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_dead_holder_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(lease, "STALE_SECONDS", 0.1)
     held(tmp_path)
     said: list[str] = []
@@ -257,7 +258,7 @@ def test_who_waits_for_a_dead_holder_says_so_once(tmp_path: Path, monkeypatch: p
 
 def test_the_thread_renews_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.05)
     holder = held(tmp_path)
     holder.keep()
     with pytest.raises(ValueError, match="run-a"):

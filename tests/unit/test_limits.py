@@ -71,7 +71,10 @@ def cannot_allocate() -> None:
         (MemoryError(), "this machine's memory is too small for this run; --dry-run shows"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "the GPU's memory is too small for this run; --dry"),
         (OSError(errno.EMFILE, "Too many open files"), "all file descriptors are in use; raise the limit of "),
-        (RuntimeError("can't start new thread"), "the system starts no more threads; raise the limit with ulimit -u"),
+        (
+            RuntimeError("can't start new thread"),
+            "the system cannot start more threads; raise the limit with ulimit -u",
+        ),
         (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"), "/dev/shm is full; give the container more"),
     ],
 )

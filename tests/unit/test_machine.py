@@ -19,7 +19,7 @@ from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.build import run
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device import cpu, machine
-from megatron_balance.device.machine import KERNELS, TAKEN_FOR_GRANTED, Machine, unfit_engine
+from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS, Machine, unfit_engine
 from megatron_balance.device.norm import TorchNorm
 from tests.unit.commands import CPU, GPU, argv, layout_on
 
@@ -104,7 +104,7 @@ def test_a_dry_run_wants_no_kernels() -> None:
     assert not any("apex" in notice for notice in notices)
 
 
-@pytest.mark.parametrize("module", TAKEN_FOR_GRANTED)
+@pytest.mark.parametrize("module", EXPECTED_MODULES)
 def test_apex_without_what_is_taken_for_granted(module: str) -> None:
     for computer in (without(APEX, module), without(GPU, module)):
         with pytest.raises(ValueError, match=f"apex has no {module}.*APEX_CUDA_EXT=1, or uninstall"):
@@ -115,10 +115,10 @@ def test_apex_without_what_is_taken_for_granted(module: str) -> None:
 
 @pytest.mark.parametrize("there", [{"apex"}, {"apex", "amp_C", *SOFTMAX}, {"transformer_engine"}, set()])
 def test_the_machine_here(there: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_is_there", there.__contains__)
+    monkeypatch.setattr(machine, "_is_installed", there.__contains__)
     here = Machine.here(3)
     assert (here.world_size, here.transformer_engine, here.apex) == (3, "transformer_engine" in there, "apex" in there)
-    every = {*TAKEN_FOR_GRANTED, *GRADIENT, *SOFTMAX}
+    every = {*EXPECTED_MODULES, *GRADIENT, *SOFTMAX}
     assert here.unbuilt == (every - there if here.apex else set())
 
 
@@ -169,7 +169,7 @@ def test_megatron_core_is_completed_on_cuda_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(utils, "_te_version", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu, "installed", lambda: False)
-    monkeypatch.setattr(cpu, "_answer", lambda: pytest.fail("CUDA answers for itself"))
+    monkeypatch.setattr(cpu, "_patch_torch", lambda: pytest.fail("CUDA answers for itself"))
     cpu.install()
     assert moe_utils.te_general_gemm is None and multi_latent_attention.HAVE_TE is False
     assert not utils.is_te_min_version("0.0.1")

@@ -21,7 +21,14 @@ CONTENT = {
     "common.pt": b"common" * 100,
     "empty": b"",
 }
-ORIGIN = Origin("first-run", "node7", "2026-11-23 10:00:00 UTC", "2026-11-23 11:00:00 UTC", "", {"torch": "2.13.0"})
+ORIGIN = Origin(
+    run="first-run",
+    host="node7",
+    started="2026-11-23 10:00:00 UTC",
+    saved="2026-11-23 11:00:00 UTC",
+    parent="",
+    versions={"torch": "2.13.0"},
+)
 EVERY = (*CONTENT, manifest.NAME)
 names = st.sampled_from(EVERY)
 offsets = st.integers(0, 1 << 20)

@@ -17,7 +17,7 @@ TOKENS = Tokens(256, 256, 512)
 
 
 def parsed(flags: str = "") -> RunConfig:
-    return parse_args(f"{SHAPE} {flags}".split(), Machine(1, False, False, False)).config
+    return parse_args(f"{SHAPE} {flags}".split(), Machine(1, cuda=False, transformer_engine=False, apex=False)).config
 
 
 def test_a_dense_layer_is_that_of_the_paper() -> None:
@@ -84,5 +84,5 @@ def test_chunks_count_by_their_own_sizes() -> None:
         ([0, 1, 4, 5], "ranks 0, 1, 4, 5"),
     ],
 )
-def test_ranks_in_words(ranks, words: str) -> None:
+def test_in_words(ranks, words: str) -> None:
     assert in_words(ranks) == words

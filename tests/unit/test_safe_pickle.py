@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_balance.checkpoint import safe_pickle
+from megatron_balance.checkpoint import metadata_schema
 from megatron_balance.checkpoint.manifest import Damaged
 from megatron_balance.checkpoint.safe_pickle import check_common, check_metadata, check_objects, check_pickles
 from tests.unit import hostile
@@ -233,7 +233,7 @@ def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
 def test_a_metadata_of_absurd_size(tmp_path: Path) -> None:
     with open(tmp_path / ".metadata", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(Damaged, match="are the most that such a file has"):
+    with pytest.raises(Damaged, match="such a file has at most"):
         check_metadata(tmp_path / ".metadata")
 
 
@@ -336,7 +336,7 @@ def test_truncated_objects(own: Path) -> None:
 def test_an_object_that_lies_elsewhere(checkpoint: Path, name: str) -> None:
     metadata = check_metadata(checkpoint / ".metadata")
     metadata.storage_data[MetadataIndex("rng/shard_1_2")].relative_path = name
-    with pytest.raises(Damaged, match=r"rng/shard_1_2 lies in .*, elsewhere") as error:
+    with pytest.raises(Damaged, match=r"rng/shard_1_2 is in .*, elsewhere") as error:
         check_objects(checkpoint, metadata)
     assert error.value.path == checkpoint / ".metadata"
 
@@ -366,7 +366,7 @@ def test_an_object_of_absurd_size(own: Path) -> None:
 def test_an_object_without_a_place(checkpoint: Path) -> None:
     metadata = check_metadata(checkpoint / ".metadata")
     del metadata.storage_data[MetadataIndex("rng/shard_1_2")]
-    with pytest.raises(Damaged, match="does not say where rng/shard_1_2 lies"):
+    with pytest.raises(Damaged, match="does not say where rng/shard_1_2 is"):
         check_objects(checkpoint, metadata)
 
 
@@ -383,8 +383,8 @@ def test_another_metadata_json(own: Path, content: str) -> None:
 
 
 def test_what_a_class_of_metadata_consists_of() -> None:
-    """A field that torch adds would be refused: then `_FIELDS` has to learn it."""
-    for known, fields in safe_pickle._FIELDS.items():
+    """A field that torch adds would be refused: then `FIELDS` must list it."""
+    for known, fields in metadata_schema.FIELDS.items():
         names = {field.name for field in dataclasses.fields(known)} - {"transform_descriptors"}
         assert fields.keys() - {"all_local_plans"} == names, known
-    assert PosixPath in safe_pickle._CALLS
+    assert PosixPath in metadata_schema.CALLS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.checkpoint import saved_flags
-from megatron_balance.checkpoint.saved_flags import CHECKPOINT_FIELDS, MODEL_FIELDS, WITHOUT_WEIGHTS
+from megatron_balance.checkpoint.saved_flags import CHANGEABLE_FIELDS, CHECKPOINT_FIELDS, MODEL_FIELDS
 from megatron_balance.cli.arguments import GROUPS, Parsed, build_parser, parse_args
 from megatron_balance.cli.checks import Machine
 
@@ -61,7 +61,7 @@ GOOD = (
 
 
 def parsed(flags: str) -> Parsed:
-    return parse_args(f"{GOOD} {flags}".split(), Machine(1, False, False, False))
+    return parse_args(f"{GOOD} {flags}".split(), Machine(1, cuda=False, transformer_engine=False, apex=False))
 
 
 def checkpoint(directory: Path, flags: str) -> Path:
@@ -89,7 +89,7 @@ def test_every_flag_of_a_model_is_either_in_checkpoints_or_says_something_else()
 def test_no_field_of_checkpoints_is_without_a_flag() -> None:
     assert set(CHECKPOINT_FIELDS) - NEWER <= flags_of_models()
     assert len(set(CHECKPOINT_FIELDS)) == len(CHECKPOINT_FIELDS)
-    assert set(WITHOUT_WEIGHTS) <= set(MODEL_FIELDS)
+    assert set(CHANGEABLE_FIELDS) <= set(MODEL_FIELDS)
 
 
 def another(value: Any) -> Any:
@@ -107,7 +107,7 @@ def test_every_field_of_a_model_is_compared(tmp_path: Path, kind: str) -> None:
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
     for name in set(MODEL_FIELDS) - NEWER - (set() if kind else latent):
         refused, reported = saved_flags.differences(saved | {name: another(saved[name])}, config)
-        (text,) = reported if name in WITHOUT_WEIGHTS else refused
+        (text,) = reported if name in CHANGEABLE_FIELDS else refused
         assert len(refused) + len(reported) == 1 and text.startswith(saved_flags.flag_of(name))
         assert saved_flags.flag_of(name) in flags
 
@@ -137,7 +137,7 @@ def test_a_run_takes_the_model_from_its_checkpoint(tmp_path: Path, name: str, fl
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, [1.0, math.inf]])
 def test_settings_that_json_does_not_have_are_left_out(tmp_path: Path, value: Any) -> None:
     """megatron-core 0.19 has limits that are infinite by default."""
-    config = parse_args(GOOD.split(), Machine(1, False, False, False)).config
+    config = parse_args(GOOD.split(), Machine(1, cuda=False, transformer_engine=False, apex=False)).config
     before = saved_flags.to_json(config)
     config.optimizer.clip_grad = value
     assert json.loads(before)["optimizer"].keys() - json.loads(saved_flags.to_json(config))["optimizer"].keys() == {
@@ -178,7 +178,7 @@ def test_a_checkpoint_with_strange_flags(tmp_path: Path, name: str, value: Any) 
     path.write_text(json.dumps(content))
     run = [*f"--micro-batch-size 2 --train-iters 20 --lr 1e-3 --mock-data --load {tmp_path}".split()]
     with pytest.raises(ValueError, match=saved_flags.flag_of(name)):
-        parse_args([*run, "--use-checkpoint-args"], Machine(1, False, False, False))
+        parse_args([*run, "--use-checkpoint-args"], Machine(1, cuda=False, transformer_engine=False, apex=False))
 
 
 @pytest.mark.parametrize(

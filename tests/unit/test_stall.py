@@ -14,25 +14,15 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron_balance.job.collectives import Collectives
-from megatron_balance.job.stall import (
-    MAX_NAMED,
-    Position,
-    Pulse,
-    Report,
-    deciding_frame,
-    error_place,
-    is_communication_error,
-    stack_of,
-    verdict,
-    waits_in,
-)
+from megatron_balance.job.stacks import deciding_frame, error_place, is_communication_error, stack_of, waits_in
+from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Position, Report, verdict
 
 NOW, LIMIT = 1000.0, 600.0
-PULSES = [Pulse(7, "forward-backward", NOW - 12)] * 3
+PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
 
 
 def report(activity: str = "waited", place: str = "all_reduce", iteration: int = 7, idle: float = 601.0, time=NOW):
-    return Report(iteration, "forward-backward", activity, place, idle, time)
+    return Report(iteration=iteration, phase="forward-backward", activity=activity, place=place, idle=idle, time=time)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +72,7 @@ def test_a_verdict_on_many_ranks_stays_readable() -> None:
 
 def test_reports_and_pulses_travel_as_text() -> None:
     assert Report.from_json(report().to_json().encode()) == report()
-    assert Pulse.from_json(PULSES[0].to_json()) == PULSES[0]
+    assert Heartbeat.from_json(PULSES[0].to_json()) == PULSES[0]
 
 
 def test_a_position_shows_progress() -> None:

@@ -241,7 +241,7 @@ EVENT = {"ph": "X", "pid": 0, "tid": 1, "cat": "waits", "name": "L0", "ts": 1, "
 STRANGE = {
     "no JSON": ("{", "is not JSON"),
     "no object": ("[]", "holds a list instead of a JSON object"),
-    "nested": ("[" * 100_000, "more than 32 objects and arrays"),
+    "nested": ("[" * 100_000, "nests objects and arrays more than 32 deep"),
     "no events": ("{}", "is not a timeline .*no list of traceEvents"),
     "no event": ('{"traceEvents": [1]}', "is not a timeline .*1 among the traceEvents"),
     "another's event": (
@@ -350,7 +350,7 @@ def test_the_tool(tmp_path: Path) -> None:
     draw.main([*files, "--iteration", "4", "--output", str(output)])
     with Image.open(output) as image:
         assert image.width == 1400
-    with pytest.raises(SystemExit, match=r"--iteration 5: is not in the files; choose one of those that are: 4"):
+    with pytest.raises(SystemExit, match=r"--iteration 5: is not in the files; choose one of 4"):
         draw.main([*files, "--iteration", "5", "--output", str(output)])
     with pytest.raises(SystemExit, match=r"--output .*none/picture.png: No such file"):
         draw.main([*files, "--iteration", "4", "--output", str(tmp_path / "none" / "picture.png")])

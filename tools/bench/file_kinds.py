@@ -81,7 +81,7 @@ def config_kind(folder: Path, _: Path) -> Kind:
                 conversion.run_config(model, None)
                 if next(converted) <= CONVERTED:
                     conversion.import_model(folder / name, there, str)
-                    conversion.export_model(there, back, None, None, str)
+                    conversion.export_model(there, back, str)
         except ValueError as error:
             assert not said.getvalue() and "\n" not in str(error), said.getvalue() or error
             assert there.exists() is back.exists() is False, "files were left behind"
@@ -168,7 +168,7 @@ def profile_kind(folder: Path, _: Path) -> Kind:
 
 def cluster_kind(folder: Path, canary: Path) -> Kind:
     """`--balance-profile FILE.yaml`; accepted clusters are used to make a plan."""
-    from megatron_balance.files.input_files import read_yaml
+    from megatron_balance.files.reading import read_yaml
     from megatron_balance.profile.cluster import Ranks, _plain, load_profile
 
     path, files = folder / "cluster.yaml", Path(__file__).parents[2] / "configs" / "clusters"

@@ -1,4 +1,4 @@
-"""Output that appears only when it is whole, and failures to write that name the path and the system's reason."""
+"""Write output that appears only when complete, and report failures with the path and the system's reason."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 INCOMPLETE = ".incomplete-"
-"""Begins the names of folders of output that is not whole."""
+"""Prefix of the names of folders with incomplete output."""
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's data, or a directory's entries, are on disk."""
+    """Flush a file's data, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,10 +21,10 @@ def sync(path: Path) -> None:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The system's reason behind an exception of a library, or None.
+    """Return the operating system's error behind a library's exception, or None.
 
-    Libraries replace it by complaints of their own: torch that its archive has another length than it expects, and
-    safetensors by a text with the number in it.
+    Libraries hide it: torch reports an unexpected length of its archive, and safetensors only mentions the error's
+    number in its text.
     """
     seen: BaseException | None = error
     for _ in range(10):
@@ -38,9 +38,9 @@ def system_error(error: BaseException) -> OSError | None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What fails inside because the system refused something becomes an OSError that names `path` and the reason.
+    """Turn an error of the operating system inside the block into an OSError that names `path` and the reason.
 
-    A ValueError says of itself what is wrong, with what is written perhaps.
+    A ValueError passes unchanged because its message already names the problem, which may be the data.
     """
     try:
         yield
@@ -55,15 +55,15 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(directory: Path, last: str = "") -> Iterator[Path]:
-    """A temporary folder inside `directory`; its files move up, replacing older ones, when the block succeeds.
+    """Yield a temporary folder inside `directory`; when the block succeeds, move its files up, replacing older ones.
 
-    Whatever ends the block early, Ctrl-C included, leaves `directory` as it was. Files are on disk before they move.
+    If the block fails or is interrupted, `directory` stays as it was. Files are on disk before they move.
 
     Args:
-        last: the file that moves after all others: without it, nobody takes the rest for whole.
+        last: name of the file to move last; without this file, a reader does not take the output for complete.
 
     Raises:
-        OSError: `directory` cannot be written; names it, or the file.
+        OSError: `directory` cannot be written; the message names it, or the file.
     """
     existed = directory.is_dir()
     directory.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def _moving_up(directory: Path, last: str) -> Iterator[Path]:
             sync(directory)
         except OSError as error:
             if error.filename is not None:
-                # The reader knows the folder by its name alone
+                # The user does not know the temporary folder
                 name = os.fspath(error.filename).replace(f"{staging}{os.sep}", f"{directory}{os.sep}")
                 raise OSError(error.errno, error.strerror, name) from error
             raise OSError(error.errno, error.strerror or str(error), str(directory)) from error

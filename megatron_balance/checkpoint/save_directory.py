@@ -1,17 +1,18 @@
-"""The `--save` directory of a job: held by its lease, tried out, and cleaned up after earlier processes."""
+"""The `--save` directory of a job: take its lease, check that every rank can write there, and clean up."""
 
 import importlib.metadata
 import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import LOOK_SECONDS, Lease, Owner
+from megatron_balance.checkpoint.lease import POLL_SECONDS, Lease
+from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.checkpoint.manifest import Origin
 from megatron_balance.job.errors import gather
 from megatron_balance.job.groups import on_first_rank
@@ -21,18 +22,18 @@ from megatron_balance.messages import cleaned
 PACKAGES = ("megatron-balance", "megatron-core", "torch")
 
 
-def new_run() -> str:
-    """A name that no other run has."""
+def new_run_name() -> str:
+    """Return a unique name for a run."""
     return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}", time.gmtime())
 
 
-def utc() -> str:
-    """The present, for people."""
+def utc_now() -> str:
+    """Return the current time in UTC, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that make a checkpoint; those that are not installed as packages are left out."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that write checkpoints, except those that are not installed as packages."""
     found = {}
     for name in PACKAGES:
         try:
@@ -43,49 +44,51 @@ def versions() -> dict[str, str]:
 
 
 @dataclass
-class HeldDirectory:
+class SaveDirectory:
     """A directory that only this job changes, from `prepare` to `close`."""
 
     root: Path | None
-    """None: the job saves nothing."""
+    """None if the job saves nothing."""
 
     launch: Launch = field(default_factory=Launch.from_environment)
+    _: KW_ONLY
     run: str = ""
-    """The run's name; the same on all ranks once `prepare` has returned."""
+    """Name of the run; the same on all ranks once `prepare` has returned."""
 
     parent: str = ""
-    """What the run began with; empty: random weights."""
+    """Checkpoint that the run was loaded from; empty for random weights."""
 
     notices: list[str] = field(default_factory=list)
-    """What `prepare` found, one sentence each."""
+    """Leftovers that `prepare` found, one sentence each."""
 
     is_held: bool = False
-    started: str = field(default_factory=utc)
+    started: str = field(default_factory=utc_now)
     lease: Lease | None = None
-    """On rank 0."""
+    """The lease, on rank 0 only."""
 
     @property
     def directory(self) -> CheckpointDirectory | None:
         return self.root and CheckpointDirectory(self.root)
 
     def prepare(self) -> None:
-        """Take the lease, find out whether every rank can write here, clean up. Collective.
+        """Take the lease, clean up, and check that every rank can write here. Collective.
 
         Raises:
-            ValueError: another run saves here, or the directory cannot be written; names the flag and the reason.
+            ValueError: another run saves here, or the directory cannot be written; the message names the flag and the
+                reason.
         """
-        self.run = self.run or on_first_rank(new_run)
+        self.run = self.run or on_first_rank(new_run_name)
         if self.root is None:
             return
-        told = False
+        logged = False
         while not on_first_rank(self._attempt):
-            if self.lease is not None and not told and (whom := self.lease.waiting_for()):
-                print(whom, flush=True)
-                told = True
-            time.sleep(LOOK_SECONDS)
+            if self.lease is not None and not logged and (holder := self.lease.waiting_for()):
+                print(holder, flush=True)
+                logged = True
+            time.sleep(POLL_SECONDS)
         try:
             self.notices += on_first_rank(self._clean_up)
-            self._try_out(on_first_rank(self._stage))
+            self._check_all_ranks_can_write(on_first_rank(self._stage))
         except BaseException:
             self.close()
             raise
@@ -121,49 +124,56 @@ class HeldDirectory:
     def _unwritable(self, error: OSError) -> ValueError:
         return ValueError(f"--save {self.root}: cannot write there ({error}); choose another")
 
-    def _try_out(self, staged: Path) -> None:
-        """Whether every rank, wherever it runs, may write into what rank 0 has made."""
-        failures = gather(unseen(staged))
+    def _check_all_ranks_can_write(self, staged: Path) -> None:
+        """Check that every rank, on every host, can write into a directory that rank 0 has created."""
+        failures = gather(write_obstacle(staged))
         if dist.get_rank() == 0:
             staged.rmdir()
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise ValueError(
                     f"--save {self.root}: rank {rank} cannot write into what rank 0 has made there ({failure}); choose "
-                    "a directory that every host sees"
+                    "a directory on a file system that all hosts share"
                 )
 
     def resumed(self, checkpoint: Path, origin: Origin, whole: bool) -> None:
-        """Note which checkpoint this run was loaded from.
+        """Record which checkpoint this run was loaded from.
 
         Args:
-            whole: whether it continues that checkpoint's run, and so takes its name, or only starts from its weights.
+            whole: whether this run continues the checkpoint's run and takes its name, or only starts from its weights.
         """
         self.parent = f"{checkpoint.resolve()} of {origin}"
         if whole:
             self.run = origin.run
             if self.lease is not None:
-                self.lease.name(origin.run)
+                self.lease.rename_run(origin.run)
 
     def others(self) -> str:
-        """What lies in the directory of other runs, for people; empty: nothing. On rank 0."""
+        """Describe the checkpoints of other runs in the directory; empty if there are none. Called on rank 0."""
         assert self.directory is not None
-        found = self.directory.of_others(self.run)
+        found = self.directory.iterations_of_other_runs(self.run)
         return "; ".join(f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found.items())
 
     def origin(self) -> Origin:
-        """What a checkpoint saved now is to say of itself."""
-        return Origin(self.run, socket.gethostname(), self.started, utc(), self.parent, versions())
+        """Return the origin of a checkpoint that is saved now."""
+        return Origin(
+            run=self.run,
+            host=socket.gethostname(),
+            started=self.started,
+            saved=utc_now(),
+            parent=self.parent,
+            versions=package_versions(),
+        )
 
     def close(self) -> None:
-        """Let others have the directory."""
+        """Release the directory."""
         self.is_held = False
         if self.lease is not None:
             self.lease.release()
 
 
-def unseen(staged: Path) -> str | None:
-    """Why this process cannot write into a directory, and on which host; None: it can."""
+def write_obstacle(staged: Path) -> str | None:
+    """Return why this process cannot write into a directory, and its host; None if it can write."""
     try:
         os.stat(staged)
         reason = None if os.access(staged, os.W_OK | os.X_OK) else "Permission denied"

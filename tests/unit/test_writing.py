@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_balance.files.output_files import staged, system_error, writing
+from megatron_balance.files.writing import staged, system_error, writing
 from tests.disks import fill, small_disk
 
 

@@ -1,7 +1,7 @@
-"""Files that others wrote, read with bounds: how long it takes and how much memory depends on limits, not on the file.
+"""Read files from outside with bounds: limits, not the file, determine how much time and memory the reading takes.
 
-Only regular files are opened. A FIFO (what a shell makes of `<(...)`) may never end, every rank would have to read it,
-and it can be read only once; so it is refused like a device, and the message says to write a file.
+Only regular files are opened. A FIFO, which a shell creates for `<(...)`, may never end, and only one rank could
+read it. It is therefore refused like a device, and the message asks for a regular file.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from megatron_balance.messages import cleaned
 KIB, MIB = 1 << 10, 1 << 20
 
 MAX_DEPTH = 32
-"""Arrays and objects of JSON within each other."""
+"""Nesting depth of JSON arrays and objects."""
 
 MAX_DIGITS = 20
-"""Of an integer in JSON."""
+"""Digits of a JSON integer."""
 
 MAX_YAML_BYTES = 64 * KIB
 MAX_YAML_EVENTS = 4000
-"""Scalars, and ends of mappings and lists; PyYAML reads so many in less than a second."""
+"""Parser events of a YAML file: scalars, and the starts and ends of collections. PyYAML takes less than a second."""
 
 MAX_YAML_DEPTH = 8
-"""Sections within sections, and the list in the innermost."""
+"""Nesting depth of YAML sections, including a list in the innermost section."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory; name the file in it",
@@ -40,12 +40,12 @@ _KINDS = {
     stat.S_IFBLK: "a device; name a regular file",
     stat.S_IFSOCK: "a socket; name a regular file",
 }
-"""What is not a regular file, and the remedy."""
+"""Kinds of files that are not regular, with the remedy."""
 
 MAX_WHOLE_BYTES = 64 * MIB
 """Larger files are compared by their size and a few samples. Tokenizers have a few megabytes."""
 
-_PLACES, _PLACE_BYTES = 8, 32 * KIB
+_SAMPLES, _SAMPLE_BYTES = 8, 32 * KIB
 """Samples of a larger file, spread evenly from its first byte to its last."""
 
 _CHUNK_BYTES = 4 * MIB
@@ -55,13 +55,13 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def check_regular(path: str | Path, flag: str = "") -> int:
-    """The size of a regular file in bytes.
+    """Return the size of a regular file in bytes.
 
     Args:
-        flag: that named the path, for the message.
+        flag: the flag that named the path, for the message.
 
     Raises:
-        ValueError: it is something else, or not there.
+        ValueError: the file does not exist or is not regular.
     """
     try:
         return _regular(os.stat(path))
@@ -70,17 +70,17 @@ def check_regular(path: str | Path, flag: str = "") -> int:
 
 
 def read_bounded(path: str | Path, limit: int, flag: str = "") -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Args:
-        limit: bytes that it may have. A file that grows meanwhile is read no further.
-        flag: that named the path, for the message.
+        limit: largest allowed size in bytes. If the file grows while it is read, reading stops there.
+        flag: the flag that named the path, for the message.
 
     Raises:
-        ValueError: it is larger, not a regular file, or cannot be read.
+        ValueError: the file is larger, not regular, or cannot be read.
     """
     try:
-        # Opening a device may already do something
+        # Check before opening, because opening a device may already have an effect
         _check_size(_regular(os.stat(path)), limit)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -100,7 +100,7 @@ def read_bounded(path: str | Path, limit: int, flag: str = "") -> bytes:
 
 
 def read_text(path: str | Path, limit: int, flag: str = "") -> str:
-    """The text in a file. Raises what `read_bounded` does, and ValueError if it is not UTF-8 or has a zero byte."""
+    """Return the text in a file; raise like `read_bounded`, or ValueError if it is not UTF-8 or has a zero byte."""
     content = read_bounded(path, limit, flag)
     try:
         if (zero := content.find(0)) >= 0:
@@ -113,7 +113,7 @@ def read_text(path: str | Path, limit: int, flag: str = "") -> str:
 
 
 def read_json(path: str | Path, limit: int, flag: str = "") -> Any:
-    """The JSON in a file. Raises what `read_text` and `parse_json` raise."""
+    """Return the JSON value in a file; raise like `read_text` and `parse_json`."""
     text = read_text(path, limit, flag)
     try:
         return parse_json(text)
@@ -122,7 +122,7 @@ def read_json(path: str | Path, limit: int, flag: str = "") -> Any:
 
 
 def read_object(path: str | Path, limit: int, flag: str = "") -> dict[str, Any]:
-    """`read_json` of a file that holds an object; ValueError where it holds something else."""
+    """Return the JSON object in a file; raise like `read_json`, or ValueError if it holds something else."""
     content = read_json(path, limit, flag)
     if not isinstance(content, dict):
         _refuse(path, flag, ValueError(f"holds {shown(content)} instead of a JSON object"))
@@ -130,12 +130,12 @@ def read_object(path: str | Path, limit: int, flag: str = "") -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """JSON by its standard: no NaN, no infinity, no number that becomes one, no key twice in an object.
+    """Parse standard JSON: no NaN, no infinity, no number that overflows to infinity, no duplicate key in an object.
 
     Raises:
-        ValueError: something else, or more than `MAX_DEPTH` objects and arrays within each other.
+        ValueError: the text is something else, or nests objects and arrays deeper than `MAX_DEPTH`.
     """
-    deep = f"has more than {MAX_DEPTH} objects and arrays within each other"
+    deep = f"nests objects and arrays more than {MAX_DEPTH} deep"
     try:
         content = json.loads(
             text,
@@ -154,11 +154,11 @@ def parse_json(text: str) -> Any:
 
 
 def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
-    """The nodes of a small YAML document, which nothing is constructed from; None if it is empty.
+    """Return the nodes of a small YAML document, without constructing objects; None if the document is empty.
 
     Raises:
-        ValueError: whatever `read_bounded` raises; the file is not one YAML document; it has more than `MAX_YAML_DEPTH`
-            nested mappings and lists, more than `MAX_YAML_EVENTS` events, or anchors, aliases or tags.
+        ValueError: `read_bounded` raises; the file is not one YAML document; it nests deeper than `MAX_YAML_DEPTH`, has
+            more than `MAX_YAML_EVENTS` events, or has anchors, aliases or tags.
     """
     text = read_bounded(path, MAX_YAML_BYTES, flag)
     depth = 0
@@ -169,21 +169,21 @@ def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
             if depth > MAX_YAML_DEPTH:
                 raise ValueError(f"{line}: nested more than {MAX_YAML_DEPTH} deep; use fewer sections")
             if count > MAX_YAML_EVENTS:
-                raise ValueError(f"{line}: more than {MAX_YAML_EVENTS} keys and values; such a file is small")
+                raise ValueError(f"{line}: more than {MAX_YAML_EVENTS} keys and values; give a smaller file")
             if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-                raise ValueError(f"{line}: anchors and aliases are not understood; write it out")
+                raise ValueError(f"{line}: anchors and aliases are not supported; write the value out")
             if tag := getattr(event, "tag", None):
-                raise ValueError(f"{line}: tags ({cleaned(tag, 80)}) are not understood; leave it out")
+                raise ValueError(f"{line}: tags ({cleaned(tag, 80)}) are not supported; leave it out")
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except (ValueError, OverflowError, yaml.YAMLError) as error:
         _refuse(path, flag, ValueError(cleaned(error, 300)))
 
 
 def inside(directory: Path, name: str) -> Path:
-    """Where `directory / name` really lies, links followed.
+    """Return the path of `directory / name` with links resolved.
 
-    A downloaded model may contain a link instead of any of its files. Links may stay inside the model's directory. In
-    Hugging Face's cache, links from `snapshots/REVISION` may also lead to the repository's `blobs`.
+    A downloaded model may contain links in place of its files. A link must lead to a file inside the model's directory.
+    In Hugging Face's cache, links in `snapshots/REVISION` may also lead to the repository's `blobs`.
 
     Raises:
         ValueError: a link leads out of the directory, or to itself.
@@ -202,22 +202,22 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def shown(value: object) -> str:
-    """A value out of a file, short enough for a message."""
+    """Return a value from a file, short enough for a message."""
     if isinstance(value, str | int | float | bool) or value is None:
         return cleaned(repr(value), 80)
     return {dict: "an object", list: "a list"}.get(type(value), type(value).__name__)
 
 
-def number_in(value: object, low: float, high: float, where: str, unit: str = "", whole: bool = False) -> Any:
-    """`value`, if it is a number of at least `low` and at most `high`.
+def number_in(value: object, low: float, high: float, where: str, *, unit: str = "", whole: bool = False) -> Any:
+    """Return `value` if it is a number from `low` to `high`.
 
     Args:
-        where: it stands, for the message.
-        unit: of it, for the message.
-        whole: whether it has to be an integer.
+        where: the place of the value, for the message.
+        unit: the unit of the value, for the message.
+        whole: whether the value must be an integer.
 
     Raises:
-        ValueError: it is something else, a boolean among others.
+        ValueError: the value is something else, such as a boolean.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (whole and not isinstance(value, int)) or not low <= value <= high:
@@ -229,14 +229,14 @@ def number_in(value: object, low: float, high: float, where: str, unit: str = ""
 
 def _regular(status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'no regular file')}")
+        raise ValueError(f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'not a regular file')}")
     return status.st_size
 
 
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
         words = f"{limit // MIB} MiB" if limit >= MIB else f"{limit // KIB} KiB"
-        raise ValueError(f"is larger than {words}, the most that such a file may have")
+        raise ValueError(f"is larger than {words}, the limit for such a file")
 
 
 def _refuse(path: str | Path, flag: str, error: Exception) -> NoReturn:
@@ -254,7 +254,7 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"is not JSON: {name} is no number there")
+    raise ValueError(f"is not JSON: {name} is not a JSON number")
 
 
 def _integer(text: str) -> int:
@@ -271,15 +271,15 @@ def _finite(text: str) -> float:
 
 
 def _deeper(json_text: bytes, depth: int) -> bool:
-    """Whether objects and arrays are nested deeper in valid JSON: peels off the innermost ones so many times."""
+    """Return whether valid JSON nests deeper than `depth`: remove the innermost objects and arrays `depth` times."""
     brackets = _STRING.sub(b"", json_text).translate(_BRACES_TO_BRACKETS, _NO_BRACKETS)
     for _ in range(depth):
         brackets = brackets.replace(b"[]", b"")
     return bool(brackets)
 
 
-def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
-    """A digest of a file, or of the files in a directory. Never raises: the code that uses the file reports errors.
+def content_digest(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
+    """Return a digest of a file, or of the files in a directory. Never raise: the code that uses the file does that.
 
     Args:
         max_bytes: larger files are represented by their size and a few samples.
@@ -287,7 +287,7 @@ def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            inside = [f"{one.name} {content_of(one)}" for one in sorted(path.iterdir()) if one.is_file()]
+            inside = [f"{one.name} {content_digest(one)}" for one in sorted(path.iterdir()) if one.is_file()]
             return hashlib.blake2b("\n".join(inside).encode(), digest_size=8).hexdigest()
         if not stat.S_ISREG(mode):
             return "no file"
@@ -296,9 +296,9 @@ def content_of(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
             if size <= max_bytes:
                 return hashlib.blake2b(file.read(), digest_size=8).hexdigest()
             digest = hashlib.blake2b(digest_size=8)
-            for place in range(_PLACES):
-                file.seek((size - _PLACE_BYTES) * place // (_PLACES - 1))
-                digest.update(file.read(_PLACE_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
         return f"{size} bytes, {digest.hexdigest()} in samples"
     except OSError as error:
         return error.strerror or "unreadable"
