@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
 from megatron_balance.flow.chunks.chunking import in_chunks, split_evenly
+from megatron_balance.flow.plan import Choices
 
 
 class TokenStep(StrEnum):
@@ -114,20 +115,20 @@ class ParallelDispatch:
         steps: Sequence[TokenStep],
         groups: ProcessGroupCollection,
         sequence_parallel: bool,
-        beside: dist.ProcessGroup | None = None,
+        saa_group: dist.ProcessGroup | None = None,
     ) -> None:
         """
         Args:
             sequence_parallel: tokens of tensor-parallel ranks differ; otherwise they are the same.
-            beside: the tensor-parallel ranks, for those who gather rows while others come (SAA); None: one after the
-                other.
+            saa_group: the tensor-parallel ranks in a group of their own, over which s2 passes rows on while it receives
+                others (SAA); None: it receives all, then gathers.
         """
         self.steps, self.groups = tuple(steps), groups
         self.copies = 1 if sequence_parallel else groups.tp.size()
         """Ranks that hold the same tokens."""
         self.simultaneous: Simultaneous | None = None
-        if beside is not None and self.splits_rows:
-            self.simultaneous = Simultaneous(groups.expt_tp.size(), beside, self.members)
+        if saa_group is not None and self.splits_rows:
+            self.simultaneous = Simultaneous(groups.expt_tp.size(), saa_group, self.members)
 
     @property
     def splits_tokens(self) -> bool:
@@ -179,63 +180,81 @@ class ParallelDispatch:
             return DirectAllToAll(shards.size())
         return AllReduce(shards) if self.gathers_tokens else AllGather(shards)
 
-    def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The tokens that this rank routes, of the layer's input [sequence, ...]."""
-        if self.splits_tokens:
-            return scatter_to_sequence_parallel_region(hidden_states, group=self.groups.tp)
-        return hidden_states
-
-    def leave(self, output: torch.Tensor) -> torch.Tensor:
-        """The layer's output for all of its input, from that for `enter`."""
-        if self.splits_tokens:
-            return gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=self.groups.tp)
-        return output
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [N * T, ...]: that of all shards of the host, if tokens are gathered."""
-        if self.gathers_tokens:
-            return gather_from_sequence_parallel_region(
-                tensor, tensor_parallel_output_grad=False, group=self.groups.expt_tp
-            )
-        return tensor
+    def enter(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the part of the layer's input [sequence, ...], and of its mask, that this rank routes."""
+        if not self.splits_tokens:
+            return hidden_states, padding_mask
+        mask = None if padding_mask is None else scatter_to_sequence_parallel_region(padding_mask, group=self.groups.tp)
+        return scatter_to_sequence_parallel_region(hidden_states, group=self.groups.tp), mask
 
     def agree(self, logits: torch.Tensor) -> torch.Tensor:
-        """The router logits from which all ranks that share rows decide: those of the first of these ranks.
+        """Return the router logits of the first of the ranks that share rows, from which all of them decide.
 
         Copies of hidden states differ by rounding on a GPU. Ranks that chose different experts for a token would count,
         send and combine different rows. A rank's own logits get the gradient.
         """
         return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
 
-    def shares(self, probs_TE: torch.Tensor, map_TE: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """By source, in the order of the ranks that have these tokens: what it sends of them, as (weights, choices)."""
+    def share(self, own_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, dict[int, Choices]]:
+        """Return the tokens [T, H] that this rank dispatches, and by source what that source sends of them.
+
+        If tokens are gathered, these are the tokens of all shards of the host. If rows are split, the sources are all
+        ranks with these tokens, in the order in which they share them; otherwise this rank alone.
+
+        Args:
+            own_TH: the tokens that this rank has routed.
+            chosen: their experts.
+        """
+        tokens_TH, probs_TE = (self._gather(self._repeat(tensor)) for tensor in (own_TH, chosen.probs_TE))
+        map_TE = self._gather(chosen.map_TE)
         if not self.splits_rows:
-            return {self.source: (probs_TE, map_TE)}
+            return tokens_TH, {self.source: Choices(probs_TE, map_TE)}
         members = self.members
         tokens_ME = split_evenly(map_TE.sum(0, keepdim=True), len(members))[:, 0]
-        shared = zip(*(tensor.chunk(len(members), 1) for tensor in in_chunks(probs_TE, map_TE, tokens_ME)), strict=True)
-        return dict(zip(members, shared, strict=True))
+        shares = (tensor.chunk(len(members), 1) for tensor in in_chunks(probs_TE, map_TE, tokens_ME))
+        return tokens_TH, dict(zip(members, map(Choices, *shares), strict=True))
 
-    def keep(self, output_TH: torch.Tensor) -> torch.Tensor:
-        """The part of this shard's own tokens, as `gather` took them."""
-        if self.gathers_tokens:
-            return scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
-        return output_TH
+    def leave(self, output_TH: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the layer's output for all of its input, from the output for the tokens of `share`.
+
+        Args:
+            shape: of what this rank has routed.
+        """
+        output = self._unrepeat(self._own(output_TH)).view(shape)
+        if self.splits_tokens:
+            return gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=self.groups.tp)
+        return output
 
     def router_groups(self) -> ProcessGroupCollection:
-        """What a router reduces its auxiliary losses over: ranks with other tokens, not those with the same."""
+        """Return groups whose routers reduce auxiliary losses over ranks with other tokens, not those with the same."""
         if self.copies == 1 or self.splits_tokens:
             return self.groups
         chosen = ProcessGroupCollection(**vars(self.groups))
         chosen.tp_cp, chosen.tp_dp_cp = self.groups.cp, self.groups.dp_cp
         return chosen
 
-    def alone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What experts are given by each of `repeats` ranks: its gradient is that of one of them times all."""
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [N * T, ...]: the tensors of all shards of the host, if tokens are gathered."""
+        if self.gathers_tokens:
+            return gather_from_sequence_parallel_region(
+                tensor, tensor_parallel_output_grad=False, group=self.groups.expt_tp
+            )
+        return tensor
+
+    def _own(self, output_TH: torch.Tensor) -> torch.Tensor:
+        """[N * T, H] -> [T, H]: this shard's part of what `_gather` put together."""
+        if self.gathers_tokens:
+            return scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
+        return output_TH
+
+    def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return experts' input that `repeats` ranks send alike: its gradient is one rank's, times `repeats`."""
         return tensor if self.repeats == 1 else _GradientTimes.apply(tensor, self.repeats)
 
-    def together(self, output: torch.Tensor) -> torch.Tensor:
-        """What experts returned to `alone`: they get their gradient from `repeats` ranks, a part from each."""
+    def _unrepeat(self, output: torch.Tensor) -> torch.Tensor:
+        """Return experts' output for `_repeat`: each of `repeats` ranks sends a part of their gradient."""
         return output if self.repeats == 1 else _GradientTimes.apply(output, 1 / self.repeats)
 
     def _before(self, one: TokenStep, other: TokenStep) -> bool:

@@ -61,6 +61,7 @@ def fused_rows_of(tokens_TH: torch.Tensor, probs_TP: torch.Tensor, routing_TP: t
     """`rows_of` by Transformer Engine's kernels, which sum a token's rows in an order of their own."""
     # 0.19 returns more (padding)
     rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=rows, fused=True)
+    assert probs_R is not None
     shape = tokens_TH.shape
     return Rows(rows_RH, probs_R, lambda rows_RH: unpermute(rows_RH, order, restore_shape=shape, fused=True))
 
@@ -82,7 +83,8 @@ class _Copies(torch.autograd.Function):
         return tokens_TH.index_select(0, order.token_R)
 
     @staticmethod
-    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient_RH,) = gradients
         return combine(gradient_RH, ctx.order), None
 
 
@@ -94,7 +96,8 @@ class _Sums(torch.autograd.Function):
         return F.embedding_bag(order.by_token_R, rows_RH.detach(), order.first_T, mode="sum")
 
     @staticmethod
-    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient_TH,) = gradients
         return gather_rows(gradient_TH, ctx.order), None
 
 
@@ -105,7 +108,8 @@ class _Weights(torch.autograd.Function):
         return probs_TP[order.token_R, order.column_R]
 
     @staticmethod
-    def backward(ctx: Any, gradient_R: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient_R,) = gradients
         # No two rows have the same place, which autograd does not know: it would sort the places and add
         gradient_TP = gradient_R.new_zeros(ctx.shape)
         return gradient_TP.index_put_((ctx.order.token_R, ctx.order.column_R), gradient_R), None

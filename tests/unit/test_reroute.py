@@ -29,7 +29,7 @@ def weights(map_TE: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.T
 
 def reference(map_TE: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tensor:
     """map_TP token by token: each takes the first host of its expert to which the plan grants another token."""
-    left = plan.tokens_DP[rank].tolist()
+    left = plan.tokens_SP[rank].tolist()
     map_TP = torch.zeros(len(map_TE), plan.placement.num_physical, dtype=torch.bool)
     for token, expert in map_TE.nonzero().tolist():
         host = next(index for index in plan.placement.physicals[expert] if left[index])
@@ -49,7 +49,7 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
         probs_TP, map_TP = reroute(probs_TE, map_TE, plan, rank)
         assert map_TP.dtype == torch.bool
         assert torch.equal(map_TP, reference(map_TE, plan, rank))
-        assert torch.equal(map_TP.sum(0), plan.tokens_DP[rank])
+        assert torch.equal(map_TP.sum(0), plan.tokens_SP[rank])
         assert not probs_TP[~map_TP].any()
         for expert, physicals in enumerate(placement.physicals):
             assert torch.equal(probs_TP[:, list(physicals)].sum(1), probs_TE[:, expert])
@@ -76,7 +76,7 @@ def test_by_hand() -> None:
     plan = DispatchPlan(placement, torch.tensor([[0] * 6, [0] * 6, [1, 0, 1, 2, 0, 1]]))
     map_TE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]]).bool()
     probs_TE = torch.tensor([[0.1, 0, 0], [0.2, 0.3, 0], [0, 0, 0], [0.4, 0, 0], [0.5, 0, 0]])
-    probs_TP, map_TP = reroute(probs_TE, map_TE, plan, rank=2)
+    probs_TP, map_TP = reroute(probs_TE, map_TE, plan, source=2)
     expected = torch.zeros(5, 6)
     expected[0, 0], expected[1, 3], expected[1, 2], expected[3, 3], expected[4, 5] = 0.1, 0.2, 0.3, 0.4, 0.5
     assert torch.equal(probs_TP, expected)

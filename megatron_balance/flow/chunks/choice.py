@@ -85,16 +85,16 @@ class ByPrediction:
         Raises:
             ValueError: the scheduler's order is impossible.
         """
-        tokens_DP = plan.tokens_DP.numpy().astype(np.float64)
+        tokens_SP = plan.tokens_SP.numpy().astype(np.float64)
         chunkings, seconds = {}, {}
         for degree in self.degrees:
             # Chunks are equal but for roundings, which would only blur that they are
-            ways = [(one,) * degree for one in self.model.times(tokens_DP / degree)]
+            ways = [(one,) * degree for one in self.model.times(tokens_SP / degree)]
             orders = [self.scheduler(times) for times in ways]
             for order in orders:
                 if problems := check(order, degree):
                     raise ValueError(f"--moe-comm-order: the order {text(order)!r} is impossible: {problems[0]}")
-            chunkings[degree] = Chunking(*orders)
+            chunkings[degree] = Chunking(forward=orders[0], backward=orders[1])
             seconds[degree] = sum(makespan(order, times) for order, times in zip(orders, ways, strict=True))
         chosen = min(seconds, key=seconds.__getitem__)
         times = ", ".join(f"{degree}: {1e3 * time:.3g} ms" for degree, time in seconds.items())
@@ -115,11 +115,11 @@ class ByMiniTasks:
         """See `Decide`; every expert has one host."""
         ranks, placement = plan.placement.num_ranks, plan.placement
         # A host with several sources is one worker
-        tokens_DP = by_host(plan.tokens_DP, ranks).numpy()
+        tokens_SP = by_host(plan.tokens_SP, ranks).numpy()
         counts_DE = np.zeros((ranks, placement.num_experts))
         for physical, expert in enumerate(placement.expert_of_physical):
             if expert >= 0:
-                counts_DE[:, expert] += tokens_DP[:, physical]
+                counts_DE[:, expert] += tokens_SP[:, physical]
         schedule = self.policy.schedule(counts_DE, placement, self.cost)
         computed_CDE = np.zeros((schedule.makespan, *counts_DE.shape))
         for (expert, task, source, _), amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):
@@ -129,7 +129,7 @@ class ByMiniTasks:
         if not len(computed_CDE):
             return UNSPLIT, "there are no tokens"
         shares_CDE = computed_CDE / np.maximum(computed_CDE.sum(0), np.finfo(np.float64).tiny)
-        shares_CDE = shares_CDE.repeat(len(plan.tokens_DP) // ranks, axis=1)
+        shares_CDE = shares_CDE.repeat(len(plan.tokens_SP) // ranks, axis=1)
         order = interleaved((ChunkTimes(*[0.0] * 7),) * len(shares_CDE))
         shares = tuple(tuple(tuple(map(float, row)) for row in chunk) for chunk in shares_CDE)
         return Chunking(order, order, shares), f"as the mini-tasks are computed:\n{schedule}"

@@ -328,7 +328,7 @@ def find_order(name: str) -> Scheduler:
     Raises:
         ValueError: no such name, module or function.
     """
-    found = named("--moe-comm-order", name, {**ORDERS, "demi": None})
+    found: Scheduler | None = named("--moe-comm-order", name, {**ORDERS, "demi": None})
     if not callable(found):
         raise ValueError(f"--moe-comm-order {name}: is not a function of task times")
     return found

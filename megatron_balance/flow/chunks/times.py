@@ -48,11 +48,10 @@ class TaskModel:
         computing = experts.overhead + experts.seconds_per_token * received if received else 0.0
         wires = self.sharding.messages(splits_SH)
         spreading, collecting = (self._among_shards(name, received) for name in self.sharding.collectives)
-        first, second = self._leg(there, wires), self._leg(back, [splits_WW.T for splits_WW in wires])
-        # Shards wait for each other where rows are taken in, and before results go out
-        first[2] += spreading
-        second[0] += collecting
-        return ChunkTimes(*first, computing, *second)
+        c1, a1, d1 = self._leg(there, wires)
+        c2, a2, d2 = self._leg(back, [splits_WW.T for splits_WW in wires])
+        # Shards wait for each other after rows arrive, and before results leave
+        return ChunkTimes(c1, a1, d1 + spreading, computing, c2 + collecting, a2, d2)
 
     def _among_shards(self, collective: str | None, rows: float) -> float:
         """Seconds of a collective of an expert's shards, who share a node, over their rows."""
@@ -60,19 +59,19 @@ class TaskModel:
             return 0.0
         return self.profile.link(collective, "intra").seconds(rows * self.hidden * self.dtype.itemsize)
 
-    def _leg(self, all_to_all: AllToAll, wires: Sequence[np.ndarray]) -> list[float]:
-        """Compression on the rank that sends most, exchange, decompression on the rank that gets most."""
+    def _leg(self, all_to_all: AllToAll, wires: Sequence[np.ndarray]) -> tuple[float, float, float]:
+        """Compression on the rank that sends most, exchange, decompression on the rank that receives most."""
         compressed = isinstance(all_to_all, CompressedAllToAll)
         wire, row_bytes = all_to_all, self.hidden * self.dtype.itemsize
         if compressed:
             wire, row_bytes = all_to_all.wire, all_to_all.codec.bytes_per_row(self.hidden, self.dtype)
         seconds = max(exchange_seconds(wire, splits_WW * row_bytes, self.profile) for splits_WW in wires)
         if not compressed:
-            return [0.0, seconds, 0.0]
+            return 0.0, seconds, 0.0
         sent, received = (max(float(splits_WW.sum(axis).max()) for splits_WW in wires) for axis in (1, 0))
         encode, decode = self.profile.codec(self.codec)
-        return [
+        return (
             encode.overhead + encode.seconds_per_token * sent,
             seconds,
             decode.overhead + decode.seconds_per_token * received,
-        ]
+        )
