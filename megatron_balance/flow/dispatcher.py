@@ -86,10 +86,10 @@ class AllToAllDispatcher(Dispatcher):
         computes."""
         with record_function("dispatch"):
             chunking, groups = self.chunks(plan), self.parallel.groups
-            tokens_CSP = chunking.split(plan)
-            split = [in_chunks(*choices, tokens_CSP[:, source]) for source, choices in routing.items()]
+            tokens_CDP = chunking.split(plan)
+            split = [in_chunks(*choices, tokens_CDP[:, source]) for source, choices in routing.items()]
             probs, chosen = (torch.cat(tensors, dim=1) for tensors in zip(*split, strict=True))
-            sizes_CM = tokens_CSP[:, [*routing]].sum(2)
+            sizes_CM = tokens_CDP[:, [*routing]].sum(2)
             copies = fused_rows_of if self.fused else rows_of
             rows = copies(tokens_TH, probs, chosen, int(sizes_CM.sum()))
             chunked = ChunkedDispatch(
@@ -97,7 +97,7 @@ class AllToAllDispatcher(Dispatcher):
                 host=groups.ep.rank(),
                 exchange=self.exchange,
                 sharding=self.sharding,
-                plans=[DispatchPlan(plan.placement, tokens_SP) for tokens_SP in tokens_CSP],
+                plans=[DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP],
                 chunking=chunking,
                 fused=self.fused,
                 share=RowShare(groups.tp, sizes_CM, self.parallel.simultaneous) if len(routing) > 1 else None,

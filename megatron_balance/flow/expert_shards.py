@@ -32,11 +32,11 @@ def by_expert(
     offsets: tuple,
     replica: int,
 ) -> ShardedTensorFactory:
-    """Split a parameter [J, ...] into the pieces of its slots, each at its logical expert's place.
+    """Split a parameter [S, ...] into the pieces of its slots, each at its logical expert's place.
 
     Args:
         key: name in the checkpoint.
-        experts: [J] the logical expert in each slot, of `num_experts`.
+        experts: [S] the logical expert in each slot, of `num_experts`.
         offsets: megatron-core's `sharded_offsets` of the axes before the experts.
         replica: number of this copy among the replicas of the same shard.
     """
@@ -56,21 +56,21 @@ def _pieces_by_expert(
     cut: Cut,
     sharded_offsets: tuple,
     key: str,
-    tensor_J: torch.Tensor,
+    tensor_S: torch.Tensor,
     replica_id: ReplicaId,
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
-    """Return the pieces of each slot of a parameter, or of its optimizer state, [J, ...]."""
+    """Return the pieces of each slot of a parameter, or of its optimizer state, [S, ...]."""
     assert flattened_range is None, "optimizer state is saved in the parameters' shapes"
     axis = len(sharded_offsets)
     pieces: list[tuple[torch.Tensor, tuple[Any, ...]]]
     if cut.shards == 1:
-        pieces = [(tensor, ()) for tensor in tensor_J.unbind()]
+        pieces = [(tensor, ()) for tensor in tensor_S.unbind()]
     else:
         place = [(cut.shard + part * cut.shards, cut.shards * cut.parts) for part in range(cut.parts)]
         pieces = [
             (piece, ((axis + 1 + cut.axis, *at),))
-            for tensor in tensor_J.unbind()
+            for tensor in tensor_S.unbind()
             for piece, at in zip(tensor.chunk(cut.parts, cut.axis), place, strict=True)
         ]
     return [
@@ -88,6 +88,6 @@ def _pieces_by_expert(
 
 
 def _slots(slots: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join the pieces of `_pieces_by_expert`, slot after slot, each along its first axis: [J, ...]."""
+    """Join the pieces of `_pieces_by_expert`, slot after slot, each along its first axis: [S, ...]."""
     each = len(pieces) // slots
     return torch.stack([torch.cat([*pieces[first : first + each]]) for first in range(0, len(pieces), each)])

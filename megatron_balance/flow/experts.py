@@ -83,7 +83,7 @@ class GroupedExperts(MegatronModule):
 
         Args:
             rows_RH: rows grouped by slot.
-            tokens_per_slot: [J] int64 on the host: home slots, then the guest slots in use.
+            tokens_per_slot: [S] int64 on the host: home slots, then the guest slots in use.
             probs_R: [R] combine weights.
             stand_ins: leaves to compute with in place of all `tensors`.
         """

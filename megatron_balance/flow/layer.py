@@ -123,9 +123,9 @@ class BalancedMoELayer(MoELayer):
     def _mixture(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
         shared = self.shared_experts_compute(hidden_states)
         entered, padding_mask = self.parallel.enter(hidden_states, padding_mask)
-        tokens_TH, routing, counts_SE = self._route(entered, padding_mask)
-        self.placement = self.host(by_host(counts_SE, self.ep_group.size()), self.training)
-        plan = self._plan(counts_SE)
+        tokens_TH, routing, counts_DE = self._route(entered, padding_mask)
+        self.placement = self.host(by_host(counts_DE, self.ep_group.size()), self.training)
+        plan = self._plan(counts_DE)
         routing = {source: reroute(*choices, plan, source) for source, choices in routing.items()}
         rows_RH, probs_R, handle = self.dispatcher.dispatch(tokens_TH, routing, plan)
         rows_RH = handle.compute(rows_RH, probs_R, self.experts, self.begin)
@@ -145,13 +145,13 @@ class BalancedMoELayer(MoELayer):
 
     @torch.no_grad()
     def _gather_counts(self, map_TE: torch.Tensor) -> torch.Tensor:
-        """Return the load matrix [S, E] on the host: tokens that each source routed to each expert."""
+        """Return the load matrix [D, E] on the host: tokens that each source routed to each expert."""
         counts_E = map_TE.sum(dim=0)
-        counts_SE = counts_E.new_empty(self.parallel.sources.size() * counts_E.numel())
-        dist.all_gather_into_tensor(counts_SE, counts_E, group=self.parallel.sources)
+        counts_DE = counts_E.new_empty(self.parallel.sources.size() * counts_E.numel())
+        dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources)
         # In half precision the one wait for the device in this layer: the exchange needs its split sizes on the host
-        return counts_SE.view(-1, counts_E.numel()).cpu()
+        return counts_DE.view(-1, counts_E.numel()).cpu()
 
-    def _plan(self, counts_SE: torch.Tensor) -> DispatchPlan:
+    def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:
         with record_function("plan"):
-            return make_dispatch_plan(counts_SE, self.placement, self.split)
+            return make_dispatch_plan(counts_DE, self.placement, self.split)

@@ -1,14 +1,13 @@
 """Step orders of an MoE layer under tensor-parallel attention (MP), expert parallelism (EP) and sharded experts (ESP).
 
-An order is data: `SCHEDULES`. `ParallelDispatch` says what its steps mean for a layer's tokens. Rows between `dump` or
-the first all-to-all and the last all-to-all pass through flow/chunks/pipeline.py, by the `Sharding` that the order asks
-for.
+An order is data: `SCHEDULES`. `ParallelDispatch` executes its steps on a layer's tokens. flow/chunks/pipeline.py
+executes the steps from `dump` or the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
 
-    megatron   what megatron-core's dispatcher does
-    baseline   what DeepSpeed-MoE does (Parm, Fig. 3a)
-    s1, s2     PauseMP: no rank computes what another one does (Parm, Fig. 3b and 3c)
+    megatron   the order of megatron-core's dispatcher
+    baseline   the order of DeepSpeed-MoE (Parm, Fig. 3a)
+    s1, s2     PauseMP: no two ranks compute the same row (Parm, Fig. 3b and 3c)
 
-A backward pass takes the same steps the other way round: the gradient of a split is an all-gather, and so on.
+A backward pass takes the same steps in reverse: the gradient of a split is an all-gather, and so on.
 """
 
 import functools
@@ -31,7 +30,7 @@ from megatron_balance.flow.plan import Choices
 
 
 class TokenStep(StrEnum):
-    """What happens to a layer's tokens, or to their rows: one for each expert that a token chose."""
+    """A step of a layer's tokens, or of their rows; a token has one row for each expert that it chose."""
 
     MP_SPLIT = "MP-Split"
     GATE = "Gate"
@@ -68,26 +67,28 @@ SCHEDULES: dict[str, tuple[TokenStep, ...]] = {
 
 
 class Shape(NamedTuple):
-    """Of a layer (Parm, Table I)."""
+    """The sizes of a layer (Parm, Table I)."""
 
     tokens: int
-    """B * L: of a rank's input."""
+    """B * L: tokens of a rank's input."""
 
     hidden: int
-    """M."""
+    """M: hidden size."""
 
     rows: int
-    """E * T: that experts compute, from `tokens` tokens."""
+    """E * T: rows that experts compute, from `tokens` tokens."""
 
     mp: int
+    """N_MP: tensor-parallel ranks."""
     esp: int
+    """N_ESP: shards of an expert."""
 
 
 def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
-    """What every collective of a forward pass is given or gives, the larger of the two, in elements per rank.
+    """Return the elements per rank of each collective of a forward pass: of its input or output, whichever is larger.
 
-    The part that stays on the rank is counted. With collectives as functions of these, the sums are Eq. 1 (baseline),
-    Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2 of Parm.
+    The part that stays on the rank counts too. With times of collectives as functions of these sizes, the sums are
+    Parm's Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2.
     """
     tokens, rows = shape.tokens * shape.hidden, shape.rows * shape.hidden
     each = {
@@ -108,31 +109,31 @@ def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
 
 
 class ParallelDispatch:
-    """What one schedule's steps are on this rank."""
+    """One schedule's steps on this rank."""
 
     def __init__(
         self,
         steps: Sequence[TokenStep],
         groups: ProcessGroupCollection,
         sequence_parallel: bool,
-        saa_group: dist.ProcessGroup | None = None,
+        gather_group: dist.ProcessGroup | None = None,
     ) -> None:
         """
         Args:
             sequence_parallel: tokens of tensor-parallel ranks differ; otherwise they are the same.
-            saa_group: the tensor-parallel ranks in a group of their own, over which s2 passes rows on while it receives
+            gather_group: the tensor-parallel ranks in a second group, over which s2 passes rows on while it receives
                 others (SAA); None: it receives all, then gathers.
         """
         self.steps, self.groups = tuple(steps), groups
         self.copies = 1 if sequence_parallel else groups.tp.size()
         """Ranks that hold the same tokens."""
         self.simultaneous: Simultaneous | None = None
-        if saa_group is not None and self.splits_rows:
-            self.simultaneous = Simultaneous(groups.expt_tp.size(), saa_group, self.members)
+        if gather_group is not None and self.splits_rows:
+            self.simultaneous = Simultaneous(groups.expt_tp.size(), gather_group, self.members)
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether each tensor-parallel rank routes a part of the tokens: gradients of its router are partial."""
+        """Whether each tensor-parallel rank routes a part of the tokens, so that its router's gradients are partial."""
         return self.copies > 1 and self._before(TokenStep.MP_SPLIT, TokenStep.GATE)
 
     @property
@@ -142,7 +143,7 @@ class ParallelDispatch:
 
     @property
     def repeats(self) -> int:
-        """How many times experts compute the same row."""
+        """Number of times that experts compute the same row."""
         return 1 if self.splits_tokens or self.splits_rows else self.copies
 
     @property
@@ -152,7 +153,7 @@ class ParallelDispatch:
 
     @property
     def sources(self) -> dist.ProcessGroup:
-        """The ranks that have tokens of their own to dispatch, in the order of the load matrix."""
+        """The ranks with tokens of their own to dispatch, in the order of the load matrix."""
         return self.groups.ep if self.gathers_tokens else self.groups.tp_ep
 
     @property
@@ -162,17 +163,17 @@ class ParallelDispatch:
 
     @functools.cached_property
     def members(self) -> list[int]:
-        """The rows of all ranks with these tokens, in the order in which they share them."""
+        """The sources that have these tokens, in the order in which they share the rows."""
         sources = dist.get_process_group_ranks(self.sources)
         return [sources.index(rank) for rank in dist.get_process_group_ranks(self.groups.tp)]
 
     @property
     def wire(self) -> dist.ProcessGroup:
-        """The ranks among which rows are exchanged."""
+        """The ranks that exchange rows."""
         return self.groups.tp_ep if TokenStep.EP_ESP_ALL_TO_ALL in self.steps else self.groups.ep
 
     def sharding(self) -> Sharding:
-        """How rows get to all shards of their experts, and back."""
+        """Return how rows reach all shards of their experts and come back."""
         shards = self.groups.expt_tp
         if shards.size() == 1:
             return Unsharded()

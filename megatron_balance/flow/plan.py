@@ -1,7 +1,7 @@
 """The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any move.
 
-A source is a rank with tokens of its own: one per host, or one per shard of it. In shapes, H is hosts (the D ranks of
-an expert-parallel group), M experts with several hosts, and K the largest number of hosts of an expert.
+A source is a rank with tokens of its own: one per host, or one per shard of it. In shapes, D counts sources, H hosts
+(the ranks of an expert-parallel group), M experts with several hosts, and K the hosts of the expert that has the most.
 """
 
 import functools
@@ -33,59 +33,59 @@ class DispatchPlan:
 
     placement: Placement
 
-    tokens_SP: torch.Tensor
-    """[S, P] int64 in host memory: rows that source s sends to physical expert p."""
+    tokens_DP: torch.Tensor
+    """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
 
     @functools.cached_property
-    def splits_SH(self) -> torch.Tensor:
-        """[S, H]: tokens that each source (row) sends to each host (column)."""
-        return self.tokens_SP.view(len(self.tokens_SP), self.placement.num_ranks, -1).sum(2)
+    def splits_DH(self) -> torch.Tensor:
+        """[D, H]: tokens that each source (row) sends to each host (column)."""
+        return self.tokens_DP.view(len(self.tokens_DP), self.placement.num_ranks, -1).sum(2)
 
-    def received_SJ(self, rank: int) -> torch.Tensor:
-        """Return [S, J], the tokens that the host `rank` receives from each source for each of its slots."""
+    def received_DS(self, rank: int) -> torch.Tensor:
+        """Return [D, S], the tokens that the host `rank` receives from each source for each of its slots."""
         slots = self.placement.slots_per_rank
-        return self.tokens_SP[:, rank * slots : (rank + 1) * slots]
+        return self.tokens_DP[:, rank * slots : (rank + 1) * slots]
 
     def tokens_per_slot(self, rank: int) -> torch.Tensor:
-        """Return [J], the tokens that each slot of `rank` computes."""
-        return self.received_SJ(rank).sum(0)
+        """Return [S], the tokens that each slot of `rank` computes."""
+        return self.received_DS(rank).sum(0)
 
 
-def make_dispatch_plan(counts_SE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
+def make_dispatch_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
     """Share each source's tokens among the hosts of the experts that they chose.
 
     The rules below treat all sources on a host as one; the host's plan is then divided among them in their order.
 
     Args:
-        counts_SE: [S, E] int64 in host memory, the load matrix: tokens that source s routed to expert e. The sources of
+        counts_DE: [D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. The sources of
             host 0 come first, then those of host 1, and so on; each host has the same number of sources.
         placement: hosts of every expert; the same on all ranks, so that all ranks make the same plan.
         split: `local_first` (Pro-Prophet, section IV-A): a rank that hosts an expert computes its own tokens for it,
             all other ranks send to the primary host. `proportional` (FlexMoE, Algorithm 3): every vExpert of an expert
             computes the same number of tokens, its rank's own tokens first.
     """
-    assert counts_SE.ndim == 2 and counts_SE.shape[1] == placement.num_experts
-    assert len(counts_SE) % placement.num_ranks == 0
+    assert counts_DE.ndim == 2 and counts_DE.shape[1] == placement.num_experts
+    assert len(counts_DE) % placement.num_ranks == 0
     assert split in ("local_first", "proportional"), split
-    if len(counts_SE) > placement.num_ranks:
-        plan = make_dispatch_plan(by_host(counts_SE, placement.num_ranks), placement, split)
-        return DispatchPlan(placement, _among_sources(plan, counts_SE))
+    if len(counts_DE) > placement.num_ranks:
+        plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split)
+        return DispatchPlan(placement, _among_sources(plan, counts_DE))
     # One column per expert has no collision: a physical expert computes one logical expert
     target_DE = _nearest_host(placement)
-    tokens_SP = counts_SE.new_zeros(placement.num_ranks, placement.num_physical).scatter_(1, target_DE, counts_SE)
+    tokens_DP = counts_DE.new_zeros(placement.num_ranks, placement.num_physical).scatter_(1, target_DE, counts_DE)
     shared = [expert for expert, physicals in enumerate(placement.physicals) if len(physicals) > 1]
     if split == "proportional" and shared:
-        _share_proportionally(counts_SE, placement, shared, tokens_SP)
-    return DispatchPlan(placement, tokens_SP)
+        _share_proportionally(counts_DE, placement, shared, tokens_DP)
+    return DispatchPlan(placement, tokens_DP)
 
 
-def by_host(counts_SE: torch.Tensor, hosts: int) -> torch.Tensor:
-    """Return [D, E], the load matrix with the sources of each host added up."""
-    return counts_SE.view(hosts, -1, counts_SE.shape[1]).sum(1)
+def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
+    """Return [H, E], the load matrix with the sources of each host added up."""
+    return counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
 
 
-def _among_sources(plan: DispatchPlan, counts_SE: torch.Tensor) -> torch.Tensor:
-    """Divide the tokens that a plan lets each host send among the host's sources: [S, P].
+def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
+    """Divide the tokens that a plan lets each host send among the host's sources: [D, P].
 
     Order a host's tokens for an expert by source, and cut them at the plan's numbers: the first part goes to the first
     physical expert, and so on. A source sends to a physical expert the overlap of its own tokens with that part.
@@ -94,10 +94,10 @@ def _among_sources(plan: DispatchPlan, counts_SE: torch.Tensor) -> torch.Tensor:
     experts_P = torch.tensor(placement.expert_of_physical)
     used_P = experts_P >= 0
     same_PP = (experts_P[:, None] == experts_P) & used_P
-    ends_HP = plan.tokens_SP @ same_PP.triu().to(torch.int64)
-    own_HNP = counts_SE.view(hosts, -1, counts_SE.shape[1])[:, :, experts_P.clamp(min=0)] * used_P
+    ends_HP = plan.tokens_DP @ same_PP.triu().to(torch.int64)
+    own_HNP = counts_DE.view(hosts, -1, counts_DE.shape[1])[:, :, experts_P.clamp(min=0)] * used_P
     until_HNP = own_HNP.cumsum(1)
-    first_HNP = torch.maximum((ends_HP - plan.tokens_SP).unsqueeze(1), until_HNP - own_HNP)
+    first_HNP = torch.maximum((ends_HP - plan.tokens_DP).unsqueeze(1), until_HNP - own_HNP)
     last_HNP = torch.minimum(ends_HP.unsqueeze(1), until_HNP)
     return (last_HNP - first_HNP).clamp(min=0).flatten(0, 1)
 
@@ -119,7 +119,7 @@ def _nearest_host(placement: Placement) -> torch.Tensor:
 
 
 def _share_proportionally(
-    counts_DE: torch.Tensor, placement: Placement, shared: Sequence[int], tokens_SP: torch.Tensor
+    counts_DE: torch.Tensor, placement: Placement, shared: Sequence[int], tokens_DP: torch.Tensor
 ) -> None:
     """Overwrite the tokens of the `shared` experts (those with several hosts) by FlexMoE's Algorithm 3.
 
@@ -148,7 +148,7 @@ def _share_proportionally(
 
     # Added, not assigned: rows end in copies of their last host, with no tokens
     index_D_MK = physicals_MK.view(1, -1).expand(placement.num_ranks, -1)
-    tokens_SP.scatter_(1, index_D_MK, 0).scatter_add_(1, index_D_MK, sent_DMK.flatten(1))
+    tokens_DP.scatter_(1, index_D_MK, 0).scatter_add_(1, index_D_MK, sent_DMK.flatten(1))
 
 
 def largest_remainder(amount_M: torch.Tensor, weight_MK: torch.Tensor) -> torch.Tensor:

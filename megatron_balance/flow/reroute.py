@@ -1,7 +1,7 @@
 """The router's choice of logical experts -> the choice of physical experts.
 
-After it, dispatch, experts and combine are an ordinary mixture of P experts. In shapes, K is the largest number of
-hosts of an expert.
+After it, dispatch, experts and combine are an ordinary mixture of P experts. In shapes, K counts the hosts of the
+expert that has the most.
 """
 
 import torch
@@ -39,7 +39,7 @@ def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, so
 def _targets(map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> torch.Tensor:
     """Return [T, E], the physical expert for each expert; any host of it where a token did not choose the expert."""
     physicals_EK = pad_rows(plan.placement.physicals)
-    ends_EK = plan.tokens_SP[source][physicals_EK].cumsum(1)
+    ends_EK = plan.tokens_DP[source][physicals_EK].cumsum(1)
     physicals_EK, ends_EK = (table.to(map_TE.device, non_blocking=True) for table in (physicals_EK, ends_EK))
     # Rank of each token among its expert's tokens; below the last end, so that the search stays inside the table
     ordinal_ET = map_TE.T.cumsum(1) - 1

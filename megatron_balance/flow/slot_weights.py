@@ -16,7 +16,7 @@ StandIns = Mapping[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Weights of one linear layer for some slots: `weight` [J, O, I] and `bias` [J, O] or None."""
+    """Weights of one linear layer for some slots: `weight` [S, O, I] and `bias` [S, O] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -48,7 +48,7 @@ class Projection:
 
 
 class GroupedWeights(torch.nn.Module):
-    """One linear layer in all slots of a rank; `weight` [J, O, I] and `bias` [J, O] or None are the home slots."""
+    """One linear layer in all slots of a rank; `weight` [S, O, I] and `bias` [S, O] or None are the home slots."""
 
     bias: torch.nn.Parameter | None
 

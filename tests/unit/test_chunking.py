@@ -128,8 +128,8 @@ def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
     # Experts that had no tokens when shares were chosen
     shares_CDE[:, :, 0] = 0.0
     tokens_CDP = split_by(shares_CDE.tolist(), plan)
-    assert torch.equal(tokens_CDP.sum(0), plan.tokens_SP) and int(tokens_CDP.min()) >= 0
-    expected = torch.from_numpy(shares_CDE)[:, :, torch.tensor(plan.placement.expert_of_physical)] * plan.tokens_SP
+    assert torch.equal(tokens_CDP.sum(0), plan.tokens_DP) and int(tokens_CDP.min()) >= 0
+    expected = torch.from_numpy(shares_CDE)[:, :, torch.tensor(plan.placement.expert_of_physical)] * plan.tokens_DP
     covered = torch.tensor(plan.placement.expert_of_physical) > 0
     assert float((tokens_CDP - expected)[:, :, covered].abs().max()) <= 1
 

@@ -117,7 +117,7 @@ def test_trimmed_sends_every_token_to_the_same_slot(placement: Placement, split:
     counts_DE = data.draw(loads(placement))
     trimmed = placement.trimmed
     whole, short = (
-        make_dispatch_plan(counts_DE, one, split).tokens_SP.view(one.num_ranks, one.num_ranks, -1)
+        make_dispatch_plan(counts_DE, one, split).tokens_DP.view(one.num_ranks, one.num_ranks, -1)
         for one in (placement, trimmed)
     )
     assert torch.equal(whole[:, :, : trimmed.slots_per_rank], short)

@@ -60,12 +60,12 @@ def reference(counts: list[list[int]], placement: Placement, split: str) -> list
 def check_against_reference(case: tuple[torch.Tensor, Placement, str]) -> None:
     counts_DE, placement, split = case
     plan = make_dispatch_plan(counts_DE, placement, split)
-    assert plan.tokens_SP.tolist() == reference(counts_DE.tolist(), placement, split)
+    assert plan.tokens_DP.tolist() == reference(counts_DE.tolist(), placement, split)
     for expert, physicals in enumerate(placement.physicals):
-        assert torch.equal(plan.tokens_SP[:, list(physicals)].sum(1), counts_DE[:, expert])
+        assert torch.equal(plan.tokens_DP[:, list(physicals)].sum(1), counts_DE[:, expert])
     unused = [index for index, expert in enumerate(placement.expert_of_physical) if expert < 0]
-    assert not plan.tokens_SP[:, unused].any()
-    assert (plan.tokens_SP >= 0).all()
+    assert not plan.tokens_DP[:, unused].any()
+    assert (plan.tokens_DP >= 0).all()
 
 
 @settings(deadline=None, max_examples=300)
@@ -86,7 +86,7 @@ def test_equals_the_reference_at_length(case: tuple[torch.Tensor, Placement, str
 def test_proportional_is_flexmoe_algorithm_3(placement: Placement, data: st.DataObject) -> None:
     """Every vExpert computes its capacity; own tokens come first; the rest follows availability, up to rounding."""
     counts_DE = data.draw(loads(placement))
-    tokens_DP = make_dispatch_plan(counts_DE, placement, "proportional").tokens_SP
+    tokens_DP = make_dispatch_plan(counts_DE, placement, "proportional").tokens_DP
     for expert, hosts in enumerate(placement.hosts):
         own = counts_DE[:, expert].tolist()
         capacity = [Fraction(sum(own) * hosts.count(rank), len(hosts)) for rank in range(placement.num_ranks)]
@@ -117,22 +117,22 @@ def test_proportional_by_hand() -> None:
     counts_DE = torch.tensor([[2, 5, 0], [7, 0, 0], [3, 0, 1]])
     # Capacities 8 and 4, of which 2 and 3 go to local tokens; rank 1 shares its 7 over 6 and 1
     plan = make_dispatch_plan(counts_DE, placement, "proportional")
-    assert plan.tokens_SP.tolist() == [[2, 0, 5, 0, 0, 0], [6, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 3]]
+    assert plan.tokens_DP.tolist() == [[2, 0, 5, 0, 0, 0], [6, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 3]]
     plan = make_dispatch_plan(counts_DE, placement, "local_first")
-    assert plan.tokens_SP.tolist() == [[2, 0, 5, 0, 0, 0], [7, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 3]]
+    assert plan.tokens_DP.tolist() == [[2, 0, 5, 0, 0, 0], [7, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 3]]
 
 
 def test_a_lent_expert_is_computed_by_its_guest_only() -> None:
     placement = Placement.parse("0x0 + . | 1 + 0!")
     for split in SPLITS:
         plan = make_dispatch_plan(torch.tensor([[4, 1], [2, 3]]), placement, split)
-        assert plan.tokens_SP.tolist() == [[0, 0, 1, 4], [0, 0, 3, 2]]
+        assert plan.tokens_DP.tolist() == [[0, 0, 1, 4], [0, 0, 3, 2]]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_identity_sends_what_is_counted(split: str) -> None:
     counts_DE = torch.arange(32).view(4, 8)
-    assert torch.equal(make_dispatch_plan(counts_DE, Placement.identity(8, 4), split).tokens_SP, counts_DE)
+    assert torch.equal(make_dispatch_plan(counts_DE, Placement.identity(8, 4), split).tokens_DP, counts_DE)
 
 
 @settings(deadline=None)
@@ -147,14 +147,14 @@ def test_largest_remainder(weights: list[int], data: st.DataObject) -> None:
 @given(plans)
 def test_what_is_received_is_what_was_sent(plan: DispatchPlan) -> None:
     for rank in range(plan.placement.num_ranks):
-        assert torch.equal(plan.splits_SH[:, rank], plan.received_SJ(rank).sum(1))
+        assert torch.equal(plan.splits_DH[:, rank], plan.received_DS(rank).sum(1))
 
 
 @settings(deadline=None)
 @given(plans)
 def test_every_token_is_sent_once(plan: DispatchPlan) -> None:
     for rank in range(plan.placement.num_ranks):
-        assert plan.splits_SH[rank].sum() == plan.tokens_SP[rank].sum()
+        assert plan.splits_DH[rank].sum() == plan.tokens_DP[rank].sum()
 
 
 @settings(deadline=None)
@@ -163,22 +163,22 @@ def test_slots_compute_what_is_received(plan: DispatchPlan) -> None:
     for rank in range(plan.placement.num_ranks):
         slots = plan.tokens_per_slot(rank)
         assert slots.shape == (plan.placement.slots_per_rank,)
-        assert slots.sum() == plan.splits_SH[:, rank].sum()
-        assert plan.received_SJ(rank).shape == (plan.placement.num_ranks, plan.placement.slots_per_rank)
+        assert slots.sum() == plan.splits_DH[:, rank].sum()
+        assert plan.received_DS(rank).shape == (plan.placement.num_ranks, plan.placement.slots_per_rank)
 
 
 @settings(deadline=None)
 @given(plans)
 def test_slots_of_all_ranks_in_a_row_are_the_physical_experts(plan: DispatchPlan) -> None:
     per_slot = torch.cat([plan.tokens_per_slot(rank) for rank in range(plan.placement.num_ranks)])
-    assert torch.equal(per_slot, plan.tokens_SP.sum(0))
+    assert torch.equal(per_slot, plan.tokens_DP.sum(0))
 
 
 def test_identity_by_hand() -> None:
     plan = make_dispatch_plan(torch.tensor([[1, 0, 2, 3], [0, 0, 4, 0]]), Placement.identity(4, 2))
-    assert plan.splits_SH.tolist() == [[1, 5], [0, 4]]
+    assert plan.splits_DH.tolist() == [[1, 5], [0, 4]]
     assert [plan.tokens_per_slot(rank).tolist() for rank in (0, 1)] == [[1, 0], [6, 3]]
-    assert plan.received_SJ(1).tolist() == [[2, 3], [4, 0]]
+    assert plan.received_DS(1).tolist() == [[2, 3], [4, 0]]
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 4), (4,)])

@@ -29,7 +29,7 @@ def weights(map_TE: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.T
 
 def reference(map_TE: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tensor:
     """map_TP token by token: each takes the first host of its expert to which the plan grants another token."""
-    left = plan.tokens_SP[rank].tolist()
+    left = plan.tokens_DP[rank].tolist()
     map_TP = torch.zeros(len(map_TE), plan.placement.num_physical, dtype=torch.bool)
     for token, expert in map_TE.nonzero().tolist():
         host = next(index for index in plan.placement.physicals[expert] if left[index])
@@ -49,7 +49,7 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
         probs_TP, map_TP = reroute(probs_TE, map_TE, plan, rank)
         assert map_TP.dtype == torch.bool
         assert torch.equal(map_TP, reference(map_TE, plan, rank))
-        assert torch.equal(map_TP.sum(0), plan.tokens_SP[rank])
+        assert torch.equal(map_TP.sum(0), plan.tokens_DP[rank])
         assert not probs_TP[~map_TP].any()
         for expert, physicals in enumerate(placement.physicals):
             assert torch.equal(probs_TP[:, list(physicals)].sum(1), probs_TE[:, expert])

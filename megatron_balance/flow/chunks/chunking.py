@@ -11,7 +11,7 @@ from megatron_balance.flow.chunks.order import Order, parse
 from megatron_balance.flow.plan import DispatchPlan
 
 Shares = tuple[tuple[tuple[float, ...], ...], ...]
-"""[C, S, E]: the part of each source's tokens for each expert that goes with each chunk."""
+"""[C, D, E]: the part of each source's tokens for each expert that goes with each chunk."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Chunking:
         return 1 + max(chunk for _, chunk in self.forward)
 
     def split(self, plan: DispatchPlan) -> torch.Tensor:
-        """Return [C, S, P], the tokens from each source to each physical expert with each chunk; sums to the plan's."""
+        """Return [C, D, P], the tokens from each source to each physical expert with each chunk; sums to the plan's."""
         if self.shares is None:
-            return split_evenly(plan.tokens_SP, self.chunks)
+            return split_evenly(plan.tokens_DP, self.chunks)
         return split_by(self.shares, plan)
 
 
@@ -41,26 +41,26 @@ UNSPLIT = Chunking(_AT_ONCE, _AT_ONCE)
 """All tokens at once."""
 
 
-def split_evenly(tokens_SP: torch.Tensor, chunks: int) -> torch.Tensor:
-    """Split into [C, S, P]: for each pair of source and physical expert, chunks differ by at most one token.
+def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
+    """Split into [C, D, P]: for each pair of source and physical expert, chunks differ by at most one token.
 
     Pairs with fewer tokens than chunks do not all use the same chunks: source and expert determine which get more.
     """
-    sources, physicals = tokens_SP.shape
-    turn_SP = torch.arange(sources).unsqueeze(1) + torch.arange(physicals)
+    sources, physicals = tokens_DP.shape
+    turn_DP = torch.arange(sources).unsqueeze(1) + torch.arange(physicals)
     cut_C11 = torch.arange(chunks + 1).view(-1, 1, 1)
-    turn_SP, cut_C11 = turn_SP.to(tokens_SP.device), cut_C11.to(tokens_SP.device)
-    return ((tokens_SP * cut_C11 + turn_SP % chunks) // chunks).diff(dim=0)
+    turn_DP, cut_C11 = turn_DP.to(tokens_DP.device), cut_C11.to(tokens_DP.device)
+    return ((tokens_DP * cut_C11 + turn_DP % chunks) // chunks).diff(dim=0)
 
 
 def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
-    """Split into [C, S, P] by shares, rounded so that no token is lost; the last chunk takes what they do not cover."""
-    shares_CSE = torch.tensor(shares, dtype=torch.float64)
+    """Split into [C, D, P] by shares, rounded so that no token is lost; the last chunk takes what they do not cover."""
+    shares_CDE = torch.tensor(shares, dtype=torch.float64)
     experts_P = torch.tensor(plan.placement.expert_of_physical)
-    ends_CSP = (shares_CSE[:, :, experts_P].cumsum(0) * plan.tokens_SP).round().to(torch.int64)
-    ends_CSP = torch.minimum(ends_CSP, plan.tokens_SP)
-    ends_CSP[-1] = plan.tokens_SP
-    return ends_CSP.diff(dim=0, prepend=torch.zeros_like(ends_CSP[:1]))
+    ends_CDP = (shares_CDE[:, :, experts_P].cumsum(0) * plan.tokens_DP).round().to(torch.int64)
+    ends_CDP = torch.minimum(ends_CDP, plan.tokens_DP)
+    ends_CDP[-1] = plan.tokens_DP
+    return ends_CDP.diff(dim=0, prepend=torch.zeros_like(ends_CDP[:1]))
 
 
 def in_chunks(

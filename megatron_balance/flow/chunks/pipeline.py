@@ -32,7 +32,7 @@ Begin = Callable[[Moment], None]
 Collect = Callable[[AllToAll, torch.Tensor, torch.Tensor], Exchange]
 
 Start = Callable[[torch.Tensor, torch.Tensor], Exchange]
-"""Starts an exchange of rows, given the number of rows from each source to each host [S, hosts]."""
+"""Starts an exchange of rows, given the number of rows from each source to each host [D, hosts]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,18 +79,18 @@ class ChunkedDispatch:
 
     @functools.cached_property
     def splits(self) -> list[torch.Tensor]:
-        """[C] matrices [S, hosts]: rows of each chunk from each source to each host."""
-        return [plan.splits_SH for plan in self.plans]
+        """[C] matrices [D, hosts]: rows of each chunk from each source to each host."""
+        return [plan.splits_DH for plan in self.plans]
 
     @functools.cached_property
-    def all_splits_SH(self) -> torch.Tensor:
-        """[S, hosts]: rows of all chunks from each source to each host."""
+    def all_splits_DH(self) -> torch.Tensor:
+        """[D, hosts]: rows of all chunks from each source to each host."""
         return torch.stack(self.splits).sum(0)
 
     @functools.cached_property
     def sent(self) -> list[int]:
         """[C]: rows that this rank sends with each chunk."""
-        return [int(splits_SH[self.source].sum()) for splits_SH in self.splits]
+        return [int(splits_DH[self.source].sum()) for splits_DH in self.splits]
 
     @property
     def collect(self) -> Collect:
@@ -129,23 +129,23 @@ def _weights(chunked: ChunkedDispatch, experts: GroupedExperts) -> list[torch.Te
     return experts.tensors(chunked.plans[0].placement.slots_per_rank)
 
 
-def _sent_CHJ(chunked: ChunkedDispatch) -> torch.Tensor:
-    """[C, hosts, J]: rows of each chunk that this rank sends to each slot of each host."""
+def _sent_CHS(chunked: ChunkedDispatch) -> torch.Tensor:
+    """[C, hosts, S]: rows of each chunk that this rank sends to each slot of each host."""
     hosts = chunked.plans[0].placement.num_ranks
-    return torch.stack([plan.tokens_SP[chunked.source].view(hosts, -1) for plan in chunked.plans])
+    return torch.stack([plan.tokens_DP[chunked.source].view(hosts, -1) for plan in chunked.plans])
 
 
-def _tokens_CSJ(chunked: ChunkedDispatch) -> torch.Tensor:
-    """[C, S, J]: rows of each chunk that this rank receives from each source for each of its slots."""
-    return torch.stack([plan.received_SJ(chunked.host) for plan in chunked.plans])
+def _tokens_CDS(chunked: ChunkedDispatch) -> torch.Tensor:
+    """[C, D, S]: rows of each chunk that this rank receives from each source for each of its slots."""
+    return torch.stack([plan.received_DS(chunked.host) for plan in chunked.plans])
 
 
 def _spanned(span: str, start: Start) -> Start:
     """Return `start` with a profiler span around its host work: starting the exchange, and waiting for it."""
 
-    def starting(rows: torch.Tensor, splits_SH: torch.Tensor) -> Exchange:
+    def starting(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
         with record_function(span):
-            exchange = start(rows, splits_SH)
+            exchange = start(rows, splits_DH)
 
         def wait() -> torch.Tensor:
             with record_function(span):
@@ -169,7 +169,7 @@ def execute(
     Args:
         order: the computing tasks; the same on every rank.
         rows: [C] the rows that this rank sends.
-        splits: [C] int64 matrices [S, hosts] in host memory: rows from each source to each host.
+        splits: [C] int64 matrices [D, hosts] in host memory: rows from each source to each host.
         there, back: exchanges that take rows to their experts, and results to the rows' sources.
         compute: called with a chunk's number and the rows that arrived; returns the rows that go back.
 
@@ -257,32 +257,32 @@ class _Mixture(torch.autograd.Function):
         ctx.chunked, ctx.experts, ctx.begin, ctx.graphs = chunked, experts, begin, {}
         ctx.leaves = [weight.detach().requires_grad_(with_graph) for weight in weights]
         stand_ins = dict(zip(weights, ctx.leaves, strict=True))
-        tokens_CSJ = _tokens_CSJ(chunked)
+        tokens_CDS = _tokens_CDS(chunked)
         exchange, spread = chunked.exchange, chunked.sharding.spread
         if chunked.share is not None:
             rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
         # Weights of all chunks go at once, so that each host gets one message
         with record_function("dispatch"):
-            probs_CHJ = transposed(probs_R, _sent_CHJ(chunked), (1, 0, 2))
-            coming = spread(exchange.probs, probs_CHJ, chunked.all_splits_SH)
+            probs_CHS = transposed(probs_R, _sent_CHS(chunked), (1, 0, 2))
+            coming = spread(exchange.probs, probs_CHS, chunked.all_splits_DH)
         probs_by_chunk: list[torch.Tensor] = []
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
             with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
-                    probs = transposed(coming.wait(), tokens_CSJ.transpose(0, 1), (1, 2, 0))
-                    probs_by_chunk.extend(probs.split(tokens_CSJ.sum((1, 2)).tolist()))
+                    probs = transposed(coming.wait(), tokens_CDS.transpose(0, 1), (1, 2, 0))
+                    probs_by_chunk.extend(probs.split(tokens_CDS.sum((1, 2)).tolist()))
                     begin("experts")
                 # Rows arrive grouped by source, then slot; experts want them grouped by slot
-                rows = transposed(rows, tokens_CSJ[chunk], (1, 0), chunked.fused).detach().requires_grad_(with_graph)
+                rows = transposed(rows, tokens_CDS[chunk], (1, 0), chunked.fused).detach().requires_grad_(with_graph)
                 probs = probs_by_chunk[chunk].detach().requires_grad_(with_graph)
-                output = experts(rows, tokens_CSJ[chunk].sum(0), probs, stand_ins)
+                output = experts(rows, tokens_CDS[chunk].sum(0), probs, stand_ins)
                 if with_graph:
                     ctx.graphs[chunk] = _Graph(get_gradient_edge(output), rows, probs)
                 computed.append(chunk)
                 if len(computed) == len(chunked.plans):
                     begin("combine")
-            return transposed(output.detach(), tokens_CSJ[chunk].T, (1, 0), chunked.fused)
+            return transposed(output.detach(), tokens_CDS[chunk].T, (1, 0), chunked.fused)
 
         computed: list[int] = []
         there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
@@ -296,7 +296,7 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
         chunked, begin = ctx.chunked, ctx.begin
         exchange, spread = chunked.exchange, chunked.sharding.spread
-        tokens_CSJ = _tokens_CSJ(chunked)
+        tokens_CDS = _tokens_CDS(chunked)
         of_weights = _WeightGradients(_weights(chunked, ctx.experts), ctx.leaves)
         of_probs: dict[int, torch.Tensor] = {}
         going: list[Exchange] = []
@@ -305,7 +305,7 @@ class _Mixture(torch.autograd.Function):
             with record_function("experts backward"):
                 if not of_probs:
                     begin("experts_backward")
-                gradient = transposed(gradient, tokens_CSJ[chunk], (1, 0), chunked.fused)
+                gradient = transposed(gradient, tokens_CDS[chunk], (1, 0), chunked.fused)
                 graph = ctx.graphs.pop(chunk)
                 # Not autograd.grad, which megatron-core's recomputation refuses
                 torch.autograd.backward([graph.output], [gradient])
@@ -314,11 +314,11 @@ class _Mixture(torch.autograd.Function):
                 of_weights.add_chunk()
             else:
                 probs = torch.cat([of_probs[one] for one in range(len(chunked.plans))])
-                probs = transposed(probs, tokens_CSJ.permute(0, 2, 1), (2, 0, 1))
+                probs = transposed(probs, tokens_CDS.permute(0, 2, 1), (2, 0, 1))
                 begin("dispatch_backward")
                 with record_function("dispatch backward"):
-                    going.append(chunked.sharding.collect(exchange.probs.reverse, probs, chunked.all_splits_SH))
-            return transposed(graph.rows.grad, tokens_CSJ[chunk].T, (1, 0), chunked.fused)
+                    going.append(chunked.sharding.collect(exchange.probs.reverse, probs, chunked.all_splits_DH))
+            return transposed(graph.rows.grad, tokens_CDS[chunk].T, (1, 0), chunked.fused)
 
         (gradient_RH,) = gradients
         if chunked.share is not None:
@@ -329,7 +329,7 @@ class _Mixture(torch.autograd.Function):
         results = execute(chunked.chunking.backward, parts, chunked.splits, there, back, compute)
         with record_function("dispatch backward"):
             of_rows = chunked.joined(results)
-            to_probs = transposed(going.pop().wait(), _sent_CHJ(chunked).transpose(0, 1), (1, 0, 2))
+            to_probs = transposed(going.pop().wait(), _sent_CHS(chunked).transpose(0, 1), (1, 0, 2))
             if chunked.share is not None:
                 to_probs = chunked.share.all(to_probs)
         return of_rows, to_probs, None, None, None, None, *of_weights.finish()

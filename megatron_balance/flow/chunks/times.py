@@ -1,9 +1,11 @@
-"""How long the tasks of a chunk take: from a cluster profile and the split matrix, so that all ranks say the same.
+"""Predicts the seconds of a chunk's tasks from a cluster profile and the split matrix, the same on all ranks.
 
-An exchange takes what comm/auto.py predicts for its all-to-all, and what gathers or adds up rows of an expert's shards
-what the profile's line says; experts what the profile's line says, whose overhead is
-what small chunks lose; a codec what the profile has measured. Each task counts as on the rank that it takes longest.
-Shape suffixes: S sources, H hosts, P physical experts, W ranks of the all-to-all.
+    exchange                            comm/auto.py's prediction for its all-to-all
+    gather or sum over expert shards    the profile's line of the collective
+    experts                             the profile's line of the experts; its overhead is the cost of small chunks
+    codec                               the profile's measurement
+
+The time of each task is that of the slowest rank. In shapes, D counts sources and H hosts.
 """
 
 from collections.abc import Sequence
@@ -20,33 +22,36 @@ from megatron_balance.flow.chunks.order import ChunkTimes
 from megatron_balance.profile.cluster_profile import ClusterProfile, Throughput
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskModel:
-    """Seconds of the seven tasks, forward and backward."""
+    """Predicts the seconds of the seven tasks, forward and backward."""
 
     profile: ClusterProfile
-    """Of the ranks of the all-to-alls."""
+    """Profile of the ranks of the all-to-alls."""
     exchange: TokenExchange
     sharding: Sharding
     hosts: int
     codec: str
-    """Name of what compresses, as the profile has it."""
+    """Name of the codec in the profile."""
     hidden: int
     dtype: torch.dtype
 
-    def times(self, tokens_SP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
-        """Of a chunk with tokens_SP[s, p] tokens (fractions too) from source s for physical expert p."""
-        splits_SH = tokens_SP.reshape(len(tokens_SP), self.hosts, -1).sum(2)
+    def times(self, tokens_DP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
+        """Return the times of a chunk with tokens_DP[d, p] tokens from source d for physical expert p.
+
+        Numbers of tokens may be fractions.
+        """
+        splits_DH = tokens_DP.reshape(len(tokens_DP), self.hosts, -1).sum(2)
         exchange, profile = self.exchange, self.profile
         return (
-            self._one_way(splits_SH, exchange.dispatch, profile.forward, exchange.combine),
-            self._one_way(splits_SH, exchange.combine.reverse, profile.backward, exchange.dispatch.reverse),
+            self._one_way(splits_DH, exchange.dispatch, profile.forward, exchange.combine),
+            self._one_way(splits_DH, exchange.combine.reverse, profile.backward, exchange.dispatch.reverse),
         )
 
-    def _one_way(self, splits_SH: np.ndarray, there: AllToAll, experts: Throughput, back: AllToAll) -> ChunkTimes:
-        received = float(splits_SH.sum(0).max())
+    def _one_way(self, splits_DH: np.ndarray, there: AllToAll, experts: Throughput, back: AllToAll) -> ChunkTimes:
+        received = float(splits_DH.sum(0).max())
         computing = experts.overhead + experts.seconds_per_token * received if received else 0.0
-        wires = self.sharding.messages(splits_SH)
+        wires = self.sharding.messages(splits_DH)
         spreading, collecting = (self._among_shards(name, received) for name in self.sharding.collectives)
         c1, a1, d1 = self._leg(there, wires)
         c2, a2, d2 = self._leg(back, [splits_WW.T for splits_WW in wires])
@@ -54,7 +59,7 @@ class TaskModel:
         return ChunkTimes(c1, a1, d1 + spreading, computing, c2 + collecting, a2, d2)
 
     def _among_shards(self, collective: str | None, rows: float) -> float:
-        """Seconds of a collective of an expert's shards, who share a node, over their rows."""
+        """Seconds of a collective among an expert's shards, which share a node, over `rows` rows."""
         if collective is None or not rows:
             return 0.0
         return self.profile.link(collective, "intra").seconds(rows * self.hidden * self.dtype.itemsize)
