@@ -82,8 +82,7 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(
         self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
     ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-        """Group rows by member, chunk, rank and slot; `compute` sends them, because one chunk travels while another
-        computes."""
+        """Group rows by member, chunk, rank and slot; `compute` sends them, chunk by chunk."""
         with record_function("dispatch"):
             chunking, groups = self.chunks(plan), self.parallel.groups
             tokens_CDP = chunking.split(plan)
@@ -113,7 +112,7 @@ class _InChunks(Handle):
     def compute(
         self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
     ) -> torch.Tensor:
-        return mixture(rows_RH, probs_R, self.chunked, experts, begin)
+        return mixture(rows_RH, probs_R, self.chunked, experts=experts, begin=begin)
 
     def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
         with record_function("combine"):

@@ -26,6 +26,7 @@ class Cut(NamedTuple):
 def by_expert(
     key: str,
     parameter: torch.nn.Parameter,
+    *,
     experts: Sequence[int],
     num_experts: int,
     cut: Cut,

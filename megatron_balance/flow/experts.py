@@ -194,11 +194,11 @@ class GroupedExperts(MegatronModule):
             f"{prefix}{name}": by_expert(
                 f"{prefix}experts.{name}",
                 parameter,
-                self.home_experts,
-                self.config.num_moe_experts,
-                cuts[name.split(".")[0]],
-                sharded_offsets,
-                self.replica,
+                experts=self.home_experts,
+                num_experts=self.config.num_moe_experts,
+                cut=cuts[name.split(".")[0]],
+                offsets=sharded_offsets,
+                replica=self.replica,
             )
             for name, parameter in self.named_parameters()
         }

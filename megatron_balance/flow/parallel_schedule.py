@@ -251,11 +251,11 @@ class ParallelDispatch:
         return output_TH
 
     def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return experts' input that `repeats` ranks send alike: its gradient is one rank's, times `repeats`."""
+        """Return input that experts compute `repeats` times; multiply its gradient by it, to undo `_unrepeat`."""
         return tensor if self.repeats == 1 else _GradientTimes.apply(tensor, self.repeats)
 
     def _unrepeat(self, output: torch.Tensor) -> torch.Tensor:
-        """Return experts' output for `_repeat`: each of `repeats` ranks sends a part of their gradient."""
+        """Return the experts' output; divide its gradient by `repeats`, so that all repetitions count as one."""
         return output if self.repeats == 1 else _GradientTimes.apply(output, 1 / self.repeats)
 
     def _before(self, one: TokenStep, other: TokenStep) -> bool:

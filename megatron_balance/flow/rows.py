@@ -92,7 +92,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, order: RowOrder) -> torch.Tensor:
         ctx.order = order
-        # Detached, so that torch keeps nothing for a backward pass of its own
+        # Detached, so that torch keeps nothing for a backward pass
         return F.embedding_bag(order.by_token_R, rows_RH.detach(), order.first_T, mode="sum")
 
     @staticmethod

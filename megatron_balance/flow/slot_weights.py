@@ -11,7 +11,7 @@ from megatron_balance.flow.grouped_gemm import grouped_linear
 from megatron_balance.flow.slot_bias import add_slot_bias
 
 StandIns = Mapping[torch.Tensor, torch.Tensor]
-"""Each weight of the experts -> a leaf that shares its values and collects a gradient of its own."""
+"""Each weight of the experts -> a leaf that shares its values and collects a separate gradient."""
 
 
 @dataclass(frozen=True, eq=False)

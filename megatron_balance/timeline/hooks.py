@@ -1,4 +1,4 @@
-"""The hooks that tell the balancer when each computation of its schedule begins.
+"""The hooks that call the balancer when each computation of its schedule begins.
 
 Only this file attaches balancing to megatron-core's modules, to its schedules and to DDP.
 

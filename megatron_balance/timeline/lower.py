@@ -80,6 +80,7 @@ def lower(
     passes: Iterable[Pass],
     blocks: Sequence[Sequence[int]],
     overlap: Overlapping,
+    *,
     exact: bool = False,
     reduce_early: bool = False,
 ) -> Schedule:

@@ -49,7 +49,7 @@ EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
 
 
 class Balancer:
-    """Keeps the experts of this rank's MoE layers where their placements say, at the moments of its schedule.
+    """Keeps the experts of this rank's MoE layers where their placements put them, at the moments of its schedule.
 
     All ranks of the expert-parallel group call every method in the same order.
     """
@@ -198,8 +198,7 @@ class Balancer:
         return repeats
 
     def _begin(self, computation: Action) -> None:
-        """Execute the step before a computation: wait for earlier actions, start new ones, wait for those among them
-        that the computation needs."""
+        """Execute the step before a computation: wait for earlier actions, start new ones, wait for some of these."""
         if self._now is not None and self._now[0] == computation:
             return
         step, now = self._steps.popleft(), clock.mark()

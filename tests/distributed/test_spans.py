@@ -1,10 +1,13 @@
 """A torch profile has a span for each step of an MoE layer, of the balancer and of the optimizer."""
 
+from pathlib import Path
+
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_balance.training.loop import train_step
 from tests.distributed import runs
+from tests.distributed.wandering import wandering
 
 LAYER = {"route", "plan", "dispatch", "experts", "combine"}
 BACKWARD = {"combine backward", "experts backward", "dispatch backward"}
@@ -14,12 +17,13 @@ ONE_LAYER = "--expert-model-parallel-size 2 --num-layers 1"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def spans_of(flags: str) -> tuple[int, dict[str, int]]:
-    """Microbatches of a run's second iteration, and the number of its spans by name."""
+def spans_of(flags: str, iterations: int = 1) -> tuple[int, dict[str, int]]:
+    """Microbatches of an iteration, and the number of spans by name in `iterations` iterations after the first one."""
     run = runs.build(flags)
     train_step(run)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        train_step(run)
+        for _ in range(iterations):
+            train_step(run)
     names = {*LAYER, *BACKWARD, *BALANCER, "optimizer"}
     return run.batches.get(), {event.key: event.count for event in profiler.key_averages() if event.key in names}
 
@@ -46,3 +50,8 @@ def test_spans_with_a_policy(ranks, overlap: str) -> None:
     policy = f"--balance-policy top2 --balance-profile builtin --balance-overlap {overlap}"
     for _, spans in ranks(2).run(spans_of, f"{ONE_LAYER} {policy}"):
         assert {*spans} == {*LAYER, *BACKWARD, "Plan", "Trans", "Agg", "optimizer"}
+
+
+def test_spans_of_experts_that_change_their_owners(ranks, tmp_path: Path) -> None:
+    for _, spans in ranks(2).run(spans_of, f"{wandering(2, tmp_path)} --num-layers 1", 4):
+        assert {*spans} == {*LAYER, *BACKWARD, *BALANCER, "optimizer"}

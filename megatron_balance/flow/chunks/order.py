@@ -10,7 +10,7 @@ computing tasks determines everything:
 
     C1.0 C1.1 D1.0 E.0 C2.0 D1.1 E.1 C2.1 D2.0 D2.1
 
-A backward pass takes the same seven tasks, with gradients, in an order of its own.
+A backward pass takes the same seven tasks, with gradients, in its own order.
 """
 
 import functools

@@ -109,7 +109,7 @@ class ChunkedDispatch:
 
 
 def mixture(
-    rows_RH: torch.Tensor, probs_R: torch.Tensor, chunked: ChunkedDispatch, experts: GroupedExperts, begin: Begin
+    rows_RH: torch.Tensor, probs_R: torch.Tensor, chunked: ChunkedDispatch, *, experts: GroupedExperts, begin: Begin
 ) -> torch.Tensor:
     """Compute each row with its expert, weighted: [R, H], each result where its row was; differentiable.
 
@@ -160,6 +160,7 @@ def execute(
     order: Order,
     rows: Sequence[torch.Tensor],
     splits: Sequence[torch.Tensor],
+    *,
     there: Start,
     back: Start,
     compute: Callable[[int, torch.Tensor], torch.Tensor],
@@ -288,7 +289,7 @@ class _Mixture(torch.autograd.Function):
         there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
         back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
         parts = rows_RH.split(chunked.sent)
-        results = execute(chunked.chunking.forward, parts, chunked.splits, there, back, compute)
+        results = execute(chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("combine"):
             return chunked.joined(results)
 
@@ -326,7 +327,7 @@ class _Mixture(torch.autograd.Function):
         there = _spanned("combine backward", functools.partial(spread, exchange.combine.reverse))
         back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
         parts = gradient_RH.split(chunked.sent)
-        results = execute(chunked.chunking.backward, parts, chunked.splits, there, back, compute)
+        results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("dispatch backward"):
             of_rows = chunked.joined(results)
             to_probs = transposed(going.pop().wait(), _sent_CHS(chunked).transpose(0, 1), (1, 0, 2))
