@@ -1,7 +1,7 @@
 """Wires balancing: RunConfig and a built model -> the Balancer that keeps its experts where the policy wants them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,24 +74,42 @@ def build_balancer(
     minutes = config.launch.distributed_timeout_minutes
     twin = device_groups.new_twin(groups.ep, dist.group.WORLD, minutes)
     connect(twin)
-    ownership = _ownership(groups, minutes) if settings.balance_ownership == "transfer" else None
+    balancer = Balancer(
+        group=groups.ep,
+        transfer=ExpertTransfer(twin),
+        layers=states,
+        schedule=_schedule(config, groups, by_chunk),
+        microbatches=microbatches,
+        guest_bytes=guest_bytes,
+        ownership=_ownership(groups, minutes) if settings.balance_ownership == "transfer" else None,
+        explain=settings.balance_explain,
+        shards=groups.tp_ep,
+        planner=planner,
+    )
+    hooks.install(balancer, layers, model, transformer)
+    return balancer
+
+
+def _schedule(
+    config: RunConfig, groups: ProcessGroupCollection, by_chunk: Sequence[Iterable[int]]
+) -> Callable[[int], Schedule]:
+    """Return a function from the number of microbatches to this stage's schedule, which is the same every time.
+
+    Args:
+        by_chunk: numbers of the MoE layers of each model chunk.
+    """
 
     @functools.cache
     def schedule(microbatches: int) -> Schedule:
         return lower(
-            hooks.stage_passes(transformer, groups.pp.rank(), microbatches),
+            hooks.stage_passes(config.transformer, groups.pp.rank(), microbatches),
             [list(chunk) for chunk in by_chunk],
-            settings.balance_overlap,
-            exact=settings.balance_load == "exact",
+            config.balance.balance_overlap,
+            exact=config.balance.balance_load == "exact",
             reduce_early=config.ddp.overlap_grad_reduce,
         )
 
-    explain, transfer = settings.balance_explain, ExpertTransfer(twin)
-    balancer = Balancer(
-        groups.ep, transfer, states, schedule, microbatches, guest_bytes, ownership, explain, groups.tp_ep, planner
-    )
-    hooks.install(balancer, layers, model, transformer)
-    return balancer
+    return schedule
 
 
 def _ownership(groups: ProcessGroupCollection, timeout_minutes: float) -> OwnershipTransfer:

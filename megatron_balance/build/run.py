@@ -224,7 +224,7 @@ def balanced_layer_spec(
     spec.submodules.mlp = ModuleSpec(
         module=BalancedMoELayer,
         submodules=submodules,
-        params={"path": path, "balance": balance, "exchange": exchange, "chunks": chunks},
+        params={"parallel": path, "balance": balance, "exchange": exchange, "chunks": chunks},
     )
     return spec
 

@@ -127,8 +127,15 @@ def build_chunk_choice(
         cost = CostModel(profile(), token_bytes, param_bytes=0.0, grad_bytes=0.0)
         decide = ByMiniTasks(Demi(**policy_options("demi", vars(config.balance))), cost)
     else:
-        known, row = _profile_of(config, path.wire, profile()), (transformer.hidden_size, transformer.params_dtype)
-        model = TaskModel(known, exchange, path.sharding(), path.groups.ep.size(), comm.moe_comm_codec, *row)
+        model = TaskModel(
+            profile=_profile_of(config, path.wire, profile()),
+            exchange=exchange,
+            sharding=path.sharding(),
+            hosts=path.groups.ep.size(),
+            codec=comm.moe_comm_codec,
+            hidden=transformer.hidden_size,
+            dtype=transformer.params_dtype,
+        )
         decide = ByPrediction(find_degrees(comm.moe_comm_chunks), find_order(comm.moe_comm_order), model)
     say = functools.partial(print, flush=True) if dist.get_rank() == 0 and config.balance.balance_explain else None
     return ChunkChoice(decide, iteration, comm.moe_comm_refit_interval, say)

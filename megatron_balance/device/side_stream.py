@@ -1,4 +1,4 @@
-"""Work beside the computation: one thing after the other, in the order in which it was started."""
+"""Work that overlaps with the computation, in the order in which it was started."""
 
 import queue
 import threading
@@ -13,11 +13,11 @@ from megatron_balance.device import clock
 
 @dataclass(eq=False)
 class AsyncWork:
-    """Work that was started on a lane."""
+    """Work that was started on a side stream."""
 
     issued: clock.Mark
     wait: Callable[[], tuple[clock.Mark, clock.Mark]]
-    """Waits until the work is done (on CUDA the current stream waits, not the host) and says when it ran."""
+    """Waits until the work is done (on CUDA the current stream waits, not the host); returns its start and end."""
 
 
 class SideStream:
@@ -27,17 +27,17 @@ class SideStream:
     """
 
     def __init__(self, name: str) -> None:
-        # A stream of its own: NCCL's kernels would else wait for the computation that was queued before them
+        # On the current stream, NCCL's kernels would wait for the computation that was queued before them
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future]] = queue.SimpleQueue()
         if self._stream is None:
             threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> AsyncWork:
-        """Let `work` begin once all is done that this thread has computed or queued before, and return at once.
+        """Start `work` after everything that this thread has computed or queued; return at once.
 
         Args:
-            prepare: what has to come before it on the calling thread.
+            prepare: called before it, on the calling thread.
         """
         issued = clock.mark()
         if self._stream is None:
@@ -45,7 +45,7 @@ class SideStream:
             future: Future = Future()
             self._tasks.put((work, future))
             return AsyncWork(issued, future.result)
-        # What is sent was computed on the current stream, and what is overwritten was read there
+        # The current stream computed what `work` sends, and read what it overwrites
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             prepare()
@@ -55,7 +55,7 @@ class SideStream:
 
         def wait() -> tuple[clock.Mark, clock.Mark]:
             assert isinstance(end, torch.cuda.Event)
-            # Computation goes on with what has arrived; the host runs ahead
+            # Computation continues with what has arrived; the host runs ahead
             torch.cuda.current_stream().wait_event(end)
             return start, end
 
@@ -67,7 +67,7 @@ class SideStream:
             start = clock.mark()
             try:
                 work()
-            except BaseException as error:  # whoever waits gets it
+            except BaseException as error:  # raised where the work is waited for
                 future.set_exception(error)
             else:
                 future.set_result((start, clock.mark()))

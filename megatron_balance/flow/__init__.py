@@ -1,0 +1,19 @@
+"""Where a token goes: one MoE layer, one iteration. Begin with layer.py.
+
+layer.py               the verbs of a mixture of experts, in order
+plan.py                the dispatch plan: how many tokens each source sends to each physical expert
+reroute.py             the router's choice of logical experts -> physical experts
+dispatcher.py          dispatch, experts and combine: over our all-to-alls, or over megatron-core's dispatchers
+rows.py                a row for every expert that a token chose, and the sums of each token's rows
+chunks/                rows to their experts and back in chunks, so that exchange and computation overlap
+
+experts.py             the experts of one rank: two projections with an activation between them
+slot_weights.py        weights of one linear layer: parameters in home slots, copies in guest slots
+grouped_gemm.py        one matrix product for the rows of all slots
+slot_bias.py           the bias of each slot
+expert_shards.py       how a checkpoint stores experts: by logical expert, whoever owns it
+
+parallel_schedule.py   the orders of steps with tensor parallelism and sharded experts: megatron, baseline, s1, s2
+schedule_choice.py     predicts whether s1 or s2 takes less time
+reference.py           a mixture of experts by its definition, for tests
+"""

@@ -1,7 +1,4 @@
-"""Tokens to the experts that compute them, through those, and back.
-
-Shape suffixes: T tokens of this rank, H hidden, P physical experts, R rows (one per token and chosen slot), C chunks.
-"""
+"""How a layer's tokens reach their physical experts and come back: one dispatcher for each kind of exchange."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -17,81 +14,109 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoETokenDispatcher,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.profiler import record_function
 
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import Chunking, in_chunks
-from megatron_balance.flow.chunks.pipeline import Begin, Job, RowShare, mixture
+from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.plan import DispatchPlan
+from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.flow.rows import fused_rows_of, rows_of
 from megatron_balance.placement.placement import Placement
 
 Chunks = Callable[[DispatchPlan], Chunking]
-"""How the tokens of a plan are to be split, and in which order chunks are worked on; the same on all ranks."""
+"""A plan -> how its tokens are split into chunks, and the order of the chunks' tasks; the same on all ranks."""
 
 
-@dataclass(frozen=True, eq=False)
-class Routed:
-    """This rank's tokens of one forward pass, and where they go."""
+class Handle(ABC):
+    """What `dispatch` has decided about one pass's rows, for the two steps that follow it."""
 
-    tokens_TH: torch.Tensor
-    parts: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    """What each source sends of them: [T, P] combine weights, and [T, P] bool, the physical experts of each token. This
-    rank alone; or all ranks that have the same tokens, where each sends a share of their rows."""
+    @abstractmethod
+    def compute(
+        self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
+    ) -> torch.Tensor:
+        """Compute each row with its expert, weighted by its combine probability: [R, H].
 
-    plan: DispatchPlan
-    """How many tokens go from each source to each physical expert."""
+        Args:
+            rows_RH, probs_R: from `dispatch`.
+            experts: those of this rank.
+            begin: called when they begin and end their computation, forward and backward.
+        """
+
+    @abstractmethod
+    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """Add up the rows of each token: [R, H] -> [T, H]."""
 
 
 class Dispatcher(ABC):
     """Takes every token to its physical experts and brings the results back."""
 
     @abstractmethod
-    def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
-        """Each token through its physical experts: the sum of their weighted outputs.
+    def dispatch(
+        self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
+        """Make one row of each token and physical expert that it chose.
 
         Args:
-            experts: of this rank.
-            begin: is told when they compute, forward and backward.
+            tokens_TH: tokens of this rank.
+            routing: by source, what it sends of them: this rank alone; or all ranks that have the same tokens, where
+                each sends a share of their rows.
+            plan: number of tokens from each source to each physical expert.
 
         Returns:
-            [T, H].
+            rows [R, H], their combine weights [R], and the handle that computes and combines them.
         """
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Executes the plan over all-to-alls, in one chunk or in several."""
+    """Executes the plan with all-to-alls, in one chunk or in several."""
 
     def __init__(
-        self, config: TransformerConfig, path: ParallelDispatch, exchange: TokenExchange, chunks: Chunks
+        self, config: TransformerConfig, parallel: ParallelDispatch, exchange: TokenExchange, chunks: Chunks
     ) -> None:
-        """`path` says how rows get to all shards of their experts, and who shares them."""
+        """`parallel` decides how rows reach all shards of their experts, and which ranks share rows."""
         self.fused = config.moe_permute_fusion
-        self.path, self.sharding, self.exchange, self.chunks = path, path.sharding(), exchange, chunks
+        self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
 
-    def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
-        plan, chunking = routed.plan, self.chunks(routed.plan)
-        tokens_CDP = chunking.split(plan)
-        split = [in_chunks(*part, tokens_CDP[:, source]) for source, part in routed.parts.items()]
-        probs, routing = (torch.cat(tensors, dim=1) for tensors in zip(*split, strict=True))
-        sizes_CM = tokens_CDP[:, [*routed.parts]].sum(2)
-        # Each token once per chosen expert, grouped by member, chunk, rank and slot
-        copies = fused_rows_of if self.fused else rows_of
-        rows, probs, combine = copies(routed.tokens_TH, probs, routing, int(sizes_CM.sum()))
-        job = Job(
-            self.path.source,
-            self.path.groups.ep.rank(),
-            self.exchange,
-            self.sharding,
-            experts,
-            [DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP],
-            chunking,
-            begin,
-            self.fused,
-            RowShare(self.path.groups.tp, sizes_CM, self.path.simultaneous) if len(routed.parts) > 1 else None,
-        )
-        return combine(mixture(rows, probs, job))
+    def dispatch(
+        self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
+        """Group rows by member, chunk, rank and slot; `compute` sends them, chunk by chunk."""
+        with record_function("dispatch"):
+            chunking, groups = self.chunks(plan), self.parallel.groups
+            tokens_CDP = chunking.split(plan)
+            split = [in_chunks(*choices, tokens_CDP[:, source]) for source, choices in routing.items()]
+            probs, chosen = (torch.cat(tensors, dim=1) for tensors in zip(*split, strict=True))
+            sizes_CM = tokens_CDP[:, [*routing]].sum(2)
+            copies = fused_rows_of if self.fused else rows_of
+            rows = copies(tokens_TH, probs, chosen, int(sizes_CM.sum()))
+            chunked = ChunkedDispatch(
+                source=self.parallel.source,
+                host=groups.ep.rank(),
+                exchange=self.exchange,
+                sharding=self.sharding,
+                plans=[DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP],
+                chunking=chunking,
+                fused=self.fused,
+                share=RowShare(groups.tp, sizes_CM, self.parallel.simultaneous) if len(routing) > 1 else None,
+            )
+            return rows.rows_RH, rows.probs_R, _InChunks(chunked, rows.combine)
+
+
+@dataclass(frozen=True, eq=False)
+class _InChunks(Handle):
+    chunked: ChunkedDispatch
+    sums: Callable[[torch.Tensor], torch.Tensor]
+
+    def compute(
+        self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
+    ) -> torch.Tensor:
+        return mixture(rows_RH, probs_R, self.chunked, experts=experts, begin=begin)
+
+    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        with record_function("combine"):
+            return self.sums(rows_RH)
 
 
 MEGATRON_DISPATCHERS = {
@@ -104,8 +129,8 @@ MEGATRON_DISPATCHERS = {
 class MegatronDispatcher(Dispatcher):
     """One of megatron-core's own dispatchers (flex is DeepEP).
 
-    Those take every expert that they are told of for a logical one, so they are told of the physical experts: by a copy
-    of the config, one for each number of slots that placements have in use.
+    They take every expert to be a logical one. So they get a copy of the config that counts the physical experts, one
+    copy for each number of slots that placements have in use.
     """
 
     def __init__(self, config: TransformerConfig, rank: int, groups: ProcessGroupCollection) -> None:
@@ -123,17 +148,38 @@ class MegatronDispatcher(Dispatcher):
             )
         return self._stages[slots]
 
-    def run(self, routed: Routed, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
-        stages = self._stages_for(routed.plan.placement)
-        ((probs, routing),) = routed.parts.values()
-        rows, probs = stages.dispatch_preprocess(routed.tokens_TH, routing, probs)
-        rows, probs = stages.token_dispatch(rows, probs)
-        rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
-        begin("experts")
-        if rows.requires_grad:
-            rows.register_hook(lambda gradient: begin("dispatch_backward"))
-        rows = experts(rows, tokens_per_slot.cpu(), probs)
-        begin("combine")
-        if rows.requires_grad:
-            rows.register_hook(lambda gradient: begin("experts_backward"))
-        return stages.combine_postprocess(stages.token_combine(stages.combine_preprocess(rows)))
+    def dispatch(
+        self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
+        """Send rows to their experts; the rows that are returned are those that this rank's experts compute."""
+        with record_function("dispatch"):
+            stages = self._stages_for(plan.placement)
+            ((probs, chosen),) = routing.values()
+            rows, probs = stages.dispatch_preprocess(tokens_TH, chosen, probs)
+            rows, probs = stages.token_dispatch(rows, probs)
+            rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
+            return rows, probs, _InStages(stages, tokens_per_slot)
+
+
+@dataclass(frozen=True, eq=False)
+class _InStages(Handle):
+    stages: MoETokenDispatcher
+    tokens_per_slot: torch.Tensor
+
+    def compute(
+        self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
+    ) -> torch.Tensor:
+        with record_function("experts"):
+            begin("experts")
+            if rows_RH.requires_grad:
+                rows_RH.register_hook(lambda gradient: begin("dispatch_backward"))
+            rows_RH = experts(rows_RH, self.tokens_per_slot.cpu(), probs_R)
+            begin("combine")
+            if rows_RH.requires_grad:
+                rows_RH.register_hook(lambda gradient: begin("experts_backward"))
+            return rows_RH
+
+    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        with record_function("combine"):
+            stages = self.stages
+            return stages.combine_postprocess(stages.token_combine(stages.combine_preprocess(rows_RH)))

@@ -1,14 +1,13 @@
 """Step orders of an MoE layer under tensor-parallel attention (MP), expert parallelism (EP) and sharded experts (ESP).
 
-An order is data: `SCHEDULES`. `ParallelDispatch` says what its steps mean for a layer's tokens. Rows between `dump` or
-the first all-to-all and the last all-to-all pass through flow/chunks/pipeline.py, by the `Sharding` that the order asks
-for.
+An order is data: `SCHEDULES`. `ParallelDispatch` executes its steps on a layer's tokens. flow/chunks/pipeline.py
+executes the steps from `dump` or the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
 
-    megatron   what megatron-core's dispatcher does
-    baseline   what DeepSpeed-MoE does (Parm, Fig. 3a)
-    s1, s2     PauseMP: no rank computes what another one does (Parm, Fig. 3b and 3c)
+    megatron   the order of megatron-core's dispatcher
+    baseline   the order of DeepSpeed-MoE (Parm, Fig. 3a)
+    s1, s2     PauseMP: no two ranks compute the same row (Parm, Fig. 3b and 3c)
 
-A backward pass takes the same steps the other way round: the gradient of a split is an all-gather, and so on.
+A backward pass takes the same steps in reverse: the gradient of a split is an all-gather, and so on.
 """
 
 import functools
@@ -27,10 +26,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
 from megatron_balance.flow.chunks.chunking import in_chunks, split_evenly
+from megatron_balance.flow.plan import Choices
 
 
 class TokenStep(StrEnum):
-    """What happens to a layer's tokens, or to their rows: one for each expert that a token chose."""
+    """A step of a layer's tokens, or of their rows; a token has one row for each expert that it chose."""
 
     MP_SPLIT = "MP-Split"
     GATE = "Gate"
@@ -67,26 +67,28 @@ SCHEDULES: dict[str, tuple[TokenStep, ...]] = {
 
 
 class Shape(NamedTuple):
-    """Of a layer (Parm, Table I)."""
+    """The sizes of a layer (Parm, Table I)."""
 
     tokens: int
-    """B * L: of a rank's input."""
+    """B * L: tokens of a rank's input."""
 
     hidden: int
-    """M."""
+    """M: hidden size."""
 
     rows: int
-    """E * T: that experts compute, from `tokens` tokens."""
+    """E * T: rows that experts compute, from `tokens` tokens."""
 
     mp: int
+    """N_MP: tensor-parallel ranks."""
     esp: int
+    """N_ESP: shards of an expert."""
 
 
 def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
-    """What every collective of a forward pass is given or gives, the larger of the two, in elements per rank.
+    """Return the elements per rank of each collective of a forward pass: of its input or output, whichever is larger.
 
-    The part that stays on the rank is counted. With collectives as functions of these, the sums are Eq. 1 (baseline),
-    Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2 of Parm.
+    The part that stays on the rank counts too. With times of collectives as functions of these sizes, the sums are
+    Parm's Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2.
     """
     tokens, rows = shape.tokens * shape.hidden, shape.rows * shape.hidden
     each = {
@@ -107,31 +109,31 @@ def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
 
 
 class ParallelDispatch:
-    """What one schedule's steps are on this rank."""
+    """One schedule's steps on this rank."""
 
     def __init__(
         self,
         steps: Sequence[TokenStep],
         groups: ProcessGroupCollection,
         sequence_parallel: bool,
-        beside: dist.ProcessGroup | None = None,
+        gather_group: dist.ProcessGroup | None = None,
     ) -> None:
         """
         Args:
             sequence_parallel: tokens of tensor-parallel ranks differ; otherwise they are the same.
-            beside: the tensor-parallel ranks, for those who gather rows while others come (SAA); None: one after the
-                other.
+            gather_group: the tensor-parallel ranks in a second group, over which s2 passes rows on while it receives
+                others (SAA); None: it receives all, then gathers.
         """
         self.steps, self.groups = tuple(steps), groups
         self.copies = 1 if sequence_parallel else groups.tp.size()
         """Ranks that hold the same tokens."""
         self.simultaneous: Simultaneous | None = None
-        if beside is not None and self.splits_rows:
-            self.simultaneous = Simultaneous(groups.expt_tp.size(), beside, self.members)
+        if gather_group is not None and self.splits_rows:
+            self.simultaneous = Simultaneous(groups.expt_tp.size(), gather_group, self.members)
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether each tensor-parallel rank routes a part of the tokens: gradients of its router are partial."""
+        """Whether each tensor-parallel rank routes a part of the tokens, so that its router's gradients are partial."""
         return self.copies > 1 and self._before(TokenStep.MP_SPLIT, TokenStep.GATE)
 
     @property
@@ -141,7 +143,7 @@ class ParallelDispatch:
 
     @property
     def repeats(self) -> int:
-        """How many times experts compute the same row."""
+        """Number of times that experts compute the same row."""
         return 1 if self.splits_tokens or self.splits_rows else self.copies
 
     @property
@@ -151,7 +153,7 @@ class ParallelDispatch:
 
     @property
     def sources(self) -> dist.ProcessGroup:
-        """The ranks that have tokens of their own to dispatch, in the order of the load matrix."""
+        """The ranks with tokens of their own to dispatch, in the order of the load matrix."""
         return self.groups.ep if self.gathers_tokens else self.groups.tp_ep
 
     @property
@@ -161,17 +163,17 @@ class ParallelDispatch:
 
     @functools.cached_property
     def members(self) -> list[int]:
-        """The rows of all ranks with these tokens, in the order in which they share them."""
+        """The sources that have these tokens, in the order in which they share the rows."""
         sources = dist.get_process_group_ranks(self.sources)
         return [sources.index(rank) for rank in dist.get_process_group_ranks(self.groups.tp)]
 
     @property
     def wire(self) -> dist.ProcessGroup:
-        """The ranks among which rows are exchanged."""
+        """The ranks that exchange rows."""
         return self.groups.tp_ep if TokenStep.EP_ESP_ALL_TO_ALL in self.steps else self.groups.ep
 
     def sharding(self) -> Sharding:
-        """How rows get to all shards of their experts, and back."""
+        """Return how rows reach all shards of their experts and come back."""
         shards = self.groups.expt_tp
         if shards.size() == 1:
             return Unsharded()
@@ -179,63 +181,81 @@ class ParallelDispatch:
             return DirectAllToAll(shards.size())
         return AllReduce(shards) if self.gathers_tokens else AllGather(shards)
 
-    def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The tokens that this rank routes, of the layer's input [sequence, ...]."""
-        if self.splits_tokens:
-            return scatter_to_sequence_parallel_region(hidden_states, group=self.groups.tp)
-        return hidden_states
-
-    def leave(self, output: torch.Tensor) -> torch.Tensor:
-        """The layer's output for all of its input, from that for `enter`."""
-        if self.splits_tokens:
-            return gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=self.groups.tp)
-        return output
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [N * T, ...]: that of all shards of the host, if tokens are gathered."""
-        if self.gathers_tokens:
-            return gather_from_sequence_parallel_region(
-                tensor, tensor_parallel_output_grad=False, group=self.groups.expt_tp
-            )
-        return tensor
+    def enter(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the part of the layer's input [sequence, ...], and of its mask, that this rank routes."""
+        if not self.splits_tokens:
+            return hidden_states, padding_mask
+        mask = None if padding_mask is None else scatter_to_sequence_parallel_region(padding_mask, group=self.groups.tp)
+        return scatter_to_sequence_parallel_region(hidden_states, group=self.groups.tp), mask
 
     def agree(self, logits: torch.Tensor) -> torch.Tensor:
-        """The router logits from which all ranks that share rows decide: those of the first of these ranks.
+        """Return the router logits of the first of the ranks that share rows, from which all of them decide.
 
         Copies of hidden states differ by rounding on a GPU. Ranks that chose different experts for a token would count,
         send and combine different rows. A rank's own logits get the gradient.
         """
         return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
 
-    def shares(self, probs_TE: torch.Tensor, map_TE: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """By source, in the order of the ranks that have these tokens: what it sends of them, as (weights, choices)."""
+    def share(self, own_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, dict[int, Choices]]:
+        """Return the tokens [T, H] that this rank dispatches, and by source what that source sends of them.
+
+        If tokens are gathered, these are the tokens of all shards of the host. If rows are split, the sources are all
+        ranks with these tokens, in the order in which they share them; otherwise this rank alone.
+
+        Args:
+            own_TH: the tokens that this rank has routed.
+            chosen: their experts.
+        """
+        tokens_TH, probs_TE = (self._gather(self._repeat(tensor)) for tensor in (own_TH, chosen.probs_TE))
+        map_TE = self._gather(chosen.map_TE)
         if not self.splits_rows:
-            return {self.source: (probs_TE, map_TE)}
+            return tokens_TH, {self.source: Choices(probs_TE, map_TE)}
         members = self.members
         tokens_ME = split_evenly(map_TE.sum(0, keepdim=True), len(members))[:, 0]
-        shared = zip(*(tensor.chunk(len(members), 1) for tensor in in_chunks(probs_TE, map_TE, tokens_ME)), strict=True)
-        return dict(zip(members, shared, strict=True))
+        shares = (tensor.chunk(len(members), 1) for tensor in in_chunks(probs_TE, map_TE, tokens_ME))
+        return tokens_TH, dict(zip(members, map(Choices, *shares), strict=True))
 
-    def keep(self, output_TH: torch.Tensor) -> torch.Tensor:
-        """The part of this shard's own tokens, as `gather` took them."""
-        if self.gathers_tokens:
-            return scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
-        return output_TH
+    def leave(self, output_TH: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the layer's output for all of its input, from the output for the tokens of `share`.
+
+        Args:
+            shape: of what this rank has routed.
+        """
+        output = self._unrepeat(self._own(output_TH)).view(shape)
+        if self.splits_tokens:
+            return gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=self.groups.tp)
+        return output
 
     def router_groups(self) -> ProcessGroupCollection:
-        """What a router reduces its auxiliary losses over: ranks with other tokens, not those with the same."""
+        """Return groups whose routers reduce auxiliary losses over ranks with other tokens, not those with the same."""
         if self.copies == 1 or self.splits_tokens:
             return self.groups
         chosen = ProcessGroupCollection(**vars(self.groups))
         chosen.tp_cp, chosen.tp_dp_cp = self.groups.cp, self.groups.dp_cp
         return chosen
 
-    def alone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What experts are given by each of `repeats` ranks: its gradient is that of one of them times all."""
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [N * T, ...]: the tensors of all shards of the host, if tokens are gathered."""
+        if self.gathers_tokens:
+            return gather_from_sequence_parallel_region(
+                tensor, tensor_parallel_output_grad=False, group=self.groups.expt_tp
+            )
+        return tensor
+
+    def _own(self, output_TH: torch.Tensor) -> torch.Tensor:
+        """[N * T, H] -> [T, H]: this shard's part of what `_gather` put together."""
+        if self.gathers_tokens:
+            return scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
+        return output_TH
+
+    def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return input that experts compute `repeats` times; multiply its gradient by it, to undo `_unrepeat`."""
         return tensor if self.repeats == 1 else _GradientTimes.apply(tensor, self.repeats)
 
-    def together(self, output: torch.Tensor) -> torch.Tensor:
-        """What experts returned to `alone`: they get their gradient from `repeats` ranks, a part from each."""
+    def _unrepeat(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the experts' output; divide its gradient by `repeats`, so that all repetitions count as one."""
         return output if self.repeats == 1 else _GradientTimes.apply(output, 1 / self.repeats)
 
     def _before(self, one: TokenStep, other: TokenStep) -> bool:

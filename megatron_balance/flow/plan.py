@@ -1,15 +1,14 @@
-"""What a layer sends where, decided before anything moves.
+"""The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any move.
 
-Shape suffixes: D sources (ranks that have tokens of their own: one per host, or one per shard of it), H hosts
-(expert-parallel ranks), E logical experts, P physical experts (host, slot), S slots per host, M experts with several
-hosts, K hosts of the expert that has the most.
+A source is a rank with tokens of its own: one per host, or one per shard of it. In shapes, D counts sources, H hosts
+(the ranks of an expert-parallel group), M experts with several hosts, and K the hosts of the expert that has the most.
 """
 
 import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,14 +17,24 @@ from megatron_balance.placement.placement import Placement
 Split = Literal["local_first", "proportional"]
 
 
+class Choices(NamedTuple):
+    """The experts that tokens chose: logical ones from the router, physical ones (P in place of E) from `reroute`."""
+
+    probs_TE: torch.Tensor
+    """[T, E] combine weights."""
+
+    map_TE: torch.Tensor
+    """[T, E] bool: the chosen experts."""
+
+
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Tokens from every source rank to every physical expert, for one layer and one forward pass."""
+    """Tokens from every source to every physical expert, for one layer and one forward pass."""
 
     placement: Placement
 
     tokens_DP: torch.Tensor
-    """[D, P] int64 in host memory: copies of tokens that source d sends to physical expert p."""
+    """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
 
     @functools.cached_property
     def splits_DH(self) -> torch.Tensor:
@@ -33,27 +42,27 @@ class DispatchPlan:
         return self.tokens_DP.view(len(self.tokens_DP), self.placement.num_ranks, -1).sum(2)
 
     def received_DS(self, rank: int) -> torch.Tensor:
-        """[D, S]: tokens that the host `rank` receives from each source for each of its slots."""
+        """Return [D, S], the tokens that the host `rank` receives from each source for each of its slots."""
         slots = self.placement.slots_per_rank
         return self.tokens_DP[:, rank * slots : (rank + 1) * slots]
 
     def tokens_per_slot(self, rank: int) -> torch.Tensor:
-        """[S]: tokens that each slot of `rank` computes."""
+        """Return [S], the tokens that each slot of `rank` computes."""
         return self.received_DS(rank).sum(0)
 
 
 def make_dispatch_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
-    """Share each source rank's tokens among the hosts of the experts that they chose.
+    """Share each source's tokens among the hosts of the experts that they chose.
 
-    Sources on the same host are one to the rules below; what that host sends is divided among them in their order.
+    The rules below treat all sources on a host as one; the host's plan is then divided among them in their order.
 
     Args:
         counts_DE: [D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. The sources of
-            host 0 come first, then those of host 1, ..., equally many each.
+            host 0 come first, then those of host 1, and so on; each host has the same number of sources.
         placement: hosts of every expert; the same on all ranks, so that all ranks make the same plan.
         split: `local_first` (Pro-Prophet, section IV-A): a rank that hosts an expert computes its own tokens for it,
-            all others send to the primary host. `proportional` (FlexMoE, Algorithm 3): every vExpert of an expert
-            computes equally many tokens, a rank's own ones first.
+            all other ranks send to the primary host. `proportional` (FlexMoE, Algorithm 3): every vExpert of an expert
+            computes the same number of tokens, its rank's own tokens first.
     """
     assert counts_DE.ndim == 2 and counts_DE.shape[1] == placement.num_experts
     assert len(counts_DE) % placement.num_ranks == 0
@@ -71,15 +80,15 @@ def make_dispatch_plan(counts_DE: torch.Tensor, placement: Placement, split: Spl
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
-    """[H, E]: the load matrix with the sources of a host added up."""
+    """Return [H, E], the load matrix with the sources of each host added up."""
     return counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
 
 
 def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
-    """[D, P]: what a plan has each host send, divided among its sources.
+    """Divide the tokens that a plan lets each host send among the host's sources: [D, P].
 
-    A host's tokens for an expert lie in a row, source after source, and are cut where its plan says: the first part
-    goes to the first physical expert, and so on. So much of it is each source's as the two cuts have in common.
+    Order a host's tokens for an expert by source, and cut them at the plan's numbers: the first part goes to the first
+    physical expert, and so on. A source sends to a physical expert the overlap of its own tokens with that part.
     """
     placement, hosts = plan.placement, plan.placement.num_ranks
     experts_P = torch.tensor(placement.expert_of_physical)
@@ -94,13 +103,13 @@ def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int | None = None) -> torch.Tensor:
-    """Rows of uneven length -> [rows, longest] int64; short rows go on with `fill`, or else with their last number."""
+    """Rows of uneven length -> [rows, longest] int64; short rows are filled with `fill`, or with their last number."""
     width = max(len(row) for row in rows)
     return torch.tensor([(*row, *[row[-1] if fill is None else fill] * (width - len(row))) for row in rows])
 
 
 def _nearest_host(placement: Placement) -> torch.Tensor:
-    """[D, E]: the physical expert of each source rank for each expert: its own if it hosts it, else the primary."""
+    """Return [D, E], the physical expert to which each rank sends: its own if it hosts the expert, else the primary."""
     primary = [placement.physical(rank, expert) for expert, rank in enumerate(placement.primary)]
     target_DE = torch.tensor(primary).repeat(placement.num_ranks, 1)
     experts_P = torch.tensor(placement.expert_of_physical)
@@ -114,9 +123,9 @@ def _share_proportionally(
 ) -> None:
     """Overwrite the tokens of the `shared` experts (those with several hosts) by FlexMoE's Algorithm 3.
 
-    Whole tokens: capacities are rounded by largest remainder, and each source in turn splits what it cannot compute
-    itself over the availability that the sources before it have left. Thus every host computes its capacity exactly;
-    independent splits would round the same way on every source, towards the same host.
+    Tokens are whole: capacities are rounded by largest remainder, and each source in turn splits the tokens that it
+    cannot compute itself over the availability that earlier sources have left. Thus every host computes its capacity
+    exactly; independent splits would round the same way on every source, towards the same host.
     """
     counts_DM = counts_DE[:, shared]
     assert int(counts_DM.sum(0).max()) < 2**31, "a product of two counts fits an int64"
@@ -124,7 +133,7 @@ def _share_proportionally(
     ranks_MK = physicals_MK // placement.slots_per_rank
     copies_MK = pad_rows([tuple(Counter(placement.hosts[expert]).values()) for expert in shared], fill=0)
 
-    # Lines 2-3: a vExpert's capacity is an even share of its expert's tokens; a host has that of its vExperts
+    # Lines 2-3: a vExpert's capacity is an even share of its expert's tokens; a host's, the sum over its vExperts
     capacity_MK = largest_remainder(counts_DM.sum(0), copies_MK)
     # Lines 4-5: locality first
     local_MK = torch.minimum(capacity_MK, counts_DM.T.gather(1, ranks_MK))
@@ -145,8 +154,8 @@ def _share_proportionally(
 def largest_remainder(amount_M: torch.Tensor, weight_MK: torch.Tensor) -> torch.Tensor:
     """Split each amount in proportion to its weights into whole numbers that sum to it: [M, K] int64.
 
-    Each share is its quota rounded down or up; up where the remainders are largest, of equal ones the first. A weight
-    of zero gets nothing. `amount_M` is zero wherever all weights are.
+    Each share is its quota rounded down or up: up where the remainders are largest, and the first among equal ones. A
+    weight of zero gets nothing. `amount_M` is zero wherever all weights are zero.
     """
     total_M1 = weight_MK.sum(1, keepdim=True).clamp(min=1)
     product_MK = amount_M.unsqueeze(1) * weight_MK

@@ -1,6 +1,6 @@
-"""A mixture of experts by the definition: one process, one expert at a time, no communication.
+"""A mixture of experts by its definition: one process, one expert at a time, no communication.
 
-What the layer does fast has to equal this. Shape suffixes: T tokens, H hidden, E experts, F inner width.
+The layer's fast computation has to equal this one. In shapes, F is an expert's inner width.
 """
 
 from collections.abc import Callable
@@ -28,15 +28,15 @@ def mixture_of_experts(
     activation: Callable[[torch.Tensor], torch.Tensor],
     gated: bool,
 ) -> torch.Tensor:
-    """Sum over the chosen experts of probability times expert(token): [T, H].
+    """Return, for each token, the sum over its chosen experts of probability times expert(token): [T, H].
 
     Args:
         tokens_TH: [T, H].
         probs_TE: [T, E] combine weights.
         map_TE: [T, E] bool, the chosen experts.
         weights: all E experts.
-        activation: applied between the projections; with `gated` to the first half, which multiplies the second.
-        gated: gated linear unit.
+        activation: applied between the projections; with `gated`, to the first half, which then multiplies the second.
+        gated: whether experts are gated linear units.
     """
     output = torch.zeros_like(tokens_TH)
     for expert in range(map_TE.shape[1]):

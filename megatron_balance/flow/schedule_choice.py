@@ -1,9 +1,9 @@
-"""Which of s1 and s2 takes less time: Parm's Algorithm 1, from a cluster profile, so that all ranks say the same.
+"""Predicts whether s1 or s2 takes less time: Parm's Algorithm 1, from a cluster profile, the same on all ranks.
 
-Experts compute as much in either; what differs is exchanges. Two slips of the paper are mended: the rows of all experts
-are E * T = k * f * B * L (line 2 of Algorithm 1 has them times M), and what overlaps is `y / N_MP`, as in Eq. 14, whose
-all-gather is part of the overlapped time, as in line 5. And one thing is added that the paper leaves out, where it was
-measured: s2 sorts the rows of all tokens on every tensor-parallel rank, s1 those of a part.
+Experts compute the same rows in both; the exchanges differ. Two slips of the paper are corrected. The rows of all
+experts are E * T = k * f * B * L (line 2 of Algorithm 1 multiplies them by M). The overlapped part is `y / N_MP`, as in
+Eq. 14, and its all-gather is part of the overlapped time, as in line 5. One time is added that the paper leaves out, if
+the profile has it: s2 sorts the rows of all tokens on every tensor-parallel rank, s1 the rows of a part.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLin
 
 
 def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
-    """By line of ParallelLines, the fewest and the most bytes that ScheduleModel asks about for layers of a shape."""
+    """Return, for each line of ParallelLines, the fewest and the most bytes for which ScheduleModel needs its time."""
     s1, s2 = (dict(volumes(schedule, shape)) for schedule in ("s1", "s2"))
     gathered = sorted(found[TokenStep.MP_ALL_GATHER] * element_bytes for found in (s1, s2))
     exchanged, rows = s1[TokenStep.EP_ESP_ALL_TO_ALL] * element_bytes, shape.rows * shape.hidden * element_bytes
@@ -30,19 +30,19 @@ def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
 
 @dataclass(frozen=True)
 class ScheduleModel:
-    """Seconds of the exchanges of one layout: from measured lines, or else from those of its links."""
+    """Predicts the seconds of one layout's exchanges, from measured lines or else from the lines of its links."""
 
     profile: ClusterProfile
-    """Of all shards of all hosts."""
+    """Profile of the ranks of all shards of all hosts."""
     mp: int
     esp: int
 
     def seconds(self, schedule: str, shape: Shape, element_bytes: int, simultaneous: bool) -> float:
-        """Of a forward pass; a backward pass does the same in reverse.
+        """Return the seconds of a forward pass; a backward pass does the same in reverse.
 
         Args:
             schedule: s1 (Eq. 13) or s2 (Eq. 14).
-            simultaneous: whether s2 gathers rows while others come (SAA).
+            simultaneous: whether s2 gathers rows while it receives others (SAA).
         """
         sizes = [(step, elements * element_bytes) for step, elements in volumes(schedule, shape)]
         total = self._sorting(shape.rows * shape.hidden * element_bytes / (self.mp if schedule == "s1" else 1))
@@ -75,16 +75,16 @@ class ScheduleModel:
         return max(near + gathering, far) if self._in_node else max(near, far + gathering)
 
     def _sorting(self, num_bytes: float) -> float:
-        """Half of both ways."""
+        """Half of the measured time, which covers both directions."""
         return 0.0 if self._measured is None else self._measured.sorting.seconds(num_bytes) / 2
 
     @property
     def _in_node(self) -> bool:
-        """Whether tensor-parallel ranks, which follow each other, share a node."""
+        """Whether tensor-parallel ranks, which have consecutive numbers, share a node."""
         return self.profile.node_size % self.mp == 0
 
     def _levels(self, num_bytes: float) -> tuple[float, float]:
-        """What an even all-to-all takes inside nodes, and between them."""
+        """Seconds of an even all-to-all inside nodes, and between nodes."""
         ranks = self.profile.num_ranks
         bytes_DD, node = np.full((ranks, ranks), num_bytes / ranks), np.arange(ranks) // self.profile.node_size
         same_node = node[:, None] == node

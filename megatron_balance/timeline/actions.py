@@ -24,31 +24,31 @@ class Operation(StrEnum):
     """Forward computation of the experts."""
 
     FNEC = "FNEC"
-    """Forward computation of what is no expert."""
+    """Forward computation of everything but the experts."""
 
     BNEC = "BNEC"
-    """Backward of it."""
+    """Backward computation of everything but the experts."""
 
     BEC = "BEC"
-    """Backward of the experts."""
+    """Backward computation of the experts."""
 
     REDUCE = "REDUCE"
-    """Gradients are complete: what data-parallel ranks have is summed up."""
+    """Gradients are complete; data-parallel ranks reduce them."""
 
     STEP = "STEP"
     """The optimizer's step comes next."""
 
     PLAN = "PLAN"
-    """The next placement of a layer is decided."""
+    """The policy decides the next placement of a layer."""
 
     TRANS = "TRANS"
-    """Weights go from owners to guests."""
+    """Weights travel from owners to guests."""
 
     AGG = "AGG"
-    """Gradients go from guests to owners."""
+    """Gradients travel from guests to owners."""
 
     TRANSFER = "TRANSFER"
-    """Experts and their optimizer state go to new owners: after the optimizer's step, in no schedule."""
+    """Experts and their optimizer state travel to new owners: after the optimizer's step, in no schedule."""
 
 
 class Action(NamedTuple):
@@ -59,10 +59,10 @@ class Action(NamedTuple):
     part: int = 1
     parts: int = 1
     microbatch: int | None = None
-    """Of a computation; what is once per iteration has none."""
+    """Microbatch of a computation; None for actions that happen once per iteration."""
 
     iteration: int = 0
-    """0: the iteration j that the schedule is of; 1: the next one."""
+    """0: the schedule's iteration j; 1: the next one."""
 
     def __str__(self) -> str:
         """For example `j+1:L3 PLAN`, `j:L3 TRANS.1/2` or `j:L3 FEC m0`."""
@@ -71,23 +71,23 @@ class Action(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The text without its iteration."""
+        """The text without the iteration, for example `L3 TRANS.1/2`."""
         part = f".{self.part}/{self.parts}" if self.parts > 1 else ""
         microbatch = "" if self.microbatch is None else f" m{self.microbatch}"
         return f"L{self.block} {self.operation}{part}{microbatch}"
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is computed in forward passes."""
+        """Whether it belongs to a forward pass."""
         exchange = self.operation is Operation.A2A and self.part <= self.parts // 2
         return exchange or self.operation in (Operation.FEC, Operation.FNEC)
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The inverse of `str`.
+        """Return the action of a text: the inverse of `str`.
 
         Raises:
-            ValueError: no action reads like that.
+            ValueError: the text is not an action's.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
@@ -111,8 +111,8 @@ _ACTION = re.compile(
 class Step(NamedTuple):
     """A computation, and what the rank does just before it.
 
-    In this order: wait for what earlier steps started, start planning and communication, wait for what was started just
-    now.
+    In this order: wait for actions of earlier steps, start planning and communication, wait for those among them that
+    `waits` names.
     """
 
     computation: Action
@@ -122,13 +122,13 @@ class Step(NamedTuple):
 
 
 Schedule = tuple[Step, ...]
-"""One iteration of one rank, in the order in which the rank computes; a column of it is what one stream does."""
+"""One iteration of one rank, in the order in which the rank computes; each column of its grid is one stream."""
 
 STREAMS = ("computation", "communication", "planning")
 
 
 def grid(schedule: Schedule, errors: Iterable[tuple[int, str]] = ()) -> str:
-    """The schedule as a table, a line for every step; `errors` are (step, what is wrong there)."""
+    """Return the schedule as a table with a line for every step; `errors` are (step, problem there)."""
     cells: list[tuple[str, ...]] = [("step", *STREAMS, "waits for")]
     for number, step in enumerate(schedule):
         parts = (step.communication, step.planning, step.waits)
@@ -141,10 +141,10 @@ def grid(schedule: Schedule, errors: Iterable[tuple[int, str]] = ()) -> str:
 
 
 def parse(text: str) -> Schedule:
-    """The inverse of `grid`.
+    """Return the schedule of a table: the inverse of `grid`.
 
     Raises:
-        ValueError: a line that is none of a grid.
+        ValueError: a line is not a grid's.
     """
     steps = []
     for line in text.splitlines()[1:]:

@@ -1,4 +1,6 @@
-"""How a schedule's computations find their moment: only here does balancing touch megatron-core's hooks and DDP.
+"""The hooks that call the balancer when each computation of its schedule begins.
+
+Only this file attaches balancing to megatron-core's modules, to its schedules and to DDP.
 
 | computation begins                | when                                                                      |
 |-----------------------------------|---------------------------------------------------------------------------|
@@ -6,11 +8,11 @@
 | A2A.1, A2A.2: dispatch, combine   | the layer asks for its placement; its experts have computed all chunks    |
 | FEC                               | the experts are about to compute the first chunk                          |
 | FNEC                              | the layer returns                                                         |
-| BNEC of a chunk's last block      | the gradient of the chunk's output is there                               |
-| A2A.3, A2A.4: their gradients     | that of the layer's output is there; the experts have gone back all chunks |
-| BEC                               | the experts are about to go back the first chunk                          |
-| BNEC of the block before          | the gradient of the layer's input is there, hence those of its experts    |
-| REDUCE, STEP                      | megatron-core finalizes gradients; has done so                            |
+| BNEC of a chunk's last block      | the gradient of the chunk's output is complete                            |
+| A2A.3, A2A.4: their gradients     | the gradient of the layer's output is complete; experts have all chunks'  |
+| BEC                               | the experts are about to compute the first chunk's gradients              |
+| BNEC of the block before          | the gradient of the layer's input is complete, hence those of its experts |
+| REDUCE, STEP                      | megatron-core begins to finalize gradients; has finalized them            |
 """
 
 import functools
@@ -33,11 +35,11 @@ MOMENTS = {
     "experts_backward": (Operation.BEC,),
     "dispatch_backward": (Operation.A2A, 4, 4),
 }
-"""The computations of whose beginning a layer tells."""
+"""Moment of a layer's pass -> the computation that begins."""
 
 
 def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> list[Pass]:
-    """The order in which megatron-core's schedules compute microbatches on a pipeline stage."""
+    """Return the order in which megatron-core's schedules compute microbatches on a pipeline stage."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     if chunks is None:
         return one_forward_one_backward([(0, microbatch) for microbatch in range(microbatches)], 1, stages - stage - 1)
@@ -50,13 +52,13 @@ def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> li
 def install(
     balancer: Balancer, layers: Mapping[int, Any], model: list[DistributedDataParallel], config: TransformerConfig
 ) -> None:
-    """Let the balancer act in every iteration of megatron-core's schedules.
+    """Call the balancer in every iteration of megatron-core's schedules.
 
     Args:
-        balancer: of this rank's layers.
+        balancer: the balancer of this rank's layers.
         layers: the MoE layers themselves, by layer number, ascending in each chunk.
         model: chunks in DDP.
-        config: the schedules read `finalize_model_grads_func` from it, which has to be set already.
+        config: has the `finalize_model_grads_func` that the schedules call; it must be set already.
     """
     for chunk in model:
         modules = set(chunk.modules())
@@ -94,7 +96,7 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
 
 
 def _on_gradient(tensor: torch.Tensor, balancer: Balancer, *computation: Any) -> None:
-    """A computation begins once the gradient of a tensor is complete."""
+    """Begin a computation when the gradient of a tensor is complete."""
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: balancer.enter(*computation))
 
@@ -111,7 +113,7 @@ def _aggregating(balancer: Balancer, finalize: Callable) -> Callable:
 
 
 def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list[DistributedDataParallel]) -> None:
-    """DDP's groups of expert gradients, which it would reduce under the backward pass, wait for Agg of their layers."""
+    """Let DDP's groups of expert gradients, whose reduction overlaps with the backward pass, wait for their Agg."""
     layers_of: dict[Any, set[int]] = {}
     for chunk in model:
         if not chunk.ddp_config.overlap_grad_reduce:

@@ -1,7 +1,4 @@
-"""What is known of one MoE layer while an iteration lasts, and what is left of it when the iteration is over.
-
-Shape suffixes: D expert-parallel ranks, E logical experts.
-"""
+"""The state of one MoE layer during an iteration, and its record of the finished iteration."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -23,42 +20,42 @@ from megatron_balance.timeline.actions import Action, Operation
 logger = logging.getLogger(__name__)
 
 MOST_KINDS = 10
-"""Of problems with a layer's plans that the log is told."""
+"""Number of kinds of problems that are logged for each layer."""
 
 MOST_CHARACTERS = 300
-"""Of a problem."""
+"""Length of a problem in the log."""
 
 Interval = tuple[clock.Mark, clock.Mark]
 
 
 @dataclass(eq=False)
 class LayerState:
-    """One MoE layer: its manager, its slots, and what has happened in this iteration."""
+    """One MoE layer: its manager, its slots, and its part of the present iteration."""
 
     manager: Manager
     slots: Slots
-    beside: Overlap
-    """Seconds of the non-MoE part before this layer, which a part of its Trans and one of its Agg are to fill."""
+    overlap: Overlap
+    """Seconds of the non-MoE part before this layer, with which a part of its Trans and of its Agg overlaps."""
     fields: Callable[[], Sequence[Field]] = tuple
-    """What moves with an expert that changes its owner."""
+    """Returns the state that moves with an expert to a new owner."""
 
     transfers: TransferPlan = field(init=False)
     fresh: bool = False
     """Whether the guest slots hold the present weights."""
     counts_DE: np.ndarray | int = 0
-    """[D, E] load of the microbatches up to now."""
+    """[D, E] load of the microbatches so far."""
     microbatches: int = 0
     observed: bool = False
-    """Whether the manager knows the load."""
+    """Whether the manager knows this iteration's load."""
     prediction_error: float = 0.0
     spans: list[Interval] = field(default_factory=list)
-    """When the layer exchanged tokens and its experts computed."""
+    """Intervals in which the layer exchanged tokens or its experts computed."""
     waits: list[tuple[Operation, Interval]] = field(default_factory=list)
-    """When computation waited for the layer's Plan, Trans and Agg."""
+    """Intervals in which computation waited for the layer's Plan, Trans or Agg."""
     plan_seconds: float = 0.0
     last: "Iteration | None" = None
-    told: set[str] = field(default_factory=set)
-    """What the log has been told that the policy did wrong."""
+    logged: set[str] = field(default_factory=set)
+    """Kinds of the policy's problems that have been logged."""
 
     def __post_init__(self) -> None:
         self.transfers = self.manager.cost.transfers(self.placement)
@@ -68,29 +65,29 @@ class LayerState:
         return self.manager.placement
 
     def observe(self, counts_DE: np.ndarray) -> None:
-        """Tell the manager the load [D, E] of the whole iteration."""
+        """Report the load [D, E] of the whole iteration to the manager."""
         error = self.manager.observe(counts_DE)
         self.observed, self.prediction_error = True, error if error is not None else 0.0
 
     def part(self, action: Action) -> TransferPlan:
-        """The rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
+        """Return the rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
 
-        Of two parts, the one beside the non-MoE part has as many rounds as fit there, because how long that takes is
-        known before training; the other one has the rest (Pro-Prophet section V-B).
+        Of two parts, one overlaps with the non-MoE computation and has the rounds that fit there, because that time is
+        known before training. The other one overlaps with the experts and has the rest (Pro-Prophet section V-B).
         """
         if action.parts == 1:
             return self.transfers
         cost, rounds = self.manager.cost, len(self.transfers.rounds)
         forward = action.operation is Operation.TRANS
-        beside = self.beside.forward if forward else self.beside.backward
+        available = self.overlap.forward if forward else self.overlap.backward
         seconds = (cost.trans_seconds if forward else cost.agg_seconds)(1, self.transfers.chunks)
-        fitting = min(rounds, int(beside / seconds)) if seconds else rounds
-        beside_experts, beside_others = self.transfers.split(rounds - fitting)
-        # The forward pass comes to the experts first, the backward pass last
-        return beside_experts if (action.part == 1) == forward else beside_others
+        fitting = min(rounds, int(available / seconds)) if seconds else rounds
+        under_experts, under_others = self.transfers.split(rounds - fitting)
+        # A forward pass computes the experts first, a backward pass last
+        return under_experts if (action.part == 1) == forward else under_others
 
     def sent_bytes(self, action: Action, rank: int) -> int:
-        """What a rank sends in a Trans, an Agg or a part of one."""
+        """Return the bytes that a rank sends in a Trans, an Agg or a part of one."""
         messages = [message for messages in self.part(action).rounds for message in messages]
         cost = self.manager.cost
         if action.operation is Operation.TRANS:
@@ -100,47 +97,47 @@ class LayerState:
         return round(sent * size / self.transfers.chunks)
 
     def close(self, placement: Placement, experts_sent: float) -> None:
-        """The iteration is over; `placement` was in force, and Trans sent that many experts."""
+        """Record the finished iteration, in which `placement` was in force and Trans sent `experts_sent` experts."""
         self.last = Iteration(
-            placement,
-            experts_sent,
-            np.asarray(self.counts_DE),
-            self.microbatches,
-            self.spans,
-            self.waits,
-            self.plan_seconds,
-            self.prediction_error,
+            placement=placement,
+            experts_sent=experts_sent,
+            counts_DE=np.asarray(self.counts_DE),
+            microbatches=self.microbatches,
+            spans=self.spans,
+            waits=self.waits,
+            plan_seconds=self.plan_seconds,
+            prediction_error=self.prediction_error,
         )
         self.counts_DE, self.microbatches, self.observed = 0, 0, False
         self.spans, self.waits, self.plan_seconds = [], [], 0.0
 
     def moved(self, experts: int, total_bytes: float) -> None:
-        """After the iteration, so many experts changed their owners; bytes are those of one replica's ranks."""
+        """Record a Transfer after the iteration: number of experts, and bytes that one replica's ranks sent."""
         assert self.last is not None
         self.last = replace(self.last, experts_moved=experts, transfer_bytes=total_bytes)
 
     def warn(self, number: int, problem: str) -> None:
-        """Once for each kind of problem: a policy that fails is likely to fail in every iteration."""
+        """Log a problem, once for each kind: a policy that fails is likely to fail in every iteration."""
         kind = problem.partition(":")[0]
-        if kind not in self.told and len(self.told) < MOST_KINDS:
-            self.told.add(kind)
+        if kind not in self.logged and len(self.logged) < MOST_KINDS:
+            self.logged.add(kind)
             problem = cleaned(problem, MOST_CHARACTERS)
             logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
 
     def give_up(self, number: int, problem: str) -> None:
-        """Nobody plans any more, for any layer."""
+        """Log that planning has stopped for all layers."""
         message = "layer %d: %s; all placements stay, and the policy is not asked again in this run"
         logger.warning(message, number, cleaned(problem, MOST_CHARACTERS))
 
-    def postpone_transfer(self, number: int, problem: str, tell: bool) -> None:
-        """Experts could not change owners, on any rank; each failure is logged, since they grow rare."""
+    def postpone_transfer(self, number: int, problem: str, log: bool) -> None:
+        """Postpone the next Transfer after one that failed; log each failure, since the pauses grow."""
         pause = self.manager.postpone_transfer()
-        if tell:
+        if log:
             message = "layer %d: experts could not change owners: %s; its last placement stays, next attempt in %s"
             logger.warning(message, number, problem, "1 iteration" if pause == 1 else f"{pause} iterations")
 
     def explanation(self, number: int, before: Placement, expected_DE: np.ndarray, microbatches: int) -> str:
-        """What the present placement is expected to change."""
+        """Return the expected effect of the present placement, as a line for the log."""
         cost = replace(self.manager.cost, microbatches=microbatches)
         times = [cost.layer_time(expected_DE, placement) for placement in (before, self.placement)]
         parts = zip(times[0]._fields, *times, strict=True)
@@ -149,7 +146,7 @@ class LayerState:
         return f"layer {number}: {totals} ms expected ({changes}): {self.placement}"
 
     def report(self) -> LayerReport:
-        """The finished iteration in numbers; the device must have finished it."""
+        """Return the finished iteration in numbers; the device must have finished it."""
         last = self.last
         assert last is not None
         cost = replace(self.manager.cost, microbatches=last.microbatches)
@@ -180,13 +177,13 @@ class LayerState:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Iteration:
     """One layer's finished iteration."""
 
     placement: Placement
     experts_sent: float
-    """Experts that Trans sent, and Agg back."""
+    """Experts that Trans sent, and whose gradients Agg sent back."""
     counts_DE: np.ndarray
     """[D, E] load of all microbatches."""
     microbatches: int

@@ -2,8 +2,8 @@
 
     one_forward_one_backward -> compute_order -> with_plan -> with_trans -> with_agg
 
-Every pass takes a schedule and returns one with more in it. `blockwise` is Pro-Prophet's Algorithm 2; `blocking` starts
-everything where it is needed and waits for it there.
+Every pass takes a schedule and returns one with more actions. `blockwise` is Pro-Prophet's Algorithm 2; `blocking`
+starts every action where its result is needed and waits for it there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,14 +24,14 @@ class Pass(NamedTuple):
 
 
 def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahead: int) -> list[Pass]:
-    """Some forward passes ahead, then one forward and one backward pass in turn: 1F1B.
+    """Return `ahead` forward passes, then one forward and one backward pass in turn: 1F1B.
 
-    On a single stage without any ahead, each microbatch goes forward and backward before the next one.
+    With `ahead` 0, on a single stage, each microbatch goes forward and backward before the next one.
 
     Args:
-        table: (chunk, microbatch) of the forward passes; backward ones come in the same order, from the last chunk on.
+        table: (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed.
         chunks: model chunks of the stage.
-        ahead: forward passes before the first backward one; all of them if there are fewer.
+        ahead: forward passes before the first backward pass; all of them if there are fewer.
     """
     ahead = min(ahead, len(table))
     forward = [Pass(chunk, microbatch, True) for chunk, microbatch in table]
@@ -41,9 +41,9 @@ def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahea
 
 
 def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Schedule:
-    """What a stage computes, nothing beside it.
+    """Return what a stage computes, without planning and communication.
 
-    Passes that recomputation repeats belong to the backward computation that they are for.
+    A forward pass that recomputation repeats is part of the backward computation that needs it.
 
     Args:
         blocks: numbers of the MoE layers in each of the stage's model chunks, ascending.
@@ -80,16 +80,17 @@ def lower(
     passes: Iterable[Pass],
     blocks: Sequence[Sequence[int]],
     overlap: Overlapping,
+    *,
     exact: bool = False,
     reduce_early: bool = False,
 ) -> Schedule:
-    """The whole schedule, validated.
+    """Return the whole schedule, validated.
 
     Args:
-        passes, blocks: as of `compute_order`.
+        passes, blocks: see `compute_order`.
         exact: plans are for the present iteration, on the load of its first microbatch.
-        reduce_early: gradients of some experts are reduced under the backward pass of others, so that each Agg is
-            waited for when the next one starts, and not only at the end.
+        reduce_early: the reduction of some experts' gradients overlaps with the backward pass of others, so that each
+            Agg is waited for when the next one starts, instead of at the end.
     """
     schedule, layers = compute_order(passes, blocks), sorted(number for chunk in blocks for number in chunk)
     if overlap == "blockwise":
@@ -116,7 +117,7 @@ def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Sch
 
 
 def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """PLAN(i, j+1) beside A2A(i, j), once the load of all microbatches is known; needed after the gradients."""
+    """PLAN(i, j+1) overlapped with A2A(i, j) of the last microbatch, when the load is known; needed after REDUCE."""
     steps = list(schedule)
     for number in layers:
         plan = Action(number, Operation.PLAN, iteration=1)
@@ -135,16 +136,16 @@ def trans_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
 
 
 def trans_blockwise(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """TRANS(i+1) in two parts beside FEC(i) and FNEC(i), waited for before the first FEC(i+1).
+    """TRANS(i+1) in two parts, overlapped with FEC(i) and FNEC(i); waited for before the first FEC(i+1).
 
-    Block i is the one that computes before block i+1 does for the first time. Nothing but FNEC comes before the first
-    block, which takes the whole of its TRANS.
+    Block i is the block that computes just before block i+1 does for the first time. Before the first block there is
+    only FNEC, with which its whole TRANS overlaps.
     """
     steps = list(schedule)
     for number in sorted(layers, key=lambda number: _index(schedule, Operation.A2A, number)):
         first = _index(steps, Operation.A2A, number)
-        beside = [_nearest(steps, range(first - 1, -1, -1), operation) for operation in (Operation.FEC, Operation.FNEC)]
-        parts = _parts(number, Operation.TRANS, steps, beside)
+        hiding = [_nearest(steps, range(first - 1, -1, -1), operation) for operation in (Operation.FEC, Operation.FNEC)]
+        parts = _parts(number, Operation.TRANS, steps, hiding)
         _wait(steps, _index(steps, Operation.FEC, number), parts)
     return tuple(steps)
 
@@ -158,19 +159,19 @@ def agg_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
 
 
 def agg_blockwise(schedule: Schedule, layers: Iterable[int], reduce_early: bool) -> Schedule:
-    """AGG(i+1) in two parts beside BNEC(i) and BEC(i), after the last microbatch's BEC(i+1).
+    """AGG(i+1) in two parts, overlapped with BNEC(i) and BEC(i) after the last microbatch's BEC(i+1).
 
-    Block i is the one that computes next; after the first block's own nothing but BNEC is left.
+    Block i is the block that computes next. After the first block only BNEC is left.
     """
     steps, last_parts = list(schedule), ()
     for number in sorted(layers, key=lambda number: _index(schedule, Operation.BEC, number, last=True)):
         last = _index(steps, Operation.BEC, number, last=True)
         after = range(last + 1, len(steps))
-        beside = [_nearest(steps, after, operation) for operation in (Operation.BNEC, Operation.BEC)]
+        hiding = [_nearest(steps, after, operation) for operation in (Operation.BNEC, Operation.BEC)]
         if reduce_early and last_parts:
-            assert beside[0] is not None
-            _wait(steps, beside[0], last_parts)
-        last_parts = _parts(number, Operation.AGG, steps, beside)
+            assert hiding[0] is not None
+            _wait(steps, hiding[0], last_parts)
+        last_parts = _parts(number, Operation.AGG, steps, hiding)
         if not reduce_early:
             _wait(steps, _reduce(steps), last_parts)
     if reduce_early:
@@ -179,13 +180,13 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], reduce_early: bool)
 
 
 def wait_at_once(schedule: Schedule) -> Schedule:
-    """Every wait where its action starts: nothing is hidden any more. For tests and benches to tell the difference."""
+    """Wait for every action where it starts, so that nothing overlaps: the other side of tests and benchmarks."""
     return tuple(step._replace(waits=(*step.planning, *step.communication)) for step in schedule)
 
 
-def _parts(block: int, operation: Operation, steps: list[Step], beside: list[int | None]) -> tuple[Action, ...]:
-    """Start a block's operation in as many parts as there are computations to start it beside."""
-    found = sorted(number for number in beside if number is not None)
+def _parts(block: int, operation: Operation, steps: list[Step], hiding: list[int | None]) -> tuple[Action, ...]:
+    """Start one part of a block's operation at each of the steps `hiding` that exist, and overlap it with them."""
+    found = sorted(number for number in hiding if number is not None)
     parts = tuple(Action(block, operation, part + 1, len(found)) for part in range(len(found)))
     for number, part in zip(found, parts, strict=True):
         _start(steps, number, communication=(part,))
@@ -193,7 +194,7 @@ def _parts(block: int, operation: Operation, steps: list[Step], beside: list[int
 
 
 def _index(steps: Sequence[Step], operation: Operation, block: int, last: bool = False) -> int:
-    """The first step, or the last one, that begins a block's operation; of exchanges, a dispatch."""
+    """Return the first or the last step that begins a block's operation; for exchanges, the dispatch."""
     wanted = [
         number
         for number, (computation, *_) in enumerate(steps)

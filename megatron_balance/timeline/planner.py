@@ -1,4 +1,4 @@
-"""Makes plans one after another while training goes on, and limits how long a rank waits for a policy."""
+"""A thread that makes plans while training continues, and a limit to how long a rank waits for its policy."""
 
 import math
 import queue
@@ -10,43 +10,46 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch.profiler import record_function
+
 from megatron_balance.placement.manager import Decision, Question
 from megatron_balance.placement.transfers import TransferPlan
 
 
 class Plan(NamedTuple):
-    """What planning came to, and when."""
+    """The result of planning, and when it was made."""
 
     decision: Decision
     transfers: TransferPlan | None
-    """Of the decision's placement; None if it is the present one, or none."""
+    """How experts travel for the decision's placement; None if that is the present one, or none."""
 
     start: float
     end: float
 
 
 def plan_for(question: Question) -> Plan:
-    """The policy's answer, and how its experts travel; on any thread, because nothing but the question is read."""
-    start = time.perf_counter()
-    decision = question.answer()
-    placement, transfers = decision.placement, None
-    if placement is not None and placement != question.placement:
-        transfers = question.cost.transfers(placement)
-    return Plan(decision, transfers, start, time.perf_counter())
+    """Return the policy's answer and how its experts travel; on any thread, because it reads only the question."""
+    with record_function("Plan"):
+        start = time.perf_counter()
+        decision = question.answer()
+        placement, transfers = decision.placement, None
+        if placement is not None and placement != question.placement:
+            transfers = question.cost.transfers(placement)
+        return Plan(decision, transfers, start, time.perf_counter())
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A question, and its plan to come."""
+    """A question to the policy, and the future of its plan."""
 
     question: Question
     plan: "Future[Plan]"
 
 
 class Planner:
-    """A thread that makes plans; a daemon, so that a policy which never returns does not keep the process.
+    """A thread that makes plans; a daemon, so that a policy that never returns does not keep the process alive.
 
-    Once given up, no policy is asked, and no rank waits for one.
+    After `give_up`, no policy is asked, and no rank waits for one.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Planner:
         """
         Args:
             patience: seconds that a rank waits for the plans that it needs at one time.
-            stop: ends a policy that is given up, if that is possible.
+            stop: ends the policy after `give_up`, if that is possible.
             name: the policy's, for messages.
         """
         self.patience, self.name, self.given_up = patience, name, False
@@ -65,17 +68,17 @@ class Planner:
         weakref.finalize(self, self._tasks.put, None)
 
     def ask(self, question: Question) -> Asked:
-        """Begin to plan, once all is planned that was asked before."""
+        """Begin to plan, after all earlier questions."""
         asked = Asked(question, Future())
         self._tasks.put(asked)
         return asked
 
     def deadline(self) -> float:
-        """When to stop waiting for what is needed now, for `result`."""
+        """Return when to stop waiting for the plans that are needed at this moment; for `result`."""
         return time.monotonic() + self.patience
 
     def result(self, asked: Asked, deadline: float) -> Plan:
-        """The plan, or one without placement if there is none by the deadline, or the policy has been given up."""
+        """Return the plan; one without placement if there is none by the deadline, or after `give_up`."""
         left = 0.0 if self.given_up else max(0.0, deadline - time.monotonic())
         try:
             return asked.plan.result(None if left == math.inf else left)
@@ -86,7 +89,7 @@ class Planner:
             return Plan(Decision(asked.question.expected_DE, None, problem, final=True), None, now, now)
 
     def give_up(self) -> None:
-        """All ranks of the group call it after the same plans."""
+        """Stop planning; all ranks of the group call it after the same plans."""
         self.given_up = True
         self._stop()
 
@@ -95,7 +98,7 @@ def _serve(tasks: "queue.SimpleQueue[Asked | None]") -> None:
     while (asked := tasks.get()) is not None:
         try:
             asked.plan.set_result(plan_for(asked.question))
-        except BaseException as error:  # whoever waits gets it
+        except BaseException as error:  # raised where the plan is waited for
             asked.plan.set_exception(error)
-        # The thread outlives a planner only as long as it plans
+        # Without this reference, the thread ends with its planner
         del asked

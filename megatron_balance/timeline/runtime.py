@@ -1,11 +1,23 @@
-"""When the experts' weights and gradients move: one iteration of all MoE layers of this rank.
+"""When the experts' weights and gradients move.
 
-    begin_iteration -> each computation of the schedule: wait for what it needs, start what goes beside it
-    -> aggregate -> gradients reduced -> finish_iteration -> the optimizer steps -> transfer_owners
+An expert's weights move at two moments of an iteration, its gradients at one:
 
-The schedule (timeline/lower.py) decides and this executes. A placement lasts from the beginning of an iteration (or,
-planned on the exact load, from a layer's first forward pass) to its end; recomputation finds it unchanged.
-Shape suffixes: D expert-parallel ranks, E logical experts.
+    Trans      weights from the owner to the guests, before the layer's experts compute for the first time
+    Agg        gradients from the guests to the owner, after the layer's last backward pass and before any reduction
+    Transfer   weights and optimizer state to a new owner, after the optimizer's step
+
+The placements determine which experts move; Plan decides each next one from observed load. The schedule determines when
+Plan, Trans and Agg start and where they are waited for (timeline/lower.py): blocking, where their result is needed;
+blockwise, overlapped with the computation of the neighbouring block. The Balancer executes the schedule:
+
+    begin_iteration     take the schedule for this number of microbatches
+    enter, host         before each computation: wait for what it needs, start what overlaps with it
+    aggregate           complete every Agg; gradients are reduced next
+    finish_iteration    complete every Plan and put the next placements in force; the optimizer steps next
+    transfer_owners     Transfer
+
+A placement is in force from the beginning of an iteration to its end, or, if it is planned on the exact load, from the
+layer's first forward pass on. Recomputation finds it unchanged.
 """
 
 import functools
@@ -16,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from megatron_balance.comm.ownership_transfer import OwnershipTransfer
 from megatron_balance.comm.trans_agg import ExpertTransfer
@@ -26,22 +39,24 @@ from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.manager import GIVEN_UP, INVALID
 from megatron_balance.placement.ownership import moves
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.planner import Asked, Plan, Planner
 
 EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
-"""What an MoE layer computes itself."""
+"""Computations of the MoE layer itself."""
 
 
 class Balancer:
-    """Keeps the experts of this rank's MoE layers where their placements say, when its schedule says.
+    """Keeps the experts of this rank's MoE layers where their placements put them, at the moments of its schedule.
 
     All ranks of the expert-parallel group call every method in the same order.
     """
 
     def __init__(
         self,
+        *,
         group: dist.ProcessGroup,
         transfer: ExpertTransfer,
         layers: Mapping[int, LayerState],
@@ -56,16 +71,16 @@ class Balancer:
         """
         Args:
             group: the expert-parallel group.
-            transfer: over a group of the same ranks that nobody else uses.
+            transfer: over a group of the same ranks, for Trans and Agg alone.
             layers: by layer number, in the order of the model.
-            schedule: of an iteration of so many microbatches.
-            microbatches: number of microbatches of the present iteration.
+            schedule: number of microbatches -> the schedule of an iteration.
+            microbatches: returns the number of microbatches of the present iteration.
             guest_bytes: memory of this rank's guest slots, weights and gradients, in all layers.
-            ownership: what lets experts change their owners. Then all replicas of the expert-parallel group have one
-                placement, planned for their mean load.
-            explain: say what each plan is expected to change.
-            shards: the groups like this one of all shards of these experts, which have one placement; None: this one.
-            planner: what makes the plans; None: a thread that is waited for as long as it takes.
+            ownership: executes Transfer. With it, all replicas of the expert-parallel group have one placement, planned
+                for their mean load; None: owners stay.
+            explain: print the expected effect of each plan.
+            shards: the ranks of all shards of these experts, which have one placement; None: `group`.
+            planner: makes the plans; None: a thread without a time limit.
         """
         self.group, self.transfer, self.layers = group, transfer, dict(layers)
         self.schedule, self.microbatches, self.guest_bytes = schedule, microbatches, guest_bytes
@@ -73,24 +88,26 @@ class Balancer:
         self.deciders = (shards or group) if ownership is None else ownership.group
         """The ranks that have one placement."""
         self.timeline: Timeline | None = None
-        """Keeps what happened when."""
+        """Records spans of computation, communication, planning and waits."""
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
-        self._lane, self._planner = SideStream("Trans and Agg"), planner or Planner()
+        self._side_stream, self._planner = SideStream("Trans and Agg"), planner or Planner()
         self._iteration = 0
         self._steps: deque[Step] = deque()
-        """Those of this iteration that are to come; none between iterations."""
+        """The rest of this iteration's schedule; empty between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
         """The present computation, and when it began."""
-        self._flights: dict[Action, AsyncWork | None] = {}
+        self._started: dict[Action, AsyncWork | None] = {}
+        """Trans and Agg that have started and are not waited for yet; None where there is nothing to send."""
         self._plans: dict[Action, Asked | None] = {}
+        """Plans that have started and are not waited for yet; None where no plan is due."""
         self._new_owners: dict[int, Plan] = {}
-        """Plans that wait for the optimizer, by layer number."""
+        """Plans that wait for the optimizer's step, by layer number."""
         self._entered: Counter[Action] = Counter()
         self._to_repeat: Counter[Action] = Counter()
 
     def begin_iteration(self, number: int) -> None:
-        """Enter the first computation of an iteration; what passed since the last one is forgotten."""
+        """Begin the first computation of an iteration; forget everything since the last one."""
         schedule = self.schedule(self.microbatches())
         self._iteration, self._steps = number, deque(schedule)
         self._entered.clear()
@@ -99,64 +116,64 @@ class Balancer:
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
-        """Do what the schedule has before a computation, which is about to begin.
+        """Execute the schedule's step before a computation that is about to begin.
 
-        Nothing outside of iterations, or where recomputation repeats a forward pass.
+        Does nothing outside of iterations, or where recomputation repeats a forward pass.
         """
-        computation = self._next(Action(block, operation, part, parts))
+        computation = self._in_schedule(Action(block, operation, part, parts))
         if computation is not None:
             self._begin(computation)
 
     def host(self, number: int, counts_DE: torch.Tensor, training: bool) -> Placement:
-        """The placement of a layer for this forward pass; hosts have its weights before their experts compute.
+        """Return the placement of a layer for this forward pass, whose hosts have the weights when experts compute.
 
         Args:
             counts_DE: [D, E] load of the pass, on the host.
         """
         state = self.layers[number]
-        computation = self._next(Action(number, Operation.A2A, 1, 4)) if training else None
+        computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
             state.counts_DE = state.counts_DE + counts_DE.numpy()
             state.microbatches += 1
             self._begin(computation)
         elif not self._steps and not state.fresh:
             # An evaluation, or the search for a fault
-            work = functools.partial(self.transfer.trans, state.transfers, state.placement, state.slots)
-            self._lane.start(work, state.slots.ready).wait()
+            self._start_trans(state, state.transfers).wait()
             state.fresh = True
         return state.placement.trimmed
 
     def aggregate(self) -> None:
-        """All gradients of guests are with their owners: after the last backward pass and before any are reduced."""
+        """Complete every Agg: called after the last backward pass and before any gradients are reduced."""
         self._begin(Action(0, Operation.REDUCE))
 
     def finish_iteration(self) -> None:
-        """Put the next placements in force and close the books of this iteration."""
+        """Put the next placements in force and record what happened in this iteration."""
         finished = {number: (state.placement, state.transfers.experts_sent) for number, state in self.layers.items()}
         self._begin(Action(0, Operation.STEP))
-        assert not (self._steps or self._flights or self._plans), "a schedule is executed to its end"
+        assert not (self._steps or self._started or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
             if not state.observed:
                 self._observe(state)
             state.close(*finished[number])
 
     def transfer_owners(self) -> None:
-        """Move experts whose next placement has them owned elsewhere, and put it in force: after an optimizer step.
+        """After the optimizer's step: transfer experts that the next placement gives to other owners; put it in force.
 
-        A Transfer that fails on one rank leaves all with the placement that they have, and the layer's plans change no
-        owners for a while.
+        If a Transfer fails on one rank, all ranks keep their placement, and the layer's plans change no owners for some
+        iterations.
         """
         for number, plan in self._new_owners.items():
             state, placement = self.layers[number], plan.decision.placement
             assert self.ownership is not None and placement is not None
             start = clock.mark()
             changes = moves(state.placement, placement)
-            moved = self.ownership.transfer(changes, state.fields)
+            with record_function("Transfer"):
+                moved = self.ownership.transfer(changes, state.fields)
             if isinstance(moved, str):
-                state.postpone_transfer(number, moved, tell=self.deciders.rank() == 0)
+                state.postpone_transfer(number, moved, log=self.deciders.rank() == 0)
                 continue
             action = Action(number, Operation.TRANSFER)
-            self._keep("communication", action, start, clock.mark(), issued=start, num_bytes=moved.sent_bytes)
+            self._record("communication", action, start, clock.mark(), issued=start, num_bytes=moved.sent_bytes)
             state.slots.own(placement.experts_of(self.group.rank()))
             self._adopt(number, state, plan)
             state.moved(len(changes), moved.total_bytes * self.group.size() / self.deciders.size())
@@ -164,15 +181,15 @@ class Balancer:
                 print(f"layer {number}: {plan.decision.settlement}", flush=True)
         self._new_owners.clear()
 
-    def _next(self, place: Action) -> Action | None:
-        """The computation with its microbatch, as long as the iteration lasts and unless it is a repetition."""
+    def _in_schedule(self, place: Action) -> Action | None:
+        """Return the computation with its microbatch; None between iterations, and if it is a repetition."""
         if not self._steps or (place.is_forward and self._repeats(place)):
             return None
         microbatch, self._entered[place] = self._entered[place], self._entered[place] + 1
         return place._replace(microbatch=microbatch)
 
     def _repeats(self, place: Action) -> bool:
-        """Whether this forward pass is a second one; where activations are recomputed, the first has no gradients."""
+        """Return whether recomputation repeats a forward pass here; the first one had no gradients."""
         if not torch.is_grad_enabled():
             self._to_repeat[place] += 1
             return False
@@ -181,12 +198,13 @@ class Balancer:
         return repeats
 
     def _begin(self, computation: Action) -> None:
+        """Execute the step before a computation: wait for earlier actions, start new ones, wait for some of these."""
         if self._now is not None and self._now[0] == computation:
             return
         step, now = self._steps.popleft(), clock.mark()
         assert step.computation == computation, f"the model computes {computation} where its schedule has {step}"
         if self._now is not None:
-            self._note(*self._now, now)
+            self._record_computation(*self._now, now)
         started = step.planning + step.communication
         self._wait([action for action in step.waits if action not in started])
         for action in started:
@@ -194,47 +212,44 @@ class Balancer:
         self._wait([action for action in step.waits if action in started])
         self._now = computation, clock.mark() if started or step.waits else now
 
-    def _note(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
-        if computation.operation in EXPERTS:
-            self.layers[computation.block].spans.append((start, end))
-        self._keep("computation", computation, start, end)
-
-    def _keep(self, stream: Stream, action: Action, start: clock.Mark, end: clock.Mark, **more: Any) -> None:
-        if self.timeline is not None:
-            self.timeline.add(Span(self._iteration, stream, action.name, start, end, **more))
-
     def _start(self, action: Action) -> None:
         state = self.layers[action.block]
         if action.operation is Operation.PLAN:
             self._plans[action] = self._start_plan(state, ahead=action.iteration)
-            return
-        plan = state.part(action)
-        if action.operation is Operation.TRANS:
-            # Without rounds too: `ready` may start a gather, and replicas that plan differently share its communicator
-            work = functools.partial(self.transfer.trans, plan, state.placement, state.slots)
-            self._flights[action] = self._lane.start(work, state.slots.ready)
-        elif plan.rounds:
-            work = functools.partial(self.transfer.agg, plan, state.placement, state.slots)
-            self._flights[action] = self._lane.start(work)
+        elif action.operation is Operation.TRANS:
+            self._started[action] = self._start_trans(state, state.part(action))
         else:
-            self._flights[action] = None
+            self._started[action] = self._start_agg(state, state.part(action))
+
+    def _start_trans(self, state: LayerState, plan: TransferPlan) -> AsyncWork:
+        # Without rounds too: `ready` may start a gather, and replicas that plan differently share its communicator
+        with record_function("Trans"):
+            work = functools.partial(self.transfer.trans, plan, state.placement, state.slots)
+            return self._side_stream.start(work, state.slots.ready)
+
+    def _start_agg(self, state: LayerState, plan: TransferPlan) -> AsyncWork | None:
+        if not plan.rounds:
+            return None
+        with record_function("Agg"):
+            return self._side_stream.start(functools.partial(self.transfer.agg, plan, state.placement, state.slots))
 
     def _start_plan(self, state: LayerState, ahead: int) -> Asked | None:
-        """Let the policy plan for this iteration or the next one, if a plan is due."""
+        """Ask the policy for a plan for this iteration or the next one, if a plan is due."""
         manager, microbatches = state.manager, self.microbatches()
-        if ahead:
-            self._observe(state)
-            expected_DE = manager.expected_DE
-        else:
-            expected_DE = np.asarray(state.counts_DE) * microbatches
-        if not manager.is_due(ahead):
-            return None
-        assert expected_DE is not None
-        manager.expected_DE = expected_DE
-        return None if self._planner.given_up else self._planner.ask(manager.question(expected_DE, microbatches))
+        with record_function("Plan"):
+            if ahead:
+                self._observe(state)
+                expected_DE = manager.expected_DE
+            else:
+                expected_DE = np.asarray(state.counts_DE) * microbatches
+            if not manager.is_due(ahead):
+                return None
+            assert expected_DE is not None
+            manager.expected_DE = expected_DE
+            return None if self._planner.given_up else self._planner.ask(manager.question(expected_DE, microbatches))
 
     def _observe(self, state: LayerState) -> None:
-        """Tell the manager the iteration's load: where replicas have one placement, the mean of theirs."""
+        """Report the iteration's load to the manager: the mean over replicas that have one placement."""
         counts_DE = np.asarray(state.counts_DE)
         if self.ownership is not None:
             total_DE = torch.from_numpy(counts_DE).to(torch.cuda.current_device(), copy=True)
@@ -249,31 +264,28 @@ class Balancer:
                 self._wait_for_transfer(action)
         plans = [action for action in actions if action.operation is Operation.PLAN]
         if plans:
-            self._conclude(plans)
+            with record_function("Plan"):
+                self._wait_for_plans(plans)
 
     def _wait_for_transfer(self, action: Action) -> None:
-        state, flight = self.layers[action.block], self._flights.pop(action)
-        if flight is not None:
+        """Wait for a Trans or an Agg, or for a part of one."""
+        state, work = self.layers[action.block], self._started.pop(action)
+        if work is not None:
             start = clock.mark()
-            began, ended = flight.wait()
+            began, ended = work.wait()
             if state.part(action).rounds:
-                self._waited(action, start)
+                self._record_wait(action, start)
                 sent = state.sent_bytes(action, self.group.rank()) if self.timeline is not None else 0
-                self._keep("communication", action, began, ended, issued=flight.issued, num_bytes=sent)
+                self._record("communication", action, began, ended, issued=work.issued, num_bytes=sent)
         if action.part < action.parts:
             return
-        # Once gradients are together, the optimizer steps
+        # The optimizer steps after every Agg, and makes the guests' weights stale
         state.fresh = action.operation is Operation.TRANS
         if action.operation is Operation.AGG:
             self.aggregated(action.block)
 
-    def _waited(self, action: Action, start: clock.Mark) -> None:
-        end = clock.mark()
-        self.layers[action.block].waits.append((action.operation, (start, end)))
-        self._keep("waits", action, start, end)
-
-    def _conclude(self, actions: Iterable[Action]) -> None:
-        """Placements change where all ranks of the group want the same, however long one of them plans."""
+    def _wait_for_plans(self, actions: Iterable[Action]) -> None:
+        """Wait for plans, and adopt each one on which all deciding ranks agree, however long one of them plans."""
         due = {action: asked for action in actions if (asked := self._plans.pop(action)) is not None}
         if not due:
             return
@@ -282,8 +294,8 @@ class Balancer:
         for action, asked in due.items():
             start = clock.mark()
             plans[action.block] = plan = self._planner.result(asked, deadline)
-            self._waited(action, start)
-            self._keep("planning", action, plan.start, plan.end)
+            self._record_wait(action, start)
+            self._record("planning", action, plan.start, plan.end)
             self.layers[action.block].plan_seconds = plan.end - plan.start
         gathered = self._gathered([plan.decision.digest for plan in plans.values()])
         for (number, plan), ranks in zip(plans.items(), gathered, strict=True):
@@ -300,15 +312,17 @@ class Balancer:
             elif INVALID in ranks and self.deciders.rank() == ranks.index(INVALID):
                 state.warn(number, f"the policy {plan.decision.problem}")
 
-    def _give_up(self, number: int, plan: Plan, rank: int) -> None:
-        """A rank cannot ask its policy any more; from here on none does."""
-        if self._planner.given_up:
-            return
-        self._planner.give_up()
-        if self.deciders.rank() == rank:
-            self.layers[number].give_up(number, f"--balance-policy {self._planner.name} {plan.decision.problem}")
+    def _gathered(self, digests: Sequence[bytes]) -> list[list[bytes]]:
+        """Return [layers][ranks], the digests of all deciding ranks."""
+        own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
+        own = own.to(torch.cuda.current_device())
+        gathered = own.new_empty(self.deciders.size() * own.numel())
+        dist.all_gather_into_tensor(gathered, own.view(-1), group=self.deciders)
+        table = gathered.view(self.deciders.size(), *own.shape).transpose(0, 1).tolist()
+        return [[bytes(digest) for digest in ranks] for ranks in table]
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
+        """Put a plan's placement in force."""
         before = state.placement
         state.manager.adopt(plan.decision)
         if plan.transfers is None:
@@ -317,30 +331,43 @@ class Balancer:
         if self.explain and self.group.rank() == 0:
             print(state.explanation(number, before, plan.decision.expected_DE, self.microbatches()), flush=True)
 
-    def _gathered(self, digests: Sequence[bytes]) -> list[list[bytes]]:
-        """[layers][ranks]: the digests of all that have one placement."""
-        own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
-        own = own.to(torch.cuda.current_device())
-        gathered = own.new_empty(self.deciders.size() * own.numel())
-        dist.all_gather_into_tensor(gathered, own.view(-1), group=self.deciders)
-        table = gathered.view(self.deciders.size(), *own.shape).transpose(0, 1).tolist()
-        return [[bytes(digest) for digest in ranks] for ranks in table]
+    def _give_up(self, number: int, plan: Plan, rank: int) -> None:
+        """Stop planning on all ranks, because `rank` cannot ask its policy any more."""
+        if self._planner.given_up:
+            return
+        self._planner.give_up()
+        if self.deciders.rank() == rank:
+            self.layers[number].give_up(number, f"--balance-policy {self._planner.name} {plan.decision.problem}")
+
+    def _record_computation(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
+        if computation.operation in EXPERTS:
+            self.layers[computation.block].spans.append((start, end))
+        self._record("computation", computation, start, end)
+
+    def _record_wait(self, action: Action, start: clock.Mark) -> None:
+        end = clock.mark()
+        self.layers[action.block].waits.append((action.operation, (start, end)))
+        self._record("waits", action, start, end)
+
+    def _record(self, stream: Stream, action: Action, start: clock.Mark, end: clock.Mark, **more: Any) -> None:
+        if self.timeline is not None:
+            self.timeline.add(Span(self._iteration, stream, action.name, start, end, **more))
 
     def report(self) -> dict[int, LayerReport]:
-        """The finished iteration, as this rank saw it; the device must have finished it."""
+        """Return the finished iteration as this rank saw it, by layer; the device must have finished it."""
         return {number: state.report() for number, state in self.layers.items() if state.last is not None}
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
-        """Load matrix [D, E] and placement of every layer in the finished iteration."""
+        """Return the load matrix [D, E] and the placement of every layer in the finished iteration."""
         states = {number: state.last for number, state in self.layers.items()}
         return {number: (last.counts_DE, last.placement) for number, last in states.items() if last is not None}
 
     def state(self) -> dict[str, Any]:
-        """Lists, numbers and strings for a checkpoint of this rank."""
+        """Return lists, numbers and strings for a checkpoint of this rank."""
         return {str(number): state.manager.state() for number, state in self.layers.items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Continue with the placements and predictions that `state` described."""
+        """Continue with the placements and predictions of a `state`."""
         for number, state in self.layers.items():
             state.manager.restore(states[str(number)])
             state.slots.own(state.placement.experts_of(self.group.rank()))

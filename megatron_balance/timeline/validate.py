@@ -1,4 +1,4 @@
-"""Schedules that would train on wrong weights, lose gradients or hang are refused before they run."""
+"""Refuses schedules that would train on wrong weights, lose gradients or hang, before they run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,22 +6,22 @@ from megatron_balance.timeline.actions import Action, Operation, Schedule, grid
 
 
 class InvalidSchedule(ValueError):
-    """The message is the schedule's grid with the cell that is wrong."""
+    """The message is the schedule's grid, with the wrong step marked."""
 
 
 Problem = tuple[int, str]
-"""A step and what is wrong there."""
+"""A step, and what is wrong there."""
 
 
 def validate(schedules: Sequence[Schedule]) -> None:
     """Check the schedules of an expert-parallel group's ranks.
 
-    Each by itself: what is started is waited for once and later, weights are there before their experts compute,
-    gradients leave after the last backward pass and arrive before they are reduced, plans know the whole load.
-    Together: one order of exchanges, Trans and Agg on all ranks.
+    Each by itself: every action that is started is waited for once, later; weights arrive before their experts compute;
+    gradients leave after the last backward pass and arrive before they are reduced; plans know the whole load.
+    Together: exchanges, Trans and Agg have one order on all ranks.
 
     Raises:
-        InvalidSchedule: naming the first rank and step that are wrong.
+        InvalidSchedule: names the first rank and step that are wrong.
     """
     for rank, schedule in enumerate(schedules):
         problems = [*_waits(schedule), *_trans(schedule), *_agg(schedule), *_plan(schedule)]
@@ -35,7 +35,7 @@ def _starts(schedule: Schedule) -> dict[Action, int]:
 
 
 def _ends(schedule: Schedule) -> dict[Action, int]:
-    """Where each action is waited for."""
+    """Return the step at which each action is waited for."""
     return {action: number for number, step in enumerate(schedule) for action in step.waits}
 
 
@@ -59,7 +59,7 @@ def _waits(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _trans(schedule: Schedule) -> Iterator[Problem]:
-    """Every layer's experts have their weights when they compute first."""
+    """Every layer's experts have their weights when they compute for the first time."""
     ends, seen = _ends(schedule), set()
     for number, step in enumerate(schedule):
         block, operation = step.computation.block, step.computation.operation
@@ -129,5 +129,5 @@ def _is(action: Action, block: int, operation: Operation) -> bool:
 
 
 def _complete(parts: Sequence[Action]) -> bool:
-    """Whether these are all parts of what they are parts of."""
+    """Return whether these are all parts of one action."""
     return bool(parts) and sorted(part.part for part in parts) == list(range(1, parts[0].parts + 1))

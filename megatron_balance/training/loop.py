@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
 from megatron.core.utils import get_attr_wrapped_model
+from torch.profiler import record_function
 
 from megatron_balance.observe.balance import LayerReport, mean_over_ranks
 from megatron_balance.training.data import Batch
@@ -90,8 +91,9 @@ def train_step(run: Run) -> StepReport:
     reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
     fault = run.guard.fault(reports, repeat)
     run.position.enter("optimizer")
-    # megatron-core's abstract `step` has no return type
-    stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
+    with record_function("optimizer"):
+        # megatron-core's abstract `step` has no return type
+        stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
     if run.balancer is not None:
         run.balancer.transfer_owners()
     if stepped:

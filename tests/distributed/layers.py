@@ -62,7 +62,7 @@ def build_layer(
     wire = all_to_all or FlatAllToAll(groups.ep)
     exchange = TokenExchange(wire, wire, wire)
     path = path or ParallelDispatch(SCHEDULES["megatron"], groups, sequence_parallel=True)
-    layer = BalancedMoELayer(config, submodules, 1, path=path, balance=BalanceConfig(), exchange=exchange)
+    layer = BalancedMoELayer(config, submodules, 1, parallel=path, balance=BalanceConfig(), exchange=exchange)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in layer.experts.parameters():

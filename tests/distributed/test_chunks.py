@@ -81,6 +81,7 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
         order: Order,
         rows: Sequence[torch.Tensor],
         splits: Sequence[torch.Tensor],
+        *,
         there: Start,
         back: Start,
         compute: Callable[[int, torch.Tensor], torch.Tensor],
@@ -96,7 +97,7 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
             watched_start(start, tasks, numbers, log)
             for start, tasks in ((there, (ChunkTask.C1, ChunkTask.D1)), (back, (ChunkTask.C2, ChunkTask.D2)))
         )
-        return execute(order, rows, splits, there, back, computing)
+        return execute(order, rows, splits, there=there, back=back, compute=computing)
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(13 + 3 * dist.get_rank(), 1, HIDDEN, dtype=torch.float64, generator=generator)

@@ -106,7 +106,7 @@ def check_schedule(
     """
     tensor, _, shards = layout
     layer = scheduled_layer(layout, schedule, activation, sequence_parallel, chunks, saa, capacity_factor)
-    config, path = layer.config, layer.path
+    config, path = layer.config, layer.parallel
     # Ranks have the same tokens unless those differ by the sequence, or by the sample
     replica = dist.get_rank() if sequence_parallel else dist.get_rank() // tensor
     copies = 1 if sequence_parallel else tensor
@@ -171,7 +171,7 @@ def check_expert_gradients(
 
 def perturb_copies(layer: BalancedMoELayer, hidden: torch.Tensor, noise: float) -> None:
     """Let tensor-parallel ranks choose other experts for the same tokens: rounding does that to few, this to many."""
-    group, exact = layer.path.groups.tp, layer.router.gating
+    group, exact = layer.parallel.groups.tp, layer.router.gating
     shift = noise * torch.randn(12, 1, EXPERTS, generator=torch.Generator().manual_seed(group.rank()))
     layer.router.gating = lambda tokens: exact(tokens) + (shift if group.rank() else 0)
     own = layer.router.gating(hidden).argmax(-1)

@@ -244,12 +244,12 @@ def build(
         }
         group = Group()
         balancer = Balancer(
-            group,
-            Transfers(journal),
-            states,
-            lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact),
-            lambda: world.microbatches,
-            0,
+            group=group,
+            transfer=Transfers(journal),
+            layers=states,
+            schedule=lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact),
+            microbatches=lambda: world.microbatches,
+            guest_bytes=0,
             **more,
         )
     world = World(balancer, journal, group)

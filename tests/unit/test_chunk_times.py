@@ -11,7 +11,7 @@ from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll
 from megatron_balance.comm.auto import exchange_seconds, predict
 from megatron_balance.comm.codecs import Float8
 from megatron_balance.comm.compressed import Directions, TokenExchange, token_exchange
-from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Unsharded
+from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
 from megatron_balance.flow.chunks.order import ChunkTimes
 from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, CodecTimes, Fit, Throughput
@@ -33,8 +33,20 @@ TOKENS_DP = np.array([[6.0, 0.0, 3.0, 1.0], [0.0, 2.0, 20.0, 0.0]])
 """Rank 0 keeps 6 rows and sends 4; rank 1 sends 2 and keeps 20. So 22 is the most that one has at first, 24 then."""
 
 
+def task_model(profile: ClusterProfile, exchange: TokenExchange, sharding: Sharding) -> TaskModel:
+    return TaskModel(
+        profile=profile,
+        exchange=exchange,
+        sharding=sharding,
+        hosts=2,
+        codec="fp8",
+        hidden=HIDDEN,
+        dtype=torch.float32,
+    )
+
+
 def model(exchange: TokenExchange) -> TaskModel:
-    return TaskModel(PROFILE, exchange, Unsharded(), 2, "fp8", HIDDEN, torch.float32)
+    return task_model(PROFILE, exchange, Unsharded())
 
 
 def test_times_by_hand() -> None:
@@ -94,7 +106,7 @@ def test_shards_exchange_more() -> None:
     row = HIDDEN * 4
     wide, narrow = (TokenExchange(*[FlatAllToAll(group)] * 3) for group in (everyone, hosts))
     times = {
-        name: TaskModel(profile, exchange, sharding, 2, "fp8", HIDDEN, torch.float32).times(tokens_SP)[0]
+        name: task_model(profile, exchange, sharding).times(tokens_SP)[0]
         for name, exchange, sharding in (
             ("dumped", wide, DirectAllToAll(2)),
             ("gathered", narrow, AllGather(hosts)),
@@ -105,5 +117,5 @@ def test_shards_exchange_more() -> None:
     assert (times["gathered"].a1, times["gathered"].d1) == pytest.approx((100 + 3 * row, 100 + 12 * row))
     assert {one.e for one in times.values()} == {5 + 3 * 12}
     # What sources of a whole host have is half as much
-    reduced = TaskModel(profile, narrow, AllReduce(hosts), 2, "fp8", HIDDEN, torch.float32).times(tokens_SP[:2] * 2)[0]
+    reduced = task_model(profile, narrow, AllReduce(hosts)).times(tokens_SP[:2] * 2)[0]
     assert (reduced.a1, reduced.d1, reduced.c2) == pytest.approx((100 + 6 * row, 0, 100 + 12 * row))

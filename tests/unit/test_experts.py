@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.flow.experts import GroupedExperts, GroupedWeights, grouped_linear
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.grouped_gemm import grouped_linear
+from megatron_balance.flow.slot_weights import GroupedWeights
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Largest error allowed, as a share of the largest value."""

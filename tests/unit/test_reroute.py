@@ -76,7 +76,7 @@ def test_by_hand() -> None:
     plan = DispatchPlan(placement, torch.tensor([[0] * 6, [0] * 6, [1, 0, 1, 2, 0, 1]]))
     map_TE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]]).bool()
     probs_TE = torch.tensor([[0.1, 0, 0], [0.2, 0.3, 0], [0, 0, 0], [0.4, 0, 0], [0.5, 0, 0]])
-    probs_TP, map_TP = reroute(probs_TE, map_TE, plan, rank=2)
+    probs_TP, map_TP = reroute(probs_TE, map_TE, plan, source=2)
     expected = torch.zeros(5, 6)
     expected[0, 0], expected[1, 3], expected[1, 2], expected[3, 3], expected[4, 5] = 0.1, 0.2, 0.3, 0.4, 0.5
     assert torch.equal(probs_TP, expected)

@@ -129,7 +129,7 @@ def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iteration
                 skip_attention(run.model)
         reports = ranks.take_turns(runs, iterations, warmup, turn)
     modules = (module for chunk in runs["auto"].model for module in chunk.modules())
-    steps = next(module.path.steps for module in modules if isinstance(module, BalancedMoELayer))
+    steps = next(module.parallel.steps for module in modules if isinstance(module, BalancedMoELayer))
     chosen = next(name for name, order in SCHEDULES.items() if order == steps)
     return Measured({name: [report.seconds for report in found] for name, found in reports.items()}, chosen, lines)
 

@@ -1,4 +1,4 @@
-"""Into how many chunks each layer's tokens are split, and in which order those are worked on."""
+"""Chooses the number of chunks of each layer's tokens, and the order of the chunks' tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,56 +15,56 @@ from megatron_balance.placement.demi.schedule import MiniTaskKind as MiniTask
 from megatron_balance.placement.policies.demi import Demi
 
 DEGREES = (1, 2, 4, 8, 16)
-"""What `--moe-comm-chunks auto` chooses from."""
+"""Numbers of chunks among which `--moe-comm-chunks auto` chooses."""
 
 Decide = Callable[[DispatchPlan], tuple[Chunking, str]]
-"""What to do with tokens like these, and why; pure, so that all ranks decide alike."""
+"""A plan -> how to split its tokens, and why; pure, so that all ranks decide alike."""
 
 
 class ChunkChoice:
-    """Decides for each layer in the first pass of every `interval` iterations, from what that pass is to send.
+    """Decides for each layer in the first pass of every `interval` iterations, from that pass's plan.
 
-    The same on all ranks of an expert-parallel group, because all know the plan and the profile; so repeated and
-    recomputed passes find what the first one found.
+    All ranks of an expert-parallel group decide alike, because all know the plan and the profile. Repeated and
+    recomputed passes get the first pass's decision.
     """
 
     def __init__(
-        self, decide: Decide, iteration: Callable[[], int], interval: int, say: Callable[[str], None] | None = None
+        self, decide: Decide, iteration: Callable[[], int], interval: int, log: Callable[[str], None] | None = None
     ) -> None:
         """
         Args:
-            iteration: number of the present one.
-            say: called with a line on each choice that differs from the one before.
+            iteration: returns the number of the present iteration.
+            log: called with a line for each choice that differs from the last one.
         """
-        self.decide, self.iteration, self.interval, self.say = decide, iteration, interval, say
+        self.decide, self.iteration, self.interval, self.log = decide, iteration, interval, log
         self._chosen: dict[int, tuple[int, Chunking]] = {}
-        """By layer number: in which period, and what."""
+        """By layer number: the period of `interval` iterations, and its choice."""
 
     @property
     def chosen(self) -> dict[int, Chunking]:
-        """By layer number, what is in force."""
+        """The choice in force, by layer number."""
         return {layer: chunking for layer, (_, chunking) in self._chosen.items()}
 
     def __call__(self, layer: int, plan: DispatchPlan) -> Chunking:
-        """How the tokens of `plan` are to pass through the layer."""
+        """Return how the tokens of `plan` pass through the layer."""
         period = self.iteration() // self.interval
         before = self._chosen.get(layer)
         if before is None or before[0] != period:
             chunking, reason = self.decide(plan)
             self._chosen[layer] = period, chunking
-            if self.say is not None and (before is None or before[1] != chunking):
-                self.say(f"layer {layer}: {_described(chunking)}; {reason}")
+            if self.log is not None and (before is None or before[1] != chunking):
+                self.log(f"layer {layer}: {_described(chunking)}; {reason}")
         return self._chosen[layer][1]
 
     def state(self) -> dict[str, Any]:
-        """Numbers and strings for a checkpoint."""
+        """Return numbers and strings for a checkpoint."""
         return {
             str(layer): [period, text(chunking.forward), text(chunking.backward), chunking.shares]
             for layer, (period, chunking) in self._chosen.items()
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with the choices that `state` described."""
+        """Continue with the choices of a `state`."""
         self._chosen = {
             int(layer): (period, Chunking(parse(forward), parse(backward), shares))
             for layer, (period, forward, backward, shares) in state.items()
@@ -73,14 +73,14 @@ class ChunkChoice:
 
 @dataclass(frozen=True)
 class ByPrediction:
-    """The number of chunks, of some, that is the fastest in the scheduler's order (ScheMoE, section 4)."""
+    """Chooses the number of chunks whose predicted time in the scheduler's order is least (ScheMoE, section 4)."""
 
     degrees: tuple[int, ...]
     scheduler: Scheduler
     model: TaskModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """See `Decide`; of equal numbers the smallest.
+        """Decide for a plan, see `Decide`; among numbers of equal time, take the smallest.
 
         Raises:
             ValueError: the scheduler's order is impossible.
@@ -88,13 +88,13 @@ class ByPrediction:
         tokens_DP = plan.tokens_DP.numpy().astype(np.float64)
         chunkings, seconds = {}, {}
         for degree in self.degrees:
-            # Chunks are equal but for roundings, which would only blur that they are
+            # Fractions of tokens: rounding would hide that the chunks are equal
             ways = [(one,) * degree for one in self.model.times(tokens_DP / degree)]
             orders = [self.scheduler(times) for times in ways]
             for order in orders:
                 if problems := check(order, degree):
                     raise ValueError(f"--moe-comm-order: the order {text(order)!r} is impossible: {problems[0]}")
-            chunkings[degree] = Chunking(*orders)
+            chunkings[degree] = Chunking(forward=orders[0], backward=orders[1])
             seconds[degree] = sum(makespan(order, times) for order, times in zip(orders, ways, strict=True))
         chosen = min(seconds, key=seconds.__getitem__)
         times = ", ".join(f"{degree}: {1e3 * time:.3g} ms" for degree, time in seconds.items())
@@ -103,16 +103,16 @@ class ByPrediction:
 
 @dataclass(frozen=True)
 class ByMiniTasks:
-    """A chunk for each slot in which DEMI's schedule of mini-tasks computes, with the tokens that it computes there.
+    """Makes a chunk for each time slot in which DEMI's schedule of mini-tasks computes, with the tokens of that slot.
 
-    In a slot the next chunk is dispatched and the one before comes back, as in the schedule.
+    As in the schedule, a slot also dispatches the next chunk and returns the last one.
     """
 
     policy: Demi
     cost: CostModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """See `Decide`; every expert has one host."""
+        """Decide for a plan in which every expert has one host, see `Decide`."""
         ranks, placement = plan.placement.num_ranks, plan.placement
         # A host with several sources is one worker
         tokens_DP = by_host(plan.tokens_DP, ranks).numpy()
@@ -136,11 +136,11 @@ class ByMiniTasks:
 
 
 MOST_CHUNKS = 1024
-"""Each chunk is a round of exchanges: more of them only cost time."""
+"""Each chunk is a round of exchanges; more rounds would only cost time."""
 
 
 def find_degrees(chunks: str) -> tuple[int, ...]:
-    """The numbers of chunks to choose from, by the value of `--moe-comm-chunks`.
+    """Return the numbers of chunks to choose from, given the value of `--moe-comm-chunks`.
 
     Raises:
         ValueError: neither `auto` nor a number from 1 to `MOST_CHUNKS`.

@@ -1,7 +1,6 @@
 """The dispatched tokens of a layer in chunks, so that one chunk's exchange hides under another's computation.
 
-Every rank splits what it sends to each physical expert; the order of its tokens is kept. All ranks know all sizes.
-Shape suffixes: C chunks, D expert-parallel ranks, E logical experts, P physical experts, T tokens of this rank.
+Every source splits the tokens that it sends to each physical expert, and keeps their order. All ranks know all sizes.
 """
 
 from dataclasses import dataclass
@@ -12,25 +11,25 @@ from megatron_balance.flow.chunks.order import Order, parse
 from megatron_balance.flow.plan import DispatchPlan
 
 Shares = tuple[tuple[tuple[float, ...], ...], ...]
-"""[C, D, E]: the part of each rank's tokens for each expert that goes with each chunk."""
+"""[C, D, E]: the part of each source's tokens for each expert that goes with each chunk."""
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """How a layer's tokens are split, and in which order the chunks pass through it."""
+    """How a layer's tokens are split, and the order in which the chunks pass through it."""
 
     forward: Order
     backward: Order
 
     shares: Shares | None = None
-    """None: even."""
+    """None: chunks of even size."""
 
     @property
     def chunks(self) -> int:
         return 1 + max(chunk for _, chunk in self.forward)
 
     def split(self, plan: DispatchPlan) -> torch.Tensor:
-        """[C, D, P]: what each source rank sends to each physical expert with each chunk; sums to the plan's tokens."""
+        """Return [C, D, P], the tokens from each source to each physical expert with each chunk; sums to the plan's."""
         if self.shares is None:
             return split_evenly(plan.tokens_DP, self.chunks)
         return split_by(self.shares, plan)
@@ -43,19 +42,19 @@ UNSPLIT = Chunking(_AT_ONCE, _AT_ONCE)
 
 
 def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
-    """[C, D, P]: in chunks that differ by one token at most for each pair of rank and physical expert.
+    """Split into [C, D, P]: for each pair of source and physical expert, chunks differ by at most one token.
 
-    Pairs with fewer tokens than chunks do not all use the same ones: rank and expert say which chunk gets more.
+    Pairs with fewer tokens than chunks do not all use the same chunks: source and expert determine which get more.
     """
-    ranks, physicals = tokens_DP.shape
-    turn_DP = torch.arange(ranks).unsqueeze(1) + torch.arange(physicals)
+    sources, physicals = tokens_DP.shape
+    turn_DP = torch.arange(sources).unsqueeze(1) + torch.arange(physicals)
     cut_C11 = torch.arange(chunks + 1).view(-1, 1, 1)
     turn_DP, cut_C11 = turn_DP.to(tokens_DP.device), cut_C11.to(tokens_DP.device)
     return ((tokens_DP * cut_C11 + turn_DP % chunks) // chunks).diff(dim=0)
 
 
 def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
-    """[C, D, P]: by shares, rounded so that nothing is lost; what they do not cover goes with the last chunk."""
+    """Split into [C, D, P] by shares, rounded so that no token is lost; the last chunk takes what they do not cover."""
     shares_CDE = torch.tensor(shares, dtype=torch.float64)
     experts_P = torch.tensor(plan.placement.expert_of_physical)
     ends_CDP = (shares_CDE[:, :, experts_P].cumsum(0) * plan.tokens_DP).round().to(torch.int64)
@@ -67,15 +66,15 @@ def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
 def in_chunks(
     probs_TP: torch.Tensor, map_TP: torch.Tensor, tokens_CP: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The routing of this rank's tokens to each chunk's share of every physical expert, chunk after chunk.
+    """Split the routing of one source's tokens into chunks.
 
     Args:
         probs_TP: [T, P] combine weights; gradients flow through.
         map_TP: [T, P] bool, the chosen physical experts.
-        tokens_CP: [C, P] how many of this rank's tokens for each expert go with each chunk: the first, the next, ...
+        tokens_CP: [C, P] tokens for each expert that go with each chunk: the first ones, the next ones, and so on.
 
     Returns:
-        [T, C * P] both.
+        combine weights and choices, [T, C * P] each, chunk after chunk.
     """
     chunks = len(tokens_CP)
     if chunks == 1:

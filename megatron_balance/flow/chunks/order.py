@@ -1,16 +1,16 @@
-"""In which order a layer works where its tokens travel in chunks (ScheMoE, section 4). Pure: seconds in, order out.
+"""The order of a layer's work on tokens that travel in chunks (ScheMoE, section 4). Pure: seconds in, order out.
 
 Each chunk passes through the seven tasks of one direction:
 
     C1 -> A1 -> D1 -> E -> C2 -> A2 -> D2        compress, dispatch, decompress, experts, compress, combine, decompress
 
-A1 and A2 occupy the network, the others the device. Either does one thing at a time, both work at the same time, and an
-exchange starts as soon as its rows are compressed and the exchanges before it are over (Eq. 13 and 14). So an order of
-the computing tasks decides everything:
+A1 and A2 occupy the network, the others the device. Network and device each do one task at a time, and overlap. An
+exchange starts as soon as its rows are compressed and earlier exchanges are over (Eq. 13 and 14). So the order of the
+computing tasks determines everything:
 
     C1.0 C1.1 D1.0 E.0 C2.0 D1.1 E.1 C2.1 D2.0 D2.1
 
-A backward pass takes the same seven tasks, with gradients, in an order of its own.
+A backward pass takes the same seven tasks, with gradients, in its own order.
 """
 
 import functools
@@ -23,7 +23,7 @@ from megatron_balance.config.flags import named
 
 
 class ChunkTask(StrEnum):
-    """What happens to a chunk, in this order."""
+    """The tasks of a chunk, in this order."""
 
     C1 = "C1"
     A1 = "A1"
@@ -47,7 +47,7 @@ class ChunkTimes(NamedTuple):
 
 
 TaskTimes = tuple[ChunkTimes, ...]
-"""Of every chunk, in one direction."""
+"""Seconds per task of each chunk, for one direction."""
 
 
 class ChunkStep(NamedTuple):
@@ -67,19 +67,19 @@ Scheduler = Callable[[TaskTimes], Order]
 COMPUTING = (ChunkTask.C1, ChunkTask.D1, ChunkTask.E, ChunkTask.C2, ChunkTask.D2)
 
 SENDS = {ChunkTask.C1: ChunkTask.A1, ChunkTask.C2: ChunkTask.A2}
-"""The exchange that starts once a task is done."""
+"""The exchange that starts after a task."""
 
 
 def text(order: Order) -> str:
-    """For example `C1.0 D1.0 E.0 C2.0 D2.0`."""
+    """Return an order as text, for example `C1.0 D1.0 E.0 C2.0 D2.0`."""
     return " ".join(map(str, order))
 
 
 def parse(line: str) -> Order:
-    """The inverse of `text`.
+    """Return the order of a text: the inverse of `text`.
 
     Raises:
-        ValueError: a word that is no computing task of a chunk.
+        ValueError: a word is not a computing task of a chunk.
     """
     steps = []
     for word in line.split():
@@ -91,7 +91,7 @@ def parse(line: str) -> Order:
 
 
 def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
-    """What keeps an order of so many chunks from being executed (Eq. 4 to 9); empty if nothing does."""
+    """Return why an order of `chunks` chunks cannot be executed (Eq. 4 to 9); empty if it can."""
     done = [0] * chunks
     for step in order:
         if not 0 <= step.chunk < chunks:
@@ -103,7 +103,7 @@ def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
 
 
 class ChunkSpan(NamedTuple):
-    """When one task of a chunk runs, in seconds from the beginning."""
+    """Start and end of one task of a chunk, in seconds from the beginning."""
 
     task: ChunkTask
     chunk: int
@@ -112,7 +112,7 @@ class ChunkSpan(NamedTuple):
 
 
 def spans(order: Order, times: TaskTimes) -> Iterator[ChunkSpan]:
-    """When everything runs, computing tasks in their order and each exchange after the task that starts it."""
+    """Yield when each task runs: computing tasks in their order, each exchange after the task that starts it."""
     computing = network = 0.0
     arrived = [0.0] * len(times)
     for task, chunk in order:
@@ -126,7 +126,7 @@ def spans(order: Order, times: TaskTimes) -> Iterator[ChunkSpan]:
 
 
 def makespan(order: Order, times: TaskTimes) -> float:
-    """t_r of Eq. 11: seconds until the last task is done."""
+    """Return the seconds until the last task ends: t_r of Eq. 11."""
     return max(span.end for span in spans(order, times))
 
 
@@ -138,12 +138,12 @@ _INDEX = {task: index for index, task in enumerate(ChunkTask)}
 
 
 def sequential(times: TaskTimes) -> Order:
-    """One chunk after the other, with nothing beside its exchanges."""
+    """One chunk after the other; nothing overlaps with exchanges."""
     return tuple(ChunkStep(task, chunk) for chunk in range(len(times)) for task in COMPUTING)
 
 
 def interleaved(times: TaskTimes) -> Order:
-    """The pipeline of FasterMoE: a chunk computes between the departure of the next one and the arrival of the last."""
+    """The pipeline of FasterMoE: a chunk computes after the next chunk has left and before the last one returns."""
     chunks, steps = len(times), []
     for beat in range(chunks + 2):
         for tasks, chunk in ((COMPUTING[:1], beat), (COMPUTING[1:4], beat - 1), (COMPUTING[4:], beat - 2)):
@@ -160,7 +160,7 @@ def theorem_1(times: TaskTimes) -> Order:
 
 
 def optsche(times: TaskTimes) -> Order:
-    """Eq. 12 where Theorem 1 holds; elsewhere the order that `search` finds, unless that gains next to nothing."""
+    """Eq. 12 where Theorem 1 holds; elsewhere the order that `search` finds, unless its gain is not worthwhile."""
     order = theorem_1(times)
     if theorem_holds(times):
         return order
@@ -169,34 +169,34 @@ def optsche(times: TaskTimes) -> Order:
 
 
 WORTHWHILE = 1e-3
-"""A gain below this share of the time is not worth an order that is harder to read."""
+"""Smallest gain, as a share of the time, for which `optsche` takes an order that is harder to read."""
 
 
 def theorem_holds(times: TaskTimes) -> bool:
-    """Whether chunks are equal, and what is done twice takes equally long both times: the proof needs either."""
+    """Return whether chunks are equal and paired tasks take equally long; the proof needs both."""
     first = times[0]
     twice = ((first.c1, first.c2), (first.a1, first.a2), (first.d1, first.d2))
     return all(one == first for one in times) and all(one == other for one, other in twice)
 
 
 ROUNDING = 1e-12
-"""Of sums of seconds, relative."""
+"""Relative rounding error of sums of seconds."""
 
 EXACT_CHUNKS = 3
-"""Up to so many chunks `search` looks at every order; of more, chunks pass each stage in turn."""
+"""Largest number of chunks for which `search` considers every order; more chunks pass each stage in turn."""
 
 WIDTHS = ((8, 32), (math.inf, 4))
-"""Up to so many chunks, `search` keeps as many beginnings of those that have done the same tasks, none of them better
-in every respect. With 16 chunks it takes seconds at most."""
+"""(largest number of chunks, beginnings that `search` keeps among those that have done the same tasks). With 16 chunks
+the search takes seconds at most."""
 
 
 class _Beginning(NamedTuple):
-    """The first steps of an order, and when what they leave behind is free."""
+    """The first steps of an order, and when device, network and chunks are free after them."""
 
     computing: float
     network: float
     arrived: tuple[float, ...]
-    """When each chunk can go on."""
+    """When each chunk can continue."""
     last: ChunkStep | None
     before: "_Beginning | None"
 
@@ -210,11 +210,11 @@ class _Beginning(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def search(times: TaskTimes) -> Order:
-    """The order of least makespan, by dynamic programming over what has been done, chunk by chunk.
+    """Return the order of least makespan, by dynamic programming over the tasks that each chunk has done.
 
-    Beginnings that have done the same tasks differ in when device, network and chunks are free again. One that is
-    later in every respect is dropped, and so is one that cannot undercut an order that is known. So the result is the
-    optimum up to `EXACT_CHUNKS`, and for equal chunks, as long as `WIDTHS` suffice.
+    Beginnings that have done the same tasks differ in when device, network and chunks are free again. A beginning is
+    dropped if another one is no later in every respect, or if it cannot beat a known order. So the result is the
+    optimum up to `EXACT_CHUNKS`, and for equal chunks, while `WIDTHS` suffice.
     """
     chunks, ordered = range(len(times)), len(times) > EXACT_CHUNKS
     best: Order = min((theorem_1(times), interleaved(times)), key=lambda order: makespan(order, times))
@@ -246,10 +246,10 @@ def search(times: TaskTimes) -> Order:
 
 
 def _least(times: TaskTimes) -> float:
-    """No order is faster: the device has to compute all, and the network to send all.
+    """Return a lower bound of the makespan: the device computes all tasks, and the network sends all rows.
 
-    The device also waits for the first chunk to arrive, beside no more than all C1, and for the last one to come back,
-    beside no more than all D2. The network waits for a C1, and a D2 waits for it.
+    The device also waits for the first chunk to arrive, with at most all C1 to overlap, and for the last one to return,
+    with at most all D2. The network waits for a C1, and a D2 waits for the network.
     """
     first, last = sum(one.c1 for one in times), sum(one.d2 for one in times)
     waits = max(0.0, min(one.c1 + one.a1 for one in times) - first)
@@ -260,16 +260,16 @@ def _least(times: TaskTimes) -> float:
 
 
 class _Rest(NamedTuple):
-    """What a chunk has left to do."""
+    """Seconds of a chunk's remaining tasks."""
 
     computing: float
     network: float
     chain: float
-    """From where it can go on, as if it were alone."""
+    """Seconds until its end, if it were alone."""
 
 
 def _remaining(times: ChunkTimes) -> list[_Rest]:
-    """By number of computing tasks that are done."""
+    """Return the rest after each number of computing tasks."""
     rests = []
     for done in range(len(COMPUTING) + 1):
         computing = sum(_seconds(times, task) for task in COMPUTING[done:])
@@ -279,20 +279,20 @@ def _remaining(times: ChunkTimes) -> list[_Rest]:
 
 
 def _grown(beginning: _Beginning, step: ChunkStep, times: ChunkTimes) -> _Beginning:
-    """One step more."""
+    """Return the beginning with one more step."""
     computing, network, arrived, chunk = beginning.computing, beginning.network, beginning.arrived, step.chunk
     computing = max(computing, arrived[chunk]) + _seconds(times, step.task)
     free = computing
     if step.task in SENDS:
         network = max(network, computing) + _seconds(times, SENDS[step.task])
         free = network
-    # What is free before the device is, is free when the device is: only then can it matter
+    # A time before the device is free makes no difference: the next task waits for the device
     arrived = tuple(max(one, computing) for one in (*arrived[:chunk], free, *arrived[chunk + 1 :]))
     return _Beginning(computing, max(network, computing), arrived, step, beginning)
 
 
 def _bound(beginning: _Beginning, rest: Sequence[_Rest]) -> float:
-    """No order that begins like this is faster."""
+    """Return a lower bound of the makespan of all orders with this beginning."""
     network = sum(one.network for one in rest)
     return max(
         beginning.computing + sum(one.computing for one in rest),
@@ -323,12 +323,12 @@ ORDERS: dict[str, Scheduler] = {"sequential": sequential, "interleaved": interle
 
 
 def find_order(name: str) -> Scheduler:
-    """A scheduler by its name here, or by `package.module:function`.
+    """Return a scheduler by its name in `ORDERS`, or by `package.module:function`.
 
     Raises:
         ValueError: no such name, module or function.
     """
-    found = named("--moe-comm-order", name, {**ORDERS, "demi": None})
+    found: Scheduler | None = named("--moe-comm-order", name, {**ORDERS, "demi": None})
     if not callable(found):
         raise ValueError(f"--moe-comm-order {name}: is not a function of task times")
     return found

@@ -1,8 +1,7 @@
 """Chunks of rows to their experts and back, forward and backward, in a given order.
 
-Exchanges run beside the computation: each starts when its rows are ready and is waited for where the order wants what
-it brings. A backward pass is the same seven tasks with gradients, so that one function executes both.
-Shape suffixes: R rows of this rank, H hidden, C chunks, D sources, S slots per host.
+Exchanges overlap with the computation: each starts when its rows are ready, and the order determines where it is waited
+for. A backward pass executes the same seven tasks with gradients, so that one function executes both.
 """
 
 import functools
@@ -13,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange
 from megatron_balance.comm.compressed import TokenExchange
@@ -24,83 +24,82 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.plan import DispatchPlan
 
 Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
-"""What begins: the first expert to compute, what follows the last one, and the same in the backward pass."""
+"""What begins: the computation of the first chunk, or the steps after that of the last one; forward and backward."""
 
 Begin = Callable[[Moment], None]
+"""Called at each `Moment` of a layer's passes."""
 
 Collect = Callable[[AllToAll, torch.Tensor, torch.Tensor], Exchange]
 
 Start = Callable[[torch.Tensor, torch.Tensor], Exchange]
-"""Rows and the matrix [sources, hosts] of how many there are, to an exchange of them."""
+"""Starts an exchange of rows, given the number of rows from each source to each host [D, hosts]."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowShare:
-    """Rows that all ranks of a group have, of which each sends its own share through the experts (MP-Split)."""
+    """Rows that all ranks of a group have; each rank sends its own share of them through the experts (MP-Split)."""
 
     group: dist.ProcessGroup
     sizes_CM: torch.Tensor
-    """[C, members] int64 in host memory: rows of each chunk that each member sends."""
+    """[C, members] int64 in host memory: rows that each member sends with each chunk."""
     simultaneous: Simultaneous | None = None
-    """What passes results on to all members while it collects them."""
+    """Collects results and passes them on to all members at the same time (SAA); None: one after the other."""
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """Rows of each member, one after the other."""
+        """Number of rows of each member."""
         return self.sizes_CM.sum(0).tolist()
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Those of this rank, of all."""
+        """Return this rank's share of all rows."""
         return rows.split(self.sizes)[self.group.rank()]
 
     def all(self, rows: torch.Tensor) -> torch.Tensor:
-        """Those of all members (MP-AllGather), of this rank's."""
+        """Return the rows of all members (MP-AllGather), given this rank's share."""
         return all_gather_rows(self.group, rows, self.sizes)
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One pass of this rank's rows through a layer."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChunkedDispatch:
+    """Where the rows of one forward pass go, chunk by chunk."""
 
     source: int
     """This rank's row in the plans."""
     host: int
-    """The host that its experts are on."""
+    """The host of this rank's experts."""
     exchange: TokenExchange
     sharding: Sharding
-    experts: GroupedExperts
     plans: Sequence[DispatchPlan]
-    """[C] of each chunk."""
+    """[C] plans, one for each chunk."""
     chunking: Chunking
-    begin: Begin
     fused: bool
-    """Whether rows are sorted by Transformer Engine's kernel."""
+    """Whether Transformer Engine's kernel sorts the rows."""
     share: RowShare | None
-    """Of the rows of all tokens; None: they are this rank's alone."""
+    """How ranks share the rows; None: no other rank has them."""
 
     @functools.cached_property
     def splits(self) -> list[torch.Tensor]:
-        """[C] of [D, hosts]: rows of each chunk from each source to each host."""
+        """[C] matrices [D, hosts]: rows of each chunk from each source to each host."""
         return [plan.splits_DH for plan in self.plans]
 
     @functools.cached_property
     def all_splits_DH(self) -> torch.Tensor:
-        """[D, hosts] of all chunks together."""
+        """[D, hosts]: rows of all chunks from each source to each host."""
         return torch.stack(self.splits).sum(0)
 
     @functools.cached_property
     def sent(self) -> list[int]:
-        """[C]: rows that this rank sends."""
+        """[C]: rows that this rank sends with each chunk."""
         return [int(splits_DH[self.source].sum()) for splits_DH in self.splits]
 
     @property
     def collect(self) -> Collect:
-        """What brings rows back: this rank's, or those of all who share them."""
+        """The function that brings rows back: this rank's rows, or all members' rows."""
         saa = None if self.share is None else self.share.simultaneous
         return (saa or self.sharding).collect
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The rows of all chunks, as `collect` brought them, in the order of all rows."""
+        """Put the rows of all chunks, as `collect` returned them, in the order in which they were sent."""
         rows = chunks[0] if len(chunks) == 1 else torch.cat([*chunks])
         if self.share is None:
             return rows
@@ -109,68 +108,91 @@ class Job:
         return transposed(rows, self.share.sizes_CM, (1, 0))
 
 
-def mixture(rows_RH: torch.Tensor, probs_R: torch.Tensor, job: Job) -> torch.Tensor:
-    """Every row through its expert, weighted: [R, H], where the row was; differentiable.
+def mixture(
+    rows_RH: torch.Tensor, probs_R: torch.Tensor, chunked: ChunkedDispatch, *, experts: GroupedExperts, begin: Begin
+) -> torch.Tensor:
+    """Compute each row with its expert, weighted: [R, H], each result where its row was; differentiable.
 
     Args:
-        rows_RH: by member of the job's share, then by chunk, then by physical expert.
+        rows_RH: by member of the share, then by chunk, then by physical expert.
         probs_R: combine weight of each row.
+        chunked: where the rows go.
+        experts: those of this rank.
+        begin: called at each `Moment`.
     """
-    return _Mixture.apply(rows_RH, probs_R, job, torch.is_grad_enabled(), *_weights(job))
+    weights = _weights(chunked, experts)
+    return _Mixture.apply(rows_RH, probs_R, chunked, experts, begin, torch.is_grad_enabled(), *weights)
 
 
-def _weights(job: Job) -> list[torch.Tensor]:
-    """The leaves that the job's experts compute with."""
-    return job.experts.tensors(job.plans[0].placement.slots_per_rank)
+def _weights(chunked: ChunkedDispatch, experts: GroupedExperts) -> list[torch.Tensor]:
+    """Return the leaves that the experts compute with."""
+    return experts.tensors(chunked.plans[0].placement.slots_per_rank)
 
 
-def _sent_CHS(job: Job) -> torch.Tensor:
+def _sent_CHS(chunked: ChunkedDispatch) -> torch.Tensor:
     """[C, hosts, S]: rows of each chunk that this rank sends to each slot of each host."""
-    hosts = job.plans[0].placement.num_ranks
-    return torch.stack([plan.tokens_DP[job.source].view(hosts, -1) for plan in job.plans])
+    hosts = chunked.plans[0].placement.num_ranks
+    return torch.stack([plan.tokens_DP[chunked.source].view(hosts, -1) for plan in chunked.plans])
 
 
-def _tokens_CDS(job: Job) -> torch.Tensor:
-    """[C, D, S]: rows of each chunk that this rank gets from each source for each of its slots."""
-    return torch.stack([plan.received_DS(job.host) for plan in job.plans])
+def _tokens_CDS(chunked: ChunkedDispatch) -> torch.Tensor:
+    """[C, D, S]: rows of each chunk that this rank receives from each source for each of its slots."""
+    return torch.stack([plan.received_DS(chunked.host) for plan in chunked.plans])
+
+
+def _spanned(span: str, start: Start) -> Start:
+    """Return `start` with a profiler span around its host work: starting the exchange, and waiting for it."""
+
+    def starting(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+        with record_function(span):
+            exchange = start(rows, splits_DH)
+
+        def wait() -> torch.Tensor:
+            with record_function(span):
+                return exchange.wait()
+
+        return Exchange(wait)
+
+    return starting
 
 
 def execute(
     order: Order,
     rows: Sequence[torch.Tensor],
     splits: Sequence[torch.Tensor],
+    *,
     there: Start,
     back: Start,
     compute: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Rows of every chunk there, through `compute`, and back, in the order given.
+    """Send the rows of every chunk there, through `compute`, and back, in the given order.
 
     Args:
         order: the computing tasks; the same on every rank.
-        rows: [C] what this rank sends.
-        splits: [C] of int64 [D, hosts] in host memory: rows from each source to each host.
-        there, back: what takes them to their experts, and what brings results to where they were sent from.
-        compute: called with a chunk's number and the rows that came; returns those that go back.
+        rows: [C] the rows that this rank sends.
+        splits: [C] int64 matrices [D, hosts] in host memory: rows from each source to each host.
+        there, back: exchanges that take rows to their experts, and results to the rows' sources.
+        compute: called with a chunk's number and the rows that arrived; returns the rows that go back.
 
     Returns:
-        [C] what came back, each where the rows that were sent had been.
+        [C] the results, in the order of the rows that this rank sent.
     """
-    flights: dict[int, Exchange] = {}
+    exchanges: dict[int, Exchange] = {}
     at_hand: dict[int, torch.Tensor] = dict(enumerate(rows))
     for task, chunk in order:
         if task is ChunkTask.C1:
-            flights[chunk] = there(at_hand.pop(chunk), splits[chunk])
+            exchanges[chunk] = there(at_hand.pop(chunk), splits[chunk])
         elif task is ChunkTask.E:
             at_hand[chunk] = compute(chunk, at_hand.pop(chunk))
         elif task is ChunkTask.C2:
-            flights[chunk] = back(at_hand.pop(chunk), splits[chunk])
+            exchanges[chunk] = back(at_hand.pop(chunk), splits[chunk])
         else:
-            at_hand[chunk] = flights.pop(chunk).wait()
+            at_hand[chunk] = exchanges.pop(chunk).wait()
     return [at_hand[chunk] for chunk in range(len(rows))]
 
 
 class _Graph(NamedTuple):
-    """Of one chunk's experts: where gradients enter, and where they come out."""
+    """Ends of the autograd graph of one chunk's experts: gradients enter at `output` and leave at the other two."""
 
     output: GradientEdge
     rows: torch.Tensor
@@ -186,13 +208,13 @@ class _WeightGradients:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-        """`leaves` stand for the weights in the chunks' graphs."""
+        """`leaves` replace the weights in the chunks' graphs."""
         self.leaves = leaves
         self.totals: list[torch.Tensor | None] = [getattr(weight, "main_grad", None) for weight in weights]
         self.has_main_grad = [total is not None for total in self.totals]
 
     def add_chunk(self) -> None:
-        """Move the gradients of a chunk, which others follow, out of the leaves."""
+        """Move the gradients of a chunk that is not the last one out of the leaves."""
         for index, gradient in enumerate(self._taken()):
             total = self.totals[index]
             if total is None:
@@ -201,95 +223,114 @@ class _WeightGradients:
                 total.add_(gradient)
 
     def finish(self) -> list[torch.Tensor]:
-        """The gradients to return to autograd after the last chunk, in the order of the weights."""
+        """Return the gradients for autograd after the last chunk, in the order of the weights."""
         return [
             gradient if total is None or has_main_grad else total.add_(gradient).to(gradient.dtype)
             for gradient, total, has_main_grad in zip(self._taken(), self.totals, self.has_main_grad, strict=True)
         ]
 
     def _taken(self) -> list[torch.Tensor]:
-        """Autograd copies a gradient that anything else still refers to: the leaves let theirs go."""
-        gradients = [leaf.grad for leaf in self.leaves]
+        """Take the leaves' gradients from them: autograd copies a gradient that anything else still refers to."""
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        assert len(gradients) == len(self.leaves), "every chunk computes with all weights"
         for leaf in self.leaves:
             leaf.grad = None
         return gradients
 
 
 class _Mixture(torch.autograd.Function):
-    """Autograd sees one operation; inside it, each chunk's experts have a graph of their own.
+    """Autograd sees one operation; inside it, the experts have one graph for each chunk.
 
-    So the order of a backward pass is the job's, and autograd gets one gradient for each weight.
+    So the chunking determines the order of a backward pass, and autograd gets one gradient for each weight.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RH: torch.Tensor, probs_R: torch.Tensor, job: Job, with_graph: bool, *weights: torch.Tensor
+        ctx: Any,
+        rows_RH: torch.Tensor,
+        probs_R: torch.Tensor,
+        chunked: ChunkedDispatch,
+        experts: GroupedExperts,
+        begin: Begin,
+        with_graph: bool,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.job, ctx.graphs = job, {}
+        ctx.chunked, ctx.experts, ctx.begin, ctx.graphs = chunked, experts, begin, {}
         ctx.leaves = [weight.detach().requires_grad_(with_graph) for weight in weights]
         stand_ins = dict(zip(weights, ctx.leaves, strict=True))
-        tokens_CDS = _tokens_CDS(job)
-        exchange, spread = job.exchange, job.sharding.spread
-        if job.share is not None:
-            rows_RH, probs_R = job.share.own(rows_RH), job.share.own(probs_R)
+        tokens_CDS = _tokens_CDS(chunked)
+        exchange, spread = chunked.exchange, chunked.sharding.spread
+        if chunked.share is not None:
+            rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
         # Weights of all chunks go at once, so that each host gets one message
-        coming = spread(exchange.probs, transposed(probs_R, _sent_CHS(job), (1, 0, 2)), job.all_splits_DH)
+        with record_function("dispatch"):
+            probs_CHS = transposed(probs_R, _sent_CHS(chunked), (1, 0, 2))
+            coming = spread(exchange.probs, probs_CHS, chunked.all_splits_DH)
         probs_by_chunk: list[torch.Tensor] = []
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            with torch.set_grad_enabled(with_graph):
+            with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
                     probs = transposed(coming.wait(), tokens_CDS.transpose(0, 1), (1, 2, 0))
                     probs_by_chunk.extend(probs.split(tokens_CDS.sum((1, 2)).tolist()))
-                    job.begin("experts")
+                    begin("experts")
                 # Rows arrive grouped by source, then slot; experts want them grouped by slot
-                rows = transposed(rows, tokens_CDS[chunk], (1, 0), job.fused).detach().requires_grad_(with_graph)
+                rows = transposed(rows, tokens_CDS[chunk], (1, 0), chunked.fused).detach().requires_grad_(with_graph)
                 probs = probs_by_chunk[chunk].detach().requires_grad_(with_graph)
-                output = job.experts(rows, tokens_CDS[chunk].sum(0), probs, stand_ins)
+                output = experts(rows, tokens_CDS[chunk].sum(0), probs, stand_ins)
                 if with_graph:
                     ctx.graphs[chunk] = _Graph(get_gradient_edge(output), rows, probs)
                 computed.append(chunk)
-                if len(computed) == len(job.plans):
-                    job.begin("combine")
-            return transposed(output.detach(), tokens_CDS[chunk].T, (1, 0), job.fused)
+                if len(computed) == len(chunked.plans):
+                    begin("combine")
+            return transposed(output.detach(), tokens_CDS[chunk].T, (1, 0), chunked.fused)
 
         computed: list[int] = []
-        there, back = functools.partial(spread, exchange.dispatch), functools.partial(job.collect, exchange.combine)
-        return job.joined(execute(job.chunking.forward, rows_RH.split(job.sent), job.splits, there, back, compute))
+        there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
+        back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
+        parts = rows_RH.split(chunked.sent)
+        results = execute(chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute)
+        with record_function("combine"):
+            return chunked.joined(results)
 
     @staticmethod
-    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple:
-        job = ctx.job
-        exchange, spread = job.exchange, job.sharding.spread
-        tokens_CDS = _tokens_CDS(job)
-        of_weights = _WeightGradients(_weights(job), ctx.leaves)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+        chunked, begin = ctx.chunked, ctx.begin
+        exchange, spread = chunked.exchange, chunked.sharding.spread
+        tokens_CDS = _tokens_CDS(chunked)
+        of_weights = _WeightGradients(_weights(chunked, ctx.experts), ctx.leaves)
         of_probs: dict[int, torch.Tensor] = {}
         going: list[Exchange] = []
 
         def compute(chunk: int, gradient: torch.Tensor) -> torch.Tensor:
-            if not of_probs:
-                job.begin("experts_backward")
-            gradient = transposed(gradient, tokens_CDS[chunk], (1, 0), job.fused)
-            graph = ctx.graphs.pop(chunk)
-            # Not autograd.grad, which megatron-core's recomputation refuses
-            torch.autograd.backward([graph.output], [gradient])
-            of_probs[chunk] = graph.probs.grad
-            if len(of_probs) < len(job.plans):
+            with record_function("experts backward"):
+                if not of_probs:
+                    begin("experts_backward")
+                gradient = transposed(gradient, tokens_CDS[chunk], (1, 0), chunked.fused)
+                graph = ctx.graphs.pop(chunk)
+                # Not autograd.grad, which megatron-core's recomputation refuses
+                torch.autograd.backward([graph.output], [gradient])
+                of_probs[chunk] = graph.probs.grad
+            if len(of_probs) < len(chunked.plans):
                 of_weights.add_chunk()
             else:
-                probs = torch.cat([of_probs[one] for one in range(len(job.plans))])
+                probs = torch.cat([of_probs[one] for one in range(len(chunked.plans))])
                 probs = transposed(probs, tokens_CDS.permute(0, 2, 1), (2, 0, 1))
-                job.begin("dispatch_backward")
-                going.append(job.sharding.collect(exchange.probs.reverse, probs, job.all_splits_DH))
-            return transposed(graph.rows.grad, tokens_CDS[chunk].T, (1, 0), job.fused)
+                begin("dispatch_backward")
+                with record_function("dispatch backward"):
+                    going.append(chunked.sharding.collect(exchange.probs.reverse, probs, chunked.all_splits_DH))
+            return transposed(graph.rows.grad, tokens_CDS[chunk].T, (1, 0), chunked.fused)
 
-        if job.share is not None:
-            gradient_RH = job.share.own(gradient_RH)
-        there = functools.partial(spread, exchange.combine.reverse)
-        back = functools.partial(job.collect, exchange.dispatch.reverse)
-        parts = gradient_RH.split(job.sent)
-        of_rows = job.joined(execute(job.chunking.backward, parts, job.splits, there, back, compute))
-        to_probs = transposed(going.pop().wait(), _sent_CHS(job).transpose(0, 1), (1, 0, 2))
-        if job.share is not None:
-            to_probs = job.share.all(to_probs)
-        return of_rows, to_probs, None, None, *of_weights.finish()
+        (gradient_RH,) = gradients
+        if chunked.share is not None:
+            gradient_RH = chunked.share.own(gradient_RH)
+        there = _spanned("combine backward", functools.partial(spread, exchange.combine.reverse))
+        back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
+        parts = gradient_RH.split(chunked.sent)
+        results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
+        with record_function("dispatch backward"):
+            of_rows = chunked.joined(results)
+            to_probs = transposed(going.pop().wait(), _sent_CHS(chunked).transpose(0, 1), (1, 0, 2))
+            if chunked.share is not None:
+                to_probs = chunked.share.all(to_probs)
+        return of_rows, to_probs, None, None, None, None, *of_weights.finish()
