@@ -23,10 +23,10 @@ ALL_TO_ALLS: dict[str, type[AllToAll]] = {
 
 
 def find_all_to_all(name: str) -> type[AllToAll]:
-    """The class of an all-to-all by its name here, or by `package.module:Class`.
+    """Return the all-to-all class with a name in ALL_TO_ALLS, or `package.module:Class`.
 
     Raises:
-        ValueError: no such name, module or class, or not an AllToAll.
+        ValueError: there is no such name, module or class, or it is not an AllToAll.
     """
     flag = f"--moe-comm-alltoall {name}"
     found = named("--moe-comm-alltoall", name, {"default": None, **ALL_TO_ALLS})
@@ -38,25 +38,26 @@ def find_all_to_all(name: str) -> type[AllToAll]:
 def load_all_to_all(
     name: str,
     ep_group: dist.ProcessGroup,
+    *,
     nodes: Callable[[], NodeGroups],
     profile: Callable[[], ClusterProfile],
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> AllToAll:
-    """The all-to-all of an expert-parallel group; every rank of the job calls it with the same name.
+    """Construct the all-to-all of an expert-parallel group; every rank of the job calls this with the same name.
 
-    Subclasses of NodeAllToAll are made from `nodes()`, all others from the group alone.
+    Subclasses of NodeAllToAll are constructed from `nodes()`, all others from the group.
 
     Args:
-        nodes: creates the groups, on every rank of the job; called only if they are needed.
-        profile: what `auto` predicts from; called only for that.
-        say: called with a line on what `auto` chose, on the ranks that give it.
+        nodes: creates the node groups on every rank of the job; called only if they are needed.
+        profile: returns the profile that `auto` predicts from; called only for `auto`.
+        log: called with a line about each choice of `auto`, on the ranks that pass it.
 
     Raises:
-        ValueError: as of `find_all_to_all`, or nodes that the all-to-all cannot do with.
+        ValueError: see `find_all_to_all`, or the all-to-all does not support the sizes of the nodes.
     """
     if name == "default" or ep_group.size() == 1:
         return default_all_to_all(ep_group)
     found = find_all_to_all(name)
     if found is AutoAllToAll:
-        return AutoAllToAll(nodes(), profile(), say)
+        return AutoAllToAll(nodes(), profile(), log)
     return found(nodes()) if issubclass(found, NodeAllToAll) else found(ep_group)

@@ -8,7 +8,7 @@ Shape suffixes: T tokens of one router call, E logical experts, K choices per to
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ class RoutingTrace:
     """
 
     def __init__(
-        self, model: list[torch.nn.Module], directory: Path, rank: int, step: Callable[[], int], first_step: int = 0
+        self, model: Sequence[torch.nn.Module], directory: Path, rank: int, step: Callable[[], int], first_step: int = 0
     ) -> None:
         self.rank, self.step = rank, step
         self._calls: list[_Call] = []

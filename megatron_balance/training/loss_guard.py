@@ -8,7 +8,7 @@ import functools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class LossGuard:
     are how the loss scaler learns its scale.
     """
 
-    def __init__(self, config: RunConfig, model: list[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    def __init__(self, config: RunConfig, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         self.enabled = config.ddp.check_for_nan_in_grad
         self.limit = config.train.max_consecutive_bad_iterations
         self.spikes = SpikyLoss() if config.train.check_for_spiky_loss else None

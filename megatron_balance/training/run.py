@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -24,7 +24,7 @@ class Run:
 
     config: RunConfig
     groups: ProcessGroupCollection
-    model: list[torch.nn.Module]
+    model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     batches: NumMicroBatchesCalculator

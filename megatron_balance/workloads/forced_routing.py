@@ -8,7 +8,7 @@ Shape suffixes: T tokens of one router call, K choices per token, E logical expe
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,7 +119,7 @@ class ForcedChoices(RouterReplay):
 
 
 def force_routing(
-    model: list[torch.nn.Module],
+    model: Sequence[torch.nn.Module],
     workload: Workload,
     part: BatchPart,
     step: Callable[[], int],

@@ -46,7 +46,7 @@ def splits_of(kind: str) -> torch.Tensor:
 
 def load(name: str, nodes: NodeGroups) -> AllToAll:
     profile = builtin(nodes.ep.size(), nodes.node_size, 64, 128)
-    return load_all_to_all(name, nodes.ep, lambda: nodes, lambda: profile)
+    return load_all_to_all(name, nodes.ep, nodes=lambda: nodes, profile=lambda: profile)
 
 
 def all_of(names: list[str], node_size: int) -> dict[str, AllToAll]:
@@ -144,7 +144,9 @@ def choose() -> list[str]:
     """What `auto` says of two exchanges of short rows and two of long ones, in nodes of two ranks."""
     said: list[str] = []
     nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, 2)
-    member = load_all_to_all("auto", nodes.ep, lambda: nodes, lambda: builtin(4, 2, 64, 128), said.append)
+    member = load_all_to_all(
+        "auto", nodes.ep, nodes=lambda: nodes, profile=lambda: builtin(4, 2, 64, 128), log=said.append
+    )
     for width in (1, 1, 500_000, 500_000):
         rows = torch.full((4, width), float(dist.get_rank()))
         received = member.start(rows, torch.ones(4, 4, dtype=torch.int64)).wait()

@@ -168,7 +168,7 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     tokens, everyone = [load // part for part in (16, 8, 4, 2, 1)], tuple(range(profile.num_ranks))
     passes = functools.partial(expert_passes, experts)
     stopwatch, dtype = Stopwatch(world, host, REPEATS), transformer.params_dtype
-    bench = GroupBench(stopwatch, {everyone: world}, passes, dtype, codecs)
+    bench = GroupBench(stopwatch=stopwatch, groups={everyone: world}, passes=passes, dtype=dtype, codecs=codecs)
     (message,) = bench.communicate("p2p", everyone, [4096])
     links = {
         collective: {kind: line._replace(alpha=message) for kind, line in lines.items()}
