@@ -79,7 +79,7 @@ def pretrain(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Asked:
     """A command line that passed this rank's checks, with what was built from it before the job started."""
 
@@ -108,7 +108,7 @@ def _asked(argv: list[str], launch: job.Launch) -> _Asked:
     if policy is not None:
         policy.ready(patience(config.launch.distributed_timeout_minutes))
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
-    return _Asked(parsed, config, topology, tokenizer, policy)
+    return _Asked(parsed=parsed, config=config, topology=topology, tokenizer=tokenizer, policy=policy)
 
 
 def _start_policy(config: RunConfig) -> PolicyProcess | None:

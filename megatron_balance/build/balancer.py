@@ -1,4 +1,4 @@
-"""Builds the Balancer, which keeps the experts of a built model where the policy wants them."""
+"""Builds the Balancer, which keeps a built model's experts where the policy wants them."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +56,7 @@ def build_balancer(
         policy: what `start_policy` returned for the flags, if it was called before.
 
     Raises:
-        ValueError: the policy cannot be made, or the profile cannot be had.
+        ValueError: the policy cannot be made, or the profile cannot be read or measured.
     """
     config, groups, settings = wiring.config, wiring.groups, wiring.config.balance
     if settings.balance_policy == "none":
@@ -66,7 +66,7 @@ def build_balancer(
     owners = _owners(config, groups)
     guest_bytes = sum(layer.experts.allocate_guests(owners.guest_slots) for layer in layers.values())
     policy, planner = _planning(config, policy)
-    # Collective: a rank without MoE layers takes part
+    # Collective, so ranks without MoE layers take part
     profile = wiring.profiles.experts
     sharers = groups.expt_dp.size() if config.ddp.use_distributed_optimizer else 1
     states = {}
@@ -100,7 +100,7 @@ def build_balancer(
 
 
 def _owners(config: RunConfig, groups: ProcessGroupCollection) -> Placement:
-    """Return the placement with every expert on its owner alone, and with as many guest slots as can be of use."""
+    """Return the placement with every expert on its owner alone, and no more guest slots than there are experts."""
     num_ranks, num_experts = groups.ep.size(), config.transformer.num_moe_experts
     assert num_experts is not None
     slots = min(config.balance.balance_guest_slots, num_experts - num_experts // num_ranks)
@@ -110,7 +110,7 @@ def _owners(config: RunConfig, groups: ProcessGroupCollection) -> Placement:
 def _schedule(
     config: RunConfig, groups: ProcessGroupCollection, by_chunk: Sequence[Iterable[int]]
 ) -> Callable[[int], Schedule]:
-    """Return a function from the number of microbatches to this stage's schedule, which is the same every time.
+    """Return a cached function from the number of microbatches to this pipeline stage's schedule.
 
     Args:
         by_chunk: numbers of the MoE layers of each model chunk.

@@ -144,8 +144,8 @@ def measure_cluster(
             parameter.normal_(std=transformer.init_method_std, generator=generator)
     codecs = {}
     if (name := config.comm.moe_comm_codec) != "none":
-        sizes = load_codec(name), transformer.hidden_size, transformer.params_dtype, device
-        codecs[name] = functools.partial(codec_passes, *sizes)
+        rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": device}
+        codecs[name] = functools.partial(codec_passes, load_codec(name), **rows)
     sequence = length // (groups.tp.size() if transformer.sequence_parallel else 1)
     load = max(MINIMAL_LOAD, samples * sequence * transformer.moe_router_topk)
     profile = measure(

@@ -16,7 +16,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
@@ -128,7 +127,7 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
         DistributedDataParallel(
             config=config.transformer,
             ddp_config=config.ddp,
-            module=_in_training_precision(_build_chunk(config, groups, vocab_size, block, stage), config),
+            module=_in_training_precision(_build_chunk(wiring, vocab_size, block, stage), config),
             # The gradients of later chunks are ready first, so buckets would only delay them
             disable_bucketing=bool(stage),
             pg_collection=groups,
@@ -137,13 +136,8 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
     ]
 
 
-def _build_chunk(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    vocab_size: int,
-    block: TransformerBlockSubmodules,
-    stage: int | None,
-) -> GPTModel:
+def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodules, stage: int | None) -> GPTModel:
+    config, groups = wiring.config, wiring.groups
     chunks = config.transformer.virtual_pipeline_model_parallel_size
     first = is_pp_first_stage(groups.pp) and not stage
     last = is_pp_last_stage(groups.pp) and (stage is None or chunks is None or stage == chunks - 1)

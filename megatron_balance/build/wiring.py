@@ -32,13 +32,13 @@ from megatron_balance.training.progress import Progress
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wiring:
-    """Everything that the parts of a run are connected by; only `progress` and the objects' own state change."""
+    """Shared values of a run's parts; only `progress` and the state inside the objects change."""
 
     config: RunConfig
     groups: ProcessGroupCollection
 
     profiles: Profiles
-    """How fast the cluster is; measured or read at the first access."""
+    """Speed of the cluster; its profile is read or measured at the first access."""
 
     dispatch: ParallelDispatch
     """The steps that tokens take through an MoE layer."""

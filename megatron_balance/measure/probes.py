@@ -40,7 +40,7 @@ def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passe
     return Passes(forward, backward)
 
 
-def codec_passes(codec: Codec, hidden: int, dtype: torch.dtype, device: torch.device, tokens: int) -> Passes:
+def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, device: torch.device) -> Passes:
     """Return the compression of `tokens` rows and the decompression of their payload, as passes."""
     generator = torch.Generator(device).manual_seed(0)
     rows_RH = torch.randn(tokens, hidden, device=device, generator=generator).to(dtype)
