@@ -12,7 +12,7 @@ schedules call, trigger Plan, Trans and Agg. docs/inside_megatron_lm.md has an e
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,14 +140,6 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         if taken:
             raise ValueError(f"{flag_of(taken[0])}: the parser has this flag already; call add_balance_args only once")
     return parser
-
-
-@overload
-def balanced_layer_spec(spec: ModuleSpec, balancing: Balancing) -> ModuleSpec: ...
-
-
-@overload
-def balanced_layer_spec(spec: TransformerBlockSubmodules, balancing: Balancing) -> TransformerBlockSubmodules: ...
 
 
 def balanced_layer_spec(
