@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     cpu.install()
     import torch.distributed as dist
 
-    from megatron_balance.build.tokens import measure_cluster
+    from megatron_balance.build.profiles import measure_cluster
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
     from megatron_balance.job import groups, job

@@ -1,9 +1,9 @@
-"""A layout of any size, checked in one process: groups, schedule and memory, with nothing allocated.
+"""Checks a layout of any size in one process and prints its groups, schedule and memory, without allocating any.
 
-    for the first rank of each pipeline stage: an imagined job -> build_run, as in a real one -> what it holds
+    for the first rank of each pipeline stage: an imagined job -> build_run, as in a real job -> sizes
 
-Groups, model, optimizer and guest slots are those that `build_run` makes, so their sizes are exact. Activations are
-estimated (memory.py).
+Groups, model, optimizer and guest slots come from `build_run`, so their sizes are exact. Activations are estimated
+(memory.py).
 """
 
 import contextlib
@@ -13,22 +13,22 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.app.memory import Chunk, Tokens, chunk_activations, peak
+from megatron_balance.build.profiles import layer_shape, microbatch_tokens
 from megatron_balance.build.run import build_run
-from megatron_balance.build.tokens import layer_shape
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device import cpu
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.job import groups
-from megatron_balance.job.groups import Topology
+from megatron_balance.job.groups import Topology, imagined_job
 from megatron_balance.job.layout import destroy_groups
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Operation
@@ -45,70 +45,72 @@ GROUPS = (
     ("expert data parallel", "expt_dp"),
     ("pipeline parallel", "pp"),
 )
-"""What groups are called here, and in megatron-core's collection."""
+"""Each group's name in the output, and its attribute in megatron-core's collection."""
 
 MOVES = (Operation.PLAN, Operation.TRANS, Operation.AGG)
 
 COLUMNS = ("parameters", "gradients", "optimizer", "guests", "activations", "total")
-"""Of memory."""
+"""Columns of the memory table."""
 
 LEGEND = """\
-parameters ... guests: of the first rank of each stage; the distributed optimizer's share may be smaller on others.
-activations: of as many microbatches as are kept at once.
-Not counted, so leave room: temporary tensors, messages, what libraries hold, fragmentation."""
+parameters ... guests: on the first rank of each stage; other ranks may hold a smaller share of the optimizer.
+activations: of all microbatches that the stage keeps at once.
+Not counted, so leave room: temporary tensors, messages, buffers of libraries, fragmentation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a rank holds through the whole run, in bytes; `count` are the elements of its parameters."""
+    """Bytes that a rank holds through the whole run."""
 
     count: int
+    """Elements of the parameters."""
+
     parameters: int
     gradients: int
     optimizer: int
-    """Main parameters, if they are others than the model's, and moments."""
+    """Moments, and main parameters where they are separate from the model's."""
 
     guests: int
     """Weights and gradients of guest slots."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A rank of a pipeline stage."""
+    """One rank of a pipeline stage; sizes in bytes."""
 
     layers: int
     moe_layers: int
     held: Held
     activations: int
     microbatches: int
-    """Whose activations are kept at once, at most, those of each model chunk counted."""
+    """Most microbatches whose activations the rank keeps at once, counted once per model chunk."""
 
 
 def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> None:
-    """Print what a run with this configuration would be like on `topology.world_size` processes.
+    """Print the groups, schedule and memory that this configuration has on `topology.world_size` processes.
 
     Raises:
-        ValueError: as a real run would.
+        ValueError: a mistake that would end a real run.
     """
     if not cpu.installed():
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
     world_size, stages = topology.world_size, config.transformer.pipeline_model_parallel_size
-    _say(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
-    _say(*(f"note: {notice}" for notice in (*notices, *_unlike(config))))
+    _print(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
+    _print(*(f"note: {notice}" for notice in (*notices, *_differences(config))))
     rows = []
     for rank in range(0, world_size, world_size // stages):
         with imagined_run(config, rank, world_size) as run:
             if rank == 0:
-                _say(*_groups(run.groups, topology), *_pipeline(run))
+                _print(*_groups(run.groups, topology), *_pipeline(run))
             rows.append(inspect(config, run))
-            _say(_balancing(run))
-    _say(*_memory(rows, world_size // stages))
+            _print(_balancing(run))
+    _print(*_memory(rows, world_size // stages))
 
 
 @contextlib.contextmanager
 def imagined_run(config: RunConfig, rank: int, world_size: int) -> Iterator[Run]:
-    """The run that one rank of a job would build, without data and without memory."""
-    with groups.imagined_job(rank, world_size), cpu.allocating_nothing():
+    """Yield the run that one rank of a job would build, without data and without memory."""
+    with imagined_job(rank, world_size), cpu.allocating_nothing():
         try:
             yield build_run(_buildable(config), with_data=False)
         finally:
@@ -116,9 +118,9 @@ def imagined_run(config: RunConfig, rank: int, world_size: int) -> Iterator[Run]
 
 
 def _buildable(config: RunConfig) -> RunConfig:
-    """The same sizes from what is at hand on every machine."""
+    """Return a configuration that builds tensors of the same sizes on every machine."""
     transformer, balance = copy.copy(config.transformer), config.balance
-    # Transformer Engine's modules have the parameters of megatron-core's own
+    # Transformer Engine's modules have the same parameters as megatron-core's own
     transformer.transformer_impl, transformer.moe_grouped_gemm = "local", False
     transformer.perform_initialization = False
     if balance.balance_profile == "auto":
@@ -126,18 +128,18 @@ def _buildable(config: RunConfig) -> RunConfig:
     return config.replace(transformer=transformer, balance=balance)
 
 
-def _unlike(config: RunConfig) -> Iterator[str]:
-    """What differs from a real run, one sentence each."""
+def _differences(config: RunConfig) -> Iterator[str]:
+    """Yield one sentence for each difference from a real run."""
     if config.balance.balance_profile == "auto":
-        yield "--balance-profile auto: nothing is measured; choices below are those of builtin"
-    yield "no checkpoint is looked at, and of data a few places in those files that are here"
+        yield "--balance-profile auto: nothing is measured; the choices below are those of builtin"
+    yield "no checkpoint is read; of the data, a few places are checked in the files that exist on this machine"
 
 
 def held(run: Run) -> Held:
-    """Bytes that a built run takes on this rank as soon as its optimizer has stepped; exact."""
+    """Return the exact bytes that a built run holds on this rank once its optimizer has stepped."""
     allocate(run.optimizer)
     parameters = [parameter for chunk in run.model for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in run.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [buffer for chunk in run.model for buffer in _gradient_buffers(chunk)]
     kept = []
     for part in optimizers(run.optimizer):
         names = state_names(part.optimizer)
@@ -147,38 +149,55 @@ def held(run: Run) -> Held:
         count=sum(parameter.numel() for parameter in parameters),
         parameters=_bytes(parameters),
         gradients=_bytes(buffer.grad_data for buffer in buffers),
-        # In full precision, main parameters are the model's
+        # In full precision, the main parameters are the model's parameters
         optimizer=_bytes([*parameters, *kept]) - _bytes(parameters),
         guests=0 if run.balancer is None else run.balancer.guest_bytes,
     )
 
 
+def _gradient_buffers(chunk: Any) -> list[Any]:
+    """Return the buffers of a chunk in DDP, whose attribute `buffers` is not the method of torch's modules."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all storages behind them; each counts once."""
+    """Return the bytes of all storages of the tensors, each counted once."""
     return sum({storage._cdata: storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}.values())
 
 
 def inspect(config: RunConfig, run: Run) -> Stage:
-    """What a rank of this pipeline stage holds; activations are those of `config`'s modules, not of `run`'s."""
+    """Return what a rank of this pipeline stage holds.
+
+    Args:
+        config: the configuration of the real run, whose modules the activations are estimated for.
+        run: the built run, whose modules may differ, see `_buildable`.
+    """
     chunks = [model_chunk(chunk) for chunk in run.model]
     tokens = balanced_tokens(config, run)
     kept = [chunk_activations(config, chunk, tokens, run.vocab_size) for chunk in chunks]
     passes = hooks.stage_passes(config.transformer, run.groups.pp.rank(), run.batches.get())
     layers = [moe for chunk in chunks for moe in chunk.moe]
-    return Stage(len(layers), sum(layers), held(run), *peak(passes, kept))
+    activations, microbatches = peak(passes, kept)
+    return Stage(
+        layers=len(layers),
+        moe_layers=sum(layers),
+        held=held(run),
+        activations=activations,
+        microbatches=microbatches,
+    )
 
 
 def model_chunk(chunk: torch.nn.Module) -> Chunk:
-    """What a built model chunk consists of."""
-    model = unwrap_model(chunk)
+    """Return the layers and ends of a built model chunk."""
+    first, last = get_attr_wrapped_model(chunk, "pre_process"), get_attr_wrapped_model(chunk, "post_process")
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    return Chunk(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), model.pre_process, model.post_process)
+    return Chunk(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), bool(first), bool(last))
 
 
 def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
-    """Of a microbatch on each rank, if every expert gets as many."""
+    """Return the tokens of a microbatch on each rank under even routing."""
     transformer, tensor = config.transformer, run.groups.tp.size()
-    whole = config.train.micro_batch_size * config.model.seq_length // transformer.context_parallel_size
+    whole = microbatch_tokens(config)
     part = whole // tensor if transformer.sequence_parallel else whole
     if transformer.num_moe_experts is None:
         return Tokens(whole, part, 0)
@@ -199,7 +218,7 @@ def _groups(collection: ProcessGroupCollection, topology: Topology) -> list[str]
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Such as `ranks 0-7`, `ranks 0, 8 ... 56` or `ranks 0, 1, 4, 5`."""
+    """Return a text such as `ranks 0-7`, `ranks 0, 8 ... 56` or `ranks 0, 1, 4, 5`."""
     steps = {after - before for before, after in itertools.pairwise(ranks)}
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -223,16 +242,16 @@ def _pipeline(run: Run) -> list[str]:
         "schedule (exact)",
         f"  {run.length.iterations} iterations of {train.global_batch_size} samples: {microbatches} microbatches of "
         f"{train.micro_batch_size} on {run.groups.dp.size()} data-parallel ranks",
-        f"  {stages} pipeline stages, {kind}; forward passes before the first backward one: "
+        f"  {stages} pipeline stages, {kind}; forward passes before the first backward pass: "
         f"{', '.join(map(str, ahead))}",
     ]
 
 
 def _balancing(run: Run) -> str:
-    """How a stage's iteration is scheduled; validates the schedule."""
+    """Return a line on the schedule of a stage's iteration; computing it validates the schedule."""
     stage, balance = f"  stage {run.groups.pp.rank()}: ", run.config.balance
     if run.balancer is None or not run.balancer.layers:
-        return f"{stage}every expert on its owner"
+        return f"{stage}every expert stays on its owner"
     schedule = run.balancer.schedule(run.batches.get())
     started = Counter(one.operation for step in schedule for one in (*step.planning, *step.communication))
     counts = ", ".join(f"{started[operation]} {operation}" for operation in MOVES)
@@ -240,9 +259,13 @@ def _balancing(run: Run) -> str:
 
 
 def _memory(rows: Sequence[Stage], ranks: int) -> list[str]:
-    """The table of all stages."""
+    """Return the memory table of all stages.
+
+    Args:
+        ranks: ranks of each stage.
+    """
     names = "".join(f"{name:>13}" for name in COLUMNS)
-    lines = ["", "memory per rank, GiB (exact, but for activations: estimated, for even routing)"]
+    lines = ["", "memory per rank, GiB (exact, except for activations: estimated, for even routing)"]
     lines.append(f"stage {'ranks':>12} {'layers (MoE)':>12} {'10^9 param.':>11}{names} {'microbatches':>13}")
     for number, stage in enumerate(rows):
         own = stage.held
@@ -254,6 +277,6 @@ def _memory(rows: Sequence[Stage], ranks: int) -> list[str]:
     return [*lines, LEGEND]
 
 
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     for line in lines:
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""What all ranks of a job have in common, as they compare it before anything is built."""
+"""Facts that all ranks of a job must share; they compare them before anything is built."""
 
 import dataclasses
 import enum
@@ -23,11 +23,11 @@ MAY_DIFFER = {
     "balance_timeline": "each rank writes to its own file",
     "moe_routing_trace_path": "each rank writes to its own file",
     "tensorboard_dir": "one rank writes",
-    "data_cache_path": "every node may have caches of its own of the same data",
-    "num_workers": "only the time of loading depends on it",
-    "num_dataset_builder_threads": "only the time of indexing depends on it",
+    "data_cache_path": "every node may have its own caches of the same data",
+    "num_workers": "only the loading time depends on it",
+    "num_dataset_builder_threads": "only the indexing time depends on it",
 }
-"""Settings whose values ranks need not share, by field name, and why nothing that all take part in depends on them."""
+"""Settings that may differ between ranks, by field name, and why nothing that ranks do together depends on them."""
 
 PACKAGES = ("torch", "megatron-core", "numpy", "scipy", "transformer-engine", "apex")
 
@@ -35,20 +35,20 @@ FILES = {
     "balance": ("balance_profile",),
     "tokenizer": ("tokenizer_model", "tokenizer_metadata", "vocab_file", "merge_file"),
 }
-"""Fields of the configuration's parts that may name a file, or a directory, whose content decides something."""
+"""Fields that may name a file or directory whose content affects the run, by part of the configuration."""
 
 MODULES = {
     "balance": ("balance_policy",),
     "comm": ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_order"),
 }
-"""Fields that may name `module:Class`."""
+"""Fields that may name `module:Class`, by part of the configuration."""
 
 PROGRAM = Path(__file__).resolve().parents[1]
 ENTRY_POINT = PROGRAM.parent / "pretrain_gpt_moe.py"
 
 
 def gather(parsed: Parsed, topology: Topology) -> Facts:
-    """What this rank would train with: flags, versions, files that flags name, the program, and what follows."""
+    """Return what this rank would train with: flags, versions, digests of files and sources, and resulting settings."""
     config = parsed.config
     flags = {name: value for name, value in parsed.flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
     nodes = {"the number of processes on a node (LOCAL_WORLD_SIZE, or --moe-comm-node-size)": str(topology.node_size)}
@@ -71,7 +71,7 @@ def _versions() -> Facts:
 
 def _version(package: str) -> str:
     if package == "torch":
-        # With the build's CUDA, which metadata leave out
+        # Names the CUDA version of the build, which the package metadata lack
         return torch.__version__
     try:
         return importlib.metadata.version(package)
@@ -100,7 +100,7 @@ def _program() -> Facts:
 
 
 def _consequences(config: RunConfig) -> Facts:
-    """All settings as the run reads them: a machine without a package changes some that no flag has changed."""
+    """Return all settings as the run reads them, because a missing package changes some that no flag has set."""
     parts = {part.name: getattr(config, part.name) for part in dataclasses.fields(config)}
     return {
         f"{CONSEQUENCE}{part}.{field.name}": _text(getattr(section, field.name))
@@ -111,7 +111,7 @@ def _consequences(config: RunConfig) -> Facts:
 
 
 def _text(value: Any) -> str:
-    """The same in every process with the same settings."""
+    """Return a text that is equal in all processes with equal settings."""
     if isinstance(value, list | tuple):
         return " ".join(map(_text, value))
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
@@ -133,7 +133,7 @@ def source_of(module: str) -> str:
 
 
 def _prefixes(module: str) -> Iterator[str]:
-    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
+    """Yield `a`, `a.b` and `a.b.c` for `a.b.c`."""
     parts = module.split(".")
     yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
 
@@ -142,5 +142,5 @@ def _found(name: str, places: Any) -> importlib.machinery.ModuleSpec | None:
     finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
     try:
         return next((spec for finder in finders if (spec := finder.find_spec(name, places)) is not None), None)
-    except Exception:  # a finder of anybody's; whoever imports the module says what is wrong
+    except Exception:  # from a third party's finder; importing the module later reports the problem
         return None

@@ -1,19 +1,18 @@
-"""Balancing inside somebody else's Megatron-LM, or inside a training loop of one's own on megatron-core.
+"""Balancing inside another program: Megatron-LM, or a custom training loop on megatron-core.
 
-    add_balance_args(parser)                        our flags beside those that are there
-    balancing = Balancing(args, transformer)        checked, before any process waits for another
-    balanced_layer_spec(spec, balancing)            what the model is built from
-    attach(model, balancing)                        once the model is in DDP
+    add_balance_args(parser)                        adds our flags to the program's
+    balancing = Balancing(args, transformer)        checks them, before any process waits for another
+    balanced_layer_spec(spec, balancing)            gives the spec that the model is built from
+    attach(model, balancing)                        starts balancing, once the model is in DDP
 
-From then on, Plan, Trans and Agg follow from the model's forward and backward passes and from
-`config.finalize_model_grads_func`, which megatron-core's schedules call. docs/inside_megatron_lm.md has an example.
+From then on, the model's forward and backward passes and `config.finalize_model_grads_func`, which megatron-core's
+schedules call, trigger Plan, Trans and Agg. docs/inside_megatron_lm.md has an example.
 """
 
 import argparse
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,30 +25,39 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron_balance.build import run
 from megatron_balance.build.balancer import build_balancer
-from megatron_balance.build.tokens import build_chunk_choice, build_exchange, build_path, cluster_profile
+from megatron_balance.build.run import balanced_layer_spec as build_layer_spec
+from megatron_balance.build.run import finalizer, force_workload
+from megatron_balance.build.wiring import Wiring, build_wiring
 from megatron_balance.cli.arguments import GROUPS
 from megatron_balance.cli.checks import at_least_one, refuse_idle
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import refusal
-from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.config import run_config as ours
 from megatron_balance.config.flags import add_flags, flag_of
 from megatron_balance.config.flags import build as build_config
-from megatron_balance.flow.chunks.choice import ChunkChoice
-from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.job import groups as device_groups
-from megatron_balance.job import job
+from megatron_balance.config.run_config import (
+    BalanceConfig,
+    CheckpointConfig,
+    CommConfig,
+    DataConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    RunConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from megatron_balance.job.groups import expert_node_size
+from megatron_balance.job.job import Launch, node_topology
 from megatron_balance.observe.balance import LayerReport, log_fields, mean_over_ranks
-from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.progress import Progress
 
-OUR_GROUPS = [(title, cls) for title, cls in GROUPS if cls in (ours.BalanceConfig, ours.CommConfig)]
+OUR_GROUPS = [(title, cls) for title, cls in GROUPS if cls in (BalanceConfig, CommConfig)]
 
 ONLY_IN_OUR_LOOP = ("balance_log_dir", "balance_timeline")
-"""What only training/loop.py and launch.py do."""
+"""Settings that only our own training program implements."""
 
 NOT_THERE = (
     *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "moe_expert_rank_capacity_factor", "moe_latent_size"),
@@ -61,35 +69,27 @@ NOT_THERE = (
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "heterogeneous_layers_config_path", "perform_rl_step"),
     "spec",
 )
-"""Settings of Megatron-LM's, in some version, that our MoE layer or the moving of experts does not go with."""
+"""Settings of Megatron-LM, in some version, that our MoE layer or the movement of experts does not support."""
 
 OFF = (None, False, 0, "none", "", [], ())
-"""Values of settings that do nothing; 1 does nothing for sizes and numbers."""
+"""Values that switch a setting off; so does 1 for sizes and numbers."""
 
 Report = Callable[[int, Mapping[int, LayerReport]], None]
-"""Called with the number of an iteration and what balancing did in it, by layer number, on every rank."""
-
-
-class Shared(NamedTuple):
-    """What all MoE layers of a run have in common."""
-
-    path: ParallelDispatch
-    exchange: TokenExchange
-    chunks: ChunkChoice | None
-    profile: Callable[[], ClusterProfile]
+"""Receives the number of an iteration and what balancing did in it, by layer number, on every rank."""
 
 
 class Balancing:
-    """The flags of one run, checked, and what is made of them once.
+    """The checked flags of one run, and the wiring that is built from them once.
 
     Args:
-        args: what a parser with `add_balance_args` returned; also `seq_length` and `micro_batch_size`, and, where there
-            are any, Megatron-LM's other flags.
+        args: the namespace that a parser with `add_balance_args` returned. It also has `seq_length` and
+            `micro_batch_size`, and may have Megatron-LM's other flags.
         transformer: the model's configuration.
-        groups: of the parallel layout; None: those of megatron-core's `parallel_state`, once they are needed.
+        groups: the process groups of the parallel layout; None: those of megatron-core's `parallel_state`, when they
+            are first needed.
 
     Raises:
-        ValueError: names the flag, its value and the remedy; it needs no process group.
+        ValueError: names the flag, its value and the remedy. No process group is needed for the check.
     """
 
     def __init__(
@@ -103,35 +103,36 @@ class Balancing:
         self.balancer: Balancer | None = None
         """None without a policy, and before `attach`."""
         self._args, self._groups = args, groups
-        self._shared: Shared | None = None
+        self._wiring: Wiring | None = None
 
     @property
     def is_off(self) -> bool:
-        """Whether the layers are megatron-core's own."""
+        """Whether the MoE layers are megatron-core's own."""
         return self.config.balance.moe_layer_impl != "balanced"
 
     @property
     def first_iteration(self) -> int:
-        """Iterations done before this process began, as Megatron-LM says when it has loaded a checkpoint."""
+        """Number of iterations done before this process began, which Megatron-LM sets when it loads a checkpoint."""
         return getattr(self._args, "iteration", 0)
 
-    def shared(self) -> Shared:
-        """Made at the first call, which every rank of the job makes at the same point."""
-        if self._shared is None:
-            config, groups = self.config, self._groups or ProcessGroupCollection.use_mpu_process_groups()
-            profile = functools.cache(lambda: cluster_profile(config, groups))
-            path = build_path(config, groups, profile)
-            exchange = build_exchange(config, path, profile)
-            chunks = build_chunk_choice(config, path, exchange, profile, lambda: self.progress.iteration)
-            self._shared = Shared(path, exchange, chunks, profile)
-        return self._shared
+    @property
+    def is_wired(self) -> bool:
+        """Whether `wiring` was called."""
+        return self._wiring is not None
+
+    def wiring(self) -> Wiring:
+        """Return the wiring, which the first call builds; every rank of the job makes that call at the same point."""
+        if self._wiring is None:
+            groups = self._groups or ProcessGroupCollection.use_mpu_process_groups()
+            self._wiring = build_wiring(self.config, groups, self.progress)
+        return self._wiring
 
 
 def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of expert balancing and of expert communication to another program's parser; returns it.
+    """Add the flags of expert balancing and expert communication to another program's parser, and return it.
 
     Raises:
-        ValueError: it has a flag of that name already.
+        ValueError: the parser has a flag of the same name already.
     """
     for title, cls in OUR_GROUPS:
         added = add_flags(parser.add_argument_group(title), cls)
@@ -144,17 +145,17 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 def balanced_layer_spec(
     spec: ModuleSpec | TransformerBlockSubmodules, balancing: Balancing
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """A layer's or a block's spec with our MoE layer in place of megatron-core's; dense layers are left as they are.
+    """Return a layer's or a block's spec with our MoE layer in place of megatron-core's; dense layers do not change.
 
-    Every rank of the job calls it, after megatron-core's process groups are there.
+    Every rank of the job calls it, after megatron-core's process groups exist.
     """
     if balancing.is_off:
         return spec
-    if not isinstance(spec, ModuleSpec):
-        layers = [balanced_layer_spec(layer, balancing) for layer in spec.layer_specs or ()]
-        return dataclasses.replace(spec, layer_specs=layers)
-    path, exchange, chunks, _ = balancing.shared()
-    return run.balanced_layer_spec(spec, path, balancing.config.balance, exchange, chunks)
+    wiring = balancing.wiring()
+    if isinstance(spec, ModuleSpec):
+        return build_layer_spec(spec, wiring)
+    layers = [build_layer_spec(layer, wiring) for layer in spec.layer_specs or ()]
+    return dataclasses.replace(spec, layer_specs=layers)
 
 
 def attach(
@@ -163,49 +164,51 @@ def attach(
     microbatches: Callable[[], int] = get_num_microbatches,
     report: Report | None = None,
 ) -> list[torch.nn.Module]:
-    """Let balancing act in every training iteration of `model`; every rank of the job calls it once.
+    """Balance every training iteration of `model`; every rank of the job calls it once.
 
-    It can come before the optimizer is made and before weights are loaded. An iteration begins with the first forward
-    pass in training mode and with gradients, and ends when gradients have been finalized. Passes that no backward pass
-    follows have to be in evaluation mode, or without gradients.
+    The call may precede the construction of the optimizer and the loading of weights. An iteration begins with the
+    first forward pass in training mode and with gradients, and ends when gradients have been finalized. A pass without
+    a backward pass has to run in evaluation mode or without gradients.
 
     Args:
-        model: this rank's chunks, in megatron-core's DDP.
-        microbatches: of the present iteration, on each data-parallel rank.
-        report: called every `args.log_interval` iterations; None: a line is printed on the last rank.
+        model: this rank's model chunks, in megatron-core's DDP.
+        microbatches: returns the number of microbatches of the iteration in progress, on each data-parallel rank.
+        report: called every `args.log_interval` iterations; None: the last rank prints a line.
 
     Returns:
-        `model`, so that it serves as a hook of Megatron-LM's model builders.
+        `model`, so that `attach` serves as a hook of Megatron-LM's model builders.
 
     Raises:
         ValueError: the model is not in DDP, or was not built from `balanced_layer_spec`.
     """
     if balancing.is_off:
         return model
-    if not all(isinstance(chunk, DistributedDataParallel) for chunk in model):
+    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    if len(chunks) < len(model):
         raise ValueError("attach: wrap the model in megatron.core.distributed.DistributedDataParallel before")
-    if balancing._shared is None:
+    if not balancing.is_wired:
         raise ValueError("attach: build the model from balanced_layer_spec(spec, balancing)")
     if dist.get_rank() == 0:
         for notice in balancing.notices:
             print(f"note: {notice}", flush=True)
-    path, _, _, profile = balancing.shared()
-    hooks = get_model_config(model[0])
-    hooks.finalize_model_grads_func = run.finalizer(path, hooks.finalize_model_grads_func or finalize_model_grads)
+    hooks = get_model_config(chunks[0])
+    config = balancing.config.replace(transformer=hooks, ddp=chunks[0].ddp_config)
+    wiring = dataclasses.replace(balancing.wiring(), config=config)
+    finalize = hooks.finalize_model_grads_func or finalize_model_grads
+    hooks.finalize_model_grads_func = finalizer(wiring.dispatch, finalize)
     iterations = _Iterations(balancing, hooks, report or _print_line)
-    for chunk in model:
-        # Before the hooks of the balancer, whose iteration has to have begun
+    for chunk in chunks:
+        # Before the balancer's hooks, which need an iteration in progress
         chunk.register_forward_pre_hook(iterations.begin)
-    config = balancing.config.replace(transformer=hooks, ddp=model[0].ddp_config)
-    run.force_workload(config, path, model, lambda: balancing.progress.iteration, microbatches)
-    balancing.balancer = build_balancer(config, path.groups, model, None, microbatches, profile)
+    force_workload(wiring, chunks, microbatches)
+    balancing.balancer = build_balancer(wiring, chunks, None, microbatches=microbatches)
     iterations.finalize = hooks.finalize_model_grads_func
     hooks.finalize_model_grads_func = iterations.end
     return model
 
 
 class _Iterations:
-    """When iterations begin and end, as far as a model sees it."""
+    """Detects from a model's passes when iterations begin and end."""
 
     def __init__(self, balancing: Balancing, hooks: TransformerConfig, report: Report) -> None:
         self.balancing, self.hooks, self.report = balancing, hooks, report
@@ -213,7 +216,7 @@ class _Iterations:
         self._running = self._resumed = False
 
     def begin(self, chunk: torch.nn.Module, inputs: Any) -> None:
-        """The pre-hook of each chunk's forward pass."""
+        """Begin an iteration unless one is in progress; the pre-hook of each chunk's forward pass."""
         if self._running or not (chunk.training and torch.is_grad_enabled()):
             return
         if self.hooks.finalize_model_grads_func != self.end:
@@ -229,12 +232,12 @@ class _Iterations:
             self.balancing.balancer.begin_iteration(progress.iteration + 1)
 
     def end(self, *args: Any, **kwargs: Any) -> Any:
-        """`config.finalize_model_grads_func`."""
+        """Finalize gradients and end the iteration; the `finalize_model_grads_func` of the transformer config."""
         result = self.finalize(*args, **kwargs)
         progress, balancer = self.balancing.progress, self.balancing.balancer
         progress.iteration, self._running = progress.iteration + 1, False
         if balancer is not None and progress.iteration % self.balancing.config.log.log_interval == 0:
-            # Times that the device takes are known when it is done
+            # The device's times are known only once it has finished
             torch.cuda.synchronize()
             self.report(progress.iteration, mean_over_ranks(balancer.report(), self.hooks.num_layers))
         return result
@@ -246,10 +249,10 @@ def _print_line(iteration: int, layers: Mapping[int, LayerReport]) -> None:
 
 
 def _check(values: Mapping[str, Any]) -> list[str]:
-    """Notices for the log; `values` are all settings by name.
+    """Check all settings, given by name, and return notices for the log.
 
     Raises:
-        ValueError: settings that do not go together.
+        ValueError: settings that cannot be combined.
     """
     fields = [field for _, cls in OUR_GROUPS for field in dataclasses.fields(cls)]
     if any(field.name not in values for field in fields):
@@ -267,7 +270,7 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = values["ffn_hidden_size"]
     check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=cuda, notices=notices)
-    # Whoever calls has chosen the dispatcher already
+    # The calling program has chosen the dispatcher already
     given = given | {"moe_token_dispatcher_type"}
     token_dispatcher(values, given, backend=backend, cuda=cuda, notices=notices)
     return notices
@@ -277,7 +280,7 @@ _UNITS = {"seq_length": "tokens of a sample", "micro_batch_size": "samples of a 
 
 
 def _refuse(values: Mapping[str, Any], given: set[str]) -> None:
-    """What only our own training loop does, and what of Megatron-LM's does not go with our layer."""
+    """Refuse settings that only our own training loop implements, and settings that our MoE layer does not support."""
     for name in ONLY_IN_OUR_LOOP:
         if name in given:
             raise ValueError(f"{flag_of(name)}: only pretrain_gpt_moe.py writes it; leave it out")
@@ -295,24 +298,24 @@ def _refuse(values: Mapping[str, Any], given: set[str]) -> None:
             raise ValueError(f"{flag_of(name)} {value}: not with --moe-layer-impl balanced: {reason}")
 
 
-def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> ours.RunConfig:
-    """Settings as the builders take them; what none of them reads keeps its default."""
-    comm = build_config(ours.CommConfig, values)
-    topology = job.node_topology(job.Launch.from_environment(), comm.moe_comm_node_size)
+def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> RunConfig:
+    """Return the settings as the builders take them; settings that no builder reads keep their defaults."""
+    comm = build_config(CommConfig, values)
+    topology = node_topology(Launch.from_environment(), comm.moe_comm_node_size)
     expert_tp = transformer.expert_tensor_parallel_size or transformer.tensor_model_parallel_size
-    device_groups.expert_node_size(topology, transformer.expert_model_parallel_size, expert_tp)
-    return ours.RunConfig(
+    expert_node_size(topology, transformer.expert_model_parallel_size, expert_tp)
+    return RunConfig(
         transformer=transformer,
         optimizer=OptimizerConfig(),
         ddp=DistributedDataParallelConfig(),
-        balance=build_config(ours.BalanceConfig, values),
+        balance=build_config(BalanceConfig, values),
         comm=dataclasses.replace(comm, moe_comm_node_size=topology.node_size),
-        model=ours.ModelConfig(seq_length=values["seq_length"]),
-        tokenizer=ours.TokenizerConfig(),
-        data=ours.DataConfig(),
-        train=build_config(ours.TrainConfig, values),
-        checkpoint=ours.CheckpointConfig(save=values.get("save"), load=values.get("load")),
-        scheduler=ours.SchedulerConfig(),
-        log=build_config(ours.LogConfig, values),
-        launch=build_config(ours.LaunchConfig, values),
+        model=ModelConfig(seq_length=values["seq_length"]),
+        tokenizer=TokenizerConfig(),
+        data=DataConfig(),
+        train=build_config(TrainConfig, values),
+        checkpoint=CheckpointConfig(save=values.get("save"), load=values.get("load")),
+        scheduler=SchedulerConfig(),
+        log=build_config(LogConfig, values),
+        launch=build_config(LaunchConfig, values),
     )

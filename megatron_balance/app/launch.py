@@ -13,18 +13,18 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.app import facts
 from megatron_balance.app.dry_run import dry_run
-from megatron_balance.build.balancer import planning_patience
+from megatron_balance.build.balancer import patience
 from megatron_balance.build.run import build_run
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.save_directory import SaveDirectory
 from megatron_balance.cli.arguments import Parsed, parse_args
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
-from megatron_balance.job import groups, job, limits
+from megatron_balance.job import job, limits
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.endings import Ending, guarded_exit, unbreakable_output
 from megatron_balance.job.errors import CheckpointError, raise_everywhere
-from megatron_balance.job.groups import Topology
+from megatron_balance.job.groups import Topology, expert_node_size
 from megatron_balance.job.hang_guard import HangGuard
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
@@ -86,18 +86,18 @@ def pretrain(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """A command line that this rank has found nothing wrong with, and what it names."""
+    """A command line that passed this rank's checks, with what was built from it before the job started."""
 
     parsed: Parsed
     config: RunConfig
-    """The parsed one, with the size of nodes."""
+    """The parsed configuration, completed with the size of nodes."""
 
     topology: Topology
     tokenizer: MegatronTokenizerBase
     policy: PolicyProcess | None
-    """A policy from elsewhere, in its process."""
+    """A user's policy in its own process; None for a policy of this package."""
 
 
 def _asked(argv: list[str], launch: job.Launch) -> _Asked:
@@ -105,27 +105,29 @@ def _asked(argv: list[str], launch: job.Launch) -> _Asked:
     config = parsed.config
     topology = job.node_topology(launch, config.comm.moe_comm_node_size)
     if config.balance.balance_policy != "none":
-        shape = config.transformer
-        groups.expert_node_size(topology, shape.expert_model_parallel_size, shape.expert_tensor_parallel_size)
-    # The policy is imported and made while the rank does the same with others
+        expert_tensor_parallel = config.transformer.expert_tensor_parallel_size
+        assert expert_tensor_parallel is not None
+        expert_node_size(topology, config.transformer.expert_model_parallel_size, expert_tensor_parallel)
+    # The policy's process imports and builds it while this rank does other work
     policy = _start_policy(config)
     tokenizer = build_tokenizer(config.tokenizer)
     check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
     if policy is not None:
-        policy.ready(planning_patience(config.launch.distributed_timeout_minutes))
+        policy.ready(patience(config.launch.distributed_timeout_minutes))
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
-    return _Asked(parsed, config, topology, tokenizer, policy)
+    return _Asked(parsed=parsed, config=config, topology=topology, tokenizer=tokenizer, policy=policy)
 
 
 def _start_policy(config: RunConfig) -> PolicyProcess | None:
-    """The policy's process, if it gets one; a dry run has one for each stage that it imagines."""
+    """Start and return the policy's process if it needs one; a dry run starts one later for each stage."""
     name = config.balance.balance_policy
     return PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
 
 
-def _join(launch: job.Launch, asked: _Asked) -> dist.Store:
-    """Make sure that the machine has what the job needs, and that all ranks are asked for the same; join them."""
+def _join(launch: job.Launch, asked: _Asked) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """Check that the machine has the resources that the job needs and that all ranks agree, and join the job."""
     config = asked.config
+    assert config.train.micro_batch_size is not None and config.model.seq_length is not None
     microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
     with job.declining_on_error(launch):
         limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
@@ -142,16 +144,15 @@ def _prepare(asked: _Asked, guard: HangGuard, held: SaveDirectory) -> tuple[Run,
     if run.balancer is not None:
         megabytes = run.balancer.guest_bytes / 1e6
         log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
-    # A writer that stalls is to be named before the ranks that wait for it
-    patience = asked.config.launch.distributed_timeout_minutes * 60 / 2
-    checkpoints = Checkpoints(run, log, patience=patience, save_directory=held)
+    minutes = asked.config.launch.distributed_timeout_minutes
+    checkpoints = Checkpoints(run, log, patience=patience(minutes), save_directory=held)
     checkpoints.prepare()
     checkpoints.load()
     return run, log, checkpoints
 
 
 def _run_log(run: Run) -> RunLog:
-    """The log of a run; one that cannot be written to ends all ranks."""
+    """Return the log of a run; if any rank cannot write its log, all ranks raise."""
     log, error = None, None
     try:
         log = RunLog(run.config, run.length.iterations, run.vocab_size)
@@ -164,7 +165,7 @@ def _run_log(run: Run) -> RunLog:
 
 @contextlib.contextmanager
 def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
-    """What is to be called after every iteration for flags that record what happens in it."""
+    """Yield a function to call after every iteration, which writes the recordings that flags ask for."""
     rank, done = dist.get_rank(), run.progress.iteration
     trace_path, balance = run.config.log.moe_routing_trace_path, run.config.balance
     intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
@@ -185,7 +186,7 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
             trace.flush()
         if loads is not None and run.balancer is not None and run.balancer.layers:
             loads.add(report.iteration, run.balancer.loads())
-            # A resumed run goes on from a checkpoint: what was before must be on disk by then
+            # A resumed run continues from a checkpoint: earlier loads must be on disk by then
             if any(report.iteration % interval == 0 for interval in intervals if interval):
                 loads.flush()
         if timeline is not None and report.iteration % run.config.log.log_interval == 0:
@@ -201,7 +202,7 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
 
 @contextlib.contextmanager
 def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
-    """Errors that every rank raises alike end the program with their message, not with a traceback each."""
+    """End the program with the message alone for errors that every rank raises alike, without a traceback."""
     try:
         yield
     except errors as error:
@@ -209,7 +210,7 @@ def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
 
 
 def _finish_together() -> None:
-    """Wait for all ranks: one that leaves earlier would look dead. (`dist.barrier` warns of its choice of device.)"""
+    """Wait for all ranks: a rank that exits early would look dead. (`dist.barrier` warns of its choice of device.)"""
     finished = torch.zeros(1, device=torch.cuda.current_device())
     dist.all_reduce(finished)
     finished.item()

@@ -1,14 +1,14 @@
-"""What a rank's activations take, estimated from the layers' shapes; nothing is run.
+"""Estimates the memory of a rank's activations from the layers' shapes, without running anything.
 
-Counted is what autograd keeps of a microbatch from its forward pass to its backward one, tensor by tensor: Korthikanti
-et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, with what they do not have:
-rotary embeddings, group-query attention, gated units, fused attention, and the rows of experts under even routing.
-Their s b h (34 + 5 a s / h) is `layer` of a dense layer with GELU, LayerNorm and dropout in 16 bits. How many
-microbatches are kept at once is counted along the order of the pipeline stage's passes.
+The estimate counts, tensor by tensor, what autograd keeps of a microbatch from its forward pass to its backward pass.
+It follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, and
+adds rotary embeddings, group-query attention, gated units, fused attention, and the rows of experts under even routing.
+Their s b h (34 + 5 a s / h) is `layer` for a dense layer with GELU, LayerNorm and dropout in 16 bits. `peak` follows
+the order of the pipeline stage's passes to find how many microbatches are kept at once.
 
-Not counted: what lives within one operation (temporary tensors, messages, the logits in 16 bits), gradients of
-activations, buffers of NCCL and libraries, and what the allocator cannot use. Letters: N tokens of a microbatch, n of
-them outside tensor-parallel regions, R rows of experts, h hidden, t tensor-parallel ranks.
+Not counted: tensors within one operation (temporary tensors, messages, the logits in 16 bits), gradients of
+activations, buffers of NCCL and other libraries, and fragmentation. Letters: N tokens of a microbatch, n of them
+outside tensor-parallel regions, R rows of experts, h hidden, t tensor-parallel ranks.
 """
 
 from collections import Counter
@@ -22,40 +22,40 @@ from megatron_balance.timeline.lower import Pass
 
 
 class Tokens(NamedTuple):
-    """Of one microbatch on one rank."""
+    """Tokens and rows of one microbatch on one rank."""
 
     whole: int
-    """N: tokens that attention and dense layers see."""
+    """N: tokens that attention and dense layers compute."""
 
     part: int
-    """n: tokens between those: N, or N / t with sequence parallelism."""
+    """n: tokens outside those layers: N, or N / t with sequence parallelism."""
 
     rows: int
     """R: rows that this rank's experts, or shards of experts, compute under even routing."""
 
 
 class Chunk(NamedTuple):
-    """A model chunk."""
+    """The parts of a model chunk."""
 
     moe: tuple[bool, ...]
-    """Of each of its layers, whether it has experts."""
+    """Whether each layer has experts."""
 
     embedding: bool
     head: bool
 
 
 class Kept(NamedTuple):
-    """Bytes of one microbatch."""
+    """Bytes that are kept of one microbatch."""
 
     stored: int
-    """From the forward pass to the backward pass."""
+    """Kept from the forward pass to the backward pass."""
 
     recomputed: int = 0
-    """During the backward pass only, because it is recomputed then."""
+    """Recomputed in the backward pass, and kept only during that pass."""
 
 
 def chunk_activations(config: RunConfig, chunk: Chunk, tokens: Tokens, vocab_size: int) -> Kept:
-    """Of one microbatch in a model chunk."""
+    """Return what a model chunk keeps of one microbatch."""
     transformer = config.transformer
     layers = [layer(config, moe, tokens) for moe in chunk.moe]
     kept = _with_recomputation(transformer, layers, tokens.part * transformer.hidden_size * _itemsize(transformer))
@@ -66,11 +66,11 @@ def chunk_activations(config: RunConfig, chunk: Chunk, tokens: Tokens, vocab_siz
 
 
 def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
-    """Most bytes at any time, and how many microbatches are kept then.
+    """Return the most bytes that are kept at any time, and how many microbatches are kept at that time.
 
     Args:
-        passes: of the pipeline stage, in their order.
-        chunks: of each model chunk.
+        passes: the passes of the pipeline stage, in order.
+        chunks: what each model chunk keeps of one microbatch.
     """
     alive: Counter[int] = Counter()
     most, microbatches = 0, 0
@@ -87,7 +87,7 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
 
 
 def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], boundary: int) -> Kept:
-    """Of all layers of a chunk; `boundary` are the bytes between two of them."""
+    """Return what all layers of a chunk keep; `boundary` are the bytes of the tensor between two layers."""
     stored, recomputed = [one.stored for one in layers], [one.recomputed for one in layers]
     if config.recompute_granularity != "full":
         return Kept(sum(stored), max(recomputed, default=0))
@@ -101,13 +101,13 @@ def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], bound
 
 
 def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
-    """Of one transformer layer, but for `--recompute-granularity full`."""
+    """Return what one transformer layer keeps, without regard to `--recompute-granularity full`."""
     transformer = config.transformer
     hidden = tokens.part * transformer.hidden_size * _itemsize(transformer)
     dropped = tokens.part * transformer.hidden_size if transformer.hidden_dropout else 0
     heads, scores = _attention(config, tokens)
-    # Each half of a layer: what enters its norm, the norm's output, and a byte per element that dropout may drop
-    parts = [((), 2 * ((_norm(transformer) - 1) * hidden + dropped) + heads)]
+    # Each half of a layer keeps its norm's input and output, and a byte per element for the dropout's mask
+    parts: list[tuple[tuple[str, ...], int]] = [((), 2 * ((_norm(transformer) - 1) * hidden + dropped) + heads)]
     parts += [(("layernorm",), 2 * hidden), (("core_attn",), scores)]
     if moe:
         inner, activated = _experts(transformer, tokens)
@@ -115,6 +115,7 @@ def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
         if shared := transformer.moe_shared_expert_intermediate_size:
             parts.append((("moe", "shared_experts"), sum(_dense(transformer, tokens, shared))))
     else:
+        assert transformer.ffn_hidden_size is not None
         parts.append((("mlp",), sum(_dense(transformer, tokens, transformer.ffn_hidden_size))))
     selective = transformer.recompute_granularity == "selective"
     again = set(transformer.recompute_modules or ()) if selective else set()
@@ -123,36 +124,38 @@ def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
 
 
 def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
-    """Bytes of queries, keys, values and their product; and of the scores, which fused attention does not keep."""
-    transformer, itemsize = config.transformer, _itemsize(config.transformer)
+    """Return the bytes of queries, keys, values and their product, and of the scores (0 with fused attention)."""
+    transformer, itemsize, length = config.transformer, _itemsize(config.transformer), config.model.seq_length
+    assert length is not None
     if isinstance(transformer, MLATransformerConfig):
-        return _latent_attention(transformer, tokens, config.model.seq_length)
+        return _latent_attention(transformer, tokens, length)
+    assert transformer.kv_channels is not None
     heads, groups = transformer.num_attention_heads, transformer.num_query_groups or transformer.num_attention_heads
     width, t = transformer.kv_channels, transformer.tensor_model_parallel_size
     query, key = (tokens.whole * count * width * itemsize // t for count in (heads, max(groups, t)))
     rotated = config.model.position_embedding_type == "rope"
     normed = (query + key) * (_norm(transformer) - 1) if transformer.qk_layernorm else 0
     if config.model.qk_layernorm_across_heads:
-        # What is scaled, and what comes of it unless that is rotated; of half precision, what is squared
+        # The scale's input, its output unless the rotation keeps that, and in half precision the square's input
         normed = (query + key) * (1 if rotated else 2)
         normed += (query + key) // itemsize * 4 if itemsize < 4 else 0
     if transformer.transformer_impl == "transformer_engine":
-        # Values are a view of what the projection gave; one float32 per token and head for the softmax
+        # Values are a view of the projection's output; the softmax keeps one float32 per token and head
         statistics = tokens.whole * heads * 4 // t
         return query + 2 * key + (query + key if rotated else 0) + query + normed + statistics, 0
-    # Groups are repeated for each head; without any, values are a view of what the projection gave
+    # Groups are repeated for each head; without groups, values are a view of the projection's output
     inputs = 3 * query + (2 * query if rotated and groups == heads else 0)
-    count = tokens.whole * config.model.seq_length * heads // t
+    count = tokens.whole * length * heads // t
     short = itemsize < 4 and transformer.attention_softmax_in_fp32
     scores = count * (itemsize + (4 if short else 0) + (itemsize + 1 if transformer.attention_dropout else 0))
     return inputs + query + normed, scores
 
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
-    """`_attention` of multi-latent attention, which no tensor-parallel ranks share."""
+    """Return what `_attention` does for multi-latent attention, which is not tensor-parallel here."""
     itemsize, heads = _itemsize(config), config.num_attention_heads
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
-    # What is compressed, and its norm; position channels are rotated for all heads at once
+    # The compressed channels and their norm; position channels are rotated for all heads at once
     latent = config.kv_lora_rank + (config.q_lora_rank or 0)
     compressed = config.kv_lora_rank + (_norm(config) - 1) * latent + (config.q_lora_rank or 0)
     channels = compressed + heads * (2 * query + 2 * config.v_head_dim)
@@ -163,7 +166,7 @@ def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: 
 
 
 def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, int]:
-    """Bytes of a dense layer's inner tensors: of the first projection's output, and of what comes of it."""
+    """Return the bytes of a dense layer's first projection output, and of the activation function's tensors."""
     elements = tokens.whole * inner // config.tensor_model_parallel_size * _itemsize(config)
     if not config.gated_linear_unit:
         return elements, elements
@@ -171,8 +174,9 @@ def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, 
 
 
 def _experts(config: TransformerConfig, tokens: Tokens) -> tuple[int, int]:
-    """Bytes of the experts' rows and the first projection's output; and of what comes of it, weighted."""
+    """Return the bytes of the experts' rows and first projection output, and of the weighted activations."""
     itemsize = _itemsize(config)
+    assert config.moe_ffn_hidden_size is not None and config.expert_tensor_parallel_size is not None
     elements = tokens.rows * config.moe_ffn_hidden_size // config.expert_tensor_parallel_size * itemsize
     rows = tokens.rows * config.hidden_size * itemsize
     if not config.gated_linear_unit:
@@ -181,8 +185,9 @@ def _experts(config: TransformerConfig, tokens: Tokens) -> tuple[int, int]:
 
 
 def _router(config: TransformerConfig, tokens: Tokens) -> int:
-    """Bytes of logits, weights, choices and their mask; and of the indices that rows are sorted by."""
+    """Return the bytes of logits, weights, choices and their mask, and of the indices that sort the rows."""
     itemsize, chosen = _itemsize(config), config.moe_router_topk
+    assert config.num_moe_experts is not None
     return tokens.part * (config.num_moe_experts * (2 * itemsize + 4 + 1) + chosen * (8 + 8 + 8 + 4 + itemsize))
 
 
@@ -193,14 +198,16 @@ def _embedding(config: RunConfig, tokens: Tokens) -> int:
 
 
 def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int) -> int:
-    """Bytes of the last norm, and of the softmax over the vocabulary in float32."""
+    """Return the bytes of the last norm, and of the softmax over the vocabulary in float32."""
     norm = tokens.part * config.hidden_size * _itemsize(config) * _norm(config)
     return norm + tokens.whole * (4 * vocab_size // config.tensor_model_parallel_size + 8 + 1)
 
 
 def _norm(config: TransformerConfig) -> int:
-    """Tensors that a norm and the projection after it keep. torch's RMSNorm on a CPU also keeps what it scales, and of
-    half precision what it squares, in single precision."""
+    """Return the number of tensors that a norm and the projection after it keep.
+
+    On a CPU, torch's RMSNorm also keeps the input of its scale, and in half precision a float32 copy to square.
+    """
     if config.transformer_impl != "local" or config.normalization != "RMSNorm":
         return 2
     return 3 if _itemsize(config) == 4 else 5

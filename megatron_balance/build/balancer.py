@@ -1,20 +1,24 @@
-"""Wires balancing: RunConfig and a built model -> the Balancer that keeps its experts where the policy wants them."""
+"""Builds the Balancer, which keeps a built model's experts where the policy wants them."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
-import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_balance.build.profiles import microbatch_tokens
+from megatron_balance.build.wiring import Wiring
 from megatron_balance.comm.alltoall import connect
 from megatron_balance.comm.ownership_transfer import OwnershipTransfer, Place
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.job import groups as device_groups
+from megatron_balance.flow.plan import Split
+from megatron_balance.job.groups import new_group_by_value, new_twin, world
 from megatron_balance.placement.cost_model import CostModel, Overlap
 from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import Placement
@@ -34,45 +38,50 @@ from megatron_balance.training.optimizer_state import expert_fields, state_bytes
 
 
 def build_balancer(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    model: list[torch.nn.Module],
+    wiring: Wiring,
+    model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer | None,
+    *,
     microbatches: Callable[[], int],
-    profile: Callable[[], ClusterProfile],
     policy: Policy | None = None,
 ) -> Balancer | None:
-    """The balancer of this rank's layers; None without a policy. Every rank of the job calls it.
+    """Return the balancer of this rank's layers; None without a policy. Every rank of the job calls it.
 
-    Allocates the guest slots. `connect_hooks` comes before: gradients are aggregated before they are finalized.
-    `optimizer` is that of experts which change their owners; None: they do not.
-    `policy` is what `start_policy` returned for the flags, if it has been called before.
+    It allocates the guest slots. `finalize_model_grads_func` of the transformer config has to be set before, because
+    gradients of guests are aggregated before gradients are finalized.
+
+    Args:
+        optimizer: steps experts that change their owners; None: no expert changes its owner.
+        microbatches: returns the number of microbatches of the iteration in progress.
+        policy: what `start_policy` returned for the flags, if it was called before.
 
     Raises:
-        ValueError: the policy cannot be made.
+        ValueError: the policy cannot be made, or the profile cannot be read or measured.
     """
-    settings, transformer = config.balance, config.transformer
+    config, groups, settings = wiring.config, wiring.groups, wiring.config.balance
     if settings.balance_policy == "none":
         return None
     by_chunk = [_moe_layers(chunk) for chunk in model]
     layers = {number: layer for chunk in by_chunk for number, layer in chunk.items()}
-    num_ranks, num_experts = groups.ep.size(), transformer.num_moe_experts
-    slots = min(settings.balance_guest_slots, num_experts - num_experts // num_ranks)
-    owners = Placement.identity(num_experts, num_ranks, slots)
-    guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
+    owners = _owners(config, groups)
+    guest_bytes = sum(layer.experts.allocate_guests(owners.guest_slots) for layer in layers.values())
     policy, planner = _planning(config, policy)
+    # Collective, so ranks without MoE layers take part
+    profile = wiring.profiles.experts
     sharers = groups.expt_dp.size() if config.ddp.use_distributed_optimizer else 1
     states = {}
     for number, layer in layers.items():
-        parameters, moved, fields = list(layer.experts.parameters()), 0.0, tuple
+        parameters, state, fields = list(layer.experts.parameters()), 0.0, tuple
         if optimizer is not None:
             fields = functools.partial(expert_fields, optimizer, parameters, config.ddp.overlap_param_gather)
-            moved = state_bytes(optimizer, parameters, sharers) / owners.home_slots
-        beside = _beside(config, profile(), model, number)
-        manager = _manager(config, policy, layer, owners, profile(), beside, moved)
-        states[number] = LayerState(manager, layer.experts, beside, fields)
+            state = state_bytes(optimizer, parameters, sharers) / owners.home_slots
+        overlap = _overlap(config, profile, model, number)
+        manager = _manager(
+            config, policy, layer, owners=owners, profile=profile, overlap=overlap, state_bytes_per_expert=state
+        )
+        states[number] = LayerState(manager, layer.experts, overlap, fields)
     minutes = config.launch.distributed_timeout_minutes
-    twin = device_groups.new_twin(groups.ep, dist.group.WORLD, minutes)
+    twin = new_twin(groups.ep, world(), minutes)
     connect(twin)
     balancer = Balancer(
         group=groups.ep,
@@ -86,14 +95,22 @@ def build_balancer(
         shards=groups.tp_ep,
         planner=planner,
     )
-    hooks.install(balancer, layers, model, transformer)
+    hooks.install(balancer, layers, model, config.transformer)
     return balancer
+
+
+def _owners(config: RunConfig, groups: ProcessGroupCollection) -> Placement:
+    """Return the placement with every expert on its owner alone, and no more guest slots than there are experts."""
+    num_ranks, num_experts = groups.ep.size(), config.transformer.num_moe_experts
+    assert num_experts is not None
+    slots = min(config.balance.balance_guest_slots, num_experts - num_experts // num_ranks)
+    return Placement.identity(num_experts, num_ranks, slots)
 
 
 def _schedule(
     config: RunConfig, groups: ProcessGroupCollection, by_chunk: Sequence[Iterable[int]]
 ) -> Callable[[int], Schedule]:
-    """Return a function from the number of microbatches to this stage's schedule, which is the same every time.
+    """Return a cached function from the number of microbatches to this pipeline stage's schedule.
 
     Args:
         by_chunk: numbers of the MoE layers of each model chunk.
@@ -113,23 +130,26 @@ def _schedule(
 
 
 def _ownership(groups: ProcessGroupCollection, timeout_minutes: float) -> OwnershipTransfer:
-    stage = device_groups.new_group_by_value(groups.pp.rank(), dist.group.WORLD, timeout_minutes, "PIPELINE_STAGE")
+    stage = new_group_by_value(groups.pp.rank(), world(), timeout_minutes, "PIPELINE_STAGE")
     connect(stage)
     return OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 
 
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:
-    """The policy, ready to plan, and what asks it."""
-    name, minutes = config.balance.balance_policy, config.launch.distributed_timeout_minutes
+    """Return the policy, ready to plan, and the planner that calls it."""
+    name, seconds = config.balance.balance_policy, patience(config.launch.distributed_timeout_minutes)
     policy = policy or start_policy(name, **policy_options(name, vars(config.balance)))
     if not isinstance(policy, PolicyProcess):
-        return policy, Planner(planning_patience(minutes), name=name)
-    policy.ready(planning_patience(minutes))
-    return policy, Planner(planning_patience(minutes), policy.stop, name)
+        return policy, Planner(seconds, name=name)
+    policy.ready(seconds)
+    return policy, Planner(seconds, policy.stop, name)
 
 
-def planning_patience(timeout_minutes: float) -> float:
-    """Seconds to wait for a policy: one that stalls is to be given up before the ranks that wait for it are named."""
+def patience(timeout_minutes: float) -> float:
+    """Return how many seconds to wait for a helper, such as a policy, before giving it up.
+
+    It is half of the timeout, so that a stalled helper is named before the ranks that wait for it are.
+    """
     return timeout_minutes * 60 / 2
 
 
@@ -137,47 +157,56 @@ def _manager(
     config: RunConfig,
     policy: Policy,
     layer: BalancedMoELayer,
+    *,
     owners: Placement,
     profile: ClusterProfile,
-    beside: Overlap,
-    state_bytes: float,
+    overlap: Overlap,
+    state_bytes_per_expert: float,
 ) -> Manager:
-    """What tells the policy about a layer and what things cost there; the layer is told how hosts share tokens.
+    """Return a layer's manager, and set how the layer's hosts share tokens.
 
     Args:
-        state_bytes: one expert's parameters and optimizer state on one rank.
+        state_bytes_per_expert: parameters and optimizer state on one rank.
     """
     settings, transformer = config.balance, config.transformer
-    layer.split = settings.balance_token_split
-    if layer.split == "policy":
-        layer.split = split_of(policy)
+    split = settings.balance_token_split
+    layer.split = cast(Split, split_of(policy)) if split == "policy" else split
     parameters = list(layer.experts.parameters())
     cost = CostModel(
-        profile,
+        profile=profile,
         token_bytes=transformer.hidden_size * transformer.params_dtype.itemsize,
         param_bytes=sum(parameter.nbytes for parameter in parameters) / owners.home_slots,
         grad_bytes=sum(parameter.main_grad.nbytes for parameter in parameters) / owners.home_slots,
-        state_bytes=state_bytes,
+        state_bytes=state_bytes_per_expert,
         split=layer.split,
-        overlap=beside if settings.balance_overlap == "blockwise" else None,
+        overlap=overlap if settings.balance_overlap == "blockwise" else None,
     )
-    transfers = settings.balance_ownership == "transfer"
-    return Manager(policy, cost, Predictor(settings.balance_predictor), owners, settings.balance_interval, transfers)
+    return Manager(
+        policy=policy,
+        cost=cost,
+        predictor=Predictor(settings.balance_predictor),
+        owners=owners,
+        interval=settings.balance_interval,
+        transfers=settings.balance_ownership == "transfer",
+    )
 
 
 def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
-    """By layer number, ascending."""
-    found = (module for module in chunk.modules() if isinstance(module, BalancedMoELayer))
-    return {layer.layer_number: layer for layer in found}
+    """Return a model chunk's MoE layers by layer number, ascending."""
+    found: dict[int, BalancedMoELayer] = {}
+    for layer in (module for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
+        assert layer.layer_number is not None
+        found[layer.layer_number] = layer
+    return found
 
 
-def _beside(config: RunConfig, profile: ClusterProfile, model: list[torch.nn.Module], number: int) -> Overlap:
-    """What is computed between an MoE layer and the one before it, for its Trans and Agg to hide under."""
-    transformer = config.transformer
+def _overlap(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.nn.Module], number: int) -> Overlap:
+    """Return the computation between an MoE layer and the previous one, which can hide the layer's Trans and Agg."""
     chunk = next(chunk for chunk in model if number in _moe_layers(chunk))
     before = [other for other in _moe_layers(chunk) if other < number]
-    ahead = [module.layer_number for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    dense = sum(max(before, default=0) < other < number for other in ahead)
-    tokens = config.train.micro_batch_size * config.model.seq_length // transformer.context_parallel_size
-    seconds = non_expert_seconds(profile, transformer, tokens, config.model.seq_length, dense)
+    numbers = [module.layer_number for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    dense = sum(max(before, default=0) < other < number for other in numbers)
+    length = config.model.seq_length
+    assert length is not None
+    seconds = non_expert_seconds(profile, config.transformer, microbatch_tokens(config), length, dense)
     return Overlap(*seconds, experts=bool(before) or chunk is not model[0])

@@ -1,10 +1,10 @@
-"""Wires everything: RunConfig -> model, optimizer, schedule and data. The only file that imports all packages."""
+"""Builds a run: RunConfig -> model, optimizer, hooks, schedule, data and balancer."""
 
 import copy
 import functools
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
@@ -24,11 +23,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_balance.build.balancer import build_balancer
-from megatron_balance.build.tokens import build_chunk_choice, build_exchange, build_path, cluster_profile
-from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.config.run_config import BalanceConfig, RunConfig
+from megatron_balance.build.wiring import Wiring, build_wiring
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.attention import (
     LATENT_KEYS,
     AcrossHeadsSelfAttention,
@@ -36,7 +36,6 @@ from megatron_balance.device.attention import (
     PlainQuerySelfAttention,
 )
 from megatron_balance.device.norm import TorchNorm
-from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -50,9 +49,6 @@ from megatron_balance.training.schedule import build_batch_schedule, build_param
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 from megatron_balance.workloads.forced_routing import BatchPart, Workload, force_routing
 
-MINIMAL_LOAD = 64
-"""Tokens per rank below which experts are not worth timing."""
-
 
 def build_run(
     config: RunConfig,
@@ -60,10 +56,15 @@ def build_run(
     tokenizer: MegatronTokenizerBase | None = None,
     policy: Policy | None = None,
 ) -> Run:
-    """Build one training run in an initialised job; every rank calls it. Without data, it cannot train.
+    """Build one training run in an initialised job; every rank calls it.
 
     Args:
-        tokenizer, policy: those of the flags, if they have been built or started before.
+        with_data: without data, the run cannot train.
+        tokenizer: the tokenizer of the flags, if it is built already.
+        policy: the policy of the flags, if it is started already.
+
+    Raises:
+        ValueError: settings that cannot be built; on every rank.
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
@@ -74,17 +75,14 @@ def build_run(
         config.model.make_vocab_size_divisible_by,
         config.transformer.tensor_model_parallel_size,
     )
-    profile = functools.cache(lambda: cluster_profile(config, groups))
     progress = Progress()
-    path = build_path(config, groups, profile)
-    exchange = build_exchange(config, path, profile)
-    chunks = build_chunk_choice(config, path, exchange, profile, lambda: progress.iteration)
-    model = build_model(config, path, vocab_size, exchange, chunks)
-    optimizer = get_megatron_optimizer(config.optimizer, model, use_gloo_process_groups=False, pg_collection=groups)
-    connect_hooks(config, path, model, optimizer)
+    wiring = build_wiring(config, groups, progress)
+    model = build_model(wiring, vocab_size)
+    optimizer = get_megatron_optimizer(config.optimizer, [*model], use_gloo_process_groups=False, pg_collection=groups)
+    connect_hooks(wiring, model, optimizer)
     length = run_length(config.train, groups.dp.size())
     batches = build_batch_schedule(config.train, groups.dp.size())
-    force_workload(config, path, model, lambda: progress.iteration, batches.get)
+    force_workload(wiring, model, batches.get)
     consumed = (lambda: progress.consumed_samples, lambda: progress.consumed_valid_samples)
     return Run(
         config=config,
@@ -97,45 +95,40 @@ def build_run(
         data=build_data(config, tokenizer, groups, length, consumed=consumed) if with_data else Data([], None, None),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
-        balancer=build_balancer(config, groups, model, optimizer, batches.get, profile, policy),
-        chunks=chunks,
+        balancer=build_balancer(wiring, model, optimizer, microbatches=batches.get, policy=policy),
+        chunks=wiring.chunks,
         progress=progress,
     )
 
 
-def force_workload(
-    config: RunConfig,
-    path: ParallelDispatch,
-    model: list[torch.nn.Module],
-    step: Callable[[], int],
-    microbatches: Callable[[], int],
-) -> None:
-    """Let `--moe-router-force-workload` choose the experts, unless it is `none`; `step` and `microbatches` as there."""
+def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatches: Callable[[], int]) -> None:
+    """Let `--moe-router-force-workload` choose the experts, unless it is `none`.
+
+    Args:
+        microbatches: returns the number of microbatches of the iteration in progress, on each data-parallel rank.
+    """
+    config, progress = wiring.config, wiring.progress
     if config.balance.moe_router_force_workload == "none":
         return
-    divided = path.splits_tokens or config.transformer.sequence_parallel
-    part = BatchPart.of(path.groups, config.model.seq_length, divided)
+    divided = wiring.dispatch.splits_tokens or config.transformer.sequence_parallel
+    assert config.model.seq_length is not None
+    part = BatchPart.of(wiring.groups, config.model.seq_length, divided)
     workload = Workload(config.balance.moe_router_force_workload, config.train.seed)
-    force_routing(model, workload, part, step=step, microbatches=microbatches)
+    force_routing(model, workload, part, step=lambda: progress.iteration, microbatches=microbatches)
 
 
-def build_model(
-    config: RunConfig,
-    path: ParallelDispatch,
-    vocab_size: int,
-    exchange: TokenExchange,
-    chunks: ChunkChoice | None = None,
-) -> list[torch.nn.Module]:
-    """This rank's model chunks (one, or one per virtual pipeline stage), in DDP."""
-    pieces, groups = config.transformer.virtual_pipeline_model_parallel_size, path.groups
+def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel]:
+    """Return this rank's model chunks (one, or one per virtual pipeline stage) in DDP."""
+    config, groups = wiring.config, wiring.groups
+    pieces = config.transformer.virtual_pipeline_model_parallel_size
     stages = [None] if pieces is None else range(pieces)
-    blocks = [build_block_spec(config, path, exchange, stage, chunks) for stage in stages]
+    blocks = [build_block_spec(wiring, stage) for stage in stages]
     return [
         DistributedDataParallel(
             config=config.transformer,
             ddp_config=config.ddp,
-            module=_in_training_precision(_build_chunk(config, groups, vocab_size, block, stage), config),
-            # Later chunks' gradients are ready first: buckets would only delay them
+            module=_in_training_precision(_build_chunk(wiring, vocab_size, block, stage), config),
+            # The gradients of later chunks are ready first, so buckets would only delay them
             disable_bucketing=bool(stage),
             pg_collection=groups,
         )
@@ -143,19 +136,16 @@ def build_model(
     ]
 
 
-def _build_chunk(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    vocab_size: int,
-    block: TransformerBlockSubmodules,
-    stage: int | None,
-) -> GPTModel:
+def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodules, stage: int | None) -> GPTModel:
+    config, groups = wiring.config, wiring.groups
     chunks = config.transformer.virtual_pipeline_model_parallel_size
     first = is_pp_first_stage(groups.pp) and not stage
-    last = is_pp_last_stage(groups.pp) and (stage is None or stage == chunks - 1)
+    last = is_pp_last_stage(groups.pp) and (stage is None or chunks is None or stage == chunks - 1)
+    assert config.model.max_position_embeddings is not None
     model = GPTModel(
         config=config.transformer,
-        transformer_layer_spec=block,
+        # GPTModel takes the submodules of a block, too, which its annotation lacks
+        transformer_layer_spec=cast(ModuleSpec, block),
         vocab_size=vocab_size,
         max_sequence_length=config.model.max_position_embeddings,
         pre_process=first,
@@ -181,133 +171,133 @@ def _in_training_precision(model: GPTModel, config: RunConfig) -> torch.nn.Modul
     return Float16Module(config.transformer, model) if half else model
 
 
-def build_block_spec(
-    config: RunConfig,
-    path: ParallelDispatch,
-    exchange: TokenExchange,
-    stage: int | None = None,
-    chunks: ChunkChoice | None = None,
-) -> TransformerBlockSubmodules:
-    """megatron-core's GPT block of this pipeline stage, with our MoE layer unless `--moe-layer-impl megatron`."""
-    shape = config.transformer
+def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlockSubmodules:
+    """Return megatron-core's GPT block of this pipeline stage, with our MoE layer unless `--moe-layer-impl megatron`.
+
+    Args:
+        stage: the virtual pipeline stage, if there are any.
+    """
+    config, shape = wiring.config, wiring.config.transformer
     block = get_gpt_decoder_block_spec(
         shape,
         use_transformer_engine=shape.transformer_impl == "transformer_engine",
         normalization=shape.normalization,
         qk_l2_norm=shape.qk_l2_norm,
         vp_stage=stage,
-        pp_rank=path.groups.pp.rank(),
+        pp_rank=wiring.groups.pp.rank(),
     )
-    layers = [_completed(spec, config) for spec in block.layer_specs]
+    layers = [_completed(spec, config) for spec in block.layer_specs or ()]
     if config.balance.moe_layer_impl == "balanced":
-        layers = [balanced_layer_spec(spec, path, config.balance, exchange, chunks) for spec in layers]
-    # Where there is apex, megatron-core ends the block in its layer norm whatever the normalization is
+        layers = [balanced_layer_spec(spec, wiring) for spec in layers]
+    # With apex, megatron-core ends the block in apex's layer norm whatever the normalization
     lacking = (WrappedTorchNorm,) if shape.normalization == "LayerNorm" else (WrappedTorchNorm, FusedLayerNorm)
-    norm = TorchNorm if block.layer_norm in lacking else block.layer_norm
+    norm: Any = TorchNorm if block.layer_norm in lacking else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def balanced_layer_spec(
-    spec: ModuleSpec,
-    path: ParallelDispatch,
-    balance: BalanceConfig,
-    exchange: TokenExchange,
-    chunks: ChunkChoice | None = None,
-) -> ModuleSpec:
-    """A transformer layer spec with BalancedMoELayer in place of megatron-core's MoELayer; dense layers unchanged."""
-    module, submodules = parts(spec.submodules.mlp)
+def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
+    """Return a transformer layer's spec with BalancedMoELayer in place of MoELayer; a dense layer's spec as it is."""
+    layer: Any = copy.copy(spec.submodules)
+    module, submodules = parts(layer.mlp)
     if module is not MoELayer:
         return spec
     spec, submodules = copy.copy(spec), copy.copy(submodules)
-    spec.submodules = copy.copy(spec.submodules)
+    spec.submodules = layer
     submodules.experts = ModuleSpec(module=GroupedExperts)
-    spec.submodules.mlp = ModuleSpec(
+    layer.mlp = ModuleSpec(
         module=BalancedMoELayer,
         submodules=submodules,
-        params={"parallel": path, "balance": balance, "exchange": exchange, "chunks": chunks},
+        params={
+            "parallel": wiring.dispatch,
+            "balance": wiring.config.balance,
+            "exchange": wiring.exchange,
+            "chunks": wiring.chunks,
+        },
     )
     return spec
 
 
-def parts(spec: ModuleSpec | functools.partial) -> tuple[Callable, object]:
-    """What a spec builds, and from which submodules; since 0.19, megatron-core's own specs of MLPs are partials."""
+def parts(spec: ModuleSpec | functools.partial) -> tuple[Any, Any]:
+    """Return what a spec builds and its submodules; since 0.19, megatron-core's specs of MLPs are partials."""
     if isinstance(spec, functools.partial):
         return spec.func, spec.keywords["submodules"]
     return spec.module, spec.submodules
 
 
 def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
-    """The spec with the norms and the attention that megatron-core does not have: those of `device`."""
+    """Return a copy of `spec` with the norms and attention of `device/` where megatron-core lacks a suitable one."""
     spec, shape = copy.deepcopy(spec), config.transformer
-    attention, keys = spec.submodules.self_attention.submodules, spec.submodules.sharded_state_dict_keys_map
-    for submodules in (spec.submodules, attention):
+    layer: Any = spec.submodules
+    attention, keys = layer.self_attention.submodules, layer.sharded_state_dict_keys_map
+    for submodules in (layer, attention):
         for name, value in vars(submodules).items():
             if value is WrappedTorchNorm:
                 setattr(submodules, name, TorchNorm)
     if config.model.qk_layernorm_across_heads:
-        spec.submodules.self_attention.module = AcrossHeadsSelfAttention
-    if shape.multi_latent_attention and shape.q_lora_rank is None:
-        spec.submodules.self_attention.module = PlainQuerySelfAttention
-    if shape.multi_latent_attention and attention.core_attention is DotProductAttention:
+        layer.self_attention.module = AcrossHeadsSelfAttention
+    if isinstance(shape, MLATransformerConfig) and shape.q_lora_rank is None:
+        layer.self_attention.module = PlainQuerySelfAttention
+    if isinstance(shape, MLATransformerConfig) and attention.core_attention is DotProductAttention:
         attention.core_attention = LatentDotProductAttention
         keys.update(LATENT_KEYS)
-    if parts(spec.submodules.mlp)[0] is MoELayer:
-        # Checkpoints call the norm before a mixture what it is called with Transformer Engine
+    if parts(layer.mlp)[0] is MoELayer:
+        # Keeps the name that checkpoints have with Transformer Engine for the norm before an MoE layer
         keys.pop("pre_mlp_layernorm.", None)
     return spec
 
 
-def connect_hooks(
-    config: RunConfig, path: ParallelDispatch, model: list[torch.nn.Module], optimizer: MegatronOptimizer
-) -> None:
-    """Give megatron-core's schedules the hooks that they read from the transformer config."""
-    hooks = config.transformer
+def connect_hooks(wiring: Wiring, model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Set the hooks that megatron-core's schedules read from the transformer config."""
+    config, hooks = wiring.config, wiring.config.transformer
     hooks.grad_scale_func = optimizer.scale_loss
-    hooks.finalize_model_grads_func = finalizer(path, finalize_model_grads)
+    hooks.finalize_model_grads_func = finalizer(wiring.dispatch, finalize_model_grads)
     if config.ddp.overlap_grad_reduce:
         hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
         if len(model) > 1 and config.launch.align_grad_reduce:
-            hooks.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+            hooks.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in model])
     if config.ddp.overlap_param_gather and config.ddp.align_param_gather:
         hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
 
 
-def finalizer(path: ParallelDispatch, finalize: Callable) -> Callable:
-    """What finalizes gradients: megatron-core's `finalize`, and more where tokens travel as they never do there."""
-    if path.splits_tokens or path.repeats > 1:
-        return functools.partial(_finalize_copies, path, finalize)
+def finalizer(dispatch: ParallelDispatch, finalize: Callable) -> Callable:
+    """Return a function that finalizes gradients: `finalize`, extended where the dispatch needs more than that."""
+    if dispatch.splits_tokens or dispatch.repeats > 1:
+        return functools.partial(_finalize_copies, dispatch, finalize)
     return finalize
 
 
 def _finalize_copies(
-    path: ParallelDispatch, finalize: Callable, model: list[torch.nn.Module], *args: Any, **kwargs: Any
+    dispatch: ParallelDispatch, finalize: Callable, model: list[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
-    """megatron-core's `finalize_model_grads`; then copies of a parameter on tensor-parallel ranks get one gradient.
+    """Finalize gradients, then give all tensor-parallel copies of a parameter one gradient.
 
-    megatron-core does that only where all ranks' tokens differ, under sequence parallelism. Here routers add up what
-    each rank has from its part of the tokens. Ranks that all compute the same tokens have the same gradients but for
-    rounding, as a collective adds up in another order for each: the mean keeps their copies from drifting apart.
+    megatron-core does the latter only under sequence parallelism, where the ranks' tokens differ. If the dispatch
+    splits tokens, each rank's router has the gradient of its part of the tokens, and the parts are summed. If ranks
+    compute the same tokens, their gradients differ by rounding only, because collectives sum in a different order on
+    each rank; the mean keeps the copies from drifting apart.
     """
     finalize(model, *args, **kwargs)
     modules = [module for chunk in model for module in chunk.modules()]
-    if path.splits_tokens:
-        copied = [weight for one in modules if isinstance(one, BalancedMoELayer) for weight in one.router.parameters()]
+    if dispatch.splits_tokens:
+        routers = [cast(torch.nn.Module, one.router) for one in modules if isinstance(one, BalancedMoELayer)]
+        copied: list[Any] = [weight for router in routers for weight in router.parameters()]
     else:
         copied = [weight for chunk in model for weight in chunk.parameters() if _is_copied(weight)]
     if not copied:
         return
     gradients = [weight.main_grad for weight in copied]
-    together = torch._utils._flatten_dense_tensors(gradients)
-    dist.all_reduce(together, group=path.groups.tp)
-    together /= path.repeats
-    for gradient, reduced in zip(gradients, torch._utils._unflatten_dense_tensors(together, gradients), strict=True):
+    flat = _flatten_dense_tensors(gradients)
+    dist.all_reduce(flat, group=dispatch.groups.tp)
+    flat /= dispatch.repeats
+    for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
         gradient.copy_(reduced)
 
 
-def _is_copied(weight: torch.nn.Parameter) -> bool:
-    """Whether all tensor-parallel ranks have it; experts are not theirs."""
+def _is_copied(weight: Any) -> bool:
+    """Return whether all tensor-parallel ranks hold a copy of a parameter, which is never so for experts."""
     return weight.requires_grad and not weight.tensor_model_parallel and getattr(weight, "allreduce", True)
 
 
-def _one_or_all(functions: list) -> object:
+def _one_or_all(functions: list[Callable]) -> Any:
+    """Return hooks as megatron-core's schedules take them: a function, or a list with one for each model chunk."""
     return functions[0] if len(functions) == 1 else functions

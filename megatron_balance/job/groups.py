@@ -59,6 +59,12 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
     return size
 
 
+def world() -> dist.ProcessGroup:
+    """Return the default process group: every rank of the job."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 @contextlib.contextmanager
 def imagined_job(rank: int, world_size: int) -> Iterator[None]:
     """Inside the block, act as one rank of a job whose other ranks do not exist.

@@ -1,0 +1,6 @@
+"""How fast this cluster communicates and computes.
+
+measure      a ClusterProfile from times, and where it is kept
+stopwatch    the times: collectives among groups, and passes of experts and codecs
+probes       experts, codecs and exchanges on synthetic tokens, ready to be timed
+"""

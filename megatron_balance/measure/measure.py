@@ -1,5 +1,6 @@
-"""Measures a cluster: alpha and beta of every collective, all-reduce bandwidths, the experts' throughput."""
+"""Measures a cluster: alpha and beta of every collective, all-reduce bandwidths, and the experts' throughput."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.job.groups import on_first_rank
-from megatron_balance.measure.stopwatch import Bench, GroupBench, Members, Passes, Run, Stopwatch, sub_groups
+from megatron_balance.measure.stopwatch import Bench, Call, GroupBench, Members, Passes, Stopwatch, sub_groups
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
@@ -23,52 +24,56 @@ from megatron_balance.profile.cluster_profile import (
 )
 
 SIZES = tuple(4**power << 14 for power in range(6))
-"""Bytes: 16 KiB to 16 MiB."""
+"""Bytes of the messages that are timed: 16 KiB to 16 MiB."""
 
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
-"""For links that move 16 MiB in hardly more time than nothing."""
+"""Sizes for fast links, on which 16 MiB take hardly longer than an empty message."""
 
 PARALLEL_SIZES = 5
-"""Of each line of `measure_parallel`."""
+"""Number of sizes for each line of `measure_parallel`."""
 
 REPEATS = 9
+"""Measurements, of which the median counts."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
+"""Receives one line for the user."""
 
 
 def measure(
     ep_group: dist.ProcessGroup,
     job: dist.ProcessGroup,
     node_size: int,
+    *,
     passes: Callable[[int], Passes],
     tokens: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,
-    *,
     sizes_bytes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
     codecs: Mapping[str, Callable[[int], Passes]] | None = None,
-    say: Say | None = None,
+    log: Log | None = None,
 ) -> ClusterProfile:
     """Measure this job's cluster; every rank of the job calls it and gets the same profile.
 
-    All expert-parallel groups measure at the same time, as they communicate in training; the profile is that of the
-    job's first rank. What each group kind consists of, and what stands in for a kind that is not there, says
-    `group_kinds`; how each collective is called, and what its bytes are, `bench.OPERATIONS` and `ClusterProfile.links`.
+    All expert-parallel groups measure at the same time, because they communicate at the same time in training. The
+    profile is the one of the job's first rank. `group_kinds` defines the members of each kind of group, and the
+    substitute for a kind that the cluster lacks. `stopwatch.OPERATIONS` and `ClusterProfile.links` define each
+    collective and its bytes.
 
     Args:
         job: the default process group, whose ranks have to create all sub-groups together.
         node_size: expert-parallel ranks on one node.
-        passes: forward and backward of this rank's experts, given its number of tokens.
-        tokens: numbers of tokens per rank to time them with, at least four.
-        device, dtype: where messages lie, and what they consist of.
-        sizes_bytes: sizes of messages, at least four.
+        passes: returns the forward and backward pass of this rank's experts over a number of tokens.
+        tokens: at least four numbers of tokens per rank to time the passes with.
+        device: device of the messages.
+        dtype: data type of the messages.
+        sizes_bytes: at least four sizes of messages.
         repeats: measurements, of which the median counts.
-        codecs: compression and decompression of so many rows, by the codec's name.
-        say: called with a line of progress per collective, on the ranks that give it.
+        codecs: by the codec's name, a function that returns compression and decompression of a number of rows.
+        log: receives a line of progress per collective; None on ranks that do not log.
 
     Raises:
-        ValueError: nothing to measure, or too few sizes; on every rank.
+        ValueError: there is nothing to measure, or there are too few sizes; on every rank.
     """
     num_ranks = ep_group.size()
     if num_ranks < 2:
@@ -78,25 +83,42 @@ def measure(
         )
     wanted = [*group_kinds(num_ranks, node_size).values(), *device_groups(num_ranks, node_size)]
     with sub_groups(ep_group, job, wanted) as groups:
-        bench = GroupBench(Stopwatch(ep_group, device, repeats), groups, passes, dtype, codecs or {})
-        # The first rank's numbers count, but all ranks have to be there for them; its errors are those of all
-        outcome: ClusterProfile | ValueError
-        try:
-            outcome = profile_of(bench, num_ranks, node_size, sizes_bytes, tokens, say, tuple(codecs or ()))
-        except ValueError as error:
-            outcome = error
-        outcomes = [outcome]
-        dist.broadcast_object_list(outcomes, group=job, group_src=0)
-        if isinstance(outcomes[0], ValueError):
-            raise outcomes[0]
-        return outcomes[0]
+        bench = GroupBench(
+            stopwatch=Stopwatch(ep_group, device, repeats),
+            groups=groups,
+            passes=passes,
+            dtype=dtype,
+            codecs=codecs or {},
+        )
+        fit_to_bench = functools.partial(
+            fit_profile, bench, num_ranks, node_size, sizes_bytes=sizes_bytes, tokens=tokens
+        )
+        return _of_first_rank(functools.partial(fit_to_bench, codecs=tuple(codecs or ()), log=log), job)
+
+
+def _of_first_rank(measure_profile: Callable[[], ClusterProfile], job: dist.ProcessGroup) -> ClusterProfile:
+    """Call a function on every rank, because its collectives need all of them; return the first rank's result.
+
+    Raises:
+        ValueError: the function raised it on the first rank.
+    """
+    outcome: ClusterProfile | ValueError
+    try:
+        outcome = measure_profile()
+    except ValueError as error:
+        outcome = error
+    outcomes = [outcome]
+    dist.broadcast_object_list(outcomes, group=job, group_src=0)
+    if isinstance(outcomes[0], ValueError):
+        raise outcomes[0]
+    return outcomes[0]
 
 
 def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
-    """The members that each kind of group is measured with.
+    """Return the members that each kind of group is measured with.
 
-    `intra` is the first node, `inter` the first rank of every node, `ep` everyone. Where nodes hold one rank each there
-    is no `intra`, and on a single node no `inter`: everyone stands in for it, so that its line is that of `ep`.
+    `intra` is the first node, `inter` the first rank of every node, `ep` all ranks. Nodes of one rank each have no
+    `intra`, and a single node has no `inter`: all ranks take its place, so that its line is the line of `ep`.
     """
     everyone = tuple(range(num_ranks))
     found = {"intra": everyone[:node_size], "inter": everyone[::node_size], "ep": everyone}
@@ -104,9 +126,9 @@ def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
 
 
 def device_groups(num_ranks: int, node_size: int) -> list[Members]:
-    """Device groups whose all-reduce bandwidth is measured: 2, half and all ranks, of a node and of the whole group.
+    """Return the device groups to measure all-reduces in: 2, half and all ranks of a node and of the whole group.
 
-    Those of the whole group take one rank of every node before they take a second one of any.
+    Device groups of the whole group take one rank of every node before they take a second rank of any node.
     """
     everyone = range(num_ranks)
     across = sorted(everyone, key=lambda rank: (rank % node_size, rank // node_size))
@@ -115,21 +137,26 @@ def device_groups(num_ranks: int, node_size: int) -> list[Members]:
     return sorted(members for members in chosen if len(members) > 1)
 
 
-def profile_of(
+def fit_profile(
     bench: Bench,
     num_ranks: int,
     node_size: int,
+    *,
     sizes_bytes: Sequence[int],
     tokens: Sequence[int],
-    say: Say | None = None,
     codecs: Sequence[str] = (),
+    log: Log | None = None,
 ) -> ClusterProfile:
-    """The profile of the cluster that `bench` times; lines are fitted by `fit`, those of experts over tokens.
+    """Return the profile of the cluster that `bench` times. `fit` draws lines over bytes, and over tokens for experts.
+
+    Args:
+        codecs: names of the codecs to time.
+        log: receives a line of progress per collective.
 
     Raises:
         ValueError: too few sizes or numbers of tokens for a line.
     """
-    report = say or (lambda line: None)
+    report = log or (lambda line: None)
     kinds = group_kinds(num_ranks, node_size)
     links = {}
     for collective in COLLECTIVES:
@@ -175,28 +202,31 @@ def profile_of(
 def measure_parallel(
     stopwatch: Stopwatch,
     job: dist.ProcessGroup,
+    *,
     mp: int,
     esp: int,
-    runs: Callable[[str, int], Run],
+    calls: Callable[[str, int], Call],
     ranges: Mapping[str, tuple[float, float]],
-    say: Say | None = None,
+    log: Log | None = None,
 ) -> ParallelLines:
-    """Measure what Parm's Algorithm 1 is given; every rank of the job calls it and gets what its first rank has.
+    """Measure the inputs of Parm's Algorithm 1; every rank of the job calls it and gets the first rank's result.
 
     Args:
-        stopwatch: of all shards of all hosts.
-        job: as of `measure`; and `say`.
-        mp, esp: tensor-parallel ranks, and shards of an expert.
-        runs: a line's name in ParallelLines and its bytes, to the exchange.
-        ranges: by line, the fewest and the most bytes that it is asked about. Sizes around them are measured, because a
-            line through sizes of all magnitudes is too coarse to compare what hardly differs.
+        stopwatch: the stopwatch of all shards of all hosts.
+        job: the default process group.
+        mp: tensor-parallel ranks.
+        esp: shards of an expert.
+        calls: returns the exchange to time for a line's name in ParallelLines and a number of bytes.
+        ranges: by line, the fewest and the most bytes that it has to predict. Only sizes around them are measured,
+            because a line through sizes of all magnitudes is too coarse to compare schedules that hardly differ.
+        log: receives a line of text per line measured; None on ranks that do not log.
     """
     lines = {}
     for name, (low, high) in ranges.items():
         sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
-        lines[name] = fit(sizes, stopwatch.medians([runs(name, size) for size in sizes]))
-        if say is not None:
-            say(f"tensor-parallel {name}: {_text(lines[name])}")
+        lines[name] = fit(sizes, stopwatch.medians([calls(name, size) for size in sizes]))
+        if log is not None:
+            log(f"tensor-parallel {name}: {_text(lines[name])}")
     outcomes = [ParallelLines(mp, esp, **lines)]
     dist.broadcast_object_list(outcomes, group=job, group_src=0)
     return outcomes[0]
@@ -208,7 +238,7 @@ def _text(line: Fit) -> str:
 
 
 def throughput(tokens: Sequence[int], seconds: Sequence[float]) -> Throughput:
-    """The line through seconds by numbers of tokens, of which there are at least four."""
+    """Fit a line through the seconds of at least four numbers of tokens."""
     line = fit(tokens, seconds)
     return Throughput(line.beta, line.alpha, line.residual, line.held_out)
 
@@ -216,17 +246,20 @@ def throughput(tokens: Sequence[int], seconds: Sequence[float]) -> Throughput:
 def measured_once(
     paths: Sequence[Path], num_ranks: int, node_size: int, measure_cluster: Callable[[], ClusterProfile]
 ) -> ClusterProfile:
-    """The profile at the first of `paths` that is there; else what `measure_cluster` returns, kept at the first path.
+    """Return the profile at the first of `paths` that exists; otherwise measure it and keep it at the first path.
 
-    Every rank of the job calls it; only rank 0 reads and writes, and what it has is what all of them get.
+    Every rank of the job calls it. Only rank 0 reads and writes, and all ranks get its profile.
+
+    Args:
+        measure_cluster: measures the profile; every rank calls it.
 
     Raises:
-        ValueError: the file is damaged, for another cluster, or cannot be written; on every rank.
+        ValueError: the file is damaged, belongs to another cluster, or cannot be written; on every rank.
     """
 
     def read() -> ClusterProfile | None:
-        there = [path for path in paths if path.exists()]
-        return load(there[0], num_ranks, node_size) if there else None
+        existing = [path for path in paths if path.exists()]
+        return load(existing[0], num_ranks, node_size) if existing else None
 
     def write() -> ClusterProfile:
         if paths:

@@ -1,4 +1,4 @@
-"""One rank's experts, its codec and its exchanges, on made-up tokens, for measure/measure.py to time."""
+"""One rank's experts, codec and exchanges on synthetic tokens, for measure/measure.py to time."""
 
 import torch
 
@@ -7,20 +7,20 @@ from megatron_balance.comm.codecs import Codec
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows
-from megatron_balance.measure.stopwatch import OPERATIONS, Passes, Run
+from megatron_balance.measure.stopwatch import OPERATIONS, Call, Passes
 
 
 def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
-    """`slot_passes` over `tokens` rows that are shared evenly among the experts."""
+    """Return `slot_passes` over `tokens` rows that are shared evenly among the experts."""
     slots = len(experts.linear_fc1.weight)
     return slot_passes(experts, torch.tensor([(tokens + slot) // slots for slot in range(slots)]))
 
 
 def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passes:
-    """Passes over `tokens_per_slot` [S] int64 rows of each expert, in the experts' dtype and on their device."""
+    """Return passes over `tokens_per_slot` [S] int64 rows per expert, in the experts' dtype and on their device."""
     weight_SOH = experts.linear_fc1.weight
     tokens, hidden = int(tokens_per_slot.sum()), weight_SOH.shape[-1]
-    # A generator of its own: to measure must not change what is trained
+    # Not the default generator: measuring must not change the training
     generator = torch.Generator(weight_SOH.device).manual_seed(0)
     new = {"dtype": weight_SOH.dtype, "device": weight_SOH.device, "generator": generator}
     rows_RH = torch.randn(tokens, hidden, **new).requires_grad_()
@@ -29,7 +29,7 @@ def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passe
     outputs: list[torch.Tensor] = []
 
     def forward() -> None:
-        # A second gradient would be added to the first
+        # Otherwise each pass would add its gradient to the last one
         for tensor in (rows_RH, probs_R, *experts.parameters()):
             tensor.grad = None
         outputs[:] = [experts(rows_RH, tokens_per_slot, probs_R)]
@@ -40,30 +40,32 @@ def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passe
     return Passes(forward, backward)
 
 
-def codec_passes(codec: Codec, hidden: int, dtype: torch.dtype, device: torch.device, tokens: int) -> Passes:
-    """Compression of `tokens` rows and decompression of what that left."""
+def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, device: torch.device) -> Passes:
+    """Return the compression of `tokens` rows and the decompression of their payload, as passes."""
     generator = torch.Generator(device).manual_seed(0)
     rows_RH = torch.randn(tokens, hidden, device=device, generator=generator).to(dtype)
     payload = codec.encode(rows_RH)
     return Passes(lambda: codec.encode(rows_RH), lambda: codec.decode(payload, hidden, dtype))
 
 
-def schedule_run(
-    path: ParallelDispatch,
+def schedule_call(
+    dispatch: ParallelDispatch,
     wire: AllToAll,
+    line: str,
+    num_bytes: int,
+    *,
     hidden: int,
     dtype: torch.dtype,
     device: torch.device,
-    line: str,
-    num_bytes: int,
-) -> Run:
-    """What a line of a ParallelLines says the time of, with about so many bytes.
+) -> Call:
+    """Return the operation whose time a line of ParallelLines predicts, on about `num_bytes` bytes.
 
     Args:
-        path: of s2, with ranks for simultaneous exchanges.
-        wire: among all shards of all hosts.
+        dispatch: the dispatch of s2, with a group for simultaneous exchanges.
+        wire: the all-to-all among all shards of all hosts.
+        line: a name in ParallelLines.
     """
-    groups = path.groups
+    groups = dispatch.groups
     if line == "all_gather":
         buffer = torch.zeros(-(-num_bytes // dtype.itemsize), dtype=dtype, device=device)
         return OPERATIONS["all_gather"](groups.tp, buffer)
@@ -81,7 +83,7 @@ def schedule_run(
         return there_and_back
     each = -(-num_bytes // (row_bytes * sources))
     splits_DH = torch.full((sources, hosts), each)
-    sharding = path.simultaneous if line == "simultaneous" else path.sharding()
+    sharding = dispatch.simultaneous if line == "simultaneous" else dispatch.sharding()
     assert sharding is not None
     results = torch.zeros(int(splits_DH[:, groups.ep.rank()].sum()), hidden, dtype=dtype, device=device)
     return lambda: sharding.collect(wire, results, splits_DH).wait()

@@ -1,6 +1,6 @@
 """Times collectives and experts on this cluster, for measure.py.
 
-A rank's number inside its expert-parallel group is called a member here.
+Here, a member is a rank's number inside its expert-parallel group.
 """
 
 import contextlib
@@ -15,37 +15,38 @@ import torch.distributed as dist
 from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.job.groups import Members, new_sub_groups
 
-Run = Callable[[], object]
+Call = Callable[[], object]
+"""An operation to time; it can be called any number of times."""
 
 
 class Passes(NamedTuple):
-    """One rank's experts (or codec) on a given number of tokens, there and back, to be run any number of times."""
+    """The forward and backward pass of one rank's experts, or both directions of a codec, on a number of tokens."""
 
-    forward: Run
+    forward: Call
 
-    backward: Run
-    """Of the forward before it."""
+    backward: Call
+    """The backward pass of the latest forward pass."""
 
 
 class Bench(Protocol):
-    """What a profile is fitted to; the times are the same on every rank."""
+    """Source of the times that a profile is fitted to, which are the same on every rank."""
 
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
-        """Seconds of a collective among members, for each size in bytes as `ClusterProfile.links` counts them."""
+        """Return the seconds of a collective among `members` for each size, in bytes as in `ClusterProfile.links`."""
         ...
 
     def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Seconds of the experts' forward, and of their backward, for each number of tokens on a rank."""
+        """Return the seconds of the experts' forward pass and backward pass for each number of tokens on a rank."""
         ...
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Seconds of a codec's compression, and of its decompression, for each number of rows."""
+        """Return the seconds of a codec's compression and decompression for each number of rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times what all ranks of a group do together; all of them make the same calls."""
+    """Times operations that all ranks of a group run together; all of them make the same calls."""
 
     group: dist.ProcessGroup
 
@@ -53,60 +54,60 @@ class Stopwatch:
 
     repeats: int
 
-    def medians(self, runs: Sequence[Run]) -> list[float]:
-        """Each run's median over the repeats of the seconds that its slowest rank took; the same on every rank.
+    def medians(self, calls: Sequence[Call]) -> list[float]:
+        """Return each call's seconds on its slowest rank, as the median over the repeats; the same on every rank.
 
-        The slowest rank, because the root of a broadcast leaves before the others have its data. All runs take turns,
-        so that whatever else the machine does hits all of them.
+        The slowest rank counts because the root of a broadcast returns before the others have its data. The calls take
+        turns, so that other load on the machine affects all of them.
         """
-        for run in runs:
-            run()
-        seconds = torch.zeros(self.repeats, len(runs), dtype=torch.float64, device=self.device)
+        for call in calls:
+            call()
+        seconds = torch.zeros(self.repeats, len(calls), dtype=torch.float64, device=self.device)
         for repeat in range(self.repeats):
-            for index, run in enumerate(runs):
+            for index, call in enumerate(calls):
                 self._meet()
-                seconds[repeat, index] = self._seconds(run)
+                seconds[repeat, index] = self._seconds(call)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
         return seconds.quantile(0.5, dim=0).tolist()
 
     def _meet(self) -> None:
-        """Let all ranks start together. (`dist.barrier` warns of its choice of device.)"""
+        """Align the start of all ranks. (`dist.barrier` warns of its choice of device.)"""
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _seconds(self, run: Run) -> float:
+    def _seconds(self, call: Call) -> float:
         if self.device.type != "cuda":
             start = time.perf_counter()
-            run()
+            call()
             return time.perf_counter() - start
-        # The host's clock would stop when the work is queued
+        # The host's clock would stop when the work is queued, not when it is done
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
-        run()
+        call()
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupBench:
     """The bench of a real expert-parallel group; all its ranks make the same calls."""
 
     stopwatch: Stopwatch
-    """Of the expert-parallel group."""
+    """The stopwatch of the expert-parallel group."""
 
     groups: Mapping[Members, dist.ProcessGroup]
-    """The groups that this rank is a member of, `sub_groups`; it idles while others measure."""
+    """The `sub_groups` that this rank is a member of; it idles while other groups measure."""
 
     passes: Callable[[int], Passes]
-    """The experts of this rank, given the number of tokens."""
+    """Returns the passes of this rank's experts over a number of tokens."""
 
     dtype: torch.dtype
-    """What is sent and reduced."""
+    """Data type of the messages."""
 
     codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
-    """By name, compression and decompression of so many rows."""
+    """By the codec's name, a function that returns compression and decompression of a number of rows."""
 
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         if members not in self.groups:
@@ -116,27 +117,27 @@ class GroupBench:
         return self.stopwatch.medians([prepare(group, torch.zeros(n, dtype=self.dtype, device=device)) for n in counts])
 
     def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        return self._there_and_back(self.passes, tokens)
+        return self._both_directions(self.passes, tokens)
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        return self._there_and_back(self.codecs[name], tokens)
+        return self._both_directions(self.codecs[name], tokens)
 
-    def _there_and_back(
+    def _both_directions(
         self, passes: Callable[[int], Passes], tokens: Sequence[int]
     ) -> tuple[list[float], list[float]]:
-        seconds = self.stopwatch.medians([run for count in tokens for run in passes(count)])
+        seconds = self.stopwatch.medians([call for count in tokens for call in passes(count)])
         return seconds[::2], seconds[1::2]
 
 
 def _idle() -> None:
-    """Let others measure."""
+    """Do nothing while other groups measure."""
 
 
 @contextlib.contextmanager
 def sub_groups(
     ep_group: dist.ProcessGroup, job: dist.ProcessGroup, wanted: Iterable[Members]
 ) -> Iterator[dict[Members, dist.ProcessGroup]]:
-    """`new_sub_groups` and the expert-parallel group itself; those that were created are destroyed at the end."""
+    """Yield `new_sub_groups` and the expert-parallel group itself, and destroy the new groups at the end."""
     groups = new_sub_groups(ep_group, job, wanted)
     try:
         yield groups
@@ -146,8 +147,8 @@ def sub_groups(
                 dist.destroy_process_group(group)
 
 
-def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
-    """Everyone sends to the next rank and receives from the one before: one message per link and direction."""
+def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
+    """Every rank sends to the next one and receives from the previous one: one message per link and direction."""
     received, rank, size = torch.empty_like(buffer), group.rank(), group.size()
 
     def run() -> None:
@@ -159,8 +160,8 @@ def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
     return run
 
 
-def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
-    """Everyone sends an equal part of its buffer to every other rank, as layers do it by default."""
+def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
+    """Every rank sends an equal part of its buffer to every other rank, by the layers' default all-to-all."""
     each = -(-len(buffer) // (group.size() - 1))
     splits_DD = each * (1 - torch.eye(group.size(), dtype=torch.int64))
     sent = buffer.new_zeros(each * (group.size() - 1))
@@ -168,14 +169,14 @@ def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
     return lambda: exchange.start(sent, splits_DD).wait()
 
 
-def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor) -> Run:
-    """Everyone ends with a buffer that holds an equal part from every rank."""
+def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
+    """Every rank ends with a buffer that holds an equal part from every rank."""
     part = buffer.new_zeros(-(-len(buffer) // group.size()))
     gathered = part.new_empty(len(part) * group.size())
     return lambda: dist.all_gather_into_tensor(gathered, part, group=group)
 
 
-OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Run]] = {
+OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Call]] = {
     "p2p": _p2p,
     "all_to_all": _all_to_all,
     "broadcast": lambda group, buffer: lambda: dist.broadcast(buffer, group=group, group_src=0),
@@ -183,4 +184,5 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Run]] = {
     "all_gather": _all_gather,
     "all_reduce": lambda group, buffer: lambda: dist.all_reduce(buffer, group=group),
 }
-"""A collective over a buffer of as many bytes as `ClusterProfile.links` counts, ready to run."""
+"""Collectives by name, as functions of a group and a buffer that return a call; the buffer has the bytes that
+`ClusterProfile.links` counts."""

@@ -1,5 +1,7 @@
 """Number of tokens that the routers send to each expert."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -12,7 +14,7 @@ class LoadRecorder:
     It hooks into the routers, so it works with any MoE layer.
     """
 
-    def __init__(self, model: list[torch.nn.Module]) -> None:
+    def __init__(self, model: Sequence[torch.nn.Module]) -> None:
         self.counts: dict[int, torch.Tensor] = {}
         for chunk in model:
             for module in chunk.modules():

@@ -6,7 +6,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,13 @@ class RoutingTrace:
     """
 
     def __init__(
-        self, model: list[torch.nn.Module], directory: Path, rank: int, step: Callable[[], int], *, first_step: int = 0
+        self,
+        model: Sequence[torch.nn.Module],
+        directory: Path,
+        rank: int,
+        step: Callable[[], int],
+        *,
+        first_step: int = 0,
     ) -> None:
         self.rank, self.step = rank, step
         self._calls: list[_Call] = []

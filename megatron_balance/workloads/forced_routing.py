@@ -6,7 +6,7 @@ replace the top-k, while probabilities, z-loss and auxiliary losses are still co
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,7 +137,7 @@ class ForcedChoices(RouterReplay):
 
 
 def force_routing(
-    model: list[torch.nn.Module],
+    model: Sequence[torch.nn.Module],
     workload: Workload,
     part: BatchPart,
     *,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.build.tokens import measure_cluster
+from megatron_balance.build.profiles import measure_cluster
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.job.layout import build_groups
@@ -35,8 +35,8 @@ def measured(
     ep_group: dist.ProcessGroup, node_size: int, passes: Callable[[int], Passes] = sleeping_experts
 ) -> ClusterProfile:
     """A quick measurement."""
-    settings = (passes, TOKENS, torch.device("cpu"), torch.float32)
-    return measure(ep_group, dist.group.WORLD, node_size, *settings, sizes_bytes=SIZES, repeats=3)
+    settings = {"passes": passes, "tokens": TOKENS, "device": torch.device("cpu"), "dtype": torch.float32}
+    return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=3)
 
 
 def measure_twice() -> ClusterProfile:
@@ -229,7 +229,7 @@ def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     config = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()
-    with mock.patch("megatron_balance.build.tokens.SIZES", SIZES):
+    with mock.patch("megatron_balance.build.profiles.SIZES", SIZES):
         profile = measure_cluster(config, groups, 2)
     return profile, torch.equal(before, torch.get_rng_state())
 
@@ -238,7 +238,7 @@ def measure_in_shards() -> ClusterProfile:
     flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear"
     config = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
-    with mock.patch("megatron_balance.build.tokens.SIZES", SIZES):
+    with mock.patch("megatron_balance.build.profiles.SIZES", SIZES):
         return measure_cluster(config, groups, 2)
 
 

@@ -144,9 +144,9 @@ def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: 
 
 def measure_small_messages(rank: int) -> None:
     """GPUs are measured with messages that take seconds here."""
-    from megatron_balance.build import tokens
+    from megatron_balance.build import profiles
 
-    tokens.LARGE_SIZES = tokens.SIZES
+    profiles.LARGE_SIZES = profiles.SIZES
 
 
 def test_the_entry_point(tmp_path: Path) -> None:

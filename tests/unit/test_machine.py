@@ -16,7 +16,7 @@ from megatron.core.transformer.moe import moe_utils
 from packaging.requirements import Requirement
 
 from megatron_balance.app.dry_run import imagined_run
-from megatron_balance.build import run
+from megatron_balance.build.run import build_block_spec
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device import cpu, machine
 from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS, Machine, unfit_engine
@@ -183,6 +183,6 @@ def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monk
     """megatron-core ends the block in apex's layer norm, which refuses any other normalization."""
     monkeypatch.setattr(gpt_layer_specs, "LNImpl", FusedLayerNorm)
     config = parse_args(argv(f"--normalization {normalization} --moe-layer-impl megatron"), CPU).config
-    path = SimpleNamespace(groups=SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0)))
-    block = run.build_block_spec(config, path, exchange=None)
+    groups = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
+    block = build_block_spec(SimpleNamespace(config=config, groups=groups))
     assert block.layer_norm is norm

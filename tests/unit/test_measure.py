@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import profile_cluster as tool
-from megatron_balance.measure.measure import SIZES, device_groups, group_kinds, profile_of
+from megatron_balance.measure.measure import SIZES, device_groups, fit_profile, group_kinds
 from megatron_balance.measure.stopwatch import Members
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin, load
 
@@ -36,7 +36,7 @@ class FakeCluster:
 
 def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
     lines: list[str] = []
-    profile = profile_of(FakeCluster(), 4, 2, SIZES, TOKENS, lines.append, ["int8"])
+    profile = fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, codecs=["int8"], log=lines.append)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     encode, decode = profile.codec("int8")
@@ -50,7 +50,7 @@ def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
 def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
     num_ranks, node_size = layout
     cluster, everyone = FakeCluster(), tuple(range(num_ranks))
-    profile = profile_of(cluster, num_ranks, node_size, SIZES, TOKENS)
+    profile = fit_profile(cluster, num_ranks, node_size, sizes_bytes=SIZES, tokens=TOKENS)
     node = tuple(rank for rank in everyone if rank < node_size)
     heads = tuple(rank for rank in everyone if rank % node_size == 0)
     expected = {"intra": node, "inter": heads, "ep": everyone}
@@ -78,7 +78,7 @@ def test_experts_errors_are_those_of_their_lines() -> None:
             forward, backward = super().compute(tokens)
             return forward, [seconds * (2 if index % 2 else 1) for index, seconds in enumerate(backward)]
 
-    profile = profile_of(Bent(), 4, 2, SIZES, TOKENS)
+    profile = fit_profile(Bent(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS)
     assert profile.forward.residual < 1e-6 and profile.forward.held_out < 1e-6
     assert profile.backward.residual > 0.1 and profile.backward.held_out > 0.3
 
@@ -106,7 +106,7 @@ def test_no_two_device_groups_have_one_shape(layout: tuple[int, int]) -> None:
 
 def test_progress_names_every_collective() -> None:
     lines: list[str] = []
-    profile_of(FakeCluster(), 4, 2, SIZES, TOKENS, lines.append)
+    fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     assert [line.split(":")[0] for line in lines[: len(COLLECTIVES)]] == list(COLLECTIVES)
     assert len(lines) == len(COLLECTIVES) + 2
     assert "forward" in lines[-1]
@@ -114,11 +114,11 @@ def test_progress_names_every_collective() -> None:
 
 def test_too_few_sizes() -> None:
     with pytest.raises(ValueError, match="four different sizes"):
-        profile_of(FakeCluster(), 4, 2, SIZES[:3], TOKENS)
+        fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES[:3], tokens=TOKENS)
 
 
 def test_the_table_shows_every_line_and_what_stands_in() -> None:
-    profile = profile_of(FakeCluster(), 4, 4, SIZES, TOKENS)
+    profile = fit_profile(FakeCluster(), 4, 4, sizes_bytes=SIZES, tokens=TOKENS)
     rows = [line.split() for line in tool.table(profile)]
     for collective in COLLECTIVES:
         found = {row[1]: row[2:] for row in rows if row[0] == collective}

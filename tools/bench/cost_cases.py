@@ -11,7 +11,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.build.tokens import measure_cluster
+from megatron_balance.build.profiles import measure_cluster
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import default_all_to_all

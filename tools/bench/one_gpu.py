@@ -87,7 +87,9 @@ def _experts(run: "Run", tokens: list[int]) -> str:
     shape = run.config.transformer
     experts = GroupedExperts(range(shape.num_moe_experts), shape, run.groups)
     stopwatch = Stopwatch(dist.group.WORLD, experts.linear_fc1.weight.device, REPEATS)
-    bench = GroupBench(stopwatch, {}, functools.partial(expert_passes, experts), shape.params_dtype)
+    bench = GroupBench(
+        stopwatch=stopwatch, groups={}, passes=functools.partial(expert_passes, experts), dtype=shape.params_dtype
+    )
     forward, backward = (throughput(tokens, seconds) for seconds in bench.compute(tokens))
     flops = 2 * sum(weight[0].numel() for weight in (experts.linear_fc1.weight, experts.linear_fc2.weight))
     teraflops = [flops / max(one.seconds_per_token, 1e-12) / 1e12 for one in (forward, backward)]

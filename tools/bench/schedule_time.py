@@ -104,7 +104,7 @@ def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iteration
     install()
     import torch.distributed as dist
 
-    from megatron_balance.build.tokens import measure_schedules
+    from megatron_balance.build.profiles import measure_schedules
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
     from megatron_balance.flow.layer import BalancedMoELayer

@@ -161,15 +161,14 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     transformer, world, host = config.transformer, dist.group.WORLD, torch.device("cpu")
     codecs = {}
     if (name := config.comm.moe_comm_codec) != "none":
-        codecs[name] = functools.partial(
-            codec_passes, load_codec(name), transformer.hidden_size, transformer.params_dtype, host
-        )
+        rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": host}
+        codecs[name] = functools.partial(codec_passes, load_codec(name), **rows)
     assert config.model.seq_length is not None and config.train.micro_batch_size is not None and world is not None
     load = config.train.micro_batch_size * config.model.seq_length * transformer.moe_router_topk
     tokens, everyone = [load // part for part in (16, 8, 4, 2, 1)], tuple(range(profile.num_ranks))
     passes = functools.partial(expert_passes, experts)
     stopwatch, dtype = Stopwatch(world, host, REPEATS), transformer.params_dtype
-    bench = GroupBench(stopwatch, {everyone: world}, passes, dtype, codecs)
+    bench = GroupBench(stopwatch=stopwatch, groups={everyone: world}, passes=passes, dtype=dtype, codecs=codecs)
     (message,) = bench.communicate("p2p", everyone, [4096])
     links = {
         collective: {kind: line._replace(alpha=message) for kind, line in lines.items()}

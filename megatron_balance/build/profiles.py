@@ -1,0 +1,196 @@
+"""Cluster profiles of a run: read from `--balance-profile` or measured with the run's shapes, when first needed."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_balance.comm.alltoall import default_all_to_all
+from megatron_balance.comm.codecs import load_codec
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
+from megatron_balance.flow.schedule_choice import ranges
+from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank, world
+from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measure, measure_parallel, measured_once
+from megatron_balance.measure.probes import codec_passes, expert_passes, schedule_call
+from megatron_balance.measure.stopwatch import Stopwatch
+from megatron_balance.profile.cluster import Ranks, load_profile
+from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin, load
+
+MINIMAL_LOAD = 64
+"""Tokens per rank below which experts are not worth timing."""
+
+Log = Callable[[str], None]
+"""Receives one line for the user."""
+
+
+@dataclass(frozen=True, eq=False)
+class Profiles:
+    """Profiles of one cluster for its expert-parallel groups, with or without all shards of their experts."""
+
+    config: RunConfig
+    groups: ProcessGroupCollection
+    topology: Topology
+
+    @functools.cached_property
+    def experts(self) -> ClusterProfile:
+        """The profile for `groups.ep`. The first access is a collective of the job: every rank makes it at one point.
+
+        `auto` keeps its measurement in `--save`, and looks for one there and in `--load`, so that a resumed run makes
+        the same plans.
+        """
+        config, groups, num_ranks = self.config, self.groups, self.groups.ep.size()
+        wanted, node_size, shards = config.balance.balance_profile, self.node_size(groups.ep), groups.expt_tp.size()
+        shape = _expert_shape(config, shards)
+        if wanted == "builtin":
+            return builtin(num_ranks, node_size, *shape)
+        if wanted.endswith((".yaml", ".yml")):
+            ranks = Ranks(num_ranks, node_size, self.topology.node_size, shards)
+            return on_first_rank(lambda: load_profile(Path(wanted), ranks, *shape))
+        if wanted != "auto":
+            return on_first_rank(lambda: load(Path(wanted), num_ranks, node_size))
+        split = f"_tp_{groups.tp.size()}_etp_{shards}" if has_schedule_choice(config, groups) else ""
+        name = f"cluster_profile_{num_ranks}_in_nodes_of_{node_size}{split}.json"
+        paths = [Path(directory) / name for directory in (config.checkpoint.save, config.checkpoint.load) if directory]
+        measure_now = functools.partial(measure_cluster, config, groups, node_size, first_rank_log())
+        return measured_once(paths, num_ranks, node_size, measure_now)
+
+    def of(self, group: dist.ProcessGroup) -> ClusterProfile:
+        """Return the profile of the same links for the ranks of `group`; collective like `experts`."""
+        return dataclasses.replace(self.experts, num_ranks=group.size(), node_size=self.node_size(group))
+
+    def node_size(self, group: dist.ProcessGroup) -> int:
+        """Return how many ranks of `group` share a node.
+
+        Raises:
+            ValueError: nodes cut the groups into unequal parts.
+        """
+        transformer = self.config.transformer
+        assert transformer.expert_tensor_parallel_size is not None
+        ranks = transformer.expert_model_parallel_size * transformer.expert_tensor_parallel_size
+        return expert_node_size(self.topology, group.size(), ranks // group.size())
+
+
+def _expert_shape(config: RunConfig, shards: int) -> tuple[int, int, int]:
+    """Return the hidden size, half the weights per hidden channel, and the bytes per weight of an expert's shard."""
+    transformer = config.transformer
+    assert transformer.moe_ffn_hidden_size is not None
+    matrices = 3 if transformer.gated_linear_unit else 2
+    inner = transformer.moe_ffn_hidden_size * matrices // (2 * shards)
+    return transformer.hidden_size, inner, transformer.params_dtype.itemsize
+
+
+def first_rank_log() -> Log | None:
+    """Return a log that prints on the job's rank 0; None on other ranks."""
+    return functools.partial(print, flush=True) if dist.get_rank() == 0 else None
+
+
+def microbatch_tokens(config: RunConfig) -> int:
+    """Return the tokens of a microbatch on each context-parallel rank."""
+    samples, length = config.train.micro_batch_size, config.model.seq_length
+    assert samples is not None and length is not None
+    return samples * length // config.transformer.context_parallel_size
+
+
+def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
+    """Return the shape of a microbatch in an MoE layer under even routing."""
+    transformer, tokens = config.transformer, microbatch_tokens(config)
+    factor = transformer.moe_expert_capacity_factor or 1.0
+    if not transformer.moe_pad_expert_input_to_capacity:
+        factor = min(factor, 1.0)
+    rows = round(tokens * transformer.moe_router_topk * factor)
+    return Shape(tokens, transformer.hidden_size, rows, groups.tp.size(), groups.expt_tp.size())
+
+
+def has_schedule_choice(config: RunConfig, groups: ProcessGroupCollection) -> bool:
+    """Return whether the parallel schedules s1 and s2 differ and s2 is possible."""
+    copies = 1 if config.transformer.sequence_parallel else groups.tp.size()
+    return copies > 1 and groups.tp_ep.size() % copies == 0
+
+
+def new_saa_group(config: RunConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
+    """Create a second tensor-parallel group, for the all-gathers of s2 that overlap with its all-to-all (SAA)."""
+    return new_twin(groups.tp, world(), config.launch.distributed_timeout_minutes)
+
+
+def measure_cluster(
+    config: RunConfig, groups: ProcessGroupCollection, node_size: int, log: Log | None = None
+) -> ClusterProfile:
+    """Measure this job's cluster with experts of the run's shape and precision; every rank calls it.
+
+    Experts are timed from an eighth of a rank's mean load per microbatch to twice that load. Random number generators
+    keep their state, so that a run trains the same whether its profile was measured now or earlier.
+
+    Args:
+        node_size: expert-parallel ranks on one node, see `expert_node_size`.
+        log: receives lines of progress; None on ranks that do not log.
+    """
+    transformer = copy.copy(config.transformer)
+    transformer.perform_initialization = False
+    samples, length = config.train.micro_batch_size, config.model.seq_length
+    assert transformer.num_moe_experts is not None and samples is not None and length is not None
+    experts = GroupedExperts(range(transformer.num_moe_experts // groups.ep.size()), transformer, groups)
+    device = experts.linear_fc1.weight.device
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=transformer.init_method_std, generator=generator)
+    codecs = {}
+    if (name := config.comm.moe_comm_codec) != "none":
+        rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": device}
+        codecs[name] = functools.partial(codec_passes, load_codec(name), **rows)
+    sequence = length // (groups.tp.size() if transformer.sequence_parallel else 1)
+    load = max(MINIMAL_LOAD, samples * sequence * transformer.moe_router_topk)
+    profile = measure(
+        groups.ep,
+        world(),
+        node_size,
+        passes=functools.partial(expert_passes, experts),
+        tokens=[load // 8, load // 4, load // 2, load, 2 * load],
+        device=device,
+        dtype=transformer.params_dtype,
+        sizes_bytes=LARGE_SIZES if device.type == "cuda" else SIZES,
+        codecs=codecs,
+        log=log,
+    )
+    if not has_schedule_choice(config, groups):
+        return profile
+    return dataclasses.replace(profile, parallel=measure_schedules(config, groups, log))
+
+
+def measure_schedules(config: RunConfig, groups: ProcessGroupCollection, log: Log | None = None) -> ParallelLines:
+    """Measure the terms in which s1 and s2 differ (Parm, section V-A); every rank of the job calls it.
+
+    It requires `has_schedule_choice`.
+    """
+    saa_group, transformer, shape = new_saa_group(config, groups), config.transformer, layer_shape(config, groups)
+    dispatch = ParallelDispatch(SCHEDULES["s2"], groups, transformer.sequence_parallel, saa_group)
+    device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    calls = functools.partial(
+        schedule_call,
+        dispatch,
+        default_all_to_all(dispatch.wire),
+        hidden=transformer.hidden_size,
+        dtype=transformer.params_dtype,
+        device=device,
+    )
+    stopwatch = Stopwatch(groups.tp_ep, device, REPEATS)
+    try:
+        return measure_parallel(
+            stopwatch,
+            world(),
+            mp=shape.mp,
+            esp=shape.esp,
+            calls=calls,
+            ranges=ranges(shape, transformer.params_dtype.itemsize),
+            log=log,
+        )
+    finally:
+        dist.destroy_process_group(saa_group)

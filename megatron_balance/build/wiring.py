@@ -1,0 +1,150 @@
+"""Wiring: the values that a run's layers, hooks and balancer share on this rank.
+
+configuration, groups -> Profiles -> ParallelDispatch -> TokenExchange -> ChunkChoice
+"""
+
+from dataclasses import dataclass
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_balance.build.profiles import (
+    Profiles,
+    first_rank_log,
+    has_schedule_choice,
+    layer_shape,
+    new_saa_group,
+)
+from megatron_balance.comm.codecs import load_codec
+from megatron_balance.comm.compressed import TokenExchange, token_exchange
+from megatron_balance.comm.registry import load_all_to_all
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, find_degrees
+from megatron_balance.flow.chunks.order import find_order
+from megatron_balance.flow.chunks.times import TaskModel
+from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
+from megatron_balance.flow.schedule_choice import ScheduleModel
+from megatron_balance.job.groups import Topology, new_node_groups, world
+from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.policies import policy_options
+from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.training.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wiring:
+    """Shared values of a run's parts; only `progress` and the state inside the objects change."""
+
+    config: RunConfig
+    groups: ProcessGroupCollection
+
+    profiles: Profiles
+    """Speed of the cluster; its profile is read or measured at the first access."""
+
+    dispatch: ParallelDispatch
+    """The steps that tokens take through an MoE layer."""
+
+    exchange: TokenExchange
+    """The all-to-alls that all layers share."""
+
+    chunks: ChunkChoice | None
+    """Splits the tokens of all layers into chunks; None: they stay together."""
+
+    progress: Progress
+
+
+def build_wiring(config: RunConfig, groups: ProcessGroupCollection, progress: Progress) -> Wiring:
+    """Build the wiring of this rank; every rank of the job calls it at the same point.
+
+    Raises:
+        ValueError: an all-to-all, codec, order or profile cannot be loaded, or does not suit the nodes.
+    """
+    world_size = world().size()
+    profiles = Profiles(config, groups, Topology(world_size, config.comm.moe_comm_node_size or world_size))
+    dispatch = _dispatch(profiles)
+    exchange = _exchange(profiles, dispatch)
+    return Wiring(
+        config=config,
+        groups=groups,
+        profiles=profiles,
+        dispatch=dispatch,
+        exchange=exchange,
+        chunks=_chunk_choice(profiles, dispatch, exchange, progress),
+        progress=progress,
+    )
+
+
+def _dispatch(profiles: Profiles) -> ParallelDispatch:
+    config, groups = profiles.config, profiles.groups
+    schedule, saa_group = config.comm.moe_parallel_schedule, None
+    if schedule == "auto":
+        schedule = _faster_schedule(profiles)
+    if schedule == "s2" and groups.tp.size() > 1 and _is_simultaneous(config):
+        saa_group = new_saa_group(config, groups)
+    return ParallelDispatch(SCHEDULES[schedule], groups, config.transformer.sequence_parallel, saa_group)
+
+
+def _is_simultaneous(config: RunConfig) -> bool:
+    """Return whether s2 passes results on while it still receives some (SAA)."""
+    comm = config.comm
+    # SAA sends whole rows in messages of its own
+    simple = comm.moe_comm_codec == "none" and comm.moe_comm_alltoall in ("default", "p2p", "pipe")
+    return comm.moe_parallel_saa and simple
+
+
+def _faster_schedule(profiles: Profiles) -> str:
+    """Return s1 or s2, whichever is predicted to be faster for the run's MoE layers, which all have one shape."""
+    config, groups = profiles.config, profiles.groups
+    log = first_rank_log() or (lambda line: None)
+    if not has_schedule_choice(config, groups):
+        log(
+            "--moe-parallel-schedule auto: s1, because s2 needs tensor-parallel ranks with the same tokens, as many as "
+            "divide the experts' ranks"
+        )
+        return "s1"
+    shape, itemsize = layer_shape(config, groups), config.transformer.params_dtype.itemsize
+    model, overlapped = ScheduleModel(profiles.of(groups.tp_ep), shape.mp, shape.esp), _is_simultaneous(config)
+    seconds = {name: model.seconds(name, shape, itemsize, overlapped) for name in ("s1", "s2")}
+    chosen = min(seconds, key=seconds.__getitem__)
+    times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())
+    log(f"--moe-parallel-schedule auto: {chosen} (predicted exchanges of a layer's forward pass: {times})")
+    return chosen
+
+
+def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
+    comm, wire, minutes = profiles.config.comm, dispatch.wire, profiles.config.launch.distributed_timeout_minutes
+    all_to_all = load_all_to_all(
+        comm.moe_comm_alltoall,
+        wire,
+        # On demand: only some all-to-alls need the groups of nodes or a profile, and both are collective
+        nodes=lambda: new_node_groups(wire, world(), profiles.node_size(wire), minutes),
+        profile=lambda: profiles.of(wire),
+        log=first_rank_log(),
+    )
+    return token_exchange(all_to_all, load_codec(comm.moe_comm_codec), comm.moe_comm_codec_directions)
+
+
+def _chunk_choice(
+    profiles: Profiles, dispatch: ParallelDispatch, exchange: TokenExchange, progress: Progress
+) -> ChunkChoice | None:
+    config, comm, transformer = profiles.config, profiles.config.comm, profiles.config.transformer
+    if comm.moe_comm_chunks == "1" or exchange.probs.group.size() == 1:
+        return None
+    decide: Decide
+    if comm.moe_comm_order == "demi":
+        token_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
+        # Guests' weights arrive before the first chunk computes
+        cost = CostModel(profile=profiles.experts, token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
+        decide = ByMiniTasks(Demi(**policy_options("demi", vars(config.balance))), cost)
+    else:
+        model = TaskModel(
+            profile=profiles.of(dispatch.wire),
+            exchange=exchange,
+            sharding=dispatch.sharding(),
+            hosts=dispatch.groups.ep.size(),
+            codec=comm.moe_comm_codec,
+            hidden=transformer.hidden_size,
+            dtype=transformer.params_dtype,
+        )
+        decide = ByPrediction(find_degrees(comm.moe_comm_chunks), find_order(comm.moe_comm_order), model)
+    log = first_rank_log() if config.balance.balance_explain else None
+    return ChunkChoice(decide, lambda: progress.iteration, comm.moe_comm_refit_interval, log)
