@@ -29,7 +29,7 @@ from megatron.core.utils import get_model_config
 from megatron_balance.build import run
 from megatron_balance.build.balancer import build_balancer
 from megatron_balance.build.tokens import build_chunk_choice, build_exchange, build_path, cluster_profile
-from megatron_balance.cli.arguments import GROUPS
+from megatron_balance.cli.arguments import GROUPS, policy_flag
 from megatron_balance.cli.checks import at_least_one, refuse_idle
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import refusal
@@ -134,7 +134,7 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         ValueError: it has a flag of that name already.
     """
     for title, cls in OUR_GROUPS:
-        added = add_flags(parser.add_argument_group(title), cls)
+        added = add_flags(parser.add_argument_group(title), cls, metadata=policy_flag())
         taken = [field.name for field in dataclasses.fields(cls) if field.name not in added]
         if taken:
             raise ValueError(f"{flag_of(taken[0])}: the parser has this flag already; call add_balance_args only once")

@@ -26,8 +26,7 @@ from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measur
 from megatron_balance.measure.probes import codec_passes, expert_passes, schedule_run
 from megatron_balance.measure.stopwatch import Stopwatch
 from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.policies import policy_options
-from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.placement.policies import load_policy, policy_options
 from megatron_balance.profile.cluster import Ranks, load_profile
 from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin, load
 
@@ -121,15 +120,17 @@ def build_chunk_choice(
     if comm.moe_comm_chunks == "1" or exchange.probs.group.size() == 1:
         return None
     decide: Decide
-    if comm.moe_comm_order == "demi":
+    scheduler = find_order(comm.moe_comm_order)
+    if scheduler is None:
         token_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
         # Weights of lent experts are there before the first chunk computes
         cost = CostModel(profile(), token_bytes, param_bytes=0.0, grad_bytes=0.0)
-        decide = ByMiniTasks(Demi(**policy_options("demi", vars(config.balance))), cost)
+        policy = load_policy(comm.moe_comm_order, **policy_options(comm.moe_comm_order, vars(config.balance)))
+        decide = ByMiniTasks(policy, cost)
     else:
         known, row = _profile_of(config, path.wire, profile()), (transformer.hidden_size, transformer.params_dtype)
         model = TaskModel(known, exchange, path.sharding(), path.groups.ep.size(), comm.moe_comm_codec, *row)
-        decide = ByPrediction(find_degrees(comm.moe_comm_chunks), find_order(comm.moe_comm_order), model)
+        decide = ByPrediction(find_degrees(comm.moe_comm_chunks), scheduler, model)
     say = functools.partial(print, flush=True) if dist.get_rank() == 0 and config.balance.balance_explain else None
     return ChunkChoice(decide, iteration, comm.moe_comm_refit_interval, say)
 

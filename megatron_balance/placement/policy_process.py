@@ -42,15 +42,12 @@ _LAST_SECONDS = 5.0
 """For a process that has closed its pipe to end."""
 
 
-class PolicyProcess:
+class PolicyProcess(Policy):
     """A Policy whose plans are made elsewhere; any thread may wait in `plan` while another one calls `stop`."""
-
-    split: str
-    """As in Policy, once `ready`."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         """Start the process; it gets ready while the caller does something else."""
-        self.name, self.options = name, dict(options)
+        self.name, self._arguments = name, dict(options)
         self._deaths, self._stopped, self._greeted = 0, False, False
         self._process, self._pipe = self._start()
 
@@ -123,7 +120,7 @@ class PolicyProcess:
             process.kill()
         self._greeted = False
         with contextlib.suppress(OSError):  # who waits for the answer learns of it
-            ours.send_bytes(pickle.dumps((self.name, self.options)))
+            ours.send_bytes(pickle.dumps((self.name, self._arguments)))
         return process, ours
 
     def _greet(self) -> None:

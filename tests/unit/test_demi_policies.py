@@ -12,15 +12,15 @@ from megatron_balance.placement.cost_model import CostModel, Overlap, owners
 from megatron_balance.placement.demi import search
 from megatron_balance.placement.demi.schedule import MiniTaskKind, check
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import POLICIES, demi_baselines, load_policy
 from megatron_balance.placement.policies import demi as demi_module
+from megatron_balance.placement.policies import demi_baselines, load_policy, registered
 from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.placement.policies.demi_baselines import assign
 from megatron_balance.placement.policies.interface import lend
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from megatron_balance.workloads.workloads import WORKLOADS, load_matrix
 
-LENDING = [name for name in POLICIES if name.startswith("demi")]
+LENDING = [name for name in registered() if name.startswith("demi")]
 
 
 def cost_model(num_ranks: int, param_bytes: float = 8e6, **options: object) -> CostModel:

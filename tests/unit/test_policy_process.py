@@ -122,7 +122,7 @@ MAKING = {
     f"{misbehaving.__name__}:NoPlan": "has no method plan(counts_DE, current, cost)",
     f"{misbehaving.__name__}:PlanRaises": "cannot be made: SystemExit: 0",
     f"{misbehaving.__name__}:Missing": "cannot be imported: AttributeError: module",
-    "leaves_at_import:Policy": "cannot be imported: SystemExit: 0; choose from none, pro_prophet",
+    "leaves_at_import:Policy": "cannot be imported: SystemExit: 0; choose from demi, demi_s1",
     "exits_at_import:Policy": "ended its process: exit status 0",
     "nowhere.at_all:Policy": "cannot be imported: ModuleNotFoundError: No module named 'nowhere'; choose from",
     ".relative:Policy": "cannot be imported: TypeError: ",

@@ -29,7 +29,7 @@ from megatron_balance.observe.load_log import read_loads
 from megatron_balance.placement.cost_model import CostModel, balance_ratio
 from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.policies import POLICIES, load_policy
+from megatron_balance.placement.policies import load_policy, registered
 from megatron_balance.placement.policies.flexmoe import FlexMoE
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import METHODS, Predictor
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     parser.add_argument("--iterations", type=int, default=60, help="of synthetic loads")
-    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policy", nargs="+", choices=registered(), default=list(registered()))
     parser.add_argument("--predictor", choices=METHODS, default="last")
     parser.add_argument("--trace", type=Path, help="a directory that --balance-log-dir filled")
     args = parser.parse_args()

@@ -12,7 +12,7 @@ from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.flow.plan import DispatchPlan, by_host
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.demi.schedule import MiniTaskKind as MiniTask
-from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.placement.policies.interface import Policy
 
 DEGREES = (1, 2, 4, 8, 16)
 """What `--moe-comm-chunks auto` chooses from."""
@@ -108,7 +108,9 @@ class ByMiniTasks:
     In a slot the next chunk is dispatched and the one before comes back, as in the schedule.
     """
 
-    policy: Demi
+    policy: Policy
+    """One that orders chunks, `Policy.schedule`."""
+
     cost: CostModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:

@@ -5,7 +5,7 @@ Shape suffixes: D expert-parallel ranks, E logical experts.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from megatron_balance.placement.demi.problem import FEWEST_SLOTS, WEIGHTS, Probl
 from megatron_balance.placement.demi.schedule import MiniTaskSchedule
 from megatron_balance.placement.demi.search import best_pace, relax_by_size, solve
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import lend, owners_host
+from megatron_balance.placement.policies.interface import Policy, lend, owners_host
 
 MOST_SLOTS = 20
 """Weights 2^t of more slots are too far apart for a linear program's tolerances."""
@@ -36,13 +36,20 @@ are the ranks that they could go to, and loads change a little in every iteratio
 
 
 @dataclass(frozen=True)
-class Demi:
+class Demi(Policy):
     """Lends experts to the ranks where their tokens, their weights and the computation are through soonest.
 
     The linear program and the search want a short schedule of mini-tasks, in which computation and transfers of one
     layer overlap. What is executed overlaps less, so of the placements with the shortest schedules the fastest by the
     cost model is taken, and the owners' if none of them is faster; the present one if it is nearly as fast.
     """
+
+    name = "demi"
+    options = MappingProxyType(
+        {"slots": "balance_demi_slots", "weights": "balance_demi_weights", "capacities": "balance_capacities"}
+    )
+    single_host = True
+    orders_chunks = True
 
     slots: int = 5
     """T"""
@@ -52,8 +59,6 @@ class Demi:
 
     capacities: tuple[float, ...] | None = None
     """[D]: how fast each rank computes relative to the others, and how many tokens it has room for; None: alike."""
-
-    split: ClassVar[str] = "local_first"
 
     def __post_init__(self) -> None:
         if not FEWEST_SLOTS <= self.slots <= MOST_SLOTS:
@@ -65,6 +70,10 @@ class Demi:
             raise ValueError(f"--balance-demi-weights {self.weights}: choose from {', '.join(WEIGHTS)}")
         if not all(math.isfinite(capacity) and capacity > 0 for capacity in self.capacities or ()):
             raise ValueError(f"--balance-capacities {_text(self.capacities)}: give numbers above 0")
+
+    def check(self, owners: Placement) -> None:
+        """See `Policy.check`."""
+        self._shares(owners.num_ranks)
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`.
@@ -164,7 +173,8 @@ class Demi:
             return np.ones(num_ranks)
         if len(self.capacities) != num_ranks:
             raise ValueError(
-                f"--balance-capacities {_text(self.capacities)}: give one number per expert-parallel rank, {num_ranks}"
+                f"--balance-capacities {_text(self.capacities)}: give one number per expert-parallel rank, {num_ranks} "
+                "in all"
             )
         return np.array(self.capacities) / np.mean(self.capacities)
 

@@ -7,14 +7,13 @@ Shape suffixes: D expert-parallel ranks, E logical experts, C columns to assign 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import scipy  # whose parts are imported by their first use: a process that plans without them starts sooner
 
 from megatron_balance.placement.cost_model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import lend
+from megatron_balance.placement.policies.interface import Policy, lend
 
 EXACT = 256
 """S3's (expert, rank) pairs up to which it is solved exactly."""
@@ -24,10 +23,11 @@ NODES = 500
 
 
 @dataclass(frozen=True)
-class DemiS1:
+class DemiS1(Policy):
     """Each expert on the rank with most of its tokens: as few tokens sent as possible."""
 
-    split: ClassVar[str] = "local_first"
+    name = "demi_s1"
+    single_host = True
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. Where ranks lack guest slots, the tokens that stay at home are as many as possible."""
@@ -35,10 +35,11 @@ class DemiS1:
 
 
 @dataclass(frozen=True)
-class DemiS2:
+class DemiS2(Policy):
     """As few bytes of tokens and of migrating experts as possible."""
 
-    split: ClassVar[str] = "local_first"
+    name = "demi_s2"
+    single_host = True
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
@@ -48,14 +49,15 @@ class DemiS2:
 
 
 @dataclass(frozen=True)
-class DemiS3:
+class DemiS3(Policy):
     """As few bytes of tokens sent, of migrating experts and of the most loaded rank's tokens as possible.
 
     Exact up to EXACT pairs, by a mixed-integer program; above from S2's placement one expert after the other leaves the
     most loaded rank as long as the sum falls.
     """
 
-    split: ClassVar[str] = "local_first"
+    name = "demi_s3"
+    single_host = True
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""

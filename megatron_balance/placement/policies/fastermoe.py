@@ -1,20 +1,19 @@
 """FasterMoE's dynamic shadowing, the baseline that Pro-Prophet compares with (its Section VI)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import everywhere, hottest_first, owners_host
+from megatron_balance.placement.policies.interface import Policy, everywhere, hottest_first, owners_host
 
 
 @dataclass(frozen=True)
-class FasterMoE:
+class FasterMoE(Policy):
     """Copies the hottest experts to all ranks, one after the other, as long as the cost model says that it pays."""
 
-    split: ClassVar[str] = "local_first"
+    name = "fastermoe"
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. A rank whose guest slots are taken goes without."""

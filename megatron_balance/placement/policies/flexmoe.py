@@ -6,12 +6,13 @@ guests that may move, or their moves.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel, balance_ratio, owners
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 
 TOLERANCE = 1e-9
@@ -38,7 +39,7 @@ METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "vari
 
 
 @dataclass(frozen=True)
-class FlexMoE:
+class FlexMoE(Policy):
     """Changes the placement in use, vExpert by vExpert, while that shortens the layer.
 
     A vExpert is an even share of its expert's tokens; the vExperts of one expert on a rank share a slot. At first every
@@ -58,6 +59,16 @@ class FlexMoE:
     may leave its owner: it is lent until a Migrate brings it back.
     """
 
+    name = "flexmoe"
+    split = "proportional"
+    options = MappingProxyType(
+        {
+            "threshold": "balance_threshold",
+            "metric": "balance_metric",
+            "vexperts_per_rank": "balance_vexperts_per_rank",
+        }
+    )
+
     threshold: float = 1.1
     metric: str = "max"
     """A name in METRICS."""
@@ -68,8 +79,6 @@ class FlexMoE:
     budget: int = 128
     """Steps of each of the three kinds, which bounds the time that planning takes at any size."""
 
-    split: ClassVar[str] = "proportional"
-
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
             raise ValueError(f"--balance-threshold {self.threshold}: give at least 1, which is perfect balance")
@@ -77,6 +86,14 @@ class FlexMoE:
             raise ValueError(f"--balance-metric {self.metric}: choose from {', '.join(METRICS)}")
         if self.vexperts_per_rank is not None and self.vexperts_per_rank < 1:
             raise ValueError(f"--balance-vexperts-per-rank {self.vexperts_per_rank}: give at least 1")
+
+    def check(self, owners: Placement) -> None:
+        """See `Policy.check`."""
+        if self.vexperts_per_rank is not None and self.vexperts_per_rank <= owners.home_slots:
+            raise ValueError(
+                f"--balance-vexperts-per-rank {self.vexperts_per_rank}: give at least {owners.home_slots + 1}, more "
+                f"than the {owners.home_slots} experts that a rank owns; or leave it out for one per slot"
+            )
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""

@@ -6,13 +6,14 @@ Shape suffixes: D expert-parallel ranks, E logical experts, K candidate guests o
 import math
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import hottest_first, owners_host
+from megatron_balance.placement.policies.interface import Policy, hottest_first, owners_host
 from megatron_balance.placement.transfers import LinkLoads, route_of
 
 CONFIRMED = 20
@@ -23,7 +24,7 @@ Guests = list[tuple[int, list[int]]]
 
 
 @dataclass(frozen=True)
-class ProProphet:
+class ProProphet(Policy):
     """Copies the heaviest experts of the heaviest ranks to the ranks that hold most of their tokens.
 
     Algorithm 1 as it is meant where a rank owns several experts: take the heaviest rank, then its heaviest expert that
@@ -33,6 +34,9 @@ class ProProphet:
     kept. So the result is never slower, by the model, than no guests at all.
     """
 
+    name = "pro_prophet"
+    options = MappingProxyType({"alpha": "balance_alpha"})
+
     alpha: float = 0.5
     """Eq. 7: loads are balanced once max(H) - min(H) < alpha * I / E."""
 
@@ -41,8 +45,6 @@ class ProProphet:
 
     budget: int = 16
     """Experts looked at in all searches together, which bounds the time that planning takes at any size."""
-
-    split: ClassVar[str] = "local_first"
 
     def __post_init__(self) -> None:
         if not self.alpha >= 0:
