@@ -143,8 +143,14 @@ def _manager(
         split=layer.split,
         overlap=beside if settings.balance_overlap == "blockwise" else None,
     )
-    transfers = settings.balance_ownership == "transfer"
-    return Manager(policy, cost, Predictor(settings.balance_predictor), owners, settings.balance_interval, transfers)
+    return Manager(
+        policy,
+        cost,
+        Predictor(settings.balance_predictor),
+        owners,
+        interval=settings.balance_interval,
+        transfers=settings.balance_ownership == "transfer",
+    )
 
 
 def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:

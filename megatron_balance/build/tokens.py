@@ -124,7 +124,7 @@ def build_chunk_choice(
     if scheduler is None:
         token_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
         # Weights of lent experts are there before the first chunk computes
-        cost = CostModel(profile(), token_bytes, param_bytes=0.0, grad_bytes=0.0)
+        cost = CostModel(profile(), token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
         policy = load_policy(comm.moe_comm_order, **policy_options(comm.moe_comm_order, vars(config.balance)))
         decide = ByMiniTasks(policy, cost)
     else:

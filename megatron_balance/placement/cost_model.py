@@ -6,7 +6,7 @@ LinkLoads, C numbers of pieces to choose from; DD is [source rank, computing ran
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,10 +89,10 @@ class LayerTime(NamedTuple):
 class ExpertTimes(NamedTuple):
     """What experts add to the ranks in FlexMoE's Eq. 5."""
 
-    tokens_KD: np.ndarray
+    tokens_AD: np.ndarray
     """[K, D] tokens that each rank computes."""
 
-    seconds_KD: np.ndarray
+    seconds_AD: np.ndarray
     """[K, D] computation, exchanges and synchronisation."""
 
 
@@ -117,6 +117,8 @@ class CostModel:
     """Seconds of one MoE layer in one iteration as a function of the load matrix and the placement."""
 
     profile: ClusterProfile
+    _: KW_ONLY
+
     token_bytes: float
     """One token in an exchange, size(input) in Eq. 1."""
 
@@ -182,7 +184,8 @@ class CostModel:
             experts = self.overlap.experts / self.microbatches
             trans = np.maximum(0.0, trans - experts * forward - self.overlap.forward)
             agg = np.maximum(0.0, agg - experts * backward - self.overlap.backward)
-        return LayerTime(4 * self.all_to_all_seconds(exchanged), forward, backward, trans, agg)
+        all_to_all = 4 * self.all_to_all_seconds(exchanged)
+        return LayerTime(all_to_all=all_to_all, forward=forward, backward=backward, trans=trans, agg=agg)
 
     def all_to_all_seconds(self, exchanged: Amount) -> Amount:
         """Eq. 1, plus the latencies that it leaves out: one of the layer's four exchanges, of all microbatches."""
@@ -226,11 +229,11 @@ class CostModel:
         """
         if not (lines := loads.lines):
             return 1, 0
-        experts_L, extra_L = np.array(lines).T
-        chunks_C = np.unique([self.fewest_chunks, *self.best_chunks(experts_L, extra_L)])
-        rounds_C = (np.multiply.outer(chunks_C, experts_L) + extra_L).max(1)
-        best = self._cost(rounds_C, chunks_C).argmin()
-        return int(chunks_C[best]), int(rounds_C[best])
+        experts_B, extra_B = np.array(lines).T
+        chunks_A = np.unique([self.fewest_chunks, *self.best_chunks(experts_B, extra_B)])
+        rounds_A = (np.multiply.outer(chunks_A, experts_B) + extra_B).max(1)
+        best = self._cost(rounds_A, chunks_A).argmin()
+        return int(chunks_A[best]), int(rounds_A[best])
 
     def best_chunks(self, experts: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
         """Pieces where `experts` cross the busiest link and their routes take so many rounds more, within bounds.
@@ -282,41 +285,41 @@ class CostModel:
         """
         primary_E = np.asarray(placement.primary)
         times = self.expert_times(counts_DE.T, vexperts(placement), primary_E, owners(placement))
-        return float(times.seconds_KD.sum(0).max())
+        return float(times.seconds_AD.sum(0).max())
 
     def expert_times(
-        self, counts_KD: np.ndarray, vexperts_KD: np.ndarray, primary_K: np.ndarray, owner_K: np.ndarray
+        self, counts_AD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray, owner_A: np.ndarray
     ) -> ExpertTimes:
         """What K experts, or one placed in K ways, add to each rank's time in Eq. 5.
 
         Args:
-            counts_KD: tokens of each source rank.
-            vexperts_KD, primary_K, owner_K: as `vexperts` of a placement, its primary hosts and `owners`.
+            counts_AD: tokens of each source rank.
+            vexperts_AD, primary_A, owner_A: as `vexperts` of a placement, its primary hosts and `owners`.
         """
-        profile, num_ranks = self.profile, counts_KD.shape[1]
-        local_KD, share_KD = SPLITS[self.split](counts_KD, vexperts_KD, primary_K)
-        away_KD = counts_KD - local_KD
-        away_K1 = away_KD.sum(1, keepdims=True)
-        tokens_KD = local_KD + share_KD * away_K1
+        profile, num_ranks = self.profile, counts_AD.shape[1]
+        local_AD, share_AD = SPLITS[self.split](counts_AD, vexperts_AD, primary_A)
+        away_AD = counts_AD - local_AD
+        away_A1 = away_AD.sum(1, keepdims=True)
+        tokens_AD = local_AD + share_AD * away_A1
         first_N, node_D = np.arange(0, num_ranks, profile.node_size), np.arange(num_ranks) // profile.node_size
-        near_KD = np.add.reduceat(away_KD, first_N, axis=1)[:, node_D]
+        near_AD = np.add.reduceat(away_AD, first_N, axis=1)[:, node_D]
         near, far = profile.link("p2p", "intra").beta, profile.link("p2p", "inter").beta
-        beta_KD = share_KD * (near * (near_KD - away_KD) + far * (away_K1 - near_KD))
-        members_KD = vexperts_KD > 0
-        members_KD[np.arange(len(members_KD)), owner_K] = True
-        nodes_K = (np.add.reduceat(members_KD, first_N, axis=1, dtype=np.int64) > 0).sum(1)
-        synchronised_K = self.synchronisation_seconds(members_KD.sum(1), nodes_K)
+        beta_AD = share_AD * (near * (near_AD - away_AD) + far * (away_A1 - near_AD))
+        members_AD = vexperts_AD > 0
+        members_AD[np.arange(len(members_AD)), owner_A] = True
+        nodes_A = (np.add.reduceat(members_AD, first_N, axis=1, dtype=np.int64) > 0).sum(1)
+        synchronised_A = self.synchronisation_seconds(members_AD.sum(1), nodes_A)
         per_token = profile.forward.seconds_per_token + profile.backward.seconds_per_token
-        seconds_KD = tokens_KD * per_token + 4 * self.token_bytes * beta_KD + members_KD * synchronised_K[:, None]
-        return ExpertTimes(tokens_KD, seconds_KD)
+        seconds_AD = tokens_AD * per_token + 4 * self.token_bytes * beta_AD + members_AD * synchronised_A[:, None]
+        return ExpertTimes(tokens_AD, seconds_AD)
 
-    def synchronisation_seconds(self, ranks_K: np.ndarray, nodes_K: np.ndarray) -> np.ndarray:
+    def synchronisation_seconds(self, ranks_A: np.ndarray, nodes_A: np.ndarray) -> np.ndarray:
         """[K] FlexMoE Eq. 9 for groups of so many ranks, on so many nodes, that have an expert in common."""
         # Few sizes occur: one look at the profile for each
-        base = int(nodes_K.max()) + 1
-        sizes, index_K = np.unique(ranks_K * base + nodes_K, return_inverse=True)
+        base = int(nodes_A.max()) + 1
+        sizes, index_A = np.unique(ranks_A * base + nodes_A, return_inverse=True)
         seconds = [self.profile.group_seconds(size // base, size % base, self.grad_bytes) for size in sizes.tolist()]
-        return np.array(seconds)[index_K]
+        return np.array(seconds)[index_A]
 
     def adjustment_seconds(self, source: Any, target: Any) -> Any:
         """FlexMoE's cost of Expand and Migrate: model states over the bandwidth between two ranks.

@@ -4,7 +4,7 @@ Shape suffixes: D expert-parallel ranks, E logical experts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class Decision:
     """[D, E] the load that it was planned for."""
 
     placement: Placement | None
+    _: KW_ONLY
     problem: str | None = None
     """Why there is no placement: what the policy did, a colon and details."""
 
@@ -60,7 +61,7 @@ class Decision:
         return bytes.fromhex(self.placement.digest())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Question:
     """All that a plan depends on, as it is when planning starts: what changes meanwhile, no plan may see."""
 
@@ -85,13 +86,15 @@ class Question:
         try:
             answer = self.policy.plan(self.expected_DE.copy(), self.placement, self.cost)
         except PolicyFailure as failure:
-            return Decision(self.expected_DE, None, str(failure), final=failure.final)
+            return Decision(self.expected_DE, None, problem=str(failure), final=failure.final)
         except BaseException as error:  # a failing policy must not end a run
-            return Decision(self.expected_DE, None, f"raised {described(error)}")
+            return Decision(self.expected_DE, None, problem=f"raised {described(error)}")
         if not isinstance(answer, Placement):
-            return Decision(self.expected_DE, None, f"returned no Placement: a {type(answer).__qualname__}")
+            problem = f"returned no Placement: a {type(answer).__qualname__}"
+            return Decision(self.expected_DE, None, problem=problem)
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
-            return Decision(self.expected_DE, None, f"changed owners or guest slots: {cleaned(answer)}")
+            problem = f"changed owners or guest slots: {cleaned(answer)}"
+            return Decision(self.expected_DE, None, problem=problem)
         if not self.transfers:
             return Decision(self.expected_DE, answer)
         placement, settlement = settle(answer, self.expected_DE, self.held, self.cost)
@@ -110,6 +113,7 @@ class Manager:
         cost: CostModel,
         predictor: Predictor,
         owners: Placement,
+        *,
         interval: int = 1,
         transfers: bool = False,
     ) -> None:
@@ -144,9 +148,14 @@ class Manager:
 
     def question(self, expected_DE: np.ndarray, microbatches: int) -> Question:
         """What to plan from, for an iteration of so many microbatches and this load in all."""
-        cost = replace(self.cost, microbatches=microbatches)
-        transfers = self.transfers and self.iterations >= self.resumes
-        return Question(self.policy, expected_DE.copy(), self.placement, cost, dict(self.held), transfers)
+        return Question(
+            policy=self.policy,
+            expected_DE=expected_DE.copy(),
+            placement=self.placement,
+            cost=replace(self.cost, microbatches=microbatches),
+            held=dict(self.held),
+            transfers=self.transfers and self.iterations >= self.resumes,
+        )
 
     def decide(self, expected_DE: np.ndarray, microbatches: int) -> Decision:
         """The answer to `question`, here and at once."""

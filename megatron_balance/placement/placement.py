@@ -16,7 +16,7 @@ EMPTY = -1
 _SLOT = re.compile(r"(?P<expert>\d+)(x(?P<times>\d+))?(?P<primary>!)?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where the experts of one MoE layer live and who computes them, as a frozen value.
 
@@ -59,7 +59,8 @@ class Placement:
         home = tuple(tuple(range(rank * slots, (rank + 1) * slots)) for rank in range(num_ranks))
         owners = tuple(expert // slots for expert in range(num_experts))
         guests = ((EMPTY,) * guest_slots,) * num_ranks
-        return cls(num_experts, home, guests, tuple((owner,) for owner in owners), owners)
+        hosts = tuple((owner,) for owner in owners)
+        return cls(num_experts=num_experts, home=home, guests=guests, hosts=hosts, primary=owners)
 
     def with_hosts(self, additions: Iterable[tuple[int, int]]) -> "Placement":
         """This placement and a vExpert more for each (expert, rank); guests stay in their slots.
@@ -239,8 +240,13 @@ class Placement:
                 if is_primary:
                     primary[expert] = rank
         experts = sorted(primary)
-        ranks = tuple(tuple(hosts[expert]) for expert in experts)
-        placement = cls(len(experts), home, guests, ranks, tuple(primary[expert] for expert in experts))
+        placement = cls(
+            num_experts=len(experts),
+            home=home,
+            guests=guests,
+            hosts=tuple(tuple(hosts[expert]) for expert in experts),
+            primary=tuple(primary[expert] for expert in experts),
+        )
         if text.split() != str(placement).split():
             raise ValueError(f"{text!r}: prints as {placement}")
         return placement

@@ -8,6 +8,7 @@ The rank sends questions as pickles, and reads answers as pickles of numbers, te
 """
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
@@ -37,6 +38,8 @@ MOST_BYTES = 2**24
 
 MOST_DEATHS = 3
 """A process that ends so many times in a row is not started again."""
+
+_FIELDS = [field.name for field in dataclasses.fields(Placement)]
 
 _LAST_SECONDS = 5.0
 """For a process that has closed its pipe to end."""
@@ -94,7 +97,7 @@ class PolicyProcess(Policy):
             final = self._deaths >= MOST_DEATHS
             raise PolicyFailure(f"{problem} ({MOST_DEATHS} times in a row)" if final else problem, final) from None
         self._deaths = 0
-        return Placement(*fields)
+        return Placement(**dict(zip(_FIELDS, fields, strict=True)))
 
     def stop(self) -> None:
         """End the process; whoever waits in `plan` gets a PolicyFailure."""

@@ -100,13 +100,13 @@ def prediction_error(predicted_DE: np.ndarray, actual_DE: np.ndarray) -> float:
     return float(np.abs(np.asarray(predicted_DE) - actual_DE).sum()) / (2 * tokens) if tokens else 0.0
 
 
-def _extrapolate(recent_WDE: np.ndarray) -> np.ndarray:
+def _extrapolate(recent_BDE: np.ndarray) -> np.ndarray:
     """The least-squares line through W iterations, one step beyond the last."""
-    size = len(recent_WDE)
-    steps_W = np.arange(size) - (size - 1) / 2
+    size = len(recent_BDE)
+    steps_B = np.arange(size) - (size - 1) / 2
     # The prediction is linear in the observations, so the regression is one weight per iteration
-    weights_W = 1 / size + steps_W * (steps_W[-1] + 1) / (steps_W**2).sum()
-    return np.tensordot(weights_W, recent_WDE, axes=1)
+    weights_B = 1 / size + steps_B * (steps_B[-1] + 1) / (steps_B**2).sum()
+    return np.tensordot(weights_B, recent_BDE, axes=1)
 
 
 def _with_row_sums(expected_DE: np.ndarray, sums_D: np.ndarray) -> np.ndarray:

@@ -24,31 +24,31 @@ def vexperts(placement: Placement) -> np.ndarray:
 class Shares(NamedTuple):
     """How hosts share the tokens of K experts, or of one expert placed in K ways: a model's fractions of tokens."""
 
-    local_KD: np.ndarray
+    local_AD: np.ndarray
     """[K, D] tokens that each rank computes of its own; it sends the others away."""
 
-    share_KD: np.ndarray
+    share_AD: np.ndarray
     """[K, D] each rank's part of what all ranks send away; none of it comes from a rank that gets a part."""
 
 
-def local_first(counts_KD: np.ndarray, vexperts_KD: np.ndarray, primary_K: np.ndarray) -> Shares:
+def local_first(counts_AD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray) -> Shares:
     """Pro-Prophet's rule: a host computes its own tokens, everyone else's go to the primary host."""
-    share_KD = np.zeros(counts_KD.shape)
-    share_KD[np.arange(len(share_KD)), primary_K] = 1
-    return Shares(np.where(vexperts_KD, counts_KD, 0), share_KD)
+    share_AD = np.zeros(counts_AD.shape)
+    share_AD[np.arange(len(share_AD)), primary_A] = 1
+    return Shares(np.where(vexperts_AD, counts_AD, 0), share_AD)
 
 
-def proportional(counts_KD: np.ndarray, vexperts_KD: np.ndarray, primary_K: np.ndarray) -> Shares:
+def proportional(counts_AD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray) -> Shares:
     """FlexMoE's rule, Algorithm 3: every vExpert of an expert computes as many of its tokens, local ones first.
 
     What a source has above its own capacity goes to the others in proportion to what they have left:
     `cap * n - min(cap * n, I)`.
     """
-    capacity_KD = vexperts_KD * (counts_KD.sum(1) / vexperts_KD.sum(1))[:, None]
-    local_KD = np.minimum(capacity_KD, counts_KD)
-    left_KD = capacity_KD - local_KD
-    left_K1 = left_KD.sum(1, keepdims=True)
-    return Shares(local_KD, np.divide(left_KD, left_K1, out=np.zeros_like(left_KD), where=left_K1 > 0))
+    capacity_AD = vexperts_AD * (counts_AD.sum(1) / vexperts_AD.sum(1))[:, None]
+    local_AD = np.minimum(capacity_AD, counts_AD)
+    left_AD = capacity_AD - local_AD
+    left_A1 = left_AD.sum(1, keepdims=True)
+    return Shares(local_AD, np.divide(left_AD, left_A1, out=np.zeros_like(left_AD), where=left_A1 > 0))
 
 
 SPLITS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], Shares]] = {

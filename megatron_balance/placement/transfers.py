@@ -82,12 +82,14 @@ def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: in
 def routes(placement: Placement, node_size: int, fanout: int = 1) -> dict[int, Route]:
     """The way of each expert that has guests."""
     return {
-        expert: route_of(placement.owner(expert), ranks, placement.num_ranks, node_size, fanout)
+        expert: route_of(
+            placement.owner(expert), ranks, num_ranks=placement.num_ranks, node_size=node_size, fanout=fanout
+        )
         for expert, ranks in sorted(_guests_of(placement).items())
     }
 
 
-def route_of(owner: int, guests: Iterable[int], num_ranks: int, node_size: int, fanout: int) -> Route:
+def route_of(owner: int, guests: Iterable[int], *, num_ranks: int, node_size: int, fanout: int) -> Route:
     """The way of one expert: a chain with `fanout` 1, a doubling tree where it has no bound.
 
     In every step each rank that has the expert sends it to one that does not, at most `fanout` times in all. Other

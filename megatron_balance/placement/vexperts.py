@@ -86,7 +86,7 @@ def modify(placement: Placement, modifications: Iterable[Modification]) -> Place
     return placement.rehost(hosts) if touched else placement
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Layer:
     """What modifications do not change: a load, the owners, and the placement that adjustments are counted from."""
 
@@ -110,17 +110,25 @@ class Layer:
         owned_ED = owner_E[:, None] == rank_D
         kept_ED = owned_ED | (vexperts(placement) > 0)
         arrival_ED = np.where(kept_ED, 0.0, cost.adjustment_seconds(owner_E[:, None], rank_D))
-        counts_ED, primary_E = counts_DE.T.astype(np.float64), np.asarray(placement.primary)
-        return cls(cost, counts_ED, owner_E, owned_ED, primary_E, arrival_ED, placement.guest_slots, limit)
+        return cls(
+            cost=cost,
+            counts_ED=counts_DE.T.astype(np.float64),
+            owner_E=owner_E,
+            owned_ED=owned_ED,
+            primary_E=np.asarray(placement.primary),
+            arrival_ED=arrival_ED,
+            guest_slots=placement.guest_slots,
+            limit=limit,
+        )
 
-    def times(self, expert_K: np.ndarray, vexperts_KD: np.ndarray) -> ExpertTimes:
+    def times(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> ExpertTimes:
         """What experts add to each rank's time with these vExperts; primary hosts as `Placement.rehost` has them."""
-        if not len(expert_K):
-            return ExpertTimes(np.zeros(vexperts_KD.shape), np.zeros(vexperts_KD.shape))
-        row_K, owner_K, primary_K = np.arange(len(expert_K)), self.owner_E[expert_K], self.primary_E[expert_K]
-        first_K = np.where(vexperts_KD[row_K, owner_K], owner_K, (vexperts_KD > 0).argmax(1))
-        primary_K = np.where(vexperts_KD[row_K, primary_K], primary_K, first_K)
-        return self.cost.expert_times(self.counts_ED[expert_K], vexperts_KD, primary_K, owner_K)
+        if not len(expert_A):
+            return ExpertTimes(np.zeros(vexperts_AD.shape), np.zeros(vexperts_AD.shape))
+        row_A, owner_A, primary_A = np.arange(len(expert_A)), self.owner_E[expert_A], self.primary_E[expert_A]
+        first_A = np.where(vexperts_AD[row_A, owner_A], owner_A, (vexperts_AD > 0).argmax(1))
+        primary_A = np.where(vexperts_AD[row_A, primary_A], primary_A, first_A)
+        return self.cost.expert_times(self.counts_ED[expert_A], vexperts_AD, primary_A, owner_A)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,22 +152,22 @@ class VExperts:
             for expert, rank, change in modification.changes:
                 vexperts_ED[expert, rank] += change
                 touched.add(expert)
-        expert_K = np.array(sorted(touched), dtype=np.int64)
+        expert_A = np.array(sorted(touched), dtype=np.int64)
         times = ExpertTimes(*(part_ED.copy() for part_ED in self.times))
-        for part_ED, part_KD in zip(times, self.layer.times(expert_K, vexperts_ED[expert_K]), strict=True):
-            part_ED[expert_K] = part_KD
+        for part_ED, part_AD in zip(times, self.layer.times(expert_A, vexperts_ED[expert_A]), strict=True):
+            part_ED[expert_A] = part_AD
         return VExperts(self.layer, vexperts_ED, times)
 
-    def changes(self, expert_K: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> np.ndarray:
+    def changes(self, expert_A: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> np.ndarray:
         """[K, D] seconds more on each rank in each of K choices of an expert that gets more vExperts.
 
         Args:
             moves: ranks [K], and how many vExperts more each gets (or fewer, below 0).
         """
-        vexperts_KD = self.vexperts_ED[expert_K]
-        for rank_K, more in moves:
-            vexperts_KD[np.arange(len(expert_K)), rank_K] += more
-        return self.layer.times(expert_K, vexperts_KD).seconds_KD - self.times.seconds_KD[expert_K]
+        vexperts_AD = self.vexperts_ED[expert_A]
+        for rank_A, more in moves:
+            vexperts_AD[np.arange(len(expert_A)), rank_A] += more
+        return self.layer.times(expert_A, vexperts_AD).seconds_AD - self.times.seconds_AD[expert_A]
 
     @cached_property
     def members_ED(self) -> np.ndarray:
@@ -169,12 +177,12 @@ class VExperts:
     @cached_property
     def seconds_D(self) -> np.ndarray:
         """Eq. 5 by rank."""
-        return self.times.seconds_KD.sum(0)
+        return self.times.seconds_AD.sum(0)
 
     @cached_property
     def tokens_D(self) -> np.ndarray:
         """Tokens that each rank computes."""
-        return self.times.tokens_KD.sum(0)
+        return self.times.tokens_AD.sum(0)
 
     @cached_property
     def guests_ED(self) -> np.ndarray:

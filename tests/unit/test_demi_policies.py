@@ -24,7 +24,9 @@ LENDING = [name for name in registered() if name.startswith("demi")]
 
 
 def cost_model(num_ranks: int, param_bytes: float = 8e6, **options: object) -> CostModel:
-    return CostModel(builtin(num_ranks, 4, 1024, 2048), 2048, param_bytes, param_bytes, **options)
+    return CostModel(
+        builtin(num_ranks, 4, 1024, 2048), token_bytes=2048, param_bytes=param_bytes, grad_bytes=param_bytes, **options
+    )
 
 
 def lognormal(num_ranks: int, num_experts: int, seed: int) -> np.ndarray:
@@ -175,7 +177,7 @@ def test_capacities_give_fast_ranks_more() -> None:
     policy = Demi(capacities=(1.0, 1.0, 3.0, 1.0))
     computed_D = cost.traffic(counts_DE, policy.plan(counts_DE, current, cost)).sum(0)
     assert computed_D.argmax() == 2 and computed_D[2] > counts_DE.sum() / 4
-    with pytest.raises(ValueError, match=r"^--balance-capacities 1.0 2.0: give one number .* rank, 4$"):
+    with pytest.raises(ValueError, match=r"^--balance-capacities 1.0 2.0: give one number .* rank, 4 in all$"):
         Demi(capacities=(1.0, 2.0)).plan(counts_DE, current, cost)
 
 

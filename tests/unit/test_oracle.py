@@ -26,7 +26,7 @@ EXACT = 1e-4
 
 def cost_model(num_ranks: int, **options: object) -> CostModel:
     """Experts that take about as long to send as a rank to compute its tokens."""
-    return CostModel(builtin(num_ranks, 2, 1024, 2048), 2048, 8e6, 24e6, **options)
+    return CostModel(builtin(num_ranks, 2, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=24e6, **options)
 
 
 def load(seed: int, num_ranks: int, num_experts: int) -> np.ndarray:

@@ -26,7 +26,7 @@ COPYING = ("none", "pro_prophet", "fastermoe", "top2", "top3")
 
 
 def cost_model(num_ranks: int, **options: object) -> CostModel:
-    return CostModel(builtin(num_ranks, 4, 1024, 2048), 2048, 8e6, 8e6, **options)
+    return CostModel(builtin(num_ranks, 4, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=8e6, **options)
 
 
 @st.composite

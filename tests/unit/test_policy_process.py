@@ -25,7 +25,7 @@ from megatron_balance.profile.cluster_profile import builtin
 from tests.unit import misbehaving
 
 OWNERS = Placement.identity(8, 4, 3)
-COST = CostModel(builtin(4, 4, 64, 64), 1, 1, 1)
+COST = CostModel(builtin(4, 4, 64, 64), token_bytes=1, param_bytes=1, grad_bytes=1)
 LOAD = np.arange(32).reshape(4, 8)
 SOON = 20.0
 """Seconds in which a process starts, on a busy machine."""

@@ -106,7 +106,7 @@ def play(policy: Policy, counts_NDE: np.ndarray, args: argparse.Namespace, inter
     cost = cost_model(num_ranks, split=policy.split)
     slots = min(args.guest_slots, num_experts - num_experts // num_ranks)
     owners = Placement.identity(num_experts, num_ranks, slots)
-    manager = Manager(policy, cost, Predictor(args.predictor), owners, interval)
+    manager = Manager(policy, cost, Predictor(args.predictor), owners, interval=interval)
     steps, before, plan_seconds = [], owners, 0.0
     for counts_DE in counts_NDE:
         steps.append(_step(before, manager.placement, counts_DE, cost, plan_seconds))

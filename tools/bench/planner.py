@@ -99,7 +99,8 @@ def _synthetic(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Lo
 def cost_model(num_ranks: int, links: str = "relay", split: str = "local_first") -> CostModel:
     expert = 2 * HIDDEN * FFN * DTYPE_BYTES
     profile = builtin(num_ranks, NODE, HIDDEN, FFN, DTYPE_BYTES)
-    return CostModel(profile, HIDDEN * DTYPE_BYTES, expert, expert, split=split, links=links)
+    token = HIDDEN * DTYPE_BYTES
+    return CostModel(profile, token_bytes=token, param_bytes=expert, grad_bytes=expert, split=split, links=links)
 
 
 def imbalance_degree(tokens_D: np.ndarray) -> float:

@@ -21,7 +21,7 @@ TOLERANCE = 1e-8
 """Share of a size or capacity by which sums of floating-point numbers may miss it."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
     """What there is to do in one MoE layer, and what with. Sizes are in any one unit, such as bytes."""
 

@@ -104,7 +104,7 @@ def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
     seen = [(hosts_BE, finish_B)]
     tried = int(min(TRIED, LISTED // (16 * tasks)))
     for index in np.argsort(finish_B, kind="stable")[: STARTS if tried else 0]:
-        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace, tried)
+        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace=pace, tried=tried)
     hosts_BE, finish_B = (np.concatenate(parts) for parts in zip(*seen, strict=True))
     hosts_BE, first_B = np.unique(hosts_BE, axis=0, return_index=True)
     finish_B = finish_B[first_B]
@@ -238,7 +238,7 @@ def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
 
 
 def improve(
-    problem: Problem, hosts_E: np.ndarray, finish: float, pace: Pace, tried: int
+    problem: Problem, hosts_E: np.ndarray, finish: float, *, pace: Pace, tried: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Step to the neighbour with the shortest schedule, of the most promising ones, as long as it gets shorter.
 

@@ -69,7 +69,9 @@ class DemiS3(Policy):
             hosts_E = _least_traffic_and_load(saved_ED, load_E, owner_E, current.guest_slots)
         if hosts_E is None:
             hosts_E = assign(saved_ED, owner_E, current.guest_slots)
-            hosts_E = _unload(saved_ED, load_E, owner_E, hosts_E, current.guest_slots)
+            hosts_E = _unload(
+                hosts_E, saved_ED=saved_ED, load_E=load_E, owner_E=owner_E, guest_slots=current.guest_slots
+            )
         return lend(current, hosts_E)
 
 
@@ -80,16 +82,16 @@ def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.nd
         saved_ED: what it saves to compute each expert on each rank instead of its owner.
     """
     num_experts, num_ranks = saved_ED.shape
-    rank_C = np.repeat(np.arange(num_ranks), guest_slots)
-    gain_EC = np.where(rank_C == owner_E[:, None], 0.0, saved_ED[:, rank_C]).clip(0.0)
+    rank_G = np.repeat(np.arange(num_ranks), guest_slots)
+    gain_EG = np.where(rank_G == owner_E[:, None], 0.0, saved_ED[:, rank_G]).clip(0.0)
     # Everyone may stay at home
     experts, columns = scipy.optimize.linear_sum_assignment(
-        np.hstack([gain_EC, np.zeros((num_experts, num_experts))]), maximize=True
+        np.hstack([gain_EG, np.zeros((num_experts, num_experts))]), maximize=True
     )
     hosts_E = owner_E.copy()
-    lent = columns < len(rank_C)
-    lent[lent] = gain_EC[experts[lent], columns[lent]] > 0
-    hosts_E[experts[lent]] = rank_C[columns[lent]]
+    lent = columns < len(rank_G)
+    lent[lent] = gain_EG[experts[lent], columns[lent]] > 0
+    hosts_E[experts[lent]] = rank_G[columns[lent]]
     return hosts_E
 
 
@@ -134,7 +136,7 @@ def _least_traffic_and_load(
 
 
 def _unload(
-    saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, hosts_E: np.ndarray, guest_slots: int
+    hosts_E: np.ndarray, *, saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
 ) -> np.ndarray:
     """[E]: hosts after the single moves from the most loaded rank that lower S3's sum the most."""
     hosts_E, num_ranks = hosts_E.copy(), saved_ED.shape[1]
@@ -143,18 +145,18 @@ def _unload(
         load_D = np.bincount(hosts_E, weights=load_E, minlength=num_ranks)
         free_D = np.bincount(hosts_E[hosts_E != owner_E], minlength=num_ranks) < guest_slots
         heaviest = int(load_D.argmax())
-        experts_K = (hosts_E == heaviest).nonzero()[0]
-        if not len(experts_K):
+        experts_A = (hosts_E == heaviest).nonzero()[0]
+        if not len(experts_A):
             return hosts_E
-        moved_KD = load_D + load_E[experts_K, None]
-        left_K1 = (load_D[heaviest] - load_E[experts_K])[:, None]
+        moved_AD = load_D + load_E[experts_A, None]
+        left_A1 = (load_D[heaviest] - load_E[experts_A])[:, None]
         others_D = np.array([np.delete(load_D, [heaviest, rank]).max(initial=0.0) for rank in ranks])
-        largest_KD = np.maximum(np.maximum(moved_KD, left_K1), others_D)
-        change_KD = largest_KD - load_D[heaviest] - saved_ED[experts_K] + saved_ED[experts_K, heaviest, None]
-        allowed_KD = (free_D | (ranks == owner_E[experts_K, None])) & (ranks != heaviest)
-        change_KD = np.where(allowed_KD, change_KD, np.inf)
-        expert, rank = np.unravel_index(change_KD.argmin(), change_KD.shape)
+        largest_AD = np.maximum(np.maximum(moved_AD, left_A1), others_D)
+        change_AD = largest_AD - load_D[heaviest] - saved_ED[experts_A] + saved_ED[experts_A, heaviest, None]
+        allowed_AD = (free_D | (ranks == owner_E[experts_A, None])) & (ranks != heaviest)
+        change_AD = np.where(allowed_AD, change_AD, np.inf)
+        expert, rank = np.unravel_index(change_AD.argmin(), change_AD.shape)
         # Sums of bytes in floating point: what is within rounding is no gain
-        if not change_KD[expert, rank] < -1e-9 * load_D[heaviest]:
+        if not change_AD[expert, rank] < -1e-9 * load_D[heaviest]:
             return hosts_E
-        hosts_E[experts_K[expert]] = rank
+        hosts_E[experts_A[expert]] = rank

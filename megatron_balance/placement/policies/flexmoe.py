@@ -150,23 +150,23 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
     Or Shrink it there: its other vExperts take over.
     """
     slowest, lightest_D = int(state.seconds_D.argmax()), np.argsort(state.seconds_D, kind="stable")
-    (expert_F,) = (state.vexperts_ED[:, slowest] * state.capacity_E).nonzero()
-    for expert in expert_F[np.argsort(-state.capacity_E[expert_F], kind="stable")].tolist():
+    (expert_M,) = (state.vexperts_ED[:, slowest] * state.capacity_E).nonzero()
+    for expert in expert_M[np.argsort(-state.capacity_E[expert_M], kind="stable")].tolist():
         no_slot_D = ~state.members_ED[expert] & (state.free_slots_D <= 0)
         full_D = no_slot_D | (state.free_vexperts_D <= 0)
-        rank_K = lightest_D[~full_D[lightest_D]][:CANDIDATES]
-        more_K = np.ones_like(rank_K)
+        rank_A = lightest_D[~full_D[lightest_D]][:CANDIDATES]
+        more_A = np.ones_like(rank_A)
         if state.number_E[expert] > 1:
-            rank_K, more_K = np.append(rank_K, slowest), np.append(more_K, -1)
-        change_KD = state.changes(np.full_like(rank_K, expert), (rank_K, more_K))
-        if (choice := _most_even(state, slowest, change_KD)) is not None:
-            return [(Expand if more_K[choice] > 0 else Shrink)(expert, int(rank_K[choice]))]
+            rank_A, more_A = np.append(rank_A, slowest), np.append(more_A, -1)
+        change_AD = state.changes(np.full_like(rank_A, expert), (rank_A, more_A))
+        if (choice := _most_even(state, slowest, change_AD)) is not None:
+            return [(Expand if more_A[choice] > 0 else Shrink)(expert, int(rank_A[choice]))]
         smallest_D, found_D = _smallest(state, expert, no_slot_D)
-        rank_K = lightest_D[(full_D & found_D)[lightest_D]][:CANDIDATES]
-        change_KD = state.changes(np.full_like(rank_K, expert), (rank_K, 1))
-        change_KD += state.changes(smallest_D[rank_K], (rank_K, -1))
-        if (choice := _most_even(state, slowest, change_KD)) is not None:
-            rank = int(rank_K[choice])
+        rank_A = lightest_D[(full_D & found_D)[lightest_D]][:CANDIDATES]
+        change_AD = state.changes(np.full_like(rank_A, expert), (rank_A, 1))
+        change_AD += state.changes(smallest_D[rank_A], (rank_A, -1))
+        if (choice := _most_even(state, slowest, change_AD)) is not None:
+            rank = int(rank_A[choice])
             return [Shrink(int(smallest_D[rank]), rank), Expand(expert, rank)]
     return []
 
@@ -182,44 +182,44 @@ def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.n
     return np.where(present_ED, state.capacity_E[:, None], np.inf).argmin(0), present_ED.any(0)
 
 
-def _most_even(state: VExperts, slowest: int, change_KD: np.ndarray) -> int | None:
+def _most_even(state: VExperts, slowest: int, change_AD: np.ndarray) -> int | None:
     """The choice with the most even times of those after which no rank involved is as slow as the slowest is.
 
     Times are even where the sum of their squares is small, which weighs total time too.
     """
-    seconds_KD = state.seconds_D + change_KD
-    involved_KD = change_KD != 0
-    involved_KD[:, slowest] = True
-    fits_K = (seconds_KD * involved_KD).max(1) < state.seconds_D[slowest] * (1 - TOLERANCE)
-    if not fits_K.any():
+    seconds_AD = state.seconds_D + change_AD
+    involved_AD = change_AD != 0
+    involved_AD[:, slowest] = True
+    fits_A = (seconds_AD * involved_AD).max(1) < state.seconds_D[slowest] * (1 - TOLERANCE)
+    if not fits_A.any():
         return None
-    return int(np.where(fits_K, (seconds_KD**2).sum(1), np.inf).argmin())
+    return int(np.where(fits_A, (seconds_AD**2).sum(1), np.inf).argmin())
 
 
 def _drop(state: VExperts) -> Sequence[Modification]:
     """Shrink the guest whose absence saves the ranks most time together, where Eq. 5 stays as short."""
-    expert_K, rank_K = (state.guests_ED & (state.vexperts_ED < state.number_E[:, None])).nonzero()
-    number_K = state.vexperts_ED[expert_K, rank_K]
-    for row in _saving(state, state.changes(expert_K, (rank_K, -number_K))):
-        return [Shrink(int(expert_K[row]), int(rank_K[row]))] * int(number_K[row])
+    expert_A, rank_A = (state.guests_ED & (state.vexperts_ED < state.number_E[:, None])).nonzero()
+    number_A = state.vexperts_ED[expert_A, rank_A]
+    for row in _saving(state, state.changes(expert_A, (rank_A, -number_A))):
+        return [Shrink(int(expert_A[row]), int(rank_A[row]))] * int(number_A[row])
     return []
 
 
-def _saving(state: VExperts, change_KD: np.ndarray) -> list[int]:
+def _saving(state: VExperts, change_AD: np.ndarray) -> list[int]:
     """The choices that leave Eq. 5 as short and lower the sum of the ranks' times, the lowest first."""
-    slowest, total_K = state.seconds_D.max(), change_KD.sum(1)
-    saving_K = ((state.seconds_D + change_KD).max(1) <= slowest * (1 + TOLERANCE)) & (total_K < -TOLERANCE * slowest)
-    return [row for row in np.argsort(total_K, kind="stable").tolist() if saving_K[row]]
+    slowest, total_A = state.seconds_D.max(), change_AD.sum(1)
+    saving_A = ((state.seconds_D + change_AD).max(1) <= slowest * (1 + TOLERANCE)) & (total_A < -TOLERANCE * slowest)
+    return [row for row in np.argsort(total_A, kind="stable").tolist() if saving_A[row]]
 
 
 def _migrate(state: VExperts) -> Sequence[Modification]:
     """Move a guest's vExpert to another rank that has the expert, or to a node that has it, if that pays."""
-    expert_K, source_K, target_K, partner_K = _with_partners(state, *_moves(state))
-    change_KD = state.changes(expert_K, (source_K, -1), (target_K, 1))
-    back_KD = state.changes(partner_K, (target_K, -1), (source_K, 1))
-    change_KD += np.where(partner_K[:, None] == EMPTY, 0.0, back_KD)
-    for row in _saving(state, change_KD)[:TRIED]:
-        step = [Migrate(*(int(part_K[row]) for part_K in (expert_K, source_K, target_K, partner_K)))]
+    expert_A, source_A, target_A, partner_A = _with_partners(state, *_moves(state))
+    change_AD = state.changes(expert_A, (source_A, -1), (target_A, 1))
+    back_AD = state.changes(partner_A, (target_A, -1), (source_A, 1))
+    change_AD += np.where(partner_A[:, None] == EMPTY, 0.0, back_AD)
+    for row in _saving(state, change_AD)[:TRIED]:
+        step = [Migrate(*(int(part_A[row]) for part_A in (expert_A, source_A, target_A, partner_A)))]
         if state.after(step).seconds <= state.seconds * (1 + TOLERANCE):
             return step
     return []
@@ -237,15 +237,15 @@ def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     others_MD[row_M, source_M] = False
     others_MN = np.add.reduceat(others_MD, first_N, axis=1, dtype=np.int64)
     node_left_M = others_MN[row_M, node_D[source_M]] == 0
-    row_K, target_K = (others_MD | (node_left_M[:, None] & (others_MN[:, node_D] > 0))).nonzero()
-    if not len(row_K):
-        return row_K, row_K, row_K
+    row_A, target_A = (others_MD | (node_left_M[:, None] & (others_MN[:, node_D] > 0))).nonzero()
+    if not len(row_A):
+        return row_A, row_A, row_A
     ranks_M, nodes_M = others_MD.sum(1), (others_MN > 0).sum(1)
-    ranks_K, nodes_K = ranks_M[row_K] + ~others_MD[row_K, target_K], nodes_M[row_K]
+    ranks_A, nodes_A = ranks_M[row_A] + ~others_MD[row_A, target_A], nodes_M[row_A]
     now_M = (ranks_M + 1) * cost.synchronisation_seconds(ranks_M + 1, nodes_M + node_left_M)
-    saved_K = now_M[row_K] - ranks_K * cost.synchronisation_seconds(ranks_K, nodes_K)
-    order_K = np.argsort(-saved_K, kind="stable")[:MOVES]
-    return expert_M[row_K[order_K]], source_M[row_K[order_K]], target_K[order_K]
+    saved_A = now_M[row_A] - ranks_A * cost.synchronisation_seconds(ranks_A, nodes_A)
+    order_A = np.argsort(-saved_A, kind="stable")[:MOVES]
+    return expert_M[row_A[order_A]], source_M[row_A[order_A]], target_A[order_A]
 
 
 def _with_partners(
@@ -261,16 +261,16 @@ def _with_partners(
     fits_ME = ((there_EM > 0) & (kept_M | frees_EM)).T
     fits_ME[np.arange(len(expert_M)), expert_M] = False
     free_M = kept_M & (state.free_vexperts_D[target_M] > 0)
-    move_K, partner_K = np.column_stack([free_M, fits_ME]).nonzero()
-    return expert_M[move_K], source_M[move_K], target_M[move_K], partner_K - 1
+    move_A, partner_A = np.column_stack([free_M, fits_ME]).nonzero()
+    return expert_M[move_A], source_M[move_A], target_M[move_A], partner_A - 1
 
 
 def _merge(state: VExperts) -> Sequence[Modification]:
     """Shrink experts that one rank alone computes to one vExpert: there, more change nothing."""
     alone_E = (state.vexperts_ED > 0).sum(1) == 1
-    (expert_K,) = (alone_E & (state.number_E > 1)).nonzero()
+    (expert_A,) = (alone_E & (state.number_E > 1)).nonzero()
     return [
         Shrink(expert, int(state.vexperts_ED[expert].argmax()))
-        for expert in expert_K.tolist()
+        for expert in expert_A.tolist()
         for _ in range(int(state.number_E[expert]) - 1)
     ]

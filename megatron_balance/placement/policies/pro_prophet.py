@@ -189,41 +189,41 @@ class _Search:
         heaviest = computed_D[owner]
         loads_D = computed_D + counts_D
         # A rank that would be no lighter than the owner is now cannot help
-        (candidates_K,) = ((self.free_D > 0) & (counts_D > 0) & (loads_D < heaviest)).nonzero()
-        order_K = candidates_K[self._preference(counts_D[candidates_K], loads_D[candidates_K])]
+        (candidates_A,) = ((self.free_D > 0) & (counts_D > 0) & (loads_D < heaviest)).nonzero()
+        order_A = candidates_A[self._preference(counts_D[candidates_A], loads_D[candidates_A])]
         if self.bound < math.inf:
-            order_K = self._within_bound(owner, order_K)
-        if not len(order_K):
-            return order_K
-        left_K = -counts_D[order_K].cumsum()
-        computed_K = np.maximum(heaviest + left_K, np.maximum.accumulate(loads_D[order_K]))
-        exchanged_K = np.maximum(self.received_D[owner] + left_K, self.sent_D.max())
-        trans_K, agg_K = map(np.maximum, self.sent, self._seconds_to(owner, len(order_K)))
-        seconds_K = self.cost.time_of(exchanged_K, np.maximum(computed_K, self.mean), trans_K, agg_K).total
-        return order_K[: int(seconds_K.argmin()) + 1]
+            order_A = self._within_bound(owner, order_A)
+        if not len(order_A):
+            return order_A
+        left_A = -counts_D[order_A].cumsum()
+        computed_A = np.maximum(heaviest + left_A, np.maximum.accumulate(loads_D[order_A]))
+        exchanged_A = np.maximum(self.received_D[owner] + left_A, self.sent_D.max())
+        trans_A, agg_A = map(np.maximum, self.sent, self._seconds_to(owner, len(order_A)))
+        seconds_A = self.cost.time_of(exchanged_A, np.maximum(computed_A, self.mean), trans_A, agg_A).total
+        return order_A[: int(seconds_A.argmin()) + 1]
 
-    def _preference(self, counts_K: np.ndarray, loads_K: np.ndarray) -> np.ndarray:
+    def _preference(self, counts_A: np.ndarray, loads_A: np.ndarray) -> np.ndarray:
         """Order of candidates: most tokens of the expert, then the lightest, then the lowest index."""
-        return np.lexsort((loads_K, -counts_K))
+        return np.lexsort((loads_A, -counts_A))
 
-    def _within_bound(self, owner: int, order_K: np.ndarray) -> np.ndarray:
+    def _within_bound(self, owner: int, order_A: np.ndarray) -> np.ndarray:
         """The guests that leave no link with more experts than the bound."""
         left = self.bound - self.out_D[owner]
-        order_K = order_K[self.in_D[order_K] < self.bound]
+        order_A = order_A[self.in_D[order_A] < self.bound]
         if self.cost.links == "relay":
-            return order_K[self.out_D[order_K] < self.bound] if left > 0 else order_K[:0]
-        return order_K[: max(0, int(left))]
+            return order_A[self.out_D[order_A] < self.bound] if left > 0 else order_A[:0]
+        return order_A[: max(0, int(left))]
 
     def _seconds_to(self, owner: int, candidates: int) -> tuple[np.ndarray, np.ndarray]:
         """[K] seconds of Trans and Agg if the owner's next expert gets 1 .. K guests: along a chain, others' aside."""
-        guests_K = 1.0 + np.arange(candidates)
+        guests_A = 1.0 + np.arange(candidates)
         if self.cost.links == "average":
-            return self._seconds((self.in_D.sum() + guests_K) / len(self.in_D), 1)
+            return self._seconds((self.in_D.sum() + guests_A) / len(self.in_D), 1)
         if self.cost.links == "direct":
-            return self._seconds(self.out_D[owner] + guests_K, 1)
+            return self._seconds(self.out_D[owner] + guests_A, 1)
         experts = self.out_D[owner] + 1
-        chunks_K = self.cost.best_chunks(experts, guests_K - 1)
-        return self._seconds(np.maximum(experts * chunks_K, chunks_K + guests_K - 1), chunks_K)
+        chunks_A = self.cost.best_chunks(experts, guests_A - 1)
+        return self._seconds(np.maximum(experts * chunks_A, chunks_A + guests_A - 1), chunks_A)
 
     def _seconds(self, rounds: Any, chunks: Any) -> tuple[Any, Any]:
         return self.cost.trans_seconds(rounds, chunks), self.cost.agg_seconds(rounds, chunks)
@@ -244,7 +244,9 @@ class _Search:
         """Count what an expert's way to its guests adds to the links."""
         self.in_D[guests] += 1
         if self.cost.links == "relay":
-            chain = route_of(owner, guests.tolist(), len(self.in_D), self.cost.profile.node_size, fanout=1)
+            chain = route_of(
+                owner, guests.tolist(), num_ranks=len(self.in_D), node_size=self.cost.profile.node_size, fanout=1
+            )
             self.chains.add(chain)
             self.out_D[[link.source for link in chain]] += 1
             chunks, rounds = self.cost.pieces(self.chains)
