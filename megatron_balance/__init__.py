@@ -38,14 +38,15 @@ Shapes
 
 Names of tensors and arrays end in one letter per dimension:
 
-    A   sampled or chosen items of a search        N   shards of an expert; nodes
-    B   batch of placements or of chunks           O   orders
-    C   chunks                                     P   physical experts (rank, slot)
-    D   ranks of an expert-parallel group          R   rows: one per expert that a token chose
-    E   logical experts                            S   sources of rows: ranks, shard by shard
-    G   guest slots                                T   tokens (DEMI's schedules: time slots)
-    H   hidden size (or hosts, next to S)          W   ranks of an all-to-all
-    K   experts per token                          L   layers
+    A   candidates of a search; samples            M   moves of a search, next to A; DEMI's mini-tasks
+    B   batch of placements, chunks, loads         N   shards of an expert; nodes
+    C   chunks                                     O   orders
+    D   ranks of an expert-parallel group          P   physical experts; DEMI's (source, expert) pairs
+    E   logical experts                            R   rows: one per expert that a token chose
+    G   guest slots; DEMI's groups of experts      S   sources of rows: ranks, shard by shard
+    H   hidden size (or hosts, next to S)          T   tokens; DEMI's time slots
+    K   experts per token                          W   ranks of an all-to-all
+    L   layers
 """
 
 import importlib

@@ -149,10 +149,10 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
             f"--moe-pad-expert-input-to-capacity: not with {flag}, because every copy of an expert would be padded to "
             "the capacity of all; leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
         )
-    slots, strangers = values["balance_guest_slots"], values["num_moe_experts"] * (parallel - 1) // parallel
-    if slots < 1 or (slots > strangers and "balance_guest_slots" in given):
+    slots, others = values["balance_guest_slots"], values["num_moe_experts"] * (parallel - 1) // parallel
+    if slots < 1 or (slots > others and "balance_guest_slots" in given):
         raise ValueError(
-            f"--balance-guest-slots {slots}: {flag} needs 1 to {strangers}, the number of experts that a rank does not "
+            f"--balance-guest-slots {slots}: {flag} needs 1 to {others}, the number of experts that a rank does not "
             "own; or use --balance-policy none"
         )
     read = () if made is None else made.options.values()

@@ -1,4 +1,4 @@
-"""FasterMoE's dynamic shadowing, the baseline that Pro-Prophet compares with (its Section VI)."""
+"""FasterMoE's dynamic shadowing, Pro-Prophet's baseline (its Section VI)."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from megatron_balance.placement.policies.interface import Policy, everywhere, ho
 
 @dataclass(frozen=True)
 class FasterMoE(Policy):
-    """Copies the hottest experts to all ranks, one after the other, as long as the cost model says that it pays."""
+    """Copies the hottest experts to all ranks, one after the other, as long as the cost model predicts a gain."""
 
     name = "fastermoe"
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`. A rank whose guest slots are taken goes without."""
+        """See `Policy.plan`. A rank without a free guest slot gets no copy."""
         best = owners_host(current)
         seconds = cost.layer_seconds(counts_DE, best)
         free_D = np.full(current.num_ranks, current.guest_slots)

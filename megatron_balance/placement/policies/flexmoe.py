@@ -1,7 +1,6 @@
 """FlexMoE (Algorithms 1 and 2): Expand, Shrink and Migrate vExperts while the ranks' loads are uneven.
 
-Shape suffixes: D expert-parallel ranks, E logical experts, N nodes, K choices, F experts with a vExpert on a rank, M
-guests that may move, or their moves.
+A is the number of candidate modifications; M that of experts on the slowest rank, or of guests that may move.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,47 +15,48 @@ from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 
 TOLERANCE = 1e-9
-"""Part of a layer's time that is rounding."""
+"""Share of a layer's time below which differences are rounding."""
 
 CANDIDATES = 16
-"""Ranks that an Expand may go to, the lightest first."""
+"""Number of ranks that an Expand may go to, the lightest first."""
 
 MOVES = 16
-"""Moves that are timed as a Migrate with every partner, those that save most synchronisation first."""
+"""Number of moves that are timed as a Migrate with every partner; those that save most synchronisation first."""
 
 TRIED = 4
-"""Migrates whose adjustments are counted, those that save the ranks most time first."""
+"""Number of Migrates whose adjustments are counted; those that save the ranks most time first."""
 
 
 def variance_ratio(tokens_D: np.ndarray) -> float:
-    """FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the variance over the squared mean."""
+    """Return FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the variance over the squared mean."""
     mean = float(np.mean(tokens_D))
     return 1.0 + float(np.var(tokens_D)) / mean**2 if mean else 1.0
 
 
 METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "variance": variance_ratio}
-"""Balance ratios of tokens per rank; 1 is even."""
+"""Balance ratios as functions of tokens per rank; 1 is even."""
 
 
 @dataclass(frozen=True)
 class FlexMoE(Policy):
-    """Changes the placement in use, vExpert by vExpert, while that shortens the layer.
+    """Changes the placement in use, one vExpert at a time, while the change shortens the layer.
 
-    A vExpert is an even share of its expert's tokens; the vExperts of one expert on a rank share a slot. At first every
-    expert has one, on its owner, and the others are free: Expand takes a free one, or that of the smallest expert there
-    which can do with one less (in the paper none is free, and each Expand comes with a Shrink). A plan is greedy:
+    A vExpert is an even share of its expert's tokens; vExperts of one expert on one rank share a slot. At first every
+    expert has one vExpert, on its owner, and the rest are free. Expand takes a free vExpert of the rank, or that of the
+    smallest expert there which has another one (in the paper none is free, and each Expand comes with a Shrink). A plan
+    is greedy:
 
-    0. Begin with owners alone where they are faster by Eq. 5 than the placement in use, as when loads become even.
-    1. While the balance ratio is above the threshold, Expand the expert with the most tokens per vExpert, of those on
-       the slowest rank by Eq. 5: no other can help. It goes to the rank that makes times most even, or the slowest rank
-       leaves it to its other hosts (Shrink). No rank involved may become as slow as the slowest was, which gets past
-       ranks that are equally slow. Of all states passed, the one with the least Eq. 5 and adjustments is kept.
-    2. Guests that no longer pay are dropped, also below the threshold: without them Eq. 5 is no longer and all ranks
-       together are faster. The paper keeps them; here each costs a Trans and an Agg in every iteration.
-    3. Migrate, as long as it makes synchronisation cheaper (Eq. 9), and Eq. 5 and adjustments no longer.
+    0. Start from owners alone if they are faster by Eq. 5 than the placement in use, for example once loads are even.
+    1. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
+       can help; the one with the most tokens per vExpert comes first. It goes to the rank that makes times most even,
+       or the slowest rank gives it up to its other hosts (Shrink). No rank involved may become as slow as the slowest
+       was; this rule passes ranks that are equally slow. Keep the state with the least Eq. 5 plus adjustments.
+    2. Drop guests that no longer help, also below the threshold: without them Eq. 5 is not longer, and the sum over
+       ranks is shorter. The paper keeps them; here each costs a Trans and an Agg in every iteration.
+    3. Migrate while it makes synchronisation (Eq. 9) cheaper, and Eq. 5 plus adjustments not longer.
 
-    So Eq. 5 plus adjustments is never above what Eq. 5 is without the plan, nor above that of owners alone. An expert
-    may leave its owner: it is lent until a Migrate brings it back.
+    So Eq. 5 plus adjustments never exceeds Eq. 5 without the plan, nor that of owners alone. An expert may leave its
+    owner; it is lent until a Migrate brings it back.
     """
 
     name = "flexmoe"
@@ -70,14 +70,16 @@ class FlexMoE(Policy):
     )
 
     threshold: float = 1.1
+    """Balance ratio above which the policy acts."""
+
     metric: str = "max"
     """A name in METRICS."""
 
     vexperts_per_rank: int | None = None
-    """By default one per slot. Fewer than a rank owns leave none to Expand with."""
+    """None: one per slot. A number below the experts that a rank owns leaves none to Expand with."""
 
     budget: int = 128
-    """Steps of each of the three kinds, which bounds the time that planning takes at any size."""
+    """Number of steps of each of the three kinds, which bounds planning time at any size."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
@@ -100,7 +102,7 @@ class FlexMoE(Policy):
         return modify(current, self.modifications(counts_DE, current, cost))
 
     def modifications(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[Modification, ...]:
-        """What to do to the placement, in order; arguments as of `plan`."""
+        """Return the changes of the placement, in order. Arguments as in `plan`."""
         limit = current.slots_per_rank if self.vexperts_per_rank is None else self.vexperts_per_rank
         tokens_D = np.bincount(owners(current), weights=counts_DE.sum(0), minlength=current.num_ranks)
         if current.is_identity and METRICS[self.metric](tokens_D) <= self.threshold:
@@ -119,7 +121,7 @@ class FlexMoE(Policy):
         return (*done, *_merge(state))
 
     def _balance(self, state: VExperts) -> tuple[VExperts, list[Modification]]:
-        """Algorithm 1: the fastest state on the way to even loads, and the modifications that lead there."""
+        """Run Algorithm 1: return the fastest state on the way to even loads, and the modifications up to it."""
         best, done, kept = state, [], 0
         for _ in range(self.budget):
             if METRICS[self.metric](state.tokens_D) <= self.threshold or not (step := _relieve(state)):
@@ -131,7 +133,7 @@ class FlexMoE(Policy):
 
 
 def _home(state: VExperts) -> list[Modification]:
-    """What leaves one vExpert of each expert, on its owner."""
+    """Return the modifications that leave each expert one vExpert, on its owner."""
     shrinks, migrates = [], []
     for expert in (state.vexperts_ED != state.layer.owned_ED).any(1).nonzero()[0].tolist():
         ranks = np.repeat(np.arange(state.vexperts_ED.shape[1]), state.vexperts_ED[expert]).tolist()
@@ -140,14 +142,14 @@ def _home(state: VExperts) -> list[Modification]:
         ranks.remove(left)
         shrinks += [Shrink(expert, rank) for rank in ranks]
         migrates += [Migrate(expert, left, owner)] if left != owner else []
-    # The vExperts that come home find more room once the others are gone
+    # Shrinks first: they free slots for the vExperts that return
     return shrinks + migrates
 
 
 def _relieve(state: VExperts) -> Sequence[Modification]:
-    """Algorithm 2: Expand an expert of the slowest rank, with a Shrink where there is no vExpert or slot for it.
+    """Run Algorithm 2: Expand an expert of the slowest rank, with a Shrink if the target lacks a vExpert or a slot.
 
-    Or Shrink it there: its other vExperts take over.
+    The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
     """
     slowest, lightest_D = int(state.seconds_D.argmax()), np.argsort(state.seconds_D, kind="stable")
     (expert_M,) = (state.vexperts_ED[:, slowest] * state.capacity_E).nonzero()
@@ -172,9 +174,9 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
 
 
 def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """On each rank, the other expert with the fewest tokens per vExpert that can do with one less, and if there is one.
+    """Return [D] the other expert on each rank that can give up a vExpert, and [D] whether there is one.
 
-    Where the rank has no slot left, the vExpert has to free one.
+    The expert has several vExperts and the fewest tokens per vExpert. On a rank without a free slot, it must free one.
     """
     present_ED = (state.vexperts_ED > 0) & (state.number_E > 1)[:, None]
     present_ED[expert] = False
@@ -183,9 +185,9 @@ def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.n
 
 
 def _most_even(state: VExperts, slowest: int, change_AD: np.ndarray) -> int | None:
-    """The choice with the most even times of those after which no rank involved is as slow as the slowest is.
+    """Return the candidate with the most even times among those that leave all ranks involved faster than the slowest.
 
-    Times are even where the sum of their squares is small, which weighs total time too.
+    Evenness is a small sum of squares, which also favours a small total.
     """
     seconds_AD = state.seconds_D + change_AD
     involved_AD = change_AD != 0
@@ -197,7 +199,7 @@ def _most_even(state: VExperts, slowest: int, change_AD: np.ndarray) -> int | No
 
 
 def _drop(state: VExperts) -> Sequence[Modification]:
-    """Shrink the guest whose absence saves the ranks most time together, where Eq. 5 stays as short."""
+    """Shrink the guest whose removal saves the most time summed over ranks, if Eq. 5 does not grow."""
     expert_A, rank_A = (state.guests_ED & (state.vexperts_ED < state.number_E[:, None])).nonzero()
     number_A = state.vexperts_ED[expert_A, rank_A]
     for row in _saving(state, state.changes(expert_A, (rank_A, -number_A))):
@@ -206,14 +208,14 @@ def _drop(state: VExperts) -> Sequence[Modification]:
 
 
 def _saving(state: VExperts, change_AD: np.ndarray) -> list[int]:
-    """The choices that leave Eq. 5 as short and lower the sum of the ranks' times, the lowest first."""
+    """Return the candidates that lower the sum of the ranks' times without raising Eq. 5, the lowest sum first."""
     slowest, total_A = state.seconds_D.max(), change_AD.sum(1)
     saving_A = ((state.seconds_D + change_AD).max(1) <= slowest * (1 + TOLERANCE)) & (total_A < -TOLERANCE * slowest)
     return [row for row in np.argsort(total_A, kind="stable").tolist() if saving_A[row]]
 
 
 def _migrate(state: VExperts) -> Sequence[Modification]:
-    """Move a guest's vExpert to another rank that has the expert, or to a node that has it, if that pays."""
+    """Move a guest's vExpert to another rank or node that has the expert, if that saves time."""
     expert_A, source_A, target_A, partner_A = _with_partners(state, *_moves(state))
     change_AD = state.changes(expert_A, (source_A, -1), (target_A, 1))
     back_AD = state.changes(partner_A, (target_A, -1), (source_A, 1))
@@ -226,9 +228,9 @@ def _migrate(state: VExperts) -> Sequence[Modification]:
 
 
 def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[K] experts, sources and targets of the moves that save most synchronisation (Eq. 9).
+    """Return [A] experts, sources and targets of the moves that save most synchronisation (Eq. 9).
 
-    A rank gives up a guest, and fewer ranks or nodes than before keep the expert.
+    With each move a rank gives up a guest, so that fewer ranks or fewer nodes have the expert.
     """
     cost, num_ranks = state.layer.cost, state.vexperts_ED.shape[1]
     first_N, node_D = np.arange(0, num_ranks, cost.profile.node_size), np.arange(num_ranks) // cost.profile.node_size
@@ -251,9 +253,9 @@ def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _with_partners(
     state: VExperts, expert_M: np.ndarray, source_M: np.ndarray, target_M: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """[K] experts, sources, targets and partners: each move with all partners for which it has room.
+    """Return [A] experts, sources, targets and partners: each move with every partner that leaves room for it.
 
-    EMPTY stands for a free vExpert.
+    The partner EMPTY stands for a free vExpert.
     """
     kept_M = state.members_ED[expert_M, target_M] | (state.free_slots_D[target_M] > 0)
     there_EM = state.vexperts_ED[:, target_M]
@@ -266,7 +268,7 @@ def _with_partners(
 
 
 def _merge(state: VExperts) -> Sequence[Modification]:
-    """Shrink experts that one rank alone computes to one vExpert: there, more change nothing."""
+    """Shrink experts that only one rank computes to one vExpert; more have no effect there."""
     alone_E = (state.vexperts_ED > 0).sum(1) == 1
     (expert_A,) = (alone_E & (state.number_E > 1)).nonzero()
     return [

@@ -1,4 +1,4 @@
-"""The heaviest k experts on all ranks: Pro-Prophet's comparison policies top2 and top3 (Section VI, Fig. 15)."""
+"""The k hottest experts on all ranks: Pro-Prophet's comparison policies top2 and top3 (Section VI, Fig. 15)."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from megatron_balance.placement.policies.interface import Policy, everywhere, ho
 
 @dataclass(frozen=True)
 class TopK(Policy):
-    """Copies the k experts with the most tokens to every rank that has a guest slot for them, whatever that costs."""
+    """Copies the k experts with the most tokens to every rank with a free guest slot, whatever the cost."""
 
     k: int
 
