@@ -149,9 +149,9 @@ def _with_rounds_behind(links: Sequence[tuple[int, int, int]]) -> Route:
 
 def _rounds_to(behind: list[int]) -> int:
     """Return the rounds of one piece from a rank to all ranks behind it, given the rounds behind each target."""
-    # The slowest goes first
     if len(behind) < 2:
         return behind[0] + 1 if behind else 0
+    # The slowest target is served first
     return max(index + rounds for index, rounds in enumerate(sorted(behind, reverse=True), start=1))
 
 
