@@ -22,7 +22,7 @@ class Policy(ABC):
     """
 
     name: str
-    """Value of `--balance-policy`. A class without a name of its own is not registered."""
+    """Value of `--balance-policy`. A class that does not set it is not registered."""
 
     split: str = "local_first"
     """How hosts share an expert's tokens if `--balance-token-split` is `policy`: a name in `splits.SPLITS`."""
