@@ -97,9 +97,9 @@ def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
     if not starts:
         raise ValueError("no placement was found that keeps within what workers may compute and hold")
     tasks = 3 * np.count_nonzero(problem.tokens_DE) + problem.num_experts
-    way = descend(problem, starts[0])
-    thinned = np.unique(np.linspace(0, len(way) - 1, int(min(PATH, max(2, LISTED // tasks)))).astype(int))
-    hosts_BE = np.unique(np.stack([*starts, *(way[index] for index in thinned)]), axis=0)
+    descent = descend(problem, starts[0])
+    thinned = np.unique(np.linspace(0, len(descent) - 1, int(min(PATH, max(2, LISTED // tasks)))).astype(int))
+    hosts_BE = np.unique(np.stack([*starts, *(descent[index] for index in thinned)]), axis=0)
     pace, finish_B = best_pace(problem, hosts_BE, relaxed)
     seen = [(hosts_BE, finish_B)]
     tried = int(min(TRIED, LISTED // (16 * tasks)))
@@ -226,15 +226,15 @@ def neighbours(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
 
 def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
     """Return the descent from a placement, inclusive, over neighbours with ever smaller soft maxima of busy times."""
-    way, best = [hosts_E], float(times(problem, hosts_E[None], hosts_E).soft_maximum[0])
-    while len(way) <= MOST_STEPS and len(around_BE := neighbours(problem, way[-1])):
-        busy_B = times(problem, around_BE, way[-1]).soft_maximum
+    descent, best = [hosts_E], float(times(problem, hosts_E[None], hosts_E).soft_maximum[0])
+    while len(descent) <= MOST_STEPS and len(around_BE := neighbours(problem, descent[-1])):
+        busy_B = times(problem, around_BE, descent[-1]).soft_maximum
         chosen = busy_B.argmin()
         if busy_B[chosen] >= best * (1 - GAIN):
             break
-        way.append(around_BE[chosen])
+        descent.append(around_BE[chosen])
         best = float(busy_B[chosen])
-    return way
+    return descent
 
 
 def improve(
