@@ -38,13 +38,14 @@ Shapes
 
 Names of tensors and arrays end in one letter per dimension. A file says where its letters differ.
 
-    A   sampled or chosen items of a search        N   shards of an expert; nodes; iterations
-    B   batch of placements, chunks or stages      O   orders
-    C   chunks                                     P   physical experts (rank, slot)
+    A   candidates of a search; samples            M   moves of a search, next to A; DEMI's mini-tasks
+    B   batch of placements, loads, chunks         N   shards of an expert; nodes; iterations
+        or stages                                  O   orders
+    C   chunks                                     P   physical experts; DEMI's (source, expert) pairs
     D   ranks of an expert-parallel group;         R   rows: one per expert that a token chose
         sources of rows                            S   slots of a rank
-    E   logical experts                            T   tokens (DEMI's schedules: time slots)
-    G   guest slots                                W   ranks of an all-to-all
+    E   logical experts                            T   tokens; DEMI's time slots
+    G   guest slots; DEMI's groups of experts      W   ranks of an all-to-all
     H   hidden size; next to D: hosts
     K   experts per token
     L   layers; ranks of a node

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
-from megatron_balance.placement.policies import POLICIES
+from megatron_balance.placement.policies import registered
 from tests.distributed.runs import BASE
 
 Layout = Mapping[str, str]
@@ -53,7 +53,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "policy": {
         "top2": "--balance-policy top2",
         "top3": "--balance-policy top3 --balance-guest-slots 3",
-        **{name: f"--balance-policy {name}" for name in POLICIES if name not in ("top2", "top3", "none")},
+        **{name: f"--balance-policy {name}" for name in registered() if name not in ("top2", "top3", "none")},
         "none": "",
     },
     "overlap": {"blocking": "", "blockwise": "--balance-overlap blockwise"},

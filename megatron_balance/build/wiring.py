@@ -25,8 +25,7 @@ from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.schedule_choice import ScheduleModel
 from megatron_balance.job.groups import Topology, new_node_groups, world
 from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.policies import policy_options
-from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.placement.policies import load_policy, policy_options
 from megatron_balance.training.progress import Progress
 
 
@@ -130,11 +129,13 @@ def _chunk_choice(
     if comm.moe_comm_chunks == "1" or exchange.probs.group.size() == 1:
         return None
     decide: Decide
-    if comm.moe_comm_order == "demi":
+    order = comm.moe_comm_order
+    scheduler = find_order(order)
+    if scheduler is None:
         token_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
         # Guests' weights arrive before the first chunk computes
         cost = CostModel(profile=profiles.experts, token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
-        decide = ByMiniTasks(Demi(**policy_options("demi", vars(config.balance))), cost)
+        decide = ByMiniTasks(load_policy(order, **policy_options(order, vars(config.balance))), cost)
     else:
         model = TaskModel(
             profile=profiles.of(dispatch.wire),
@@ -145,6 +146,6 @@ def _chunk_choice(
             hidden=transformer.hidden_size,
             dtype=transformer.params_dtype,
         )
-        decide = ByPrediction(find_degrees(comm.moe_comm_chunks), find_order(comm.moe_comm_order), model)
+        decide = ByPrediction(find_degrees(comm.moe_comm_chunks), scheduler, model)
     log = first_rank_log() if config.balance.balance_explain else None
     return ChunkChoice(decide, lambda: progress.iteration, comm.moe_comm_refit_interval, log)

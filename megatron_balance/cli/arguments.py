@@ -28,8 +28,9 @@ from megatron_balance.cli.parser import Parser
 from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import run_config as ours
-from megatron_balance.config.flags import add_flags, build, flag_names
+from megatron_balance.config.flags import add_flags, build, field_docs, flag_names
 from megatron_balance.device.machine import Machine
+from megatron_balance.placement.policies import registered
 
 INTERNAL_FIELDS = {
     *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
@@ -134,6 +135,13 @@ GROUPS = (
 )
 
 
+def policy_flag() -> dict[str, dict[str, str]]:
+    """Return the help of `--balance-policy`, with the policies' names, as metadata for `add_flags`."""
+    text = field_docs(ours.BalanceConfig)["balance_policy"]
+    others = ", ".join(name for name in registered() if name != ours.BalanceConfig.balance_policy)
+    return {"balance_policy": {"help": f"{text} others: {others}, or package.module:Class."}}
+
+
 class Parsed(NamedTuple):
     """A checked command line."""
 
@@ -158,7 +166,7 @@ def build_parser() -> Parser:
     skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
     for title, cls in GROUPS:
         group = parser.add_argument_group(title)
-        add_flags(group, cls, skip=skip, metadata=MEGATRON_FLAGS)
+        add_flags(group, cls, skip=skip, metadata=MEGATRON_FLAGS | policy_flag())
         for action in group._group_actions if cls in MEGATRON_CLASSES else []:
             if isinstance(action, argparse._StoreFalseAction):
                 action.help = f"Switches off: {action.help}"

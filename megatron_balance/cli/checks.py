@@ -4,7 +4,7 @@ Every error is a ValueError that names the flag, its value and the remedy.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_balance.checkpoint import saved_flags
@@ -12,8 +12,8 @@ from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
+from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.machine import Machine
-from megatron_balance.placement.policies import OPTION_FIELDS
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -47,10 +47,10 @@ AT_MOST = {
 
 MOST_MICROBATCHES = 1 << 16
 
-NO_EFFECT_WITHOUT_POLICY = (
-    *("balance_guest_slots", "balance_interval", "balance_load", "balance_predictor", "balance_token_split"),
-    *("balance_profile", "balance_explain", "balance_log_dir", "balance_overlap", "balance_timeline"),
-    *("balance_ownership", *OPTION_FIELDS),
+NO_EFFECT_WITHOUT_POLICY = tuple(
+    field.name
+    for field in fields(BalanceConfig)
+    if field.name.startswith("balance_") and field.name != "balance_policy"
 )
 
 

@@ -9,17 +9,14 @@ from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import CommConfig
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order
-from megatron_balance.placement.policies import OPTION_FIELDS, OPTIONS, load_policy, policy_options
-from megatron_balance.placement.policies.top_k import TopK
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.policies import load_policy, option_fields, policy_options, registered
 
 NOT_BALANCED = (
     *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
 )
 """Fields that only megatron-core's MoE layer reads; versions after 0.16.1 lack some of them."""
-
-DEMI = ("none", "demi", "demi_s1", "demi_s2", "demi_s3")
-"""Policies with one host for each expert."""
 
 
 def check_moe(
@@ -139,9 +136,9 @@ def _schedule(
 
 
 def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
-    """What a placement policy needs."""
+    """Check the flags that every placement policy needs, then what the policy itself needs."""
     policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
-    # One from elsewhere is made in its own process only
+    # A policy from elsewhere is made in its own process only
     made = None if ":" in policy else load_policy(policy, **policy_options(policy, values))
     flag = f"--balance-policy {policy}"
     if values["moe_layer_impl"] != "balanced":
@@ -153,32 +150,17 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
             f"--moe-pad-expert-input-to-capacity: not with {flag}, because every copy of an expert would be padded to "
             "the capacity of all; leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
         )
-    slots, strangers = values["balance_guest_slots"], values["num_moe_experts"] * (parallel - 1) // parallel
-    if slots < 1 or (slots > strangers and "balance_guest_slots" in given):
+    slots, others = values["balance_guest_slots"], values["num_moe_experts"] * (parallel - 1) // parallel
+    if slots < 1 or (slots > others and "balance_guest_slots" in given):
         raise ValueError(
-            f"--balance-guest-slots {slots}: {flag} needs 1 to {strangers}, the number of experts that a rank does not "
+            f"--balance-guest-slots {slots}: {flag} needs 1 to {others}, the number of experts that a rank does not "
             "own; or use --balance-policy none"
         )
-    if isinstance(made, TopK) and slots < (needed := min(made.k, strangers)):
-        raise ValueError(
-            f"--balance-guest-slots {slots}: {flag} copies {made.k} experts to every rank; give --balance-guest-slots "
-            f"{needed}"
-        )
-    for name in OPTION_FIELDS:
-        if name in given and name not in OPTIONS.get(policy, {}).values():
-            raise ValueError(f"{flag_of(name)}: has no effect with {flag}; leave it out")
-    vexperts, owned = values["balance_vexperts_per_rank"], values["num_moe_experts"] // parallel
-    if vexperts is not None and vexperts <= owned:
-        raise ValueError(
-            f"--balance-vexperts-per-rank {vexperts}: give at least {owned + 1}, more than the {owned} experts that "
-            "a rank owns; or leave it out for one per slot"
-        )
-    capacities = values["balance_capacities"]
-    if capacities is not None and len(capacities) != parallel:
-        raise ValueError(
-            f"--balance-capacities {' '.join(map(str, capacities))}: give one number per expert-parallel rank, "
-            f"{parallel} in all"
-        )
+    read = () if made is None else made.options.values()
+    for name in sorted(option_fields().intersection(given).difference(read)):
+        raise ValueError(f"{flag_of(name)}: has no effect with {flag}; leave it out")
+    if made is not None:
+        made.check(Placement.identity(values["num_moe_experts"], parallel, slots))
     if (values["balance_overlap"], values["balance_load"]) == ("blockwise", "exact"):
         raise ValueError(
             "--balance-load exact: not with --balance-overlap blockwise, which sends weights before tokens are routed; "
@@ -280,17 +262,15 @@ def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
     for name in ("moe_comm_order", "moe_comm_refit_interval"):
         if name in given and chunks == "1":
             raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
-    if order != "demi":
-        find_order(order)
+    if find_order(order) is not None:
         return
+    flag, single_host = f"--moe-comm-order {order}", [name for name, known in registered().items() if known.single_host]
     if chunks != "auto":
+        raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")
+    if policy not in single_host:
         raise ValueError(
-            f"--moe-comm-chunks {chunks}: with --moe-comm-order demi the schedule decides the number; use auto"
-        )
-    if policy not in DEMI:
-        raise ValueError(
-            f"--balance-policy {policy}: --moe-comm-order demi schedules experts with one host each; use "
-            f"{', '.join(DEMI)}, or --moe-comm-order optsche"
+            f"--balance-policy {policy}: {flag} schedules experts with one host each; use {', '.join(single_host)}, or "
+            "--moe-comm-order optsche"
         )
 
 

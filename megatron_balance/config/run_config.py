@@ -26,8 +26,6 @@ from megatron_balance.config.training_config import (
     TrainConfig,
 )
 
-Policy = str  # a name in placement.policies' registry, or "package.module:Class"
-
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
@@ -36,7 +34,7 @@ class BalanceConfig:
     moe_layer_impl: Literal["balanced", "megatron"] = "balanced"
     """balanced: our MoE layer. megatron: megatron-core's own MoELayer, the baseline of every comparison."""
 
-    balance_policy: Policy = "none"
+    balance_policy: str = "none"
     """Placement policy. none: every expert is computed by its owner only."""
 
     balance_guest_slots: int = 2

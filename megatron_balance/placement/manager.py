@@ -1,10 +1,7 @@
-"""Holds one MoE layer's placement of iteration j and decides that of j+1.
-
-Shape suffixes: D expert-parallel ranks, E logical experts.
-"""
+"""Holds one MoE layer's placement for iteration j and decides the one for j+1."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,81 +14,84 @@ from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import History, Predictor, prediction_error
 
 INVALID = bytes(16)
-"""The digest of no placement."""
+"""Digest of a decision without a placement."""
 
 GIVEN_UP = bytes(15) + b"\1"
-"""The digest of no placement, nor any in this run."""
+"""Digest of a decision without a placement, after which the policy is not asked again in this run."""
 
 LONGEST_PAUSE = 1024
-"""Iterations, between attempts to change owners."""
+"""Largest number of iterations between two attempts to change owners."""
 
 
 class PolicyFailure(Exception):
-    """Why a policy has no placement, as the end of a sentence: what it did, a colon and details."""
+    """A policy produced no placement. The text completes "the policy ...": what it did, a colon and details."""
 
     def __init__(self, problem: str, final: bool = False) -> None:
-        """`final`: there is no use in asking again."""
+        """`final`: the policy cannot be asked again."""
         super().__init__(problem)
         self.final = final
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What the policy wants; in force once all ranks are found to want the same."""
+    """The policy's choice; it takes effect once all ranks have made the same one."""
 
     expected_DE: np.ndarray
-    """[D, E] the load that it was planned for."""
+    """[D, E] the load that the plan is for."""
 
     placement: Placement | None
+    _: KW_ONLY
     problem: str | None = None
-    """Why there is no placement: what the policy did, a colon and details."""
+    """Why there is no placement: see PolicyFailure."""
 
     settlement: Settlement | None = None
-    """Why owners are others than before."""
+    """Why owners change; None: transfers are off."""
 
     final: bool = False
-    """Whether the policy is not to be asked again."""
+    """Whether the policy must not be asked again."""
 
     @property
     def digest(self) -> bytes:
-        """16 bytes, equal on ranks that decided alike; INVALID or GIVEN_UP where there is no placement."""
+        """16 bytes, equal on ranks with the same decision; INVALID or GIVEN_UP without a placement."""
         if self.placement is None:
             return GIVEN_UP if self.final else INVALID
         return bytes.fromhex(self.placement.digest())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Question:
-    """All that a plan depends on, as it is when planning starts: what changes meanwhile, no plan may see."""
+    """Everything that a plan depends on, fixed when planning starts, because training continues during planning."""
 
     policy: Policy
     expected_DE: np.ndarray
     """[D, E] the load to plan for."""
 
     placement: Placement
-    """The one in use."""
+    """The placement in use."""
 
     cost: CostModel
-    """Of an iteration with its number of microbatches."""
+    """Cost model for the iteration's number of microbatches."""
 
     held: Mapping[Guest, int]
-    """Iterations for which the guests have been where they are."""
+    """Number of iterations that each guest has been on its rank."""
 
     transfers: bool
     """Whether experts may change owners."""
 
     def answer(self) -> Decision:
-        """The policy's placement."""
+        """Ask the policy and return its decision."""
         try:
             answer = self.policy.plan(self.expected_DE.copy(), self.placement, self.cost)
         except PolicyFailure as failure:
-            return Decision(self.expected_DE, None, str(failure), final=failure.final)
+            return Decision(self.expected_DE, None, problem=str(failure), final=failure.final)
         except BaseException as error:  # a failing policy must not end a run
-            return Decision(self.expected_DE, None, f"raised {described(error)}")
+            return Decision(self.expected_DE, None, problem=f"raised {described(error)}")
         if not isinstance(answer, Placement):
-            return Decision(self.expected_DE, None, f"returned no Placement: a {type(answer).__qualname__}")
+            problem = f"returned no Placement: a {type(answer).__qualname__}"
+            return Decision(self.expected_DE, None, problem=problem)
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
-            return Decision(self.expected_DE, None, f"changed owners or guest slots: {cleaned(answer)}")
+            problem = f"changed owners or guest slots: {cleaned(answer)}"
+            return Decision(self.expected_DE, None, problem=problem)
         if not self.transfers:
             return Decision(self.expected_DE, answer)
         placement, settlement = settle(answer, self.expected_DE, self.held, self.cost)
@@ -101,7 +101,7 @@ class Question:
 class Manager:
     """The placement of one MoE layer over time.
 
-    A policy that raises or returns what is no valid placement changes nothing: the last valid placement stays.
+    If the policy raises or returns an invalid placement, the last valid placement stays.
     """
 
     def __init__(
@@ -110,28 +110,29 @@ class Manager:
         cost: CostModel,
         predictor: Predictor,
         owners: Placement,
+        *,
         interval: int = 1,
         transfers: bool = False,
     ) -> None:
         """
         Args:
             owners: every expert on its owner alone, and the guest slots to fill.
-            interval: plans are due every so many iterations.
+            interval: number of iterations from one plan to the next.
             transfers: whether experts may change owners, `ownership.settle`.
         """
         self.policy, self.cost, self.predictor, self.interval = policy, cost, predictor, interval
         self.placement, self.transfers = owners, transfers
         self.held: dict[Guest, int] = {}
-        """Iterations for which the guests have been where they are."""
+        """Number of iterations that each guest has been on its rank."""
         self.pause, self.resumes = 0, 0
-        """Iterations between the last Transfer, if it failed, and the next attempt; and when that is due."""
+        """Iterations from the last failed Transfer to the next attempt, and the iteration of that attempt."""
         self.history = History()
         self.expected_DE: np.ndarray | None = None
-        """[D, E] the load expected of the next iteration."""
+        """[D, E] the load expected in the next iteration."""
         self.iterations = 0
 
     def observe(self, counts_DE: np.ndarray) -> float | None:
-        """Note an iteration's load; returns the share of its tokens that were expected elsewhere, if any were."""
+        """Record an iteration's load and return its `prediction_error`; None if there was no prediction."""
         expected_DE, self.iterations = self.expected_DE, self.iterations + 1
         self.held = lasting(self.held, self.placement)
         self.history = self.predictor.observe(self.history, counts_DE)
@@ -139,37 +140,46 @@ class Manager:
         return None if expected_DE is None else prediction_error(expected_DE, counts_DE)
 
     def is_due(self, ahead: int) -> bool:
-        """Whether to plan, for the iteration that is `ahead` of those observed: 1 the next one, 0 the present one."""
+        """Return whether a plan is due for the next iteration (`ahead` 1) or for the present one (0)."""
         return (self.iterations - ahead) % self.interval == 0
 
     def question(self, expected_DE: np.ndarray, microbatches: int) -> Question:
-        """What to plan from, for an iteration of so many microbatches and this load in all."""
-        cost = replace(self.cost, microbatches=microbatches)
-        transfers = self.transfers and self.iterations >= self.resumes
-        return Question(self.policy, expected_DE.copy(), self.placement, cost, dict(self.held), transfers)
+        """Return the question to plan from.
+
+        Args:
+            expected_DE: [D, E] the iteration's load, all microbatches together.
+        """
+        return Question(
+            policy=self.policy,
+            expected_DE=expected_DE.copy(),
+            placement=self.placement,
+            cost=replace(self.cost, microbatches=microbatches),
+            held=dict(self.held),
+            transfers=self.transfers and self.iterations >= self.resumes,
+        )
 
     def decide(self, expected_DE: np.ndarray, microbatches: int) -> Decision:
-        """The answer to `question`, here and at once."""
+        """Return the answer to `question`, computed synchronously."""
         return self.question(expected_DE, microbatches).answer()
 
     def adopt(self, decision: Decision) -> None:
-        """Put a decision that all ranks agree on in force."""
+        """Use the placement of a decision that all ranks agree on."""
         assert decision.placement is not None
         if decision.placement.home != self.placement.home:
             self.pause = 0
         self.placement = decision.placement
 
     def postpone_transfer(self) -> int:
-        """A Transfer failed: returns after how many iterations plans may change owners again, twice as many each time.
+        """Back off after a failed Transfer: return the number of iterations until plans may change owners again.
 
-        Meanwhile experts that would have moved stay lent.
+        The number doubles with each failure. Until then, experts that would have moved stay lent.
         """
         self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE)
         self.resumes = self.iterations + self.pause
         return self.pause
 
     def state(self) -> dict[str, Any]:
-        """Lists, numbers and strings for a checkpoint; `restore` gives the same manager to the bit."""
+        """Return lists, numbers and strings for a checkpoint; `restore` gives the same manager bit for bit."""
         expected = None if self.expected_DE is None else self.expected_DE.tolist()
         return {
             "placement": str(self.placement),
@@ -182,7 +192,7 @@ class Manager:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Continue from what `state` returned."""
         self.placement = Placement.parse(state["placement"])
         self.history = History.from_plain(state["history"])
         expected = state["expected"]

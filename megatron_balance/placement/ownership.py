@@ -1,10 +1,7 @@
 """Lend or Transfer: which guests become owners.
 
-An expert that is a guest costs Trans and Agg in every iteration (a lend); its owner could be another rank, which costs
-the way of its parameters and optimizer state, once (a Transfer). Home slots are as many as experts, so that owners are
-exchanged in pairs.
-
-Shape suffixes: D expert-parallel ranks, E logical experts.
+A guest costs Trans and Agg in every iteration (a lend). Moving the expert's parameters and optimizer state to the
+guest's rank costs messages once (a Transfer). Every home slot holds an expert, so owners are exchanged in pairs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,14 +14,14 @@ from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import EMPTY, Placement
 
 BUDGET = 100
-"""Placements that one plan may time, which bounds how long planning takes at any size."""
+"""Number of placements that one plan may time, which bounds planning time at any size."""
 
 Guest = tuple[int, int]
 """(expert, rank)."""
 
 
 class Move(NamedTuple):
-    """An expert that gets another home slot."""
+    """An expert that moves to another home slot."""
 
     expert: int
     source: int
@@ -34,32 +31,33 @@ class Move(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Two experts whose owners change places."""
+    """An exchange of owners between two experts."""
 
     experts: tuple[int, int]
-    """The guest that is to be owned where it is computed, and the expert that gives it its home slot."""
+    """The guest, which moves to the rank that computes it, and the expert whose home slot it takes."""
 
     ranks: tuple[int, int]
-    """The owners of both, before."""
+    """The owners of both before the exchange."""
 
 
 @dataclass(frozen=True)
 class Settlement:
-    """Exchanges, one after the other, and why; none: owners stay."""
+    """Exchanges in order, and what they save and cost. Without exchanges, owners stay."""
 
     exchanges: tuple[Swap, ...] = ()
 
     saved_seconds: float = 0.0
-    """Of the layer, in each iteration with the present load."""
+    """Seconds of the layer that one iteration with the present load saves."""
 
     lifetime: int = 0
-    """Iterations for which the load is expected to stay as it is."""
+    """Number of iterations for which the load is expected to stay the same."""
 
     transfer_seconds: float = 0.0
+    """Seconds that the exchanges take."""
 
     @property
     def gain(self) -> float:
-        """Seconds over the lifetime."""
+        """Seconds saved over the lifetime, less those of the exchanges."""
         return self.lifetime * self.saved_seconds - self.transfer_seconds
 
     def __str__(self) -> str:
@@ -74,7 +72,7 @@ class Settlement:
 
 
 def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
-    """The experts whose home slot differs, ascending."""
+    """Return the experts whose home slot differs, ascending."""
     places = [
         {expert: (rank, slot) for rank, row in enumerate(placement.home) for slot, expert in enumerate(row)}
         for placement in (before, after)
@@ -84,7 +82,7 @@ def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
 
 
 def lasting(held: Mapping[Guest, int], placement: Placement) -> dict[Guest, int]:
-    """For how many iterations each of the placement's guests has been there, after one more."""
+    """Return the number of iterations that each guest of the placement has been on its rank, after one more."""
     guests = [(expert, rank) for rank, row in enumerate(placement.guests) for expert in row if expert != EMPTY]
     return {guest: held.get(guest, 0) + 1 for guest in guests}
 
@@ -92,21 +90,21 @@ def lasting(held: Mapping[Guest, int], placement: Placement) -> dict[Guest, int]
 def settle(
     placement: Placement, counts_DE: np.ndarray, held: Mapping[Guest, int], cost: CostModel
 ) -> tuple[Placement, Settlement]:
-    """The placement with owners exchanged, as far as that pays.
+    """Return the placement with owners exchanged where the cost model predicts a gain, and the exchanges.
 
-    A guest is expected to stay for as many iterations as it has been there. Then a Transfer comes when lending has
-    cost as much as it: whatever the load does next, both together cost at most twice what the better of the two would
-    have cost alone, had one known (ski rental). Each exchange leaves fewer guests and no more seconds; as the slowest
-    link decides, several may be needed before any seconds are saved.
+    A guest is expected to stay as long as it has already stayed, so a Transfer happens once lending has cost as much as
+    the Transfer does. Whatever the load does next, both together cost at most twice as much as the better of the two
+    (ski rental). Each exchange leaves fewer guests and takes no more seconds; because the slowest link decides, several
+    exchanges may be needed before any seconds are saved.
 
     Args:
         counts_DE: [D, E] the load that the placement is for.
-        held: iterations for which guests have been where they are.
+        held: number of iterations that each guest has been on its rank.
     """
     time = cost.layer_time(counts_DE, placement)
     best, settled, reached = Settlement(), placement, Settlement()
     start, seconds, budget = placement, time.total, BUDGET
-    # No exchange saves more than all of Trans and Agg, or is cheaper than one
+    # No set of exchanges saves more than all of Trans and Agg, or costs less than one exchange
     if max(held.values(), default=0) * (time.trans + time.agg) <= cost.transfer_seconds([(0, 0)]):
         return settled, best
     while budget > 0:
@@ -135,7 +133,7 @@ def settle(
 def _candidates(
     placement: Placement, counts_DE: np.ndarray, held: Mapping[Guest, int]
 ) -> Iterator[tuple[Swap, Placement]]:
-    """Exchanges that leave fewer guests: guests that have stayed longest first, with experts that have few tokens."""
+    """Yield exchanges that leave fewer guests: longest stay first, then home experts with the fewest tokens."""
     tokens_E = counts_DE.sum(0)
     guests = [guest for guest, iterations in held.items() if iterations and guest[0] in placement.guests[guest[1]]]
     for expert, target in sorted(guests, key=lambda guest: (-held[guest], guest)):
@@ -147,8 +145,10 @@ def _candidates(
 
 
 def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
-    """The placement with the two experts' owners exchanged: who gave up its slot is computed by its owner as before,
-    or else by those who computed it; nothing where guest slots do not suffice."""
+    """Yield placements with the two experts' owners exchanged, where guest slots suffice.
+
+    The new owner computes the expert that gave up its home slot in place of the old one; else its hosts stay.
+    """
     (expert, other), (source, target) = exchange.experts, exchange.ranks
     swap = {expert: other, other: expert}
     home = tuple(tuple(swap.get(each, each) for each in row) for row in placement.home)

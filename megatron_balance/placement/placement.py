@@ -1,7 +1,4 @@
-"""Who owns and who hosts each expert of one MoE layer.
-
-Letters for sizes: E logical experts, D expert-parallel ranks, G guest slots per rank, P physical experts.
-"""
+"""Which ranks own and which ranks host the experts of one MoE layer."""
 
 import hashlib
 import re
@@ -11,37 +8,38 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 EMPTY = -1
-"""What an empty slot holds."""
+"""Content of an empty slot."""
 
 _SLOT = re.compile(r"(?P<expert>\d+)(x(?P<times>\d+))?(?P<primary>!)?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the experts of one MoE layer live and who computes them, as a frozen value.
+    """Which ranks own and which ranks host the experts of one MoE layer, as a frozen value.
 
     A slot is room for one expert's weights on a rank: E/D home slots, then G guest slots. A physical expert is a
-    (rank, slot) pair with the index `rank * slots_per_rank + slot`. An expert that its owner does not host is lent.
+    (rank, slot) pair with the index `rank * slots_per_rank + slot`. An expert is lent if its owner does not
+    host it.
 
     Raises:
-        ValueError: home is no even partition of the experts; an expert has no host, or hosts without a slot for it; a
-            guest slot holds what its rank owns, holds twice or does not host; a primary is no host.
+        ValueError: `home` does not divide the experts evenly; an expert has no host, or a host without a slot for it; a
+            guest slot holds an expert that its rank owns, holds twice or does not host; a primary is not a host.
     """
 
     num_experts: int
-    """E: logical experts, what the router chooses among."""
+    """E: number of logical experts, among which the router chooses."""
 
     home: tuple[tuple[int, ...], ...]
-    """[D][E/D]: the logical expert whose parameters live in each home slot."""
+    """[D][E/D]: the logical expert whose parameters are in each home slot."""
 
     guests: tuple[tuple[int, ...], ...]
     """[D][G]: the logical expert in each guest slot; -1 if empty."""
 
     hosts: tuple[tuple[int, ...], ...]
-    """[E]: ranks that compute each expert, ascending. A rank named n times holds n vExperts, in one slot."""
+    """[E]: ranks that compute each expert, ascending. A rank that appears n times holds n vExperts in one slot."""
 
     primary: tuple[int, ...]
-    """[E]: the host of the tokens that have no nearer host."""
+    """[E]: the host of tokens whose source rank is not a host."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -50,7 +48,7 @@ class Placement:
 
     @classmethod
     def identity(cls, num_experts: int, num_ranks: int, guest_slots: int = 0) -> "Placement":
-        """Every expert is computed by its owner only: expert e lives on rank e // (E/D)."""
+        """Return the placement in which rank e // (E/D) owns expert e, and only owners compute."""
         if num_experts % num_ranks:
             raise ValueError(
                 f"--num-experts {num_experts}: must be a multiple of --expert-model-parallel-size {num_ranks}"
@@ -59,10 +57,11 @@ class Placement:
         home = tuple(tuple(range(rank * slots, (rank + 1) * slots)) for rank in range(num_ranks))
         owners = tuple(expert // slots for expert in range(num_experts))
         guests = ((EMPTY,) * guest_slots,) * num_ranks
-        return cls(num_experts, home, guests, tuple((owner,) for owner in owners), owners)
+        hosts = tuple((owner,) for owner in owners)
+        return cls(num_experts=num_experts, home=home, guests=guests, hosts=hosts, primary=owners)
 
     def with_hosts(self, additions: Iterable[tuple[int, int]]) -> "Placement":
-        """This placement and a vExpert more for each (expert, rank); guests stay in their slots.
+        """Return this placement with one more vExpert for each (expert, rank); guests keep their slots.
 
         The order of `additions` does not matter.
 
@@ -82,19 +81,20 @@ class Placement:
         primary: Sequence[int] | None = None,
         home: tuple[tuple[int, ...], ...] | None = None,
     ) -> "Placement":
-        """Other hosts, and other owners if `home` is given; an expert that stays a guest of a rank stays in its slot.
+        """Return a placement with other hosts, and with other owners if `home` is given.
 
-        New guests take the free slots of their rank in ascending order of expert and slot.
+        A guest that stays on its rank keeps its slot. New guests take the free slots of their rank in ascending order
+        of expert and slot.
 
         Args:
             hosts: [E] ranks in any order.
-            primary: [E]; by default as it was, where it is a host still, else the owner, else the first host.
+            primary: [E]; by default the present primary if it is still a host, else the owner, else the first host.
             home: as in Placement; None: the same owners.
 
         Raises:
-            ValueError: a rank without a free guest slot, and whatever makes no valid placement.
+            ValueError: a rank lacks a free guest slot, or the placement is invalid.
         """
-        # Most experts have one host: what is done for all of them is kept short
+        # Most experts have one host, which needs no sorting
         ascending = tuple(tuple(sorted(ranks)) if len(ranks) > 1 else tuple(ranks) for ranks in hosts)
         if len(ascending) != self.num_experts:
             raise ValueError(f"{len(ascending)} lists of hosts for {self.num_experts} experts")
@@ -113,9 +113,9 @@ class Placement:
 
     @cached_property
     def trimmed(self) -> "Placement":
-        """This placement without the last guest slots that are empty on every rank: fewer physical experts.
+        """This placement without the last guest slots, where they are empty on every rank.
 
-        A slot keeps its index on its rank.
+        The other slots keep their index on their rank.
         """
         used = max(index + 1 for row in self.guests for index, expert in enumerate((0, *row)) if expert != EMPTY) - 1
         if used == self.guest_slots:
@@ -124,7 +124,7 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """D: expert-parallel ranks."""
+        """D: number of expert-parallel ranks."""
         return len(self.home)
 
     @property
@@ -143,46 +143,46 @@ class Placement:
 
     @property
     def num_physical(self) -> int:
-        """P: physical experts over all ranks."""
+        """P: number of physical experts over all ranks."""
         return self.num_ranks * self.slots_per_rank
 
     @property
     def added_hosts(self) -> int:
-        """(expert, rank) pairs where a rank computes an expert that it does not own."""
+        """Number of (expert, rank) pairs where a rank computes an expert that it does not own."""
         return sum(expert != EMPTY for row in self.guests for expert in row)
 
     @property
     def is_identity(self) -> bool:
-        """Whether every expert is computed by its owner alone. Home slots may be in any order, guest slots empty."""
+        """Whether every expert is computed by its owner alone. Home slots may be in any order."""
         return all(ranks == (self.owner(expert),) for expert, ranks in enumerate(self.hosts))
 
     def owner(self, expert: int) -> int:
-        """The rank that keeps the expert's parameters."""
+        """Return the rank that keeps the expert's parameters."""
         return self._owners[expert]
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """The logical expert in each home slot of a rank."""
+        """Return the logical expert in each home slot of a rank."""
         return self.home[rank]
 
     def physical(self, rank: int, expert: int) -> int:
-        """Index of the slot in which a rank keeps an expert: its home slot if it owns it, else a guest slot.
+        """Return the index of the physical expert: the home slot if the rank owns the expert, else a guest slot.
 
         Raises:
-            ValueError: the rank keeps no such expert.
+            ValueError: the rank has no slot with this expert.
         """
         return rank * self.slots_per_rank + self.slot(rank, expert)
 
     def slot(self, rank: int, expert: int) -> int:
-        """Index of an expert among its rank's slots, home slots first.
+        """Return the index of an expert among its rank's slots, home slots first.
 
         Raises:
-            ValueError: the rank keeps no such expert.
+            ValueError: the rank has no slot with this expert.
         """
         return (self.home[rank] + self.guests[rank]).index(expert)
 
     @cached_property
     def physicals(self) -> tuple[tuple[int, ...], ...]:
-        """[E]: the physical experts that compute each logical one, by ascending rank, without multiplicity."""
+        """[E]: the physical experts that compute each logical expert, once each, by ascending rank."""
         return tuple(
             tuple(self.physical(rank, expert) for rank in dict.fromkeys(ranks))
             for expert, ranks in enumerate(self.hosts)
@@ -190,7 +190,7 @@ class Placement:
 
     @cached_property
     def expert_of_physical(self) -> tuple[int, ...]:
-        """[P]: the logical expert that each physical one computes; -1 in empty slots and at a lent expert's home."""
+        """[P]: the logical expert that each physical one computes; -1 for empty slots and lent experts' home slots."""
         experts = [EMPTY] * self.num_physical
         for expert, indices in enumerate(self.physicals):
             for index in indices:
@@ -202,7 +202,7 @@ class Placement:
         return _owners(self.home, self.num_experts)
 
     def __str__(self) -> str:
-        """Rank by rank the home slots, a plus and the guest slots: `0 1 + 3! . | 2x2 3x0 + . .`
+        """Return the home slots, a plus and the guest slots of each rank: `0 1 + 3! . | 2x2 3x0 + . .`
 
         `x2` is two vExperts, `x0` none (a lent expert), `.` an empty slot, `!` the primary if it is not the owner.
         """
@@ -223,10 +223,10 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
-        """The placement that prints as `text`.
+        """Return the placement that prints as `text`.
 
         Raises:
-            ValueError: `text` is no placement.
+            ValueError: `text` is not a placement.
         """
         halves = [[half.split() for half in row.split("+")] for row in text.split("|")]
         rows = [[[_parse_slot(slot) for slot in half] for half in (*row, [])[:2]] for row in halves]
@@ -239,14 +239,19 @@ class Placement:
                 if is_primary:
                     primary[expert] = rank
         experts = sorted(primary)
-        ranks = tuple(tuple(hosts[expert]) for expert in experts)
-        placement = cls(len(experts), home, guests, ranks, tuple(primary[expert] for expert in experts))
+        placement = cls(
+            num_experts=len(experts),
+            home=home,
+            guests=guests,
+            hosts=tuple(tuple(hosts[expert]) for expert in experts),
+            primary=tuple(primary[expert] for expert in experts),
+        )
         if text.split() != str(placement).split():
             raise ValueError(f"{text!r}: prints as {placement}")
         return placement
 
     def digest(self) -> str:
-        """32 hexadecimal digits, equal on all ranks and in all runs for equal placements only."""
+        """Return 32 hexadecimal digits, equal on all ranks and in all runs for equal placements only."""
         return hashlib.blake2b(str(self).encode(), digest_size=16).hexdigest()
 
     def _check_sizes(self) -> None:
@@ -265,7 +270,7 @@ class Placement:
                 if expert == EMPTY:
                     continue
                 if not 0 <= expert < self.num_experts:
-                    raise ValueError(f"rank {rank}: its guest {expert} is none of {self.num_experts} experts")
+                    raise ValueError(f"rank {rank}: its guest {expert} is not one of {self.num_experts} experts")
                 if times > 1:
                     raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
                 if self.owner(expert) == rank:
@@ -284,7 +289,7 @@ class Placement:
                 if not 0 <= rank < self.num_ranks or expert not in kept[rank]:
                     raise ValueError(f"expert {expert}: its host {rank} has no slot for it")
             if primary not in ranks:
-                raise ValueError(f"expert {expert}: its primary {primary} is none of its hosts {ranks}")
+                raise ValueError(f"expert {expert}: its primary {primary} is not one of its hosts {ranks}")
 
 
 def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, ...]:
@@ -293,7 +298,7 @@ def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, .
 
 
 def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """The guest slots of a rank with the wanted experts: those already there stay, the others fill up."""
+    """Return a rank's guest slots with the wanted experts: present guests keep their slots, others fill free ones."""
     new = iter([expert for expert in wanted if expert not in slots])
     filled = tuple(expert if expert != EMPTY and expert in wanted else next(new, EMPTY) for expert in slots)
     if left := list(new):
@@ -302,7 +307,7 @@ def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int
 
 
 def _parse_slot(text: str) -> tuple[int, int, bool]:
-    """Expert, multiplicity and whether it is marked as primary."""
+    """Return an expert, its multiplicity and whether it is marked as primary."""
     if text == ".":
         return EMPTY, 0, False
     match = _SLOT.fullmatch(text)

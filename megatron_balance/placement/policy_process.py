@@ -1,13 +1,14 @@
-"""A policy from elsewhere (`--balance-policy package.module:Class`), in a process of its own.
+"""A user's policy (`--balance-policy package.module:Class`) in a separate process.
 
-Whatever it does there (leave the interpreter, crash, loop, hold the interpreter's lock, take all memory), the rank goes
-on. The process is started from a clean command line: it has none of the rank's threads, sockets and device memory, and
-imports neither the entry point nor torch. It ends with the rank.
+Whatever the policy does there (leave the interpreter, crash, loop, hold the interpreter's lock, take all memory), the
+rank continues. The process starts from a clean command line: it has none of the rank's threads, sockets and device
+memory, and imports neither the entry point nor torch. It ends with the rank.
 
-The rank sends questions as pickles, and reads answers as pickles of numbers, texts and tuples of them only.
+The rank sends questions as pickles. It reads answers as pickles of numbers, strings and tuples only.
 """
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
@@ -33,32 +34,31 @@ from megatron_balance.placement.splits import SPLITS
 SERVER = "megatron_balance.placement.policy_server"
 
 MOST_BYTES = 2**24
-"""Of an answer; a placement of 256 experts on 64 ranks has 5,000."""
+"""Most bytes of an answer; a placement of 256 experts on 64 ranks has 5,000."""
 
 MOST_DEATHS = 3
-"""A process that ends so many times in a row is not started again."""
+"""Number of deaths in a row after which the process is not started again."""
+
+_FIELDS = [field.name for field in dataclasses.fields(Placement)]
 
 _LAST_SECONDS = 5.0
-"""For a process that has closed its pipe to end."""
+"""Seconds that a process has to end after it closed its pipe."""
 
 
-class PolicyProcess:
-    """A Policy whose plans are made elsewhere; any thread may wait in `plan` while another one calls `stop`."""
-
-    split: str
-    """As in Policy, once `ready`."""
+class PolicyProcess(Policy):
+    """A policy that plans in its own process. One thread may wait in `plan` while another one calls `stop`."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        """Start the process; it gets ready while the caller does something else."""
-        self.name, self.options = name, dict(options)
+        """Start the process without waiting for it; see `ready`. `split` is the policy's once `ready` returns."""
+        self.name, self._arguments = name, dict(options)
         self._deaths, self._stopped, self._greeted = 0, False, False
         self._process, self._pipe = self._start()
 
     def ready(self, seconds: float) -> None:
-        """Wait until the policy has been made.
+        """Wait until the process has made the policy.
 
         Raises:
-            ValueError: it cannot be made, has no `plan` or an unknown `split`, or was not made in time.
+            ValueError: the policy cannot be made, has no `plan` or an unknown `split`, or was not made in time.
         """
         if self._greeted:
             return
@@ -76,11 +76,11 @@ class PolicyProcess:
             raise
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """As in Policy.
+        """See `Policy.plan`.
 
         Raises:
             PolicyFailure: the policy raised, returned no placement, or its process ended.
-            ValueError: what it returned is no valid placement.
+            ValueError: the placement that it returned is invalid.
         """
         try:
             if self._process.poll() is not None:
@@ -97,10 +97,10 @@ class PolicyProcess:
             final = self._deaths >= MOST_DEATHS
             raise PolicyFailure(f"{problem} ({MOST_DEATHS} times in a row)" if final else problem, final) from None
         self._deaths = 0
-        return Placement(*fields)
+        return Placement(**dict(zip(_FIELDS, fields, strict=True)))
 
     def stop(self) -> None:
-        """End the process; whoever waits in `plan` gets a PolicyFailure."""
+        """End the process; a thread that waits in `plan` gets a PolicyFailure."""
         self._stopped = True
         self._process.kill()
 
@@ -109,7 +109,7 @@ class PolicyProcess:
             raise EOFError
         ours, theirs = Pipe()
         command = [sys.executable, "-P", "-u", "-m", SERVER, str(theirs.fileno()), str(os.getpid())]
-        # The path of a program may have grown since its start
+        # sys.path may have changed since the program started
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         process = subprocess.Popen(
             command,
@@ -122,8 +122,8 @@ class PolicyProcess:
         if self._stopped:
             process.kill()
         self._greeted = False
-        with contextlib.suppress(OSError):  # who waits for the answer learns of it
-            ours.send_bytes(pickle.dumps((self.name, self.options)))
+        with contextlib.suppress(OSError):  # reading the answer will report it
+            ours.send_bytes(pickle.dumps((self.name, self._arguments)))
         return process, ours
 
     def _greet(self) -> None:
@@ -134,11 +134,11 @@ class PolicyProcess:
         self._greeted = True
 
     def _answer(self) -> tuple:
-        """The next answer.
+        """Return the next answer.
 
         Raises:
-            PolicyFailure: it tells of a problem.
-            EOFError, OSError: there is none, or what came is no answer.
+            PolicyFailure: the answer reports a problem.
+            EOFError, OSError: the connection ended, or the bytes received are not an answer.
         """
         received = self._pipe.recv_bytes(MOST_BYTES)
         try:
@@ -151,7 +151,7 @@ class PolicyProcess:
         return values
 
     def _end(self, error: Exception) -> str:
-        """End what is left of the process; returns what happened to it."""
+        """End the process if it still runs; return what happened to it."""
         if isinstance(error, EOFError | ConnectionError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_SECONDS)
@@ -167,7 +167,7 @@ class PolicyProcess:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, texts and tuples: nothing in an answer is imported or called."""
+    """Reads numbers, strings and tuples; an answer can neither import nor call anything."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         raise pickle.UnpicklingError(f"asks for {module}.{name}")
@@ -180,9 +180,9 @@ def _end(process: subprocess.Popen, pipe: Connection) -> None:
 
 
 def start_policy(name: str, **options: Any) -> Policy:
-    """A policy by its name here, or by `package.module:Class`, then a PolicyProcess, which may not be ready yet.
+    """Return a policy by its name, or a PolicyProcess for `package.module:Class`, which may not be ready yet.
 
     Raises:
-        ValueError: as `load_policy`.
+        ValueError: see `load_policy`.
     """
     return PolicyProcess(name, options) if ":" in name else load_policy(name, **options)

@@ -1,6 +1,7 @@
-"""What runs in a PolicyProcess: makes a policy and answers questions with it, until the rank is gone.
+"""The program of a PolicyProcess: makes a policy and answers the rank's questions until the rank ends.
 
-Answers are pairs of a problem, or None, and a tuple: first the policy's split, then the fields of placements.
+An answer is a problem or None, and a tuple. The first answer's tuple is the policy's split, later ones are fields of a
+Placement.
 """
 
 import contextlib
@@ -25,9 +26,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve the rank with this process id over the socket that is open as `descriptor`."""
+    """Serve the rank, the process `parent`, over the socket that is open as `descriptor`."""
     _end_with(parent)
-    # The end of the job is the rank's business
+    # The rank handles the end of the job
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -37,8 +38,8 @@ def main(descriptor: int, parent: int) -> None:
         try:
             policy = load_policy(name, **options)
             made = None, (split_of(policy),)
-        except BaseException as error:  # nothing that a policy does ends this process, if it can be told instead
-            pipe.send_bytes(pickle.dumps((_told(error), ())))
+        except BaseException as error:  # report whatever the policy raises, SystemExit too
+            pipe.send_bytes(pickle.dumps((_reported(error), ())))
             return
         pipe.send_bytes(pickle.dumps(made))
         while True:
@@ -56,11 +57,11 @@ def _answer(policy: Policy, question: bytes) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Integers and tuples, whatever else behaves like them."""
+    """Return plain integers and tuples for objects that behave like them."""
     return tuple(map(_plain, value)) if isinstance(value, Iterable) else operator.index(value)  # pyright: ignore
 
 
-def _told(error: BaseException) -> str:
+def _reported(error: BaseException) -> str:
     # load_policy's own errors name the flag
     return cleaned(error, 400) if isinstance(error, ValueError) else f"raised {described(error)}"
 
@@ -75,6 +76,6 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
-    # Threads that a policy has started do not keep the process
+    # Do not wait for threads that the policy has started
     sys.stdout.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""The next iteration's load matrix of one MoE layer, from those up to now (Pro-Prophet Section II-B: locality).
+"""Predicts the next iteration's load matrix of one MoE layer from past iterations (Pro-Prophet Section II-B: locality).
 
-Shape suffixes: D expert-parallel ranks, E logical experts, W remembered iterations.
+B is the number of remembered iterations.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ METHODS = ("last", "ema", "linear")
 
 @dataclass(frozen=True)
 class Predictor:
-    """How to predict; what it has seen is a separate value, so that a checkpoint can hold it."""
+    """A prediction method. Its History is a separate value, so that a checkpoint can hold it."""
 
     method: str = "last"
-    """last: the latest load. ema: an exponential moving average. linear: a line through the latest `window` loads."""
+    """last: the latest load. ema: an exponential moving average. linear: a line fitted to the latest `window` loads."""
 
     decay: float = 0.75
     """ema: weight of the past; at least 0, less than 1."""
 
     window: int = 4
-    """linear: W, at least 2."""
+    """linear: number of loads that the line is fitted to; at least 2."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -33,10 +33,10 @@ class Predictor:
             raise ValueError(f"linear window {self.window}: must be at least 2")
 
     def observe(self, state: "History", counts_DE: np.ndarray) -> "History":
-        """The state after one more iteration.
+        """Return the history after one more iteration.
 
         Args:
-            counts_DE: [D, E] tokens of the iteration; another shape than before starts afresh.
+            counts_DE: [D, E] tokens of the iteration; a shape that differs from the previous one starts a new history.
         """
         latest = np.array(counts_DE, dtype=np.int64)
         if state.latest is None or state.latest.shape != latest.shape:
@@ -50,9 +50,9 @@ class Predictor:
         return History((*state.recent, latest)[-keep:])
 
     def predict(self, state: "History") -> np.ndarray | None:
-        """[D, E] int64 expected tokens, or None before the first observation.
+        """Return [D, E] int64 expected tokens, or None before the first observation.
 
-        Every source rank is expected to route as many tokens as it did last.
+        Every source rank is expected to route as many tokens as in the latest iteration.
         """
         if state.latest is None:
             return None
@@ -65,10 +65,10 @@ class Predictor:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """What a predictor remembers of one layer; empty at first."""
+    """Past loads of one layer, as a predictor needs them; empty at first."""
 
     recent: tuple[np.ndarray, ...] = ()
-    """[W] of [D, E] int64, oldest first."""
+    """[B] arrays of [D, E] int64, oldest first."""
 
     mean: np.ndarray | None = None
     """[D, E] float64 moving average."""
@@ -78,7 +78,7 @@ class History:
         return self.recent[-1] if self.recent else None
 
     def to_plain(self) -> dict[str, Any]:
-        """Lists and numbers only, for a checkpoint; `from_plain` gives the same state to the bit."""
+        """Return lists and numbers for a checkpoint; `from_plain` restores the same history bit for bit."""
         return {
             "recent": [counts_DE.tolist() for counts_DE in self.recent],
             "mean": None if self.mean is None else self.mean.tolist(),
@@ -86,35 +86,36 @@ class History:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "History":
+        """Return the history that `to_plain` described."""
         mean = plain["mean"]
         recent = tuple(np.array(counts, dtype=np.int64) for counts in plain["recent"])
         return cls(recent, None if mean is None else np.array(mean, dtype=np.float64))
 
 
 def prediction_error(predicted_DE: np.ndarray, actual_DE: np.ndarray) -> float:
-    """Share of tokens that were predicted on the wrong expert or source: 0 is perfect, 1 all wrong.
+    """Return the share of tokens predicted for the wrong expert or source: 0 is perfect, 1 is all wrong.
 
-    Half the sum of absolute differences over the actual tokens; 0 without tokens.
+    It is half the sum of absolute differences over the number of actual tokens; 0 if there are none.
     """
     tokens = int(np.sum(actual_DE))
     return float(np.abs(np.asarray(predicted_DE) - actual_DE).sum()) / (2 * tokens) if tokens else 0.0
 
 
-def _extrapolate(recent_WDE: np.ndarray) -> np.ndarray:
-    """The least-squares line through W iterations, one step beyond the last."""
-    size = len(recent_WDE)
-    steps_W = np.arange(size) - (size - 1) / 2
+def _extrapolate(recent_BDE: np.ndarray) -> np.ndarray:
+    """Return the value of the least-squares line through B iterations, one step after the last."""
+    size = len(recent_BDE)
+    steps_B = np.arange(size) - (size - 1) / 2
     # The prediction is linear in the observations, so the regression is one weight per iteration
-    weights_W = 1 / size + steps_W * (steps_W[-1] + 1) / (steps_W**2).sum()
-    return np.tensordot(weights_W, recent_WDE, axes=1)
+    weights_B = 1 / size + steps_B * (steps_B[-1] + 1) / (steps_B**2).sum()
+    return np.tensordot(weights_B, recent_BDE, axes=1)
 
 
 def _with_row_sums(expected_DE: np.ndarray, sums_D: np.ndarray) -> np.ndarray:
-    """Scale each row to a sum and round by largest remainder; ties go to the lower expert."""
+    """Scale each row to its sum, rounded by largest remainder; ties go to the lower expert."""
     totals_D = expected_DE.sum(1)
     scale_D = np.divide(sums_D, totals_D, out=np.zeros_like(totals_D, dtype=np.float64), where=totals_D > 0)
     scaled_DE = expected_DE * scale_D[:, None]
-    # A row without any expectation spreads its tokens evenly
+    # A row without expected tokens spreads its sum evenly
     scaled_DE[totals_D <= 0] = (sums_D[totals_D <= 0] / expected_DE.shape[1])[:, None]
     floor_DE = np.floor(scaled_DE).astype(np.int64)
     missing_D = sums_D - floor_DE.sum(1)

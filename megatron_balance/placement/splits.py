@@ -1,7 +1,6 @@
-"""How the hosts of an expert share its tokens, as the cost model counts them: `flow/plan.py` deals out whole tokens.
+"""How the hosts of an expert share its tokens, in the cost model's fractions; `flow/plan.py` assigns whole tokens.
 
-Shape suffixes: D expert-parallel ranks, E logical experts, K experts or ways to place one; DD is [source rank,
-computing rank].
+The first dimension of `_AD` arrays is A experts, or A ways to place one expert; `_DD` is [source rank, computing rank].
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from megatron_balance.placement.placement import Placement
 
 
 def vexperts(placement: Placement) -> np.ndarray:
-    """[E, D] int64: how often each rank is named among each expert's hosts; 0 where it computes none of its tokens."""
+    """Return [E, D] int64: the number of vExperts that each expert has on each rank; 0 where the rank is not a host."""
     ranks = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
     experts = np.repeat(np.arange(placement.num_experts), [len(hosts) for hosts in placement.hosts])
     cells = placement.num_experts * placement.num_ranks
@@ -22,44 +21,44 @@ def vexperts(placement: Placement) -> np.ndarray:
 
 
 class Shares(NamedTuple):
-    """How hosts share the tokens of K experts, or of one expert placed in K ways: a model's fractions of tokens."""
+    """How hosts share the tokens of A experts, or of one expert placed in A ways; tokens may be fractions."""
 
-    local_KD: np.ndarray
-    """[K, D] tokens that each rank computes of its own; it sends the others away."""
+    local_AD: np.ndarray
+    """[A, D] tokens that each rank computes of its own; it sends the rest away."""
 
-    share_KD: np.ndarray
-    """[K, D] each rank's part of what all ranks send away; none of it comes from a rank that gets a part."""
-
-
-def local_first(counts_KD: np.ndarray, vexperts_KD: np.ndarray, primary_K: np.ndarray) -> Shares:
-    """Pro-Prophet's rule: a host computes its own tokens, everyone else's go to the primary host."""
-    share_KD = np.zeros(counts_KD.shape)
-    share_KD[np.arange(len(share_KD)), primary_K] = 1
-    return Shares(np.where(vexperts_KD, counts_KD, 0), share_KD)
+    share_AD: np.ndarray
+    """[A, D] each rank's fraction of all tokens that are sent away. Ranks with a fraction above 0 send none away."""
 
 
-def proportional(counts_KD: np.ndarray, vexperts_KD: np.ndarray, primary_K: np.ndarray) -> Shares:
-    """FlexMoE's rule, Algorithm 3: every vExpert of an expert computes as many of its tokens, local ones first.
+def local_first(counts_AD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray) -> Shares:
+    """Pro-Prophet's rule: a host computes its own tokens; tokens of other ranks go to the primary host."""
+    share_AD = np.zeros(counts_AD.shape)
+    share_AD[np.arange(len(share_AD)), primary_A] = 1
+    return Shares(np.where(vexperts_AD, counts_AD, 0), share_AD)
 
-    What a source has above its own capacity goes to the others in proportion to what they have left:
+
+def proportional(counts_AD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray) -> Shares:
+    """FlexMoE's rule, Algorithm 3: all vExperts of an expert compute equally many of its tokens, local tokens first.
+
+    Tokens above a source's own capacity go to the other hosts in proportion to their remaining capacity,
     `cap * n - min(cap * n, I)`.
     """
-    capacity_KD = vexperts_KD * (counts_KD.sum(1) / vexperts_KD.sum(1))[:, None]
-    local_KD = np.minimum(capacity_KD, counts_KD)
-    left_KD = capacity_KD - local_KD
-    left_K1 = left_KD.sum(1, keepdims=True)
-    return Shares(local_KD, np.divide(left_KD, left_K1, out=np.zeros_like(left_KD), where=left_K1 > 0))
+    capacity_AD = vexperts_AD * (counts_AD.sum(1) / vexperts_AD.sum(1))[:, None]
+    local_AD = np.minimum(capacity_AD, counts_AD)
+    left_AD = capacity_AD - local_AD
+    left_A1 = left_AD.sum(1, keepdims=True)
+    return Shares(local_AD, np.divide(left_AD, left_A1, out=np.zeros_like(left_AD), where=left_A1 > 0))
 
 
 SPLITS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], Shares]] = {
     "local_first": local_first,
     "proportional": proportional,
 }
-"""Rules by which hosts share tokens: of [K, D] loads of experts, [K, D] vExperts and the [K] primary hosts."""
+"""Rules by which hosts share tokens, as functions of [A, D] tokens, [A, D] vExperts and [A] primary hosts."""
 
 
 def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
-    """[D, D] float64: tokens that each source rank has computed by each rank; what stays at home is on the diagonal."""
+    """Return [D, D] float64: tokens from each source rank that each rank computes, local tokens on the diagonal."""
     # numpy multiplies integers without BLAS; float64 is exact for these
     counts_ED = counts_DE.T.astype(np.float64)
     local_ED, share_ED = SPLITS[split](counts_ED, vexperts(placement), np.asarray(placement.primary))

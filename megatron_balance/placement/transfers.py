@@ -1,4 +1,4 @@
-"""Which rank sends which piece of which expert to whom, round by round: what Trans executes, and Agg backwards."""
+"""Plans of messages for Trans and Agg: which rank sends which piece of which expert to which rank, in rounds."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,10 +21,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How experts get from their owners to their guest slots, piece by piece, in rounds that follow each other.
+    """The messages that bring experts from their owners to guest slots, piece by piece, in consecutive rounds.
 
-    In one round a rank sends at most one message and receives at most one. A source is the expert's owner, or received
-    the piece in an earlier round and relays it. Every piece reaches every occupied guest slot once.
+    In one round a rank sends at most one message and receives at most one. A source is the expert's owner or a relay
+    that received the piece in an earlier round. Every piece reaches every occupied guest slot once.
 
     Trans runs the rounds forward: the source sends weights to the target. Agg runs them backward: the target sends
     gradients to the source, which adds what it receives to its own, so a relay passes on the sum of its subtree.
@@ -33,27 +33,27 @@ class TransferPlan:
     rounds: tuple[tuple[Message, ...], ...]
 
     chunks: int
-    """Pieces that every expert is sent in."""
+    """Number of pieces that every expert is sent in."""
 
     @property
     def experts_sent(self) -> float:
-        """Whole experts that cross links, each link counted; a part of a plan may send a fraction."""
+        """Number of experts that cross links, counted per link; part of a plan may send a fraction."""
         return sum(map(len, self.rounds)) / self.chunks
 
     def split(self, rounds: int) -> tuple["TransferPlan", "TransferPlan"]:
-        """The first so many rounds, and the rest. Trans runs the first part first, Agg the rest first."""
+        """Split after `rounds` rounds. Trans runs the first part first, Agg the second part first."""
         return TransferPlan(self.rounds[:rounds], self.chunks), TransferPlan(self.rounds[rounds:], self.chunks)
 
 
 class Link(NamedTuple):
-    """One step of an expert's way from its owner to its guests."""
+    """One hop on an expert's route from its owner to its guests."""
 
     source: int
     target: int
     before: int
-    """Links between the owner and the source."""
+    """Number of links between the owner and the source."""
     behind: int
-    """Rounds that a piece takes from the target on to all guests that get it from there."""
+    """Number of rounds that a piece takes from the target to all guests behind it."""
 
 
 Route = tuple[Link, ...]
@@ -61,10 +61,10 @@ Route = tuple[Link, ...]
 
 
 def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: int = 1) -> TransferPlan:
-    """Pieces flow along each expert's route, in order, every rank passing on what it has to up to `fanout` others.
+    """Schedule every expert's pieces along its route, where each rank relays a piece to at most `fanout` others.
 
-    Greedy list scheduling: the most urgent piece first, which has the most rounds to follow on its link and on those
-    behind it; ties go to the earlier piece, then to the lower expert. `LinkLoads` bounds the rounds from below.
+    Greedy list scheduling sends the most urgent piece first: the one with the most rounds left on its link and on the
+    links behind it. Ties go to the earlier piece, then to the lower expert. `LinkLoads` is a lower bound on the rounds.
 
     Args:
         node_size, fanout: as in `route_of`.
@@ -80,22 +80,24 @@ def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: in
 
 
 def routes(placement: Placement, node_size: int, fanout: int = 1) -> dict[int, Route]:
-    """The way of each expert that has guests."""
+    """Return the route of each expert that has guests."""
     return {
-        expert: route_of(placement.owner(expert), ranks, placement.num_ranks, node_size, fanout)
+        expert: route_of(
+            placement.owner(expert), ranks, num_ranks=placement.num_ranks, node_size=node_size, fanout=fanout
+        )
         for expert, ranks in sorted(_guests_of(placement).items())
     }
 
 
-def route_of(owner: int, guests: Iterable[int], num_ranks: int, node_size: int, fanout: int) -> Route:
-    """The way of one expert: a chain with `fanout` 1, a doubling tree where it has no bound.
+def route_of(owner: int, guests: Iterable[int], *, num_ranks: int, node_size: int, fanout: int) -> Route:
+    """Return the route of one expert: a chain with `fanout` 1, a doubling tree with an unbounded `fanout`.
 
-    In every step each rank that has the expert sends it to one that does not, at most `fanout` times in all. Other
-    nodes come first, each entered once, because their links may be slow and all of their guests wait; but the last
-    send of a rank is for its own node, until all guests there are provided for. So a chain passes through the owner's
-    node first, then node by node, and a tree reaches the nodes in few steps and works inside all of them at the same
-    time. Nodes come in cyclic order from the owner's on, and so do the ranks of each node from the owner's number on:
-    experts of different owners use different links at the same time.
+    In every step each rank that has the expert sends it to a rank that does not, at most `fanout` times in all. Other
+    nodes come first, and each is entered once, because links between nodes may be slow and all guests of a node wait
+    for them. The last send of a rank is for its own node, until all guests there are served. So a chain passes through
+    the owner's node first, then node by node; a tree reaches all nodes in few steps and then works inside all of them
+    in parallel. Nodes, and the ranks of each node, follow in cyclic order after the owner, so that experts of different
+    owners use different links at the same time.
 
     Args:
         node_size: ranks per node.
@@ -103,7 +105,7 @@ def route_of(owner: int, guests: Iterable[int], num_ranks: int, node_size: int, 
     home, nodes = owner // node_size, -(-num_ranks // node_size)
     ordered = sorted(guests, key=lambda rank: ((rank // node_size - home) % nodes, (rank - owner) % node_size))
     if fanout == 1:
-        # What follows comes to the same, but searches ask for chains often
+        # A shortcut for the tree below, because searches need many chains
         last = len(ordered) - 1
         return tuple(Link(*pair, index, last - index) for index, pair in enumerate(pairwise((owner, *ordered))))
     local: defaultdict[int, deque[int]] = defaultdict(deque)
@@ -125,7 +127,7 @@ def route_of(owner: int, guests: Iterable[int], num_ranks: int, node_size: int, 
 
 
 def _guests_of(placement: Placement) -> dict[int, list[int]]:
-    """The ranks with a guest slot for each expert, ascending; experts without guests are left out."""
+    """Return the ranks that have each expert as a guest, ascending; experts without guests are left out."""
     guests: defaultdict[int, list[int]] = defaultdict(list)
     for rank, row in enumerate(placement.guests):
         for expert in row:
@@ -135,7 +137,7 @@ def _guests_of(placement: Placement) -> dict[int, list[int]]:
 
 
 def _with_rounds_behind(links: Sequence[tuple[int, int, int]]) -> Route:
-    """Links of a route, given with what is before them."""
+    """Return a route from (source, target, links before) triples."""
     behind: defaultdict[int, list[int]] = defaultdict(list)
     found = []
     for source, target, before in reversed(links):
@@ -146,28 +148,29 @@ def _with_rounds_behind(links: Sequence[tuple[int, int, int]]) -> Route:
 
 
 def _rounds_to(behind: list[int]) -> int:
-    """Rounds of one piece from a rank on to its targets, which need so many from then on; the slowest goes first."""
+    """Return the rounds of one piece from a rank to all ranks behind it, given the rounds behind each target."""
     if len(behind) < 2:
         return behind[0] + 1 if behind else 0
+    # The slowest target is served first
     return max(index + rounds for index, rounds in enumerate(sorted(behind, reverse=True), start=1))
 
 
 class LinkLoads:
-    """How busy routes keep every rank's links: a bound on the rounds of `plan_transfers` from below.
+    """How busy routes keep every rank's links: a lower bound on the rounds of `plan_transfers`.
 
-    A link of a rank carries one piece per round; the first cannot come before it has passed the links ahead of it on
-    its route, and the last has those behind it to pass.
+    A rank's link carries one piece per round. The first piece has to pass the links ahead of it on its route first, and
+    the last piece has to pass the links behind it afterwards.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        # By rank, senders first: experts, the fewest rounds before the first piece, the fewest after the last one
+        # Per sending rank, then per receiving rank: experts, least rounds before the first piece, least after the last
         self._experts = [0] * (2 * num_ranks)
         self._before, self._after = [num_ranks] * (2 * num_ranks), [num_ranks] * (2 * num_ranks)
         self._alone: dict[int, int] = {}
-        """As `lines`, of one rank on one route."""
+        """As `lines`, from single ranks of single routes."""
 
     def add(self, route: Route) -> None:
-        """Count an expert's route in."""
+        """Add an expert's route."""
         experts, befores, afters, receiver = self._experts, self._before, self._after, len(self._experts) // 2
         sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for source, target, before, behind in route:
@@ -184,7 +187,7 @@ class LinkLoads:
 
     @property
     def lines(self) -> list[tuple[int, int]]:
-        """(m, x) such that experts in c pieces take at least m * c + x rounds, ascending; none without a route."""
+        """Pairs (m, x), ascending: experts in c pieces take at least m * c + x rounds. Empty without a route."""
         lines = self._alone.copy()
         for experts, before, after in zip(self._experts, self._before, self._after, strict=True):
             if experts and before + after > lines.get(experts, -1):
@@ -194,14 +197,14 @@ class LinkLoads:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """One link of an expert's route while pieces pass."""
+    """The state of one link of an expert's route during scheduling."""
 
     expert: int
     link: Link
     feeder: "_Flow | None"
-    """The link that brings the source its pieces."""
+    """The link that brings pieces to the source; None at the owner."""
     left: int
-    """Pieces that it has to send still."""
+    """Number of pieces left to send."""
 
     @property
     def is_ready(self) -> bool:
@@ -209,7 +212,7 @@ class _Flow:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """The greater, the sooner it should send."""
+        """Priority of the link: the greatest sends first."""
         return self.left + self.link.behind, self.left
 
 
@@ -221,8 +224,8 @@ def _flows(expert: int, route: Route, chunks: int) -> Iterator[_Flow]:
 
 
 def _advance(flows: Sequence[_Flow], chunks: int) -> tuple[Message, ...]:
-    """The messages of the next round, which the links have sent when it returns."""
-    # Sorting keeps the order of equals, in reverse as well
+    """Send the next round: update the links and return their messages."""
+    # Sorting keeps the order of equal items, with `reverse` too
     ready = sorted((flow for flow in flows if flow.is_ready), key=lambda flow: flow.urgency, reverse=True)
     sources, targets, chosen = set(), set(), []
     for flow in ready:

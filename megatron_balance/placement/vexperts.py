@@ -1,7 +1,4 @@
-"""FlexMoE's vExperts: the modifications of where they are, and what a layer costs with them by Eq. 5.
-
-Shape suffixes: D expert-parallel ranks, E logical experts, K choices.
-"""
+"""FlexMoE's vExperts: the modifications that add, remove and move them, and the cost of a layer by Eq. 5."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,14 +13,14 @@ from megatron_balance.placement.splits import vexperts
 
 
 class Expand(NamedTuple):
-    """A vExpert more for an expert."""
+    """Add a vExpert to an expert."""
 
     expert: int
     rank: int
 
     @property
     def changes(self) -> tuple[tuple[int, int, int], ...]:
-        """(expert, rank, vExperts more or fewer)."""
+        """(expert, rank, change of the number of vExperts)."""
         return ((self.expert, self.rank, 1),)
 
     def __str__(self) -> str:
@@ -31,14 +28,14 @@ class Expand(NamedTuple):
 
 
 class Shrink(NamedTuple):
-    """A vExpert less for an expert that has several."""
+    """Remove a vExpert from an expert that has several."""
 
     expert: int
     rank: int
 
     @property
     def changes(self) -> tuple[tuple[int, int, int], ...]:
-        """As of Expand."""
+        """See Expand."""
         return ((self.expert, self.rank, -1),)
 
     def __str__(self) -> str:
@@ -46,7 +43,7 @@ class Shrink(NamedTuple):
 
 
 class Migrate(NamedTuple):
-    """A vExpert moves to another rank, in exchange for a vExpert of `partner` or into the place of none."""
+    """Move a vExpert to another rank, in exchange for a vExpert of `partner` if there is one."""
 
     expert: int
     source: int
@@ -55,7 +52,7 @@ class Migrate(NamedTuple):
 
     @property
     def changes(self) -> tuple[tuple[int, int, int], ...]:
-        """As of Expand."""
+        """See Expand."""
         there = ((self.expert, self.source, -1), (self.expert, self.target, 1))
         back = ((self.partner, self.target, -1), (self.partner, self.source, 1))
         return there if self.partner == EMPTY else there + back
@@ -69,13 +66,13 @@ Modification = Expand | Shrink | Migrate
 
 
 def modify(placement: Placement, modifications: Iterable[Modification]) -> Placement:
-    """The placement after modifications in this order.
+    """Return the placement after modifications in this order.
 
-    Those that follow each other and share no source and no target are one step of FlexMoE's queue. Here that is left to
-    `plan_transfers`, whose rounds send at most one message from and to each rank.
+    FlexMoE's queue groups modifications that share no source and no target into one step. `plan_transfers` does the
+    same here: in each of its rounds a rank sends and receives at most one message.
 
     Raises:
-        ValueError: a rank without a free guest slot, a Shrink of a vExpert that is not there or the last of its expert.
+        ValueError: a rank lacks a free guest slot, or a Shrink names a vExpert that does not exist or is the last one.
     """
     hosts = [list(ranks) for ranks in placement.hosts]
     touched = False
@@ -86,46 +83,55 @@ def modify(placement: Placement, modifications: Iterable[Modification]) -> Place
     return placement.rehost(hosts) if touched else placement
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Layer:
-    """What modifications do not change: a load, the owners, and the placement that adjustments are counted from."""
+    """The values that modifications do not change: load, owners, and the placement that adjustments start from."""
 
     cost: CostModel
     counts_ED: np.ndarray
     owner_E: np.ndarray
     owned_ED: np.ndarray
-    """[E, D] bool."""
+    """[E, D] bool: whether the rank owns the expert."""
 
     primary_E: np.ndarray
     arrival_ED: np.ndarray
-    """[E, D] seconds in which the owner sends an expert to a rank that does not keep it."""
+    """[E, D] seconds that the owner takes to send an expert to a rank that does not have it."""
 
     guest_slots: int
     limit: int
-    """vExperts per rank."""
+    """Number of vExperts per rank."""
 
     @classmethod
     def of(cls, counts_DE: np.ndarray, placement: Placement, cost: CostModel, limit: int) -> "Layer":
+        """Return the layer that starts from `placement`."""
         owner_E, rank_D = owners(placement), np.arange(placement.num_ranks)
         owned_ED = owner_E[:, None] == rank_D
         kept_ED = owned_ED | (vexperts(placement) > 0)
         arrival_ED = np.where(kept_ED, 0.0, cost.adjustment_seconds(owner_E[:, None], rank_D))
-        counts_ED, primary_E = counts_DE.T.astype(np.float64), np.asarray(placement.primary)
-        return cls(cost, counts_ED, owner_E, owned_ED, primary_E, arrival_ED, placement.guest_slots, limit)
+        return cls(
+            cost=cost,
+            counts_ED=counts_DE.T.astype(np.float64),
+            owner_E=owner_E,
+            owned_ED=owned_ED,
+            primary_E=np.asarray(placement.primary),
+            arrival_ED=arrival_ED,
+            guest_slots=placement.guest_slots,
+            limit=limit,
+        )
 
-    def times(self, expert_K: np.ndarray, vexperts_KD: np.ndarray) -> ExpertTimes:
-        """What experts add to each rank's time with these vExperts; primary hosts as `Placement.rehost` has them."""
-        if not len(expert_K):
-            return ExpertTimes(np.zeros(vexperts_KD.shape), np.zeros(vexperts_KD.shape))
-        row_K, owner_K, primary_K = np.arange(len(expert_K)), self.owner_E[expert_K], self.primary_E[expert_K]
-        first_K = np.where(vexperts_KD[row_K, owner_K], owner_K, (vexperts_KD > 0).argmax(1))
-        primary_K = np.where(vexperts_KD[row_K, primary_K], primary_K, first_K)
-        return self.cost.expert_times(self.counts_ED[expert_K], vexperts_KD, primary_K, owner_K)
+    def times(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> ExpertTimes:
+        """Return what experts with these vExperts add to each rank's time; primary hosts follow `Placement.rehost`."""
+        if not len(expert_A):
+            return ExpertTimes(np.zeros(vexperts_AD.shape), np.zeros(vexperts_AD.shape))
+        row_A, owner_A, primary_A = np.arange(len(expert_A)), self.owner_E[expert_A], self.primary_E[expert_A]
+        first_A = np.where(vexperts_AD[row_A, owner_A], owner_A, (vexperts_AD > 0).argmax(1))
+        primary_A = np.where(vexperts_AD[row_A, primary_A], primary_A, first_A)
+        return self.cost.expert_times(self.counts_ED[expert_A], vexperts_AD, primary_A, owner_A)
 
 
 @dataclass(frozen=True, eq=False)
 class VExperts:
-    """The vExperts of a layer, and what they cost."""
+    """The vExperts of a layer, and their cost."""
 
     layer: Layer
     vexperts_ED: np.ndarray
@@ -134,47 +140,49 @@ class VExperts:
 
     @classmethod
     def of(cls, layer: Layer, placement: Placement) -> "VExperts":
+        """Return the vExperts of `placement`."""
         vexperts_ED = vexperts(placement)
         return cls(layer, vexperts_ED, layer.times(np.arange(len(vexperts_ED)), vexperts_ED))
 
     def after(self, modifications: Iterable[Modification]) -> "VExperts":
-        """The vExperts with modifications made."""
+        """Return the vExperts after modifications."""
         vexperts_ED, touched = self.vexperts_ED.copy(), set()
         for modification in modifications:
             for expert, rank, change in modification.changes:
                 vexperts_ED[expert, rank] += change
                 touched.add(expert)
-        expert_K = np.array(sorted(touched), dtype=np.int64)
+        expert_A = np.array(sorted(touched), dtype=np.int64)
         times = ExpertTimes(*(part_ED.copy() for part_ED in self.times))
-        for part_ED, part_KD in zip(times, self.layer.times(expert_K, vexperts_ED[expert_K]), strict=True):
-            part_ED[expert_K] = part_KD
+        for part_ED, part_AD in zip(times, self.layer.times(expert_A, vexperts_ED[expert_A]), strict=True):
+            part_ED[expert_A] = part_AD
         return VExperts(self.layer, vexperts_ED, times)
 
-    def changes(self, expert_K: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> np.ndarray:
-        """[K, D] seconds more on each rank in each of K choices of an expert that gets more vExperts.
+    def changes(self, expert_A: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> np.ndarray:
+        """Return [A, D] the change of each rank's seconds for each of A candidates.
 
         Args:
-            moves: ranks [K], and how many vExperts more each gets (or fewer, below 0).
+            expert_A: the candidates' expert.
+            moves: pairs of ranks [A] and the number of vExperts that the expert gains there; below 0 it loses them.
         """
-        vexperts_KD = self.vexperts_ED[expert_K]
-        for rank_K, more in moves:
-            vexperts_KD[np.arange(len(expert_K)), rank_K] += more
-        return self.layer.times(expert_K, vexperts_KD).seconds_KD - self.times.seconds_KD[expert_K]
+        vexperts_AD = self.vexperts_ED[expert_A]
+        for rank_A, more in moves:
+            vexperts_AD[np.arange(len(expert_A)), rank_A] += more
+        return self.layer.times(expert_A, vexperts_AD).seconds_AD - self.times.seconds_AD[expert_A]
 
     @cached_property
     def members_ED(self) -> np.ndarray:
-        """[E, D] bool: ranks that keep an expert, and sum up its gradients: hosts and owner."""
+        """[E, D] bool: ranks that have an expert and reduce its gradients, hosts and owner."""
         return (self.vexperts_ED > 0) | self.layer.owned_ED
 
     @cached_property
     def seconds_D(self) -> np.ndarray:
-        """Eq. 5 by rank."""
-        return self.times.seconds_KD.sum(0)
+        """Seconds of each rank, Eq. 5."""
+        return self.times.seconds_AD.sum(0)
 
     @cached_property
     def tokens_D(self) -> np.ndarray:
-        """Tokens that each rank computes."""
-        return self.times.tokens_KD.sum(0)
+        """Number of tokens that each rank computes."""
+        return self.times.tokens_AD.sum(0)
 
     @cached_property
     def guests_ED(self) -> np.ndarray:
@@ -183,25 +191,25 @@ class VExperts:
 
     @cached_property
     def seconds(self) -> float:
-        """Eq. 5 and the adjustments since the start: they come to different ranks at the same time."""
+        """Seconds by Eq. 5 plus those of the adjustments since the start, which reach different ranks in parallel."""
         return float(self.seconds_D.max() + (self.guests_ED * self.layer.arrival_ED).sum(0).max())
 
     @cached_property
     def number_E(self) -> np.ndarray:
-        """vExperts of each expert."""
+        """Number of vExperts of each expert."""
         return self.vexperts_ED.sum(1)
 
     @cached_property
     def capacity_E(self) -> np.ndarray:
-        """Tokens of each expert per vExpert."""
+        """Number of tokens per vExpert of each expert."""
         return self.layer.counts_ED.sum(1) / self.number_E
 
     @cached_property
     def free_vexperts_D(self) -> np.ndarray:
-        """Left on each rank; below 0 where a placement from elsewhere has more than the limit."""
+        """Number of unused vExperts on each rank; below 0 if the initial placement exceeds the limit."""
         return self.layer.limit - self.vexperts_ED.sum(0)
 
     @cached_property
     def free_slots_D(self) -> np.ndarray:
-        """Guest slots left on each rank."""
+        """Number of free guest slots on each rank."""
         return self.layer.guest_slots - self.guests_ED.sum(0)

@@ -35,7 +35,7 @@ RANK = 1
 BLOCKS = [[2], [4, 5, 9]]
 LAYERS = [number for chunk in BLOCKS for number in chunk]
 BESIDE = Overlap(forward=4e-5, backward=1.7e-4)
-COST = CostModel(builtin(RANKS, RANKS, 64, 96), 128, 12e6, 20e6, overlap=BESIDE)
+COST = CostModel(builtin(RANKS, RANKS, 64, 96), token_bytes=128, param_bytes=12e6, grad_bytes=20e6, overlap=BESIDE)
 OWNERS = Placement.identity(EXPERTS, RANKS, SLOTS)
 
 Load = dict[int, list[np.ndarray]]
@@ -238,7 +238,9 @@ def build(
             more.setdefault("planner", PlansAtOnce(journal))
         states = {
             number: LayerState(
-                Manager(policy(number, journal), COST, Predictor(predictor), OWNERS, interval), Slots(number), BESIDE
+                Manager(policy(number, journal), COST, Predictor(predictor), OWNERS, interval=interval),
+                Slots(number),
+                BESIDE,
             )
             for number in LAYERS
         }

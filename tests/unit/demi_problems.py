@@ -18,13 +18,13 @@ def problems(draw: st.DrawFn, most_workers: int = 4, most_experts: int = 6) -> P
     owned = [np.bincount(owner_E, weights=sizes_E, minlength=workers) for sizes_E in (tokens_DE.sum(0), size_E)]
     share = draw(st.sampled_from([0.5, 1.0]))
     return Problem(
-        tokens_DE,
-        owner_E,
-        size_E,
-        scale * generator.uniform(0.5, 1.5, (workers, workers)),
-        scale * generator.uniform(0.5, 1.5, workers),
-        np.maximum(owned[0], share * tokens_DE.sum()),
-        np.maximum(owned[1], share * size_E.sum()),
+        tokens_DE=tokens_DE,
+        owner_E=owner_E,
+        size_E=size_E,
+        link_DD=scale * generator.uniform(0.5, 1.5, (workers, workers)),
+        compute_D=scale * generator.uniform(0.5, 1.5, workers),
+        token_room_D=np.maximum(owned[0], share * tokens_DE.sum()),
+        expert_room_D=np.maximum(owned[1], share * size_E.sum()),
         slots=draw(st.integers(3, 8)),
         weights=draw(st.sampled_from(WEIGHTS)),
         guests=draw(st.sampled_from([None, 0, 1, 2])),
@@ -45,4 +45,4 @@ def even_problem(tokens: list[list[float]], owners: list[int], **changes: object
     arrays = {
         name: np.asarray(value, dtype=float) if name in values else value for name, value in (values | changes).items()
     }
-    return Problem(tokens_DE, np.array(owners), **arrays)
+    return Problem(tokens_DE=tokens_DE, owner_E=np.array(owners), **arrays)

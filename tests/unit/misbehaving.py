@@ -165,7 +165,9 @@ class ReturnsASubclass(Good):
     def plan(self, *arguments) -> Placement:
         good = super().plan(*arguments)
         hosts = tuple(tuple(np.array(ranks)) for ranks in good.hosts)
-        return Hostile(good.num_experts, good.home, good.guests, hosts, good.primary)
+        return Hostile(
+            num_experts=good.num_experts, home=good.home, guests=good.guests, hosts=hosts, primary=good.primary
+        )
 
 
 class Homeless(Placement):

@@ -31,7 +31,7 @@ def placements(draw: st.DrawFn) -> Placement:
         copies[owner] = draw(st.integers(0 if on else 1, 3))
         hosts.append(tuple(rank for rank in sorted(copies) for _ in range(copies[rank])))
     primary = tuple(draw(st.sampled_from(row)) for row in hosts)
-    return Placement(ranks * slots, home, tuple(guests), tuple(hosts), primary)
+    return Placement(num_experts=ranks * slots, home=home, guests=tuple(guests), hosts=tuple(hosts), primary=primary)
 
 
 @st.composite

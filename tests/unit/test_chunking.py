@@ -135,7 +135,7 @@ def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
 
 
 def test_mini_tasks_say_which_tokens_go_together() -> None:
-    cost = CostModel(builtin(4, 4, 1024, 2048), 2048, 8e6, 8e6)
+    cost = CostModel(builtin(4, 4, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=8e6)
     load_DE = load_matrix("hot_rank", 4, 8, 2, 1024, 0, 0)
     for placement in (Placement.identity(8, 4, 2), Demi().plan(load_DE, Placement.identity(8, 4, 2), cost)):
         plan = make_dispatch_plan(torch.from_numpy(load_DE), placement)
@@ -157,7 +157,8 @@ def test_mini_tasks_say_which_tokens_go_together() -> None:
 
 
 def test_mini_tasks_without_tokens() -> None:
-    assert ByMiniTasks(Demi(), CostModel(builtin(2, 2, 64, 64), 128, 0.0, 0.0))(plan_of(0))[0] == UNSPLIT
+    cost = CostModel(builtin(2, 2, 64, 64), token_bytes=128, param_bytes=0.0, grad_bytes=0.0)
+    assert ByMiniTasks(Demi(), cost)(plan_of(0))[0] == UNSPLIT
 
 
 @pytest.mark.parametrize(("chunks", "found"), [("auto", DEGREES), ("3", (3,))])

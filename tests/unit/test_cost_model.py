@@ -117,11 +117,14 @@ def test_rounds_of_whole_experts(additions: list, relay: float, direct: float, a
     placement = Placement.identity(4, 4, 3).with_hosts(additions)
     # No bandwidth to save: pieces would only add latency
     line = with_p2p(Fit(1.0, 0.0, 0.0, 0.0))
-    found = {links: CostModel(line, 4, 6, 12, links=links).sending(placement) for links in LINKS}
+    found = {
+        links: CostModel(line, token_bytes=4, param_bytes=6, grad_bytes=12, links=links).sending(placement)
+        for links in LINKS
+    }
     values = {"relay": relay, "direct": direct, "average": pytest.approx(average)}
     assert {links: sending.rounds for links, sending in found.items()} == values
     assert {sending.chunks for sending in found.values()} == {1}
-    assert CostModel(line, 4, 6, 12).links == "relay"
+    assert CostModel(line, token_bytes=4, param_bytes=6, grad_bytes=12).links == "relay"
 
 
 def with_p2p(line: Fit, num_ranks: int = 3, node_size: int = 3) -> ClusterProfile:
@@ -135,7 +138,13 @@ def one_to_all(num_ranks: int) -> Placement:
 
 def chosen(latencies: float, num_ranks: int, **options: object) -> tuple[int, int]:
     """Fan-out and pieces for an expert, on all ranks, that takes so many times a message's latency to pass on."""
-    cost = CostModel(with_p2p(Fit(1.0, latencies / 100, 0.0, 0.0), num_ranks, 8), 4, 100, 300, **options)
+    cost = CostModel(
+        with_p2p(Fit(1.0, latencies / 100, 0.0, 0.0), num_ranks, 8),
+        token_bytes=4,
+        param_bytes=100,
+        grad_bytes=300,
+        **options,
+    )
     return cost.sending(one_to_all(num_ranks))[:2]
 
 
@@ -149,7 +158,7 @@ def test_routes_and_pieces_follow_size_and_ranks() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1e-9])
 def test_without_latency_pieces_are_bounded(alpha: float) -> None:
-    cost = CostModel(with_p2p(Fit(alpha, 1e-9, 0.0, 0.0)), 4, 8_000, 8_000)
+    cost = CostModel(with_p2p(Fit(alpha, 1e-9, 0.0, 0.0)), token_bytes=4, param_bytes=8_000, grad_bytes=8_000)
     # 8 us to pass on, by pieces as if each took a microsecond more
     assert cost.sending(one_to_all(3))[:2] == (1, 3)
 

@@ -12,19 +12,21 @@ from megatron_balance.placement.cost_model import CostModel, Overlap, owners
 from megatron_balance.placement.demi import search
 from megatron_balance.placement.demi.schedule import MiniTaskKind, check
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import POLICIES, demi_baselines, load_policy
 from megatron_balance.placement.policies import demi as demi_module
+from megatron_balance.placement.policies import demi_baselines, load_policy, registered
 from megatron_balance.placement.policies.demi import Demi
 from megatron_balance.placement.policies.demi_baselines import assign
 from megatron_balance.placement.policies.interface import lend
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
-LENDING = [name for name in POLICIES if name.startswith("demi")]
+LENDING = [name for name in registered() if name.startswith("demi")]
 
 
 def cost_model(num_ranks: int, param_bytes: float = 8e6, **options: object) -> CostModel:
-    return CostModel(builtin(num_ranks, 4, 1024, 2048), 2048, param_bytes, param_bytes, **options)
+    return CostModel(
+        builtin(num_ranks, 4, 1024, 2048), token_bytes=2048, param_bytes=param_bytes, grad_bytes=param_bytes, **options
+    )
 
 
 def lognormal(num_ranks: int, num_experts: int, seed: int) -> np.ndarray:
@@ -175,7 +177,7 @@ def test_capacities_give_fast_ranks_more() -> None:
     policy = Demi(capacities=(1.0, 1.0, 3.0, 1.0))
     computed_D = cost.traffic(counts_DE, policy.plan(counts_DE, current, cost)).sum(0)
     assert computed_D.argmax() == 2 and computed_D[2] > counts_DE.sum() / 4
-    with pytest.raises(ValueError, match=r"^--balance-capacities 1.0 2.0: give one number .* rank, 4$"):
+    with pytest.raises(ValueError, match=r"^--balance-capacities 1.0 2.0: give one number .* rank, 4 in all$"):
         Demi(capacities=(1.0, 2.0)).plan(counts_DE, current, cost)
 
 

@@ -24,7 +24,13 @@ ROUNDING = 1 + 1e-6
 
 
 def cost_model(num_ranks: int, node_size: int = 8, expert_bytes: float = 8e6, split: str = "proportional") -> CostModel:
-    return CostModel(builtin(num_ranks, node_size, 1024, 2048), 2048, expert_bytes, expert_bytes, split=split)
+    return CostModel(
+        builtin(num_ranks, node_size, 1024, 2048),
+        token_bytes=2048,
+        param_bytes=expert_bytes,
+        grad_bytes=expert_bytes,
+        split=split,
+    )
 
 
 @st.composite

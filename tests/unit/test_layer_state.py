@@ -19,7 +19,9 @@ MIB = 2**20
 
 
 def layer(placement: Placement, beside: Overlap) -> LayerState:
-    cost = CostModel(builtin(placement.num_ranks, 2, 64, 64), 1, 8 * MIB, 16 * MIB, overlap=beside)
+    cost = CostModel(
+        builtin(placement.num_ranks, 2, 64, 64), token_bytes=1, param_bytes=8 * MIB, grad_bytes=16 * MIB, overlap=beside
+    )
     return LayerState(Manager(load_policy("none"), cost, Predictor("last"), placement), None, beside)
 
 

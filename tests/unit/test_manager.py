@@ -20,7 +20,7 @@ from megatron_balance.profile.cluster_profile import builtin
 
 RANKS, EXPERTS, SLOTS = 4, 8, 2
 OWNERS = Placement.identity(EXPERTS, RANKS, SLOTS)
-COST = CostModel(builtin(RANKS, RANKS, 1024, 2048), 2048, 8e6, 8e6)
+COST = CostModel(builtin(RANKS, RANKS, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=8e6)
 
 
 class Own:
@@ -31,7 +31,7 @@ class Own:
 
 
 def manager(policy: Any = None, predictor: str = "last", interval: int = 1) -> Manager:
-    return Manager(policy or load_policy("top2"), COST, Predictor(predictor), OWNERS, interval)
+    return Manager(policy or load_policy("top2"), COST, Predictor(predictor), OWNERS, interval=interval)
 
 
 def load(seed: int) -> np.ndarray:
@@ -293,5 +293,5 @@ def test_a_pause_goes_on_after_a_checkpoint() -> None:
 
 
 def test_only_placements_that_are_there_have_a_digest() -> None:
-    assert Decision(load(1), None, "why").digest == INVALID
+    assert Decision(load(1), None, problem="why").digest == INVALID
     assert Decision(load(1), OWNERS).digest != Decision(load(1), OWNERS.with_hosts([(0, 1)])).digest

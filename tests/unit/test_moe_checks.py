@@ -5,7 +5,7 @@ import pytest
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.config.flags import flag_of
-from megatron_balance.placement.policies import OPTIONS, POLICIES
+from megatron_balance.placement.policies import registered
 from megatron_balance.workloads.synthetic import WORKLOADS
 from tests.unit.commands import CPU, argv, parse
 
@@ -85,7 +85,7 @@ BAD = [
     (f"{TOP2} --num-experts 12 --moe-router-topk 13", "--moe-router-topk 13", "1 to --num-experts 12"),
     (
         f"{EP4} --balance-policy topmost",
-        *("--balance-policy topmost", "choose from", "none, pro_prophet", "top2", REMEDY),
+        *("--balance-policy topmost", "choose from", "none, pro_prophet, top2", REMEDY),
     ),
     ("--balance-policy top2", "--balance-policy top2", "--expert-model-parallel-size above 1", "--balance-policy none"),
     (
@@ -125,7 +125,12 @@ BAD = [
     (f"{CHUNKS} --moe-comm-order demi", "--moe-comm-chunks 2", "--moe-comm-order demi", "use auto"),
     (
         f"{TOP2} --moe-comm-chunks auto --moe-comm-order demi",
-        *("--balance-policy top2", "one host each", "none, demi, demi_s1", "--moe-comm-order optsche"),
+        *(
+            "--balance-policy top2",
+            "one host each",
+            "demi, demi_s1, demi_s2, demi_s3, none",
+            "--moe-comm-order optsche",
+        ),
     ),
     (
         f"{CHUNKS} --moe-token-dispatcher-type allgather",
@@ -201,7 +206,7 @@ def test_balance_flags_with_a_policy(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "name"), [(policy, name) for policy, options in OPTIONS.items() for name in options.values()]
+    ("policy", "name"), [(name, field) for name, policy in registered().items() for field in policy.options.values()]
 )
 def test_flags_of_one_policy(policy: str, name: str) -> None:
     flags = f"{flag_of(name)} {OPTION_VALUES[name]}"
@@ -230,7 +235,7 @@ def test_mini_tasks_order_experts_with_one_host(policy: str) -> None:
     assert parse(flags).config.comm.moe_comm_order == "demi"
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "megatron_balance.placement.policies.top_k:Top3"])
+@pytest.mark.parametrize("policy", [*registered(), "megatron_balance.placement.policies.top_k:Top3"])
 def test_policies(policy: str) -> None:
     slots = "--balance-guest-slots 3" if "op3" in policy else ""
     assert parse(f"{EP4} --balance-policy {policy} {slots}").config.balance.balance_policy == policy

@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 import oracle
 from megatron_balance.placement.cost_model import LINKS, CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import POLICIES, load_policy
+from megatron_balance.placement.policies import load_policy, registered
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.placements import random_placement
@@ -24,7 +24,7 @@ EXACT = 1e-4
 
 def cost_model(num_ranks: int, **options: object) -> CostModel:
     """Experts that take about as long to send as a rank to compute its tokens."""
-    return CostModel(builtin(num_ranks, 2, 1024, 2048), 2048, 8e6, 24e6, **options)
+    return CostModel(builtin(num_ranks, 2, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=24e6, **options)
 
 
 def load(seed: int, num_ranks: int, num_experts: int) -> np.ndarray:
@@ -122,7 +122,7 @@ def test_no_policy_and_no_split_is_faster(data: st.DataObject, seed: int) -> Non
         judged = dataclasses.replace(cost, split=split)
         lending = random_placement(num_experts, num_ranks, slots, seed)
         assert least <= judged.layer_seconds(counts_DE, lending)
-        for name in POLICIES:
+        for name in registered():
             assert least <= judged.layer_seconds(counts_DE, load_policy(name).plan(counts_DE, owners, judged))
 
 

@@ -100,7 +100,7 @@ def test_the_defaults_make_transfers_worth_hiding_and_possible_to_hide() -> None
 
 
 def test_variants_change_the_planner_or_the_schedule_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = CostModel(builtin(4, 2, 8, 8), 1, 1, 1, overlap=Overlap(1.0, 2.0))
+    cost = CostModel(builtin(4, 2, 8, 8), token_bytes=1, param_bytes=1, grad_bytes=1, overlap=Overlap(1.0, 2.0))
     states = {number: SimpleNamespace(manager=SimpleNamespace(cost=cost)) for number in (1, 2)}
     run = SimpleNamespace(balancer=SimpleNamespace(layers=states, schedule=lambda microbatches: (microbatches,)))
     overlap_time.VARIANTS["planner+scheduler"].change(run)

@@ -29,7 +29,9 @@ MIB = 2**20
 
 
 def cost_model(num_ranks: int, state_bytes: float = 3 * MIB) -> CostModel:
-    return CostModel(builtin(num_ranks, 2, 64, 64), 128, MIB, MIB, state_bytes=state_bytes)
+    return CostModel(
+        builtin(num_ranks, 2, 64, 64), token_bytes=128, param_bytes=MIB, grad_bytes=MIB, state_bytes=state_bytes
+    )
 
 
 @st.composite

@@ -171,8 +171,8 @@ def test_texts_that_are_no_placement(text: str) -> None:
         ({"num_experts": 0, "home": ((), ())}, r"home .*: must hold each of 0"),
         ({"guests": ((3, -1),)}, r"guests .*: 2 ranks need equally many guest slots"),
         ({"guests": ((3, -1), (1,))}, r"guests .*: 2 ranks need equally many guest slots"),
-        ({"guests": ((3, 4), (-1, 1))}, r"rank 0: its guest 4 is none of 4 experts"),
-        ({"guests": ((3, -2), (-1, 1))}, r"rank 0: its guest -2 is none of 4 experts"),
+        ({"guests": ((3, 4), (-1, 1))}, r"rank 0: its guest 4 is not one of 4 experts"),
+        ({"guests": ((3, -2), (-1, 1))}, r"rank 0: its guest -2 is not one of 4 experts"),
         ({"guests": ((3, -1), (1, 1))}, r"rank 1: expert 1 fills 2 guest slots"),
         ({"guests": ((3, 0), (-1, 1))}, r"rank 0: owns expert 0 and keeps it as a guest"),
         ({"guests": ((3, 2), (-1, 1))}, r"rank 0: keeps the guest 2, but the hosts are \(1,\)"),
@@ -184,7 +184,7 @@ def test_texts_that_are_no_placement(text: str) -> None:
         ({"hosts": ((0, 1), (0, 1), (1,), (0,))}, r"expert 0: its host 1 has no slot for it"),
         ({"hosts": ((0, 2), (0, 1), (1,), (0,))}, r"expert 0: its host 2 has no slot for it"),
         ({"hosts": ((-1, 0), (0, 1), (1,), (0,))}, r"expert 0: its host -1 has no slot for it"),
-        ({"primary": (0, 1, 0, 0)}, r"expert 2: its primary 0 is none of its hosts \(1,\)"),
+        ({"primary": (0, 1, 0, 0)}, r"expert 2: its primary 0 is not one of its hosts \(1,\)"),
     ],
 )
 def test_what_is_no_placement(changes: dict, message: str) -> None:

@@ -14,7 +14,7 @@ import planner
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.placement.cost_model import LINKS, CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import POLICIES, load_policy
+from megatron_balance.placement.policies import load_policy, registered
 from megatron_balance.placement.policies.pro_prophet import _Search, _Start
 from megatron_balance.placement.splits import SPLITS, traffic_of
 from megatron_balance.profile.cluster_profile import builtin
@@ -27,7 +27,7 @@ COPYING = ("none", "pro_prophet", "fastermoe", "top2", "top3")
 
 
 def cost_model(num_ranks: int, **options: object) -> CostModel:
-    return CostModel(builtin(num_ranks, 4, 1024, 2048), 2048, 8e6, 8e6, **options)
+    return CostModel(builtin(num_ranks, 4, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=8e6, **options)
 
 
 @st.composite
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel]:
     moved = dataclasses.replace(
         current, home=tuple(map(tuple, homes.tolist())), hosts=tuple((rank,) for rank in owners), primary=owners
     )
-    current = POLICIES["top2"]().plan(counts_DE, moved, cost_model(num_ranks)) if draw(st.booleans()) else moved
+    current = registered()["top2"]().plan(counts_DE, moved, cost_model(num_ranks)) if draw(st.booleans()) else moved
     overlap = draw(st.sampled_from([None, Overlap(1e-4, 2e-4)]))
     cost = cost_model(
         num_ranks, links=draw(st.sampled_from(LINKS)), split=draw(st.sampled_from(sorted(SPLITS))), overlap=overlap
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel]:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.sampled_from(sorted(POLICIES)), cases())
+@given(st.sampled_from(sorted(registered())), cases())
 def test_any_load_gets_a_valid_placement(name: str, case: tuple[np.ndarray, Placement, CostModel]) -> None:
     counts_DE, current, cost = case
     planned = load_policy(name).plan(counts_DE, current, cost)
@@ -187,7 +187,7 @@ def test_traces_are_read_by_layout(tmp_path: Path) -> None:
 
 
 def test_policies_name_their_split() -> None:
-    assert {policy().split for policy in POLICIES.values()} == {"local_first", "proportional"}
+    assert {policy().split for policy in registered().values()} == {"local_first", "proportional"}
 
 
 def test_policies_by_path() -> None:
@@ -195,7 +195,7 @@ def test_policies_by_path() -> None:
     path = "megatron_balance.placement.policies.top_k:TopK"
     assert load_policy(path, k=4).k == 4
     for name, message in [
-        ("best", "choose from none, pro_prophet"),
+        ("best", "choose from demi, .*, none, pro_prophet, top2"),
         ("no.module:Class", "cannot be imported"),
         ("math:Nothing", "cannot be imported"),
         (path, "cannot be made with options"),

@@ -25,7 +25,7 @@ from megatron_balance.profile.cluster_profile import builtin
 from tests.unit import misbehaving
 
 OWNERS = Placement.identity(8, 4, 3)
-COST = CostModel(builtin(4, 4, 64, 64), 1, 1, 1)
+COST = CostModel(builtin(4, 4, 64, 64), token_bytes=1, param_bytes=1, grad_bytes=1)
 LOAD = np.arange(32).reshape(4, 8)
 SOON = 20.0
 """Seconds in which a process starts, on a busy machine."""
@@ -122,7 +122,7 @@ MAKING = {
     f"{misbehaving.__name__}:NoPlan": "has no method plan(counts_DE, current, cost)",
     f"{misbehaving.__name__}:PlanRaises": "cannot be made: SystemExit: 0",
     f"{misbehaving.__name__}:Missing": "cannot be imported: AttributeError: module",
-    "leaves_at_import:Policy": "cannot be imported: SystemExit: 0; choose from none, pro_prophet",
+    "leaves_at_import:Policy": "cannot be imported: SystemExit: 0; choose from demi, demi_s1",
     "exits_at_import:Policy": "ended its process: exit status 0",
     "nowhere.at_all:Policy": "cannot be imported: ModuleNotFoundError: No module named 'nowhere'; choose from",
     ".relative:Policy": "cannot be imported: TypeError: ",

@@ -17,7 +17,7 @@ import policy_time
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.placement.cost_model import balance_ratio
-from megatron_balance.placement.policies import POLICIES
+from megatron_balance.placement.policies import registered
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
 Sample, NONE, CEILING = policy_table.Sample, policy_table.NONE, policy_table.CEILING
@@ -81,7 +81,9 @@ def test_every_phase_has_its_share_wherever_measuring_starts(wanted: int, start:
     assert sum(before != after for before, after in itertools.pairwise(hottest)) * 10 == measured
 
 
-@pytest.mark.parametrize("name", [name for name, flags in policy_time.VARIANTS.items() if flags.split()[0] in POLICIES])
+@pytest.mark.parametrize(
+    "name", [name for name, flags in policy_time.VARIANTS.items() if flags.split()[0] in registered()]
+)
 def test_a_variant_has_its_policy_alone(name: str) -> None:
     variants = policy_time.variants_of([name], "--balance-guest-slots 3")
     assert list(variants) == [NONE, CEILING, name]

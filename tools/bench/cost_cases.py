@@ -68,7 +68,7 @@ def measure(task: dict, machine: Machine) -> dict:
     seconds = []
     for _ in range(task["rounds"]):
         profile = measure_cluster(config, groups, task["node_size"])
-        cost = CostModel(profile, transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
+        cost = CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
         measured = stopwatch.medians([case.run for case in cases])
         seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
     return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}

@@ -84,8 +84,17 @@ def instance(seed: int) -> Problem:
         np.maximum(np.bincount(owner_E, weights=sizes_E, minlength=workers), sizes_E.max()).clip(share * sizes_E.sum())
         for sizes_E, share in zip((load_E, size_E), generator.uniform(0.5, 1, 2), strict=True)
     ]
-    guests = [None, 1, 2][generator.integers(3)]
-    return Problem(tokens_DE, owner_E, size_E, link_DD * slot, compute_D * slot, *rooms, slots=8, guests=guests)
+    return Problem(
+        tokens_DE=tokens_DE,
+        owner_E=owner_E,
+        size_E=size_E,
+        link_DD=link_DD * slot,
+        compute_D=compute_D * slot,
+        token_room_D=rooms[0],
+        expert_room_D=rooms[1],
+        slots=8,
+        guests=[None, 1, 2][generator.integers(3)],
+    )
 
 
 def least_makespan(problem: Problem, most: int) -> int | None:

@@ -28,7 +28,7 @@ from megatron_balance.observe.load_log import read_loads
 from megatron_balance.placement.cost_model import CostModel, balance_ratio
 from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.policies import POLICIES, load_policy
+from megatron_balance.placement.policies import load_policy, registered
 from megatron_balance.placement.policies.flexmoe import FlexMoE
 from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.predictor import METHODS, Predictor
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     parser.add_argument("--iterations", type=int, default=60, help="number of iterations of synthetic loads")
-    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policy", nargs="+", choices=registered(), default=list(registered()))
     parser.add_argument("--predictor", choices=METHODS, default="last")
     parser.add_argument("--trace", type=Path, help="directory written by --balance-log-dir")
     args = parser.parse_args()
@@ -113,7 +113,7 @@ def play(policy: Policy, counts_NDE: np.ndarray, args: argparse.Namespace, inter
     cost = cost_model(num_ranks, split=policy.split)
     slots = min(args.guest_slots, num_experts - num_experts // num_ranks)
     owners = Placement.identity(num_experts, num_ranks, slots)
-    manager = Manager(policy, cost, Predictor(args.predictor), owners, interval)
+    manager = Manager(policy, cost, Predictor(args.predictor), owners, interval=interval)
     steps, before, plan_seconds = [], owners, 0.0
     for counts_DE in counts_NDE:
         steps.append(_step(before, manager.placement, counts_DE, cost, plan_seconds))

@@ -23,7 +23,7 @@ import numpy as np
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.placement.cost_model import LINKS, CostModel, balance_gain, balance_ratio
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import POLICIES, load_policy
+from megatron_balance.placement.policies import load_policy, registered
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from oracle import best_seconds, least_seconds
@@ -108,7 +108,8 @@ def _synthetic(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Lo
 def cost_model(num_ranks: int, links: str = "relay", split: str = "local_first") -> CostModel:
     expert = 2 * HIDDEN * FFN * DTYPE_BYTES
     profile = builtin(num_ranks, NODE, HIDDEN, FFN, DTYPE_BYTES)
-    return CostModel(profile, HIDDEN * DTYPE_BYTES, expert, expert, split=split, links=links)
+    token = HIDDEN * DTYPE_BYTES
+    return CostModel(profile, token_bytes=token, param_bytes=expert, grad_bytes=expert, split=split, links=links)
 
 
 def imbalance_degree(tokens_D: np.ndarray) -> float:
@@ -124,7 +125,7 @@ def _table(num_ranks: int, num_experts: int, loads: Loads, args: argparse.Namesp
     gains: dict[str, list[float]] = {}
     for workload, matrices in loads.items():
         reached = {}
-        for name in POLICIES:
+        for name in registered():
             rows = np.array([_row(name, counts_DE, current, args.links) for counts_DE in matrices])
             reached[name] = rows[:, [column for column, *_ in COLUMNS].index("RB")]
             numbers = zip(np.median(rows, axis=0), COLUMNS, strict=True)
@@ -187,8 +188,8 @@ def _against_optimum(traces: dict[tuple[int, int], Loads], args: argparse.Namesp
     print("D   E   G  policy         10%  median     90%     max  optimal  loads")
     for num_ranks, num_experts, guest_slots in SMALL:
         current = Placement.identity(num_experts, num_ranks, guest_slots)
-        costs = {name: cost_model(num_ranks, args.links, load_policy(name).split) for name in POLICIES}
-        ratios: dict[str, list[float]] = {name: [] for name in (COPIES, *POLICIES)}
+        costs = {name: cost_model(num_ranks, args.links, load_policy(name).split) for name in registered()}
+        ratios: dict[str, list[float]] = {name: [] for name in (COPIES, *registered())}
         recorded = itertools.chain.from_iterable(traces.get((num_ranks, num_experts), {}).values())
         for counts_DE in itertools.chain(_small_loads(num_ranks, num_experts, args), recorded):
             copies = cost_model(num_ranks, args.links)

@@ -12,7 +12,7 @@ from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.flow.plan import DispatchPlan, by_host
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.demi.schedule import MiniTaskKind as MiniTask
-from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.placement.policies.interface import Policy
 
 DEGREES = (1, 2, 4, 8, 16)
 """Numbers of chunks among which `--moe-comm-chunks auto` chooses."""
@@ -108,7 +108,9 @@ class ByMiniTasks:
     As in the schedule, a slot also dispatches the next chunk and returns the last one.
     """
 
-    policy: Demi
+    policy: Policy
+    """One that orders chunks, `Policy.schedule`."""
+
     cost: CostModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:

@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_balance.config.flags import named
+from megatron_balance.placement.policies import registered
 
 
 class ChunkTask(StrEnum):
@@ -322,13 +323,14 @@ def _no_later(one: _Beginning, other: _Beginning) -> bool:
 ORDERS: dict[str, Scheduler] = {"sequential": sequential, "interleaved": interleaved, "optsche": optsche}
 
 
-def find_order(name: str) -> Scheduler:
-    """Return a scheduler by its name in `ORDERS`, or by `package.module:function`.
+def find_order(name: str) -> Scheduler | None:
+    """Return a scheduler by its name in `ORDERS` or by `package.module:function`; None for a policy that orders chunks.
 
     Raises:
         ValueError: no such name, module or function.
     """
-    found: Scheduler | None = named("--moe-comm-order", name, {**ORDERS, "demi": None})
-    if not callable(found):
+    policies = {policy: None for policy, known in registered().items() if known.orders_chunks}
+    found: Scheduler | None = named("--moe-comm-order", name, ORDERS | policies)
+    if not callable(found) and name not in policies:
         raise ValueError(f"--moe-comm-order {name}: is not a function of task times")
     return found

@@ -1,12 +1,11 @@
-"""DEMI's list scheduling (Algorithm 1, lines 3 to 42), of several placements at the same time.
+"""DEMI's list scheduling (Algorithm 1, lines 3 to 42), for several placements at once.
 
-Two rules come before the paper's priority. Nothing follows a token's way back, nor the computation of a worker's own
-tokens: they wait until whatever else their link or worker could do is done. And a part of an expert is of no use (6b):
-a migration that has begun goes first. Within these, line 10 decides.
+Two rules take precedence over the paper's priority. No task depends on a combine or on the computation of a worker's
+own tokens, so these run only when their link or worker has no other work. And a part of an expert is useless (6b), so a
+migration in progress goes first. Otherwise line 10 decides.
 
-Letters for sizes: D workers, E experts, B placements, P pairs of a source and an expert that it has tokens for, N
-mini-tasks of one placement: P of task 1, E of task 2, P of task 3 and P of task 4; A mini-tasks of all placements that
-have something to do.
+P is the number of (source, expert) pairs with tokens; M that of mini-tasks of one placement: P of task 1, E of task 2,
+P of task 3 and P of task 4; A that of mini-tasks with available work, over all placements.
 """
 
 from dataclasses import dataclass
@@ -18,14 +17,14 @@ from megatron_balance.placement.demi.problem import Problem
 from megatron_balance.placement.demi.schedule import MiniTask, MiniTaskKind, MiniTaskSchedule
 
 CRUMB = 1e-9
-"""Share of a mini-task that is left of it for rounding alone: it is done with the rest."""
+"""Share of a mini-task below which the rest is rounding, and is done at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """When a linear program does the tasks: the mean omega_t of a unit of each, which is xi(k, a, i, j) / r of line 4.
+    """When a linear program does the tasks: the mean omega_t of a unit of each task, xi(k, a, i, j) / r in line 4.
 
-    For tokens the axes are expert, source and worker. Axes of size 1 stand for all.
+    For tokens the axes are expert, source and worker. Axes of size 1 are broadcast.
     """
 
     dispatch_EDD: np.ndarray
@@ -35,13 +34,13 @@ class Pace:
 
     @classmethod
     def eager(cls, problem: Problem) -> "Pace":
-        """Without a linear program: every task in the first slot in which any of its kind may run."""
+        """Return the pace without a linear program: every task in the first slot in which any of its kind may run."""
         first, second, third = (np.full((1, 1, 1), problem.weight(slot)) for slot in range(3))
         return cls(first, first[0], second, third)
 
 
 class _Tasks:
-    """The mini-tasks of placements (lines 3 to 7) and what is left of them."""
+    """The mini-tasks of placements (lines 3 to 7) and their remaining work."""
 
     def __init__(self, problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> None:
         workers, (placements, experts) = problem.num_workers, hosts_BE.shape
@@ -54,27 +53,27 @@ class _Tasks:
         pairs = len(expert_P)
         ends = np.cumsum([0, pairs, experts, pairs, pairs]).tolist()
         self.parts = [slice(*pair) for pair in pairwise(ends)]
-        """Where tasks 1 to 4 stand among N."""
+        """Slices of the mini-tasks: tasks 1 to 4."""
 
         def joined(*parts: np.ndarray) -> np.ndarray:
             rows = [np.broadcast_to(part, (placements, part.shape[-1])) for part in parts]
             return np.concatenate(rows, axis=1)
 
-        self.size_BN = joined(crossing_BP, moved_BE, tokens_P, crossing_BP)
-        """r"""
+        self.size_BM = joined(crossing_BP, moved_BE, tokens_P, crossing_BP)
+        """r: size of each mini-task."""
         links = workers * workers
-        resource_BN = joined(
+        resource_BM = joined(
             source_P * workers + host_BP,
             problem.owner_E * workers + hosts_BE,
             links + host_BP,
             host_BP * workers + source_P,
         )
-        self.resource_BN = resource_BN + (links + workers) * np.arange(placements)[:, None]
+        self.resource_BM = resource_BM + (links + workers) * np.arange(placements)[:, None]
         others = np.zeros(pairs + experts, dtype=bool)
-        self.queue_BN = 3 * self.resource_BN + 1 + joined(others, self.is_local_BP, np.ones(pairs, dtype=bool))
-        """Resource by resource: experts on their way, then others, then what nothing follows."""
+        self.queue_BM = 3 * self.resource_BM + 1 + joined(others, self.is_local_BP, np.ones(pairs, dtype=bool))
+        """Sort key: by resource, migrations in progress first, tasks that no task depends on last."""
         self.capacity = np.tile(np.concatenate([problem.passage_DD.ravel(), problem.compute_D]), placements)
-        """Of the links and workers of each placement."""
+        """Capacities of the links and workers of each placement."""
         shape = (experts, workers, workers)
         per_unit = joined(
             np.broadcast_to(pace.dispatch_EDD, shape)[expert_P, source_P, host_BP],
@@ -82,79 +81,79 @@ class _Tasks:
             np.broadcast_to(pace.compute_EDD, shape)[expert_P, source_P, host_BP],
             np.broadcast_to(pace.combine_EDD, shape)[expert_P, source_P, host_BP],
         )
-        self.priority_BN = self.size_BN * per_unit
-        """xi less the weighted work done so far (line 10 but for its last term)."""
-        self.left_BN = self.size_BN.copy()
+        self.priority_BM = self.size_BM * per_unit
+        """xi less the weighted work done so far (line 10 without its last term)."""
+        self.left_BM = self.size_BM.copy()
 
     def available(self) -> np.ndarray:
-        """[B, N]: what of each mini-task may be done in the next slot (lines 16 to 33 but for capacities).
+        """Return [B, M]: the work of each mini-task that the next slot may do (lines 16 to 33 without capacities).
 
-        It depends on earlier slots alone, so the order within a slot decides about capacities only.
+        It depends on earlier slots only, so the order within a slot matters for capacities only.
         """
         first, second, third, fourth = self.parts
-        done_BN = self.size_BN - self.left_BN
-        available_BN = self.left_BN.copy()
-        received_BP = np.where(self.is_local_BP, self.size_BN[:, third], done_BN[:, first])
-        has_expert_BP = (self.left_BN[:, second] == 0)[:, self.expert_P]
-        available_BN[:, third] = np.where(has_expert_BP, received_BP - done_BN[:, third], 0.0)
-        returning_BP = np.where(self.is_local_BP, 0.0, done_BN[:, third] - done_BN[:, fourth])
-        available_BN[:, fourth] = returning_BP
-        return np.maximum(available_BN, 0.0)
+        done_BM = self.size_BM - self.left_BM
+        available_BM = self.left_BM.copy()
+        received_BP = np.where(self.is_local_BP, self.size_BM[:, third], done_BM[:, first])
+        has_expert_BP = (self.left_BM[:, second] == 0)[:, self.expert_P]
+        available_BM[:, third] = np.where(has_expert_BP, received_BP - done_BM[:, third], 0.0)
+        returning_BP = np.where(self.is_local_BP, 0.0, done_BM[:, third] - done_BM[:, fourth])
+        available_BM[:, fourth] = returning_BP
+        return np.maximum(available_BM, 0.0)
 
     def fill(self, weight: float) -> np.ndarray:
-        """Do the work of a slot of this omega_t.
+        """Do the work of a slot with this omega_t.
 
         Returns:
-            [B, N] what is done.
+            [B, M] the work done.
         """
-        available, left = self.available().ravel(), self.left_BN.ravel()
+        available, left = self.available().ravel(), self.left_BM.ravel()
         (chosen_A,) = available.nonzero()
         second = self.parts[1]
-        untouched = self.left_BN[:, second] == self.size_BN[:, second]
-        self.queue_BN[:, second] = 3 * self.resource_BN[:, second] + untouched
-        priority_A = self.priority_BN.ravel()[chosen_A] - weight * left[chosen_A]
-        chosen_A = chosen_A[np.lexsort((priority_A, self.queue_BN.ravel()[chosen_A]))]
-        resource_A = self.resource_BN.ravel()[chosen_A]
+        untouched = self.left_BM[:, second] == self.size_BM[:, second]
+        self.queue_BM[:, second] = 3 * self.resource_BM[:, second] + untouched
+        priority_A = self.priority_BM.ravel()[chosen_A] - weight * left[chosen_A]
+        chosen_A = chosen_A[np.lexsort((priority_A, self.queue_BM.ravel()[chosen_A]))]
+        resource_A = self.resource_BM.ravel()[chosen_A]
         wanted_A = available[chosen_A]
-        # What stands before a task in its resource's queue: a running sum that starts again with each resource
+        # Work ahead of a task in its resource's queue: a running sum that restarts with each resource
         before_A = wanted_A.cumsum() - wanted_A
         starts = np.concatenate([[0], (np.diff(resource_A) != 0).nonzero()[0] + 1])
         before_A -= np.repeat(before_A[starts], np.diff(np.append(starts, len(chosen_A))))
         amount_A = np.minimum(wanted_A, np.maximum(self.capacity[resource_A] - before_A, 0.0))
         all_left_A = left[chosen_A]
-        is_last_A = all_left_A - amount_A <= CRUMB * self.size_BN.ravel()[chosen_A]
+        is_last_A = all_left_A - amount_A <= CRUMB * self.size_BM.ravel()[chosen_A]
         amount_A = np.where(is_last_A, all_left_A, amount_A)
         left[chosen_A] = np.where(is_last_A, 0.0, all_left_A - amount_A)
         amounts = np.zeros(len(left))
         amounts[chosen_A] = amount_A
-        self.priority_BN -= weight * amounts.reshape(self.size_BN.shape)
-        return amounts.reshape(self.size_BN.shape)
+        self.priority_BM -= weight * amounts.reshape(self.size_BM.shape)
+        return amounts.reshape(self.size_BM.shape)
 
-    def fullness(self, amounts_BN: np.ndarray) -> np.ndarray:
-        """[B]: the share of a slot that each placement's busiest link or worker needs for so much work."""
-        used = np.bincount(self.resource_BN.ravel(), weights=amounts_BN.ravel(), minlength=len(self.capacity))
-        return np.minimum((used / self.capacity).reshape(len(amounts_BN), -1).max(1), 1.0)
+    def fullness(self, amounts_BM: np.ndarray) -> np.ndarray:
+        """Return [B]: the share of a slot that each placement's busiest link or worker needs for this work."""
+        used = np.bincount(self.resource_BM.ravel(), weights=amounts_BM.ravel(), minlength=len(self.capacity))
+        return np.minimum((used / self.capacity).reshape(len(amounts_BM), -1).max(1), 1.0)
 
 
 def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> np.ndarray:
-    """[B]: when the schedule of each placement is done, in slots.
+    """Return [B]: the end of each placement's schedule, in slots.
 
-    Its makespan is this, rounded up: of the last slot the share counts that its busiest link or worker needs.
+    The last slot counts by the share that its busiest link or worker needs, so the makespan is the end rounded up.
     """
     tasks, finish_B, slot = _Tasks(problem, hosts_BE, pace), np.zeros(len(hosts_BE)), 0
-    while (open_B := tasks.left_BN.any(1)).any():
-        amounts_BN = tasks.fill(problem.weight(slot))
-        finish_B[open_B] = slot + tasks.fullness(amounts_BN)[open_B]
+    while (open_B := tasks.left_BM.any(1)).any():
+        amounts_BM = tasks.fill(problem.weight(slot))
+        finish_B[open_B] = slot + tasks.fullness(amounts_BM)[open_B]
         slot += 1
     return finish_B
 
 
 def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTaskSchedule:
-    """The schedule of one placement."""
+    """Return the schedule of one placement."""
     tasks, slots = _Tasks(problem, hosts_E[None], pace), []
-    while tasks.left_BN.any():
+    while tasks.left_BM.any():
         slots.append(tasks.fill(problem.weight(len(slots)))[0])
-    amounts_NT = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BN.shape[1], 0))
+    amounts_MT = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BM.shape[1], 0))
     experts, sources = tasks.expert_P, tasks.source_P
     hosts = hosts_E[experts]
     owned = (np.arange(problem.num_experts), problem.owner_E, hosts_E)
@@ -164,5 +163,5 @@ def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTask
         for task, ends in zip(MiniTaskKind, columns, strict=True)
         for expert, source, target in zip(*(part.tolist() for part in ends), strict=True)
     ]
-    kept = [(name, tuple(row)) for name, row in zip(mini_tasks, amounts_NT.tolist(), strict=True) if any(row)]
+    kept = [(name, tuple(row)) for name, row in zip(mini_tasks, amounts_MT.tolist(), strict=True) if any(row)]
     return MiniTaskSchedule(tuple(hosts_E.tolist()), tuple(row[0] for row in kept), tuple(row[1] for row in kept))

@@ -1,7 +1,4 @@
-"""DEMI's scheduling problem of one MoE layer (its Section III).
-
-Letters for sizes: D workers (the paper's M), E experts (its K), B placements.
-"""
+"""DEMI's scheduling problem of one MoE layer (its Section III). D is the paper's M workers, E its K experts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,51 +6,51 @@ from functools import cached_property
 import numpy as np
 
 WEIGHTS = ("pow2", "linear")
-"""omega_t. pow2: 2^t. linear: t + 1."""
+"""Weights omega_t of time slots. pow2: 2^t. linear: t + 1."""
 
 MOST_DOUBLINGS = 40
-"""pow2 stays the same from this slot on, so that no schedule is too long for floating point."""
+"""Slot from which pow2 is constant, so that long schedules do not overflow."""
 
 FEWEST_SLOTS = 3
-"""A token that is sent, computed and sent back needs a slot for each (6a and 6c)."""
+"""Least T: a token needs one slot each to be sent, computed and sent back (6a and 6c)."""
 
 TOLERANCE = 1e-8
-"""Share of a size or capacity by which sums of floating-point numbers may miss it."""
+"""Relative rounding error that sums of sizes and capacities may have."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """What there is to do in one MoE layer, and what with. Sizes are in any one unit, such as bytes."""
+    """The work of one MoE layer and the capacities for it. Sizes are in one common unit, such as bytes."""
 
     tokens_DE: np.ndarray
     """d, [D, E] float64: size of the tokens that each source routes to each expert."""
 
     owner_E: np.ndarray
-    """b, [E] int64: where each expert is at first."""
+    """b, [E] int64: the worker that owns each expert."""
 
     size_E: np.ndarray
-    """w, [E]: what crosses a link if an expert migrates; 0 if that costs nothing."""
+    """w, [E]: size that crosses a link if an expert migrates; 0 if migration is free."""
 
     link_DD: np.ndarray
-    """Z^comm, [D, D]: what crosses the link from one worker to another in a slot; above 0 but on the diagonal."""
+    """Z^comm, [D, D]: size that can cross each link in a slot; above 0 except on the diagonal."""
 
     compute_D: np.ndarray
-    """Z^comp, [D]: size of the tokens that each worker computes in a slot; above 0."""
+    """Z^comp, [D]: size of the tokens that each worker can compute in a slot; above 0."""
 
     token_room_D: np.ndarray
-    """C, [D]: size of the tokens that each worker may compute in all."""
+    """C, [D]: total size of the tokens that each worker may compute."""
 
     expert_room_D: np.ndarray
-    """Q, [D]: size of the experts that each worker may have."""
+    """Q, [D]: total size of the experts that each worker may host."""
 
     slots: int = 5
-    """T of the linear program, at least FEWEST_SLOTS. Schedules take as many as they need."""
+    """T: number of slots of the linear program, at least FEWEST_SLOTS. Schedules may be longer."""
 
     weights: str = "pow2"
-    """A name in WEIGHTS."""
+    """Weights of the slots: a name in WEIGHTS."""
 
     guests: int | None = None
-    """How many experts of others each worker may take; None: any number."""
+    """Number of other workers' experts that each worker may host; None: unlimited."""
 
     def __post_init__(self) -> None:
         assert self.slots >= FEWEST_SLOTS and self.weights in WEIGHTS
@@ -69,12 +66,12 @@ class Problem:
 
     @cached_property
     def load_E(self) -> np.ndarray:
-        """Size of each expert's tokens."""
+        """[E]: size of each expert's tokens."""
         return self.tokens_DE.sum(0)
 
     @cached_property
     def passage_DD(self) -> np.ndarray:
-        """`link_DD` with no bound on the diagonal: what stays on a worker crosses nothing."""
+        """`link_DD` with infinity on the diagonal: local data crosses no link."""
         return np.where(np.eye(self.num_workers, dtype=bool), np.inf, self.link_DD)
 
     @property
@@ -82,16 +79,16 @@ class Problem:
         return np.inf if self.guests is None else self.guests
 
     def weight(self, slot: int) -> float:
-        """omega_t"""
+        """Return omega_t of a slot."""
         return 2.0 ** min(slot, MOST_DOUBLINGS) if self.weights == "pow2" else slot + 1.0
 
     @property
     def weight_T(self) -> np.ndarray:
-        """omega of the linear program's slots."""
+        """[T]: omega of the linear program's slots."""
         return np.array([self.weight(slot) for slot in range(self.slots)])
 
     def use(self, hosts_BE: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each [B, D]: size of the tokens and of the experts, and number of others' experts, on each worker."""
+        """Return size of tokens, size of experts and number of others' experts on each worker, each [B, D]."""
         count, workers = len(hosts_BE), self.num_workers
         cells = (hosts_BE + workers * np.arange(count)[:, None]).ravel()
 
@@ -102,11 +99,11 @@ class Problem:
         return summed(self.load_E), summed(self.size_E), summed((hosts_BE != self.owner_E).astype(np.float64))
 
     def rooms(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each [D]: the bounds (3a), (3b) and `guests` on what `use` gives."""
+        """Return the bounds (3a), (3b) and `guests` on the values of `use`, each [D]."""
         guests_D = np.full(self.num_workers, self.most_guests)
         return self.token_room_D * (1 + TOLERANCE), self.expert_room_D * (1 + TOLERANCE), guests_D
 
     def fits(self, hosts_BE: np.ndarray) -> np.ndarray:
-        """[B] bool: whether placements keep within all rooms."""
+        """Return [B] bool: whether placements respect all bounds."""
         pairs = zip(self.use(hosts_BE), self.rooms(), strict=True)
         return np.logical_and.reduce([(used_BD <= room_D).all(1) for used_BD, room_D in pairs])

@@ -1,17 +1,16 @@
-"""DEMI's linear program: (7) with (1) to (6e), experts' places relaxed to shares.
+"""DEMI's linear program: (7) with (1) to (6e), where shares of workers relax each expert's worker.
 
-Letters for sizes: D workers, E experts, G groups of experts, T slots. Arrays of variables hold their indices, ABSENT
-where there is none; arrays of rows hold the indices of constraints.
+Arrays of variables hold variables' indices, ABSENT where there is none; arrays of rows hold constraints' indices.
 
-Tasks 1, 3 and 4 are summed up over the experts of a group. One group per expert is the paper's program. One group of
-all experts has E times fewer variables for tokens, and the same optimum but for (6b): what a group does splits into
-experts' parts in proportion to their tokens, and (4), (5a), (5b), (6a) and (6c) hold for these parts as for their sum.
+Tasks 1, 3 and 4 are summed over the experts of a group. One group per expert is the paper's program. One group of all
+experts has E times fewer variables for tokens, and the same optimum except for (6b): a group's work splits into parts
+of experts in proportion to their tokens, and (4), (5a), (5b), (6a) and (6c) hold for the parts as for their sum.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # whose parts are imported by their first use: a process that plans without them starts sooner
+import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 
 from megatron_balance.placement.demi.listing import Pace
 from megatron_balance.placement.demi.problem import Problem
@@ -19,7 +18,7 @@ from megatron_balance.placement.demi.problem import Problem
 ABSENT = -1
 
 NEGLIGIBLE = 1e-9
-"""Amounts below this, of the largest expert's tokens or parameters, are the solver's rounding."""
+"""Share of the largest expert's tokens or parameters below which amounts are the solver's rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +35,13 @@ class Relaxed:
 
 
 def relax(problem: Problem, group_E: np.ndarray) -> Relaxed | None:
-    """Solve the linear program with HiGHS' dual simplex method.
+    """Solve the linear program with the dual simplex method of HiGHS.
 
     Args:
         group_E: [E] the group of each expert, 0 .. G-1.
 
     Returns:
-        None if nothing can be done in T slots.
+        The optimum; None if the work does not fit into T slots.
     """
     program = _Program(problem, group_E)
     program.place()
@@ -54,7 +53,7 @@ def relax(problem: Problem, group_E: np.ndarray) -> Relaxed | None:
 
 
 class Rows:
-    """Constraints of one kind, equations or upper bounds, entry by entry."""
+    """Constraints of one kind, equations or upper bounds, as entries of a sparse matrix."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -62,7 +61,7 @@ class Rows:
         self.count = 0
 
     def new(self, shape: int | tuple[int, ...], bound: float | np.ndarray) -> np.ndarray:
-        """Rows of any shape, to be filled with `put`; `bound` is what their sums are to equal or to stay below."""
+        """Return new rows of this shape, for `put` to fill; their sums equal `bound` or stay below it."""
         bounds = np.broadcast_to(bound, shape)
         rows = np.arange(self.count, self.count + bounds.size).reshape(shape)
         self.bounds.append(bounds.ravel())
@@ -70,22 +69,24 @@ class Rows:
         return rows
 
     def put(self, rows: np.ndarray, variables: np.ndarray, factors: float | np.ndarray) -> None:
-        """Add variables times factors to rows; all broadcast."""
+        """Add variables times factors to rows; the arguments broadcast."""
         rows, variables, factors = np.broadcast_arrays(rows, variables, factors)
         exist = (variables != ABSENT) & (factors != 0)
         self.entries.append((rows[exist], variables[exist], factors[exist]))
 
     def matrix(self, variables: int) -> "scipy.sparse.csc_array":
+        """Return the matrix of all rows, with `variables` columns."""
         rows, columns, values = map(np.concatenate, zip(*self.entries, strict=True))
         return scipy.sparse.csc_array((values, (rows, columns)), shape=(self.count, variables))
 
     @property
     def bound(self) -> np.ndarray:
+        """Bounds of all rows."""
         return np.concatenate(self.bounds)
 
 
 class _Program:
-    """The program's variables, and its constraints by their equations. r is not among them: (2a) to (2d) give it."""
+    """The program's variables, and its constraints by equation. r is not a variable, because (2a) to (2d) give it."""
 
     def __init__(self, problem: Problem, group_E: np.ndarray) -> None:
         self.problem, self.group_E = problem, group_E
@@ -101,7 +102,7 @@ class _Program:
         np.logical_or.at(self.has_tokens_GD, group_E, self.tokens_ED > 0)
         pairs = self.has_tokens_GD[:, :, None, None] & np.ones((workers, 1), dtype=bool)
         crossing, local = pairs & self.apart_DD[..., None], pairs & ~self.apart_DD[..., None]
-        # In the first and last slots (6a) to (6e) leave nothing to do
+        # (6a) to (6e) forbid some tasks in the first and last slots
         end = problem.slots
         self.count = 0
         self.share_ED = self._variables(np.ones(self.foreign_ED.shape, dtype=bool))
@@ -121,11 +122,11 @@ class _Program:
 
     @property
     def _remote_GDDT(self) -> np.ndarray:
-        """MiniTaskKind 3 on others' tokens."""
+        """Variables of task 3 on other workers' tokens."""
         return np.where(self.apart_DD[..., None], self.compute_GDDT, ABSENT)
 
     def place(self) -> None:
-        """(1), (3a), (3b) and the bound on guests."""
+        """Add (1), (3a), (3b) and the bound on guests."""
         problem, workers = self.problem, self.problem.num_workers
         self.equal.put(self.equal.new(problem.num_experts, 1.0)[:, None], self.share_ED, 1.0)
         tokens = self.most.new(workers, problem.token_room_D / self.unit)
@@ -136,7 +137,7 @@ class _Program:
             self.most.put(self.most.new(workers, problem.guests), self.share_ED, self.foreign_ED.astype(np.float64))
 
     def complete(self) -> None:
-        """(2a) to (2d) with (4): what is done over all slots follows from the shares."""
+        """Add (2a) to (2d) with (4): shares determine the work over all slots."""
         first = np.where(self.apart_DD[..., None], self.dispatch_GDDT, self.compute_GDDT)
         tokens = self.equal.new(first.shape[:-1], 0.0)
         self.equal.put(tokens[..., None], first, 1.0)
@@ -151,7 +152,7 @@ class _Program:
         self.equal.put(experts, self.share_ED, -np.where(self.migrates_ED, self.size_E[:, None], 0.0))
 
     def share_capacities(self) -> None:
-        """(5a) and (5b)."""
+        """Add (5a) and (5b)."""
         problem, workers, slots = self.problem, self.problem.num_workers, self.problem.slots
         link = np.where(self.apart_DD, problem.link_DD, 0.0) / self.unit
         links_DDT = self.most.new((workers, workers, slots), link[..., None])
@@ -162,29 +163,29 @@ class _Program:
         self.most.put(computers_DT, self.compute_GDDT, 1.0)
 
     def keep_order(self) -> None:
-        """(6a) and (6c); the slots of the variables are (6d) and (6e), and (4) is the last slot's row."""
+        """Add (6a) and (6c). The variables' slots satisfy (6d) and (6e), and (4) covers the last slot."""
         end, remote_GDDT = self.problem.slots, self._remote_GDDT
         self._follow(remote_GDDT, self.dispatch_GDDT, 1, end - 2)
         self._follow(self.combine_GDDT, remote_GDDT, 2, end - 1)
 
     def _follow(self, later: np.ndarray, earlier: np.ndarray, first: int, end: int) -> None:
-        """In slots first .. end-1 no more of `later` is done than of `earlier` in the slots before."""
+        """Bound `later` up to each slot in first .. end-1 by `earlier` up to the slot before it."""
         rows = self.most.new((*later.shape[:-1], end - first), 0.0)[..., None]
         self.most.put(rows, later[..., None, :], self._up_to(0)[first:end])
         self.most.put(rows, earlier[..., None, :], -self._up_to(-1)[first:end])
 
     def _up_to(self, offset: int) -> np.ndarray:
-        """[T, T]: which slots count for each slot: those up to itself plus `offset`."""
+        """Return [T, T]: for each slot, 1 for the slots up to itself plus `offset`."""
         return np.tri(self.problem.slots, k=offset)
 
     def wait_for_experts(self) -> None:
-        """(6b) where shares may be fractions: of an expert no larger part is computed than has arrived.
+        """Add (6b) for fractional shares: the computed part of an expert does not exceed the part that has arrived.
 
-        The paper bounds the part computed by a variable g and g only from below, which bounds nothing. Its max(0, B * x
-        + 1 - B) of the part x that has arrived is 1 for x = 1 and may be 0 below, for x that are 0 or 1 the same as x,
-        and x is the least concave bound of it. For shares, both sides are multiplied by the share, which is the tokens'
-        and the expert's over (4). Rows are sums over the experts of a group: experts that need no migration count with
-        all of their tokens, the others with as many as the part that has arrived.
+        The paper bounds the computed part by a variable g, and g only from below, which bounds nothing. Its
+        max(0, B * x + 1 - B) of the arrived part x is 1 for x = 1 and may be 0 below. It equals x where x is 0 or 1,
+        and x is its least concave bound. With shares, both sides are multiplied by the share, which (4) makes that of
+        the tokens and of the expert. Rows are sums over the experts of a group: an expert without migration counts with
+        all of its tokens, another with the part of its tokens that equals its arrived part.
         """
         slots = self.problem.slots
         rows = self.most.new((*self.compute_GDDT.shape[:-1], slots - 1), 0.0)
@@ -198,7 +199,7 @@ class _Program:
         self.most.put(by_expert[..., None], self.trans_EDT[:, None, :, None, :], factors)
 
     def solve(self) -> Relaxed | None:
-        """Minimise (7)."""
+        """Minimise (7) and return the optimum; None if there is none."""
         tasks = (self.dispatch_GDDT, self.trans_EDT, self.compute_GDDT, self.combine_GDDT)
         weight_T = self.problem.weight_T
         costs = np.zeros(self.count)
@@ -209,7 +210,7 @@ class _Program:
         answer = scipy.optimize.linprog(costs, *matrices, method="highs-ds")
         if answer.x is None:
             return None
-        # An absent variable is the last one
+        # ABSENT indexes the last value
         values = np.append(answer.x, 0.0)
         share_ED = values[self.share_ED].clip(0.0)
         means = [_mean_weights(values[task], weight_T, stage) for task, stage in zip(tasks, (0, 0, 1, 2), strict=True)]
@@ -219,7 +220,7 @@ class _Program:
 
 
 def _mean_weights(amounts: np.ndarray, weight_T: np.ndarray, stage: int) -> np.ndarray:
-    """The mean omega of each task's work; of a task without any that of its kind, or of the kind's first slot."""
+    """Return the mean omega of each task's work; without work, the mean of its kind, or its kind's first slot."""
     total, weighted = amounts.sum(-1), amounts @ weight_T
     mean = weighted.sum() / total.sum() if total.sum() > NEGLIGIBLE else weight_T[stage]
     return np.divide(weighted, total, out=np.full_like(total, mean), where=total > NEGLIGIBLE)

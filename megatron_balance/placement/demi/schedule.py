@@ -1,13 +1,11 @@
-"""Schedules of mini-tasks (DEMI, Section III) as data, as text that can be read back, and their check.
+"""Schedules of mini-tasks (DEMI, Section III) as data, as text that can be parsed, and the check of their constraints.
 
-    hosts 0 0
-    mini-task       | 0    | 1    | 2
-    E1 TRANS 1>0    | 40.0 |      |
-    E1 DISPATCH 1>0 | 8.0  |      |
-    E1 COMPUTE 1>0  |      | 8.0  |
-    E1 COMBINE 0>1  |      |      | 8.0
-
-Letters for sizes: D workers, E experts, T slots.
+hosts 0 0
+mini-task       | 0    | 1    | 2
+E1 TRANS 1>0    | 40.0 |      |
+E1 DISPATCH 1>0 | 8.0  |      |
+E1 COMPUTE 1>0  |      | 8.0  |
+E1 COMBINE 0>1  |      |      | 8.0
 """
 
 import re
@@ -28,13 +26,13 @@ class MiniTaskKind(StrEnum):
     """1: tokens go from their source to the worker that has the expert."""
 
     TRANS = "TRANS"
-    """2: an expert goes from its owner to another worker."""
+    """2: an expert migrates from its owner to another worker."""
 
     COMPUTE = "COMPUTE"
     """3: the worker computes the tokens of one source."""
 
     COMBINE = "COMBINE"
-    """4: tokens go back to their source."""
+    """4: tokens return to their source."""
 
 
 class MiniTask(NamedTuple):
@@ -44,18 +42,18 @@ class MiniTask(NamedTuple):
     task: MiniTaskKind
     source: int
     target: int
-    """The link that is crossed. For COMPUTE, the tokens' source and the worker."""
+    """With `source`, the link that is crossed; for COMPUTE, the tokens' source and the worker."""
 
     def __str__(self) -> str:
-        """For example `E3 DISPATCH 0>2`."""
+        """Return, for example, `E3 DISPATCH 0>2`."""
         return f"E{self.expert} {self.task} {self.source}>{self.target}"
 
     @classmethod
     def parse(cls, text: str) -> "MiniTask":
-        """The inverse of `str`.
+        """Return the mini-task that prints as `text`.
 
         Raises:
-            ValueError: no mini-task reads like that.
+            ValueError: `text` is not a mini-task.
         """
         match = _MINI_TASK.fullmatch(text.strip())
         if match is None or match["task"] not in list(MiniTaskKind):
@@ -68,7 +66,7 @@ _MINI_TASK = re.compile(r"E(?P<expert>\d+) (?P<task>[A-Z]+) (?P<source>\d+)>(?P<
 
 @dataclass(frozen=True)
 class MiniTaskSchedule:
-    """Who hosts each expert, and how much of each mini-task is done in each slot."""
+    """The host of each expert, and the work of each mini-task in each slot."""
 
     hosts: tuple[int, ...]
     """s, [E]: the worker that computes each expert."""
@@ -76,16 +74,16 @@ class MiniTaskSchedule:
     mini_tasks: tuple[MiniTask, ...]
 
     amounts: tuple[tuple[float, ...], ...]
-    """z: for each mini-task the size that is done in each slot."""
+    """z: for each mini-task, the size done in each slot."""
 
     @property
     def makespan(self) -> int:
-        """Slots until everything is done."""
+        """Number of slots until all work is done."""
         return max(map(len, self.amounts), default=0)
 
     @property
     def transfers(self) -> tuple[MiniTask, ...]:
-        """The migrations of experts in the order in which they are complete; ties to the one that starts first."""
+        """Migrations of experts in order of completion; ties go to the earlier start."""
         busy = {
             mini_task: [slot for slot, amount in enumerate(row) if amount]
             for mini_task, row in zip(self.mini_tasks, self.amounts, strict=True)
@@ -94,7 +92,7 @@ class MiniTaskSchedule:
         return tuple(sorted(busy, key=lambda mini_task: (busy[mini_task][-1], busy[mini_task][0], mini_task)))
 
     def __str__(self) -> str:
-        """The hosts, then a table with a line for every mini-task and a column for every slot."""
+        """Return the hosts, then a table with a line per mini-task and a column per slot."""
         cells = [("mini-task", *map(str, range(self.makespan)))]
         for mini_task, row in zip(self.mini_tasks, self.amounts, strict=True):
             cells.append((str(mini_task), *(repr(amount) if amount else "" for amount in row)))
@@ -106,10 +104,10 @@ class MiniTaskSchedule:
 
     @classmethod
     def parse(cls, text: str) -> "MiniTaskSchedule":
-        """The inverse of `str`.
+        """Return the schedule that prints as `text`.
 
         Raises:
-            ValueError: a line that is none of a schedule.
+            ValueError: a line does not belong to a schedule.
         """
         first, header, *lines = text.splitlines()
         slots = len(header.split("|")) - 1
@@ -137,7 +135,7 @@ def _parse_row(line: str, slots: int) -> tuple[MiniTask, tuple[float, ...]]:
 
 
 def check(problem: Problem, schedule: MiniTaskSchedule) -> list[str]:
-    """What breaks constraints (1) to (6e) or the bound on guests, each with the equation's number; empty if nothing."""
+    """Return the violations of (1) to (6e) and of the bound on guests, each with the equation's number."""
     hosts_E = np.array(schedule.hosts)
     if hosts_E.shape != problem.owner_E.shape or not ((hosts_E >= 0) & (hosts_E < problem.num_workers)).all():
         return [f"(1): hosts {schedule.hosts} of {problem.num_experts} experts on {problem.num_workers} workers"]
@@ -153,7 +151,7 @@ def check(problem: Problem, schedule: MiniTaskSchedule) -> list[str]:
 
 
 class _Done:
-    """Amounts of a schedule, for each task [E, D, D, T] by expert, source, target and slot."""
+    """Work of a schedule: for each task, [E, D, D, T] by expert, source, target and slot."""
 
     def __init__(self, problem: Problem, schedule: MiniTaskSchedule) -> None:
         self.problem = problem
@@ -164,7 +162,7 @@ class _Done:
             self.by_task[task][expert, source, target] += row
 
     def workloads(self, hosts_E: np.ndarray) -> Iterator[str]:
-        """(2a) to (2d) with (4), and (7b)."""
+        """Yield violations of (2a) to (2d) with (4), and of (7b)."""
         problem = self.problem
         hosted_ED = hosts_E[:, None] == np.arange(problem.num_workers)
         tokens = problem.tokens_DE.T[:, :, None] * hosted_ED[:, None, :]
@@ -186,7 +184,7 @@ class _Done:
                 yield f"(4) with {equation}: {_name(task, cell)} is not done as a whole"
 
     def capacities(self) -> Iterator[str]:
-        """(5a) and (5b)."""
+        """Yield violations of (5a) and (5b)."""
         crossing = (
             self.by_task[task].sum(0) for task in (MiniTaskKind.DISPATCH, MiniTaskKind.TRANS, MiniTaskKind.COMBINE)
         )
@@ -197,7 +195,7 @@ class _Done:
             yield f"(5b): too much on worker {worker} in slot {slot}"
 
     def order(self) -> Iterator[str]:
-        """(6a) to (6e): before each slot, what is done in it must be ready."""
+        """Yield violations of (6a) to (6e): the inputs of a slot's work must be ready before the slot."""
         ready = {task: _before(amounts) for task, amounts in self.by_task.items()}
         done = {task: amounts.cumsum(-1) for task, amounts in self.by_task.items()}
         away_DD1 = ~np.eye(self.problem.num_workers, dtype=bool)[..., None]
@@ -226,7 +224,7 @@ class _Done:
 
 
 def _before(amounts: np.ndarray) -> np.ndarray:
-    """What is done up to the slot before each."""
+    """Return the work done before each slot."""
     return amounts.cumsum(-1) - amounts
 
 

@@ -1,9 +1,7 @@
-"""From the linear program's shares to one worker per expert (DEMI's Algorithm 1, lines 1 and 2), and on from there.
+"""Searches placements with short schedules, starting from the linear program's shares (DEMI's Algorithm 1, lines 1, 2).
 
-The paper draws once. Here every placement is timed by its schedule: some draws, the largest shares, the owners and a
-way downhill from them; the best are improved by single moves and exchanges as long as that helps.
-
-Letters for sizes: D workers, E experts, B placements.
+The paper draws one placement from the shares. Here several candidates are timed by their schedules: some draws, the
+largest shares, the owners and a descent from them. Moves and exchanges then improve the best ones.
 """
 
 from typing import NamedTuple
@@ -15,57 +13,59 @@ from megatron_balance.placement.demi.problem import Problem
 from megatron_balance.placement.demi.program import Relaxed, relax
 
 DRAWS = 8
+"""Number of placements drawn from the shares."""
+
 SEED = 0
 
 FULL = 600
-"""Variables for tokens (E * D^2 * T) up to which the linear program has each expert's own."""
+"""Most variables for tokens (E * D^2 * T) for which the linear program has one group per expert."""
 
 AGGREGATED = 4000
-"""Variables of the aggregated program, about, up to which it is solved: as many as take some 20 ms."""
+"""Approximate number of variables up to which the aggregated program is solved, which takes about 20 ms."""
 
 POWER = 4
-"""Of the soft maximum."""
+"""Exponent of the soft maximum."""
 
 STARTS = 1
-"""Placements that are improved by their schedules, the best ones."""
+"""Number of placements that `improve` starts from, the best ones."""
 
 TRIED = 8
-"""Neighbours that are timed by their schedules before a placement counts as the best around."""
+"""Number of neighbours whose schedules are timed in each step of `improve`."""
 
 PATH = 16
-"""Placements on the way downhill that are timed by their schedules."""
+"""Number of placements on the descent whose schedules are timed."""
 
 LISTED = 200_000
-"""Mini-tasks in all placements that are timed at the same time."""
+"""Most mini-tasks of all placements that are timed at once."""
 
 NEIGHBOURS = 512
-"""Where there are no more neighbours all of them are looked at, else some of BUSY and LIGHT workers' experts."""
+"""Most neighbours for which all are examined; above, only some experts of BUSY and LIGHT workers."""
 
 BUSY, LIGHT, EXPERTS = 1, 4, 4
-"""Workers that neighbours relieve, workers that they load, experts that they move."""
+"""Number of workers that neighbours relieve, of workers that they load, and of experts that they move."""
 
 MOST_STEPS = 256
-"""Of a way downhill."""
+"""Most steps of a descent."""
 
 GAIN = 1e-9
-"""Share by which a step has to be better: rounding is no gain."""
+"""Relative improvement below which a step is rounding."""
 
 
 class Found(NamedTuple):
-    """Placements that keep within all rooms, the shortest schedule first."""
+    """Placements that respect all bounds, the shortest schedule first."""
 
     hosts_BE: np.ndarray
     finish_B: np.ndarray
-    """When the schedules end, in slots."""
+    """End of each schedule, in slots."""
 
     pace: Pace
-    """What they are listed with."""
+    """Pace that the schedules were listed with."""
 
 
 def relax_by_size(problem: Problem) -> Relaxed | None:
-    """The linear program in the form for this size; None if it is too large in either, or cannot be satisfied.
+    """Solve the linear program in full or aggregated; return None if both are too large, or if it is infeasible.
 
-    The form depends on sizes alone, so that plans are the same on every machine and in every run.
+    The choice depends on sizes alone, so that plans are equal on every machine and in every run.
     """
     workers, experts, slots = problem.num_workers, problem.num_experts, problem.slots
     if experts * workers**2 * slots <= FULL:
@@ -76,20 +76,20 @@ def relax_by_size(problem: Problem) -> Relaxed | None:
 
 
 def best_pace(problem: Problem, hosts_BE: np.ndarray, relaxed: Relaxed | None) -> tuple[Pace, np.ndarray]:
-    """The linear program's pace, or the eager one if that makes the shortest of these placements' schedules shorter.
+    """Return the linear program's pace, or the eager one if that makes the shortest schedule shorter.
 
     Returns:
-        Also [B], when the schedules end with it.
+        The pace, and [B] the ends of the placements' schedules with it.
     """
     paces = [Pace.eager(problem)] if relaxed is None else [relaxed.pace, Pace.eager(problem)]
     return min(((pace, finishes(problem, hosts_BE, pace)) for pace in paces), key=lambda timed: timed[1].min())
 
 
 def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
-    """Placements with short schedules; the owners' is among them where it keeps within all rooms.
+    """Return placements with short schedules, including owners alone if that respects all bounds.
 
     Raises:
-        ValueError: no placement that keeps within all rooms was found.
+        ValueError: no placement that respects all bounds was found.
     """
     rounded = [] if relaxed is None else round_shares(problem, relaxed.share_ED)
     repaired = [repair(problem, hosts_E) for hosts_E in (problem.owner_E, *rounded)]
@@ -97,14 +97,14 @@ def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
     if not starts:
         raise ValueError("no placement was found that keeps within what workers may compute and hold")
     tasks = 3 * np.count_nonzero(problem.tokens_DE) + problem.num_experts
-    way = descend(problem, starts[0])
-    thinned = np.unique(np.linspace(0, len(way) - 1, int(min(PATH, max(2, LISTED // tasks)))).astype(int))
-    hosts_BE = np.unique(np.stack([*starts, *(way[index] for index in thinned)]), axis=0)
+    descent = descend(problem, starts[0])
+    thinned = np.unique(np.linspace(0, len(descent) - 1, int(min(PATH, max(2, LISTED // tasks)))).astype(int))
+    hosts_BE = np.unique(np.stack([*starts, *(descent[index] for index in thinned)]), axis=0)
     pace, finish_B = best_pace(problem, hosts_BE, relaxed)
     seen = [(hosts_BE, finish_B)]
     tried = int(min(TRIED, LISTED // (16 * tasks)))
     for index in np.argsort(finish_B, kind="stable")[: STARTS if tried else 0]:
-        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace, tried)
+        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace=pace, tried=tried)
     hosts_BE, finish_B = (np.concatenate(parts) for parts in zip(*seen, strict=True))
     hosts_BE, first_B = np.unique(hosts_BE, axis=0, return_index=True)
     finish_B = finish_B[first_B]
@@ -113,32 +113,32 @@ def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
 
 
 def round_shares(problem: Problem, share_ED: np.ndarray) -> np.ndarray:
-    """[B, E]: the placement by the largest shares, and draws; what has no tokens stays with its owner.
+    """Return [B, E]: the placement by the largest shares, then draws. Experts without tokens stay on their owners.
 
-    Where migrations are free, shares of experts without tokens are arbitrary.
+    The shares of experts without tokens are arbitrary where migration is free.
     """
     hosts_BE = np.stack([share_ED.argmax(1), *draw(share_ED, DRAWS, SEED)])
     return np.where(problem.load_E > 0, hosts_BE, problem.owner_E)
 
 
 def draw(share_ED: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """[B, E]: so many placements with a worker for each expert drawn by its shares, the same for the same seed."""
+    """Return [B, E]: `count` placements, with each expert's worker drawn by its shares; reproducible by `seed`."""
     random_BE = np.random.default_rng(seed).random((count, len(share_ED)))
     ends_ED = share_ED.cumsum(1)
-    # The last worker takes what rounding leaves of 1
+    # The last worker gets the rest, so that rounding does not matter
     return (random_BE[..., None] >= ends_ED[:, :-1]).sum(-1)
 
 
 def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
-    """Move experts, lightest first, from workers without room to the least loaded worker with room (line 2).
+    """Move experts, lightest first, from overfull workers to the least loaded worker with room (line 2).
 
     Returns:
-        None if there is no such expert while some worker has too much.
+        [E] hosts that respect all bounds; None if a worker stays overfull.
     """
     hosts_E, workers = hosts_E.copy(), np.arange(problem.num_workers)
     sizes_3E = np.stack([problem.load_E, problem.size_E, np.ones(problem.num_experts)])
     room_3D = np.stack(problem.rooms())
-    # Each goes where there is room for it, so none is moved twice
+    # Experts go where there is room for them, so none moves twice
     for _ in range(problem.num_experts):
         used_3D = np.stack([used[0] for used in problem.use(hosts_E[None])])
         over_3D = used_3D > room_3D
@@ -160,9 +160,9 @@ def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
 
 
 class Times(NamedTuple):
-    """How long links, workers and migrated experts are busy, in slots: bounds on a schedule from below.
+    """Busy time of links, workers and migrated experts, in slots: lower bounds on the end of a schedule.
 
-    An expert's time is its migration and then its computation.
+    An expert is busy for its migration and then for its computation.
     """
 
     link_BDD: np.ndarray
@@ -171,7 +171,7 @@ class Times(NamedTuple):
 
     @property
     def soft_maximum(self) -> np.ndarray:
-        """[B]: unlike the maximum it tells placements apart in which different links and workers are equally busy."""
+        """[B]: soft maximum, which distinguishes placements with equal maxima but different sums."""
         parts = [part.reshape(len(part), -1) for part in self]
         top_B1 = np.maximum.reduce([part.max(1) for part in parts])[:, None]
         scale_B1 = np.where(top_B1 > 0, top_B1, 1.0)
@@ -179,12 +179,12 @@ class Times(NamedTuple):
 
 
 def times(problem: Problem, hosts_BE: np.ndarray, near_E: np.ndarray) -> Times:
-    """Of placements that differ little from `near_E`, which saves time."""
+    """Return the busy times of placements; fast if they differ little from `near_E`."""
     tokens_ED, workers = problem.tokens_DE.T, problem.num_workers
     near_DD = np.zeros((workers, workers))
     np.add.at(near_DD, near_E, tokens_ED)
     load_BDD = np.repeat(near_DD[None], len(hosts_BE), axis=0)
-    """By worker and source."""
+    """Tokens by worker and source."""
     placement, expert = (hosts_BE != near_E).nonzero()
     np.subtract.at(load_BDD, (placement, near_E[expert]), tokens_ED[expert])
     np.add.at(load_BDD, (placement, hosts_BE[placement, expert]), tokens_ED[expert])
@@ -199,7 +199,7 @@ def times(problem: Problem, hosts_BE: np.ndarray, near_E: np.ndarray) -> Times:
 
 
 def neighbours(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
-    """[B, E]: placements with one expert moved or two exchanged that keep within all rooms."""
+    """Return [B, E]: placements with one expert moved or two exchanged that respect all bounds."""
     workers, experts = problem.num_workers, problem.num_experts
     if experts * (workers + experts) <= NEIGHBOURS:
         moved, others = np.arange(experts), np.arange(experts)
@@ -225,25 +225,25 @@ def neighbours(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
 
 
 def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
-    """The way from a placement to neighbours with ever smaller soft maxima of busy times, itself included."""
-    way, best = [hosts_E], float(times(problem, hosts_E[None], hosts_E).soft_maximum[0])
-    while len(way) <= MOST_STEPS and len(around_BE := neighbours(problem, way[-1])):
-        busy_B = times(problem, around_BE, way[-1]).soft_maximum
+    """Return the descent from a placement, inclusive, over neighbours with ever smaller soft maxima of busy times."""
+    descent, best = [hosts_E], float(times(problem, hosts_E[None], hosts_E).soft_maximum[0])
+    while len(descent) <= MOST_STEPS and len(around_BE := neighbours(problem, descent[-1])):
+        busy_B = times(problem, around_BE, descent[-1]).soft_maximum
         chosen = busy_B.argmin()
         if busy_B[chosen] >= best * (1 - GAIN):
             break
-        way.append(around_BE[chosen])
+        descent.append(around_BE[chosen])
         best = float(busy_B[chosen])
-    return way
+    return descent
 
 
 def improve(
-    problem: Problem, hosts_E: np.ndarray, finish: float, pace: Pace, tried: int
+    problem: Problem, hosts_E: np.ndarray, finish: float, *, pace: Pace, tried: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Step to the neighbour with the shortest schedule, of the most promising ones, as long as it gets shorter.
+    """Step to the neighbour with the shortest schedule among the most promising ones, while that shortens it.
 
     Returns:
-        Of each step the placements that were timed and when they finish.
+        The placements timed in each step, and the ends of their schedules.
     """
     seen = []
     while len(around_BE := neighbours(problem, hosts_E)):

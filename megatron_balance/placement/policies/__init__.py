@@ -1,70 +1,75 @@
-"""Policies: functions from an expected load and the present placement to the next placement. One file each."""
+"""Placement policies, one file each: the next placement from an expected load and the present placement.
 
+    interface        Policy, the base class, and what several policies share
+    none             no balancing: owners compute their experts
+    top_k            top2, top3: the hottest experts on every rank
+    fastermoe        FasterMoE: the hottest experts on every rank, as long as the cost model predicts a gain
+    pro_prophet      Pro-Prophet: the heaviest ranks' experts on the ranks that hold most of their tokens
+    flexmoe          FlexMoE: Expand, Shrink and Migrate vExperts, starting from the placement in use
+    demi             DEMI: one host per expert, by the schedule of mini-tasks (placement/demi)
+    demi_baselines   demi_s1 to demi_s3: the strategies that DEMI's paper compares with
+
+A new policy is a new file: the functions below find every class of this package that has a `name`.
+"""
+
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_balance.config.flags import named
 from megatron_balance.messages import cleaned, described
-from megatron_balance.placement.policies.demi import Demi
-from megatron_balance.placement.policies.demi_baselines import DemiS1, DemiS2, DemiS3
-from megatron_balance.placement.policies.fastermoe import FasterMoE
-from megatron_balance.placement.policies.flexmoe import FlexMoE
 from megatron_balance.placement.policies.interface import Policy
-from megatron_balance.placement.policies.none import NoPolicy
-from megatron_balance.placement.policies.pro_prophet import ProProphet
-from megatron_balance.placement.policies.top_k import Top2, Top3
 from megatron_balance.placement.splits import SPLITS
 
-POLICIES: dict[str, type[Policy]] = {
-    "none": NoPolicy,
-    "pro_prophet": ProProphet,
-    "fastermoe": FasterMoE,
-    "flexmoe": FlexMoE,
-    "top2": Top2,
-    "top3": Top3,
-    "demi": Demi,
-    "demi_s1": DemiS1,
-    "demi_s2": DemiS2,
-    "demi_s3": DemiS3,
-}
 
-OPTIONS: dict[str, dict[str, str]] = {
-    "pro_prophet": {"alpha": "balance_alpha"},
-    "flexmoe": {
-        "threshold": "balance_threshold",
-        "metric": "balance_metric",
-        "vexperts_per_rank": "balance_vexperts_per_rank",
-    },
-    "demi": {"slots": "balance_demi_slots", "weights": "balance_demi_weights", "capacities": "balance_capacities"},
-}
-"""Policy -> its options, and the fields of the flags that set them. A policy from elsewhere has none."""
+def registered() -> dict[str, type[Policy]]:
+    """Return the policies in the modules of this package, by name."""
+    found: dict[str, type[Policy]] = {}
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        for _, cls in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if cls.__module__ == module.name and issubclass(cls, Policy) and "name" in vars(cls):
+                assert cls.name not in found, f"two policies are named {cls.name}"
+                found[cls.name] = cls
+    return dict(sorted(found.items()))
 
-OPTION_FIELDS = tuple(field for options in OPTIONS.values() for field in options.values())
+
+def option_fields() -> frozenset[str]:
+    """Return the fields of BalanceConfig that only some policies read."""
+    return frozenset(field for policy in registered().values() for field in policy.options.values())
 
 
 def policy_options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a policy is to be made with, from flags' values by field name."""
-    return {option: values[field] for option, field in OPTIONS.get(name, {}).items()}
+    """Return the arguments of a policy's constructor; none for `package.module:Class`.
+
+    Args:
+        values: the flags' values by field name.
+    """
+    policy = registered().get(name)
+    return {option: values[field] for option, field in policy.options.items()} if policy else {}
 
 
 def load_policy(name: str, **options: Any) -> Policy:
-    """A policy by its name here, or by `package.module:Class`.
+    """Make a policy by its registered name or by `package.module:Class`.
+
+    A class from elsewhere need not inherit from Policy: a method `plan` is enough.
 
     Args:
-        options: what the policy's class takes, such as alpha.
+        options: arguments of the policy's constructor, such as alpha.
 
     Raises:
         ValueError: no such name, module or class, options that the class does not take, or no method `plan`.
     """
-    flag = f"--balance-policy {name}"
-    factory = named("--balance-policy", name, POLICIES)
+    flag, known = f"--balance-policy {name}", registered()
+    factory = named("--balance-policy", name, known)
     try:
         policy = factory(**options)
         plan = getattr(policy, "plan", None)
     except TypeError as error:
         raise ValueError(f"{flag}: cannot be made with options {sorted(options)}: {cleaned(error)}") from error
-    except BaseException as error:  # anybody's constructor
-        if name in POLICIES:
+    except BaseException as error:  # a user's constructor may raise anything
+        if name in known:
             raise
         raise ValueError(f"{flag}: cannot be made: {described(error)}") from error
     if not callable(plan):
@@ -73,12 +78,12 @@ def load_policy(name: str, **options: Any) -> Policy:
 
 
 def split_of(policy: Policy) -> str:
-    """How a policy wants tokens to be shared, `Policy.split`.
+    """Return the policy's `split`, `local_first` for a class that has none.
 
     Raises:
         ValueError: not a name in SPLITS.
     """
-    split = getattr(policy, "split", "local_first")
+    split = getattr(policy, "split", Policy.split)
     if type(split) is not str or split not in SPLITS:
         raise ValueError(f"{type(policy).__qualname__}.split is {cleaned(split, 60)}: choose from {', '.join(SPLITS)}")
     return split

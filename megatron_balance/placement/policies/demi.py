@@ -1,11 +1,8 @@
-"""DEMI: each expert on one worker at a time, where the layer's mini-tasks are done soonest (its Algorithm 1).
-
-Shape suffixes: D expert-parallel ranks, E logical experts.
-"""
+"""DEMI: one host per expert, chosen so that the layer's mini-tasks finish soonest (its Algorithm 1)."""
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,45 +12,50 @@ from megatron_balance.placement.demi.problem import FEWEST_SLOTS, WEIGHTS, Probl
 from megatron_balance.placement.demi.schedule import MiniTaskSchedule
 from megatron_balance.placement.demi.search import best_pace, relax_by_size, solve
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import lend, owners_host
+from megatron_balance.placement.policies.interface import Policy, lend, owners_host
 
 MOST_SLOTS = 20
-"""Weights 2^t of more slots are too far apart for a linear program's tolerances."""
+"""Most slots: weights 2^t of more slots differ too much for a linear program's tolerances."""
 
 LEAST_SECONDS = 1e-15
-"""Per byte, that no link or rank undercuts: a line through noisy times may come out flat."""
+"""Least seconds per byte of a link or rank: a line through noisy times may be flat."""
 
 CONFIRMED = 16
-"""Placements that the cost model times, those with the shortest schedules first."""
+"""Number of placements that the cost model times; those with the shortest schedules first."""
 
 MIN_GAIN = 0.001
-"""Share of the layer's time that lending has to save: the model does not see all that it costs."""
-
+"""Share of the layer's time that lending must save, because the cost model omits part of its cost."""
 
 MOVE_GAIN = 0.05
-"""Share of the layer's time that lending to other ranks than at present has to save. Hot experts are much alike and so
-are the ranks that they could go to, and loads change a little in every iteration; lends that stay become Transfers."""
+"""Share of the layer's time that a change of the present lends must save. Loads change a little in every iteration, and
+many lends are about equally good; lends that stay can become Transfers."""
 
 
 @dataclass(frozen=True)
-class Demi:
-    """Lends experts to the ranks where their tokens, their weights and the computation are through soonest.
+class Demi(Policy):
+    """Lends experts to the ranks where dispatch, expert transfer and computation together finish soonest.
 
-    The linear program and the search want a short schedule of mini-tasks, in which computation and transfers of one
-    layer overlap. What is executed overlaps less, so of the placements with the shortest schedules the fastest by the
-    cost model is taken, and the owners' if none of them is faster; the present one if it is nearly as fast.
+    The linear program and the search minimise the length of a schedule of mini-tasks, in which computation and
+    transfers of one layer overlap. Execution overlaps less. So the plan is the fastest by the cost model among the
+    placements with the shortest schedules, the present placement and owners alone; the present placement wins if it is
+    nearly as fast.
     """
 
+    name = "demi"
+    options = MappingProxyType(
+        {"slots": "balance_demi_slots", "weights": "balance_demi_weights", "capacities": "balance_capacities"}
+    )
+    single_host = True
+    orders_chunks = True
+
     slots: int = 5
-    """T"""
+    """T: number of time slots of the linear program."""
 
     weights: str = "pow2"
-    """omega_t, a name in WEIGHTS."""
+    """Weights omega_t of the slots: a name in WEIGHTS."""
 
     capacities: tuple[float, ...] | None = None
-    """[D]: how fast each rank computes relative to the others, and how many tokens it has room for; None: alike."""
-
-    split: ClassVar[str] = "local_first"
+    """[D]: relative speed of each rank's computation, and relative room for tokens; None: equal."""
 
     def __post_init__(self) -> None:
         if not FEWEST_SLOTS <= self.slots <= MOST_SLOTS:
@@ -66,11 +68,15 @@ class Demi:
         if not all(math.isfinite(capacity) and capacity > 0 for capacity in self.capacities or ()):
             raise ValueError(f"--balance-capacities {_text(self.capacities)}: give numbers above 0")
 
+    def check(self, owners: Placement) -> None:
+        """See `Policy.check`."""
+        self._shares(owners.num_ranks)
+
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`.
 
         Raises:
-            ValueError: capacities of another number of ranks.
+            ValueError: the number of capacities differs from the number of ranks.
         """
         best = current if current.is_identity else owners_host(current)
         limit = most = self.seconds(counts_DE, best, cost) * (1 - MIN_GAIN)
@@ -87,10 +93,10 @@ class Demi:
         return current if stay < most and stay * (1 - MOVE_GAIN) < limit else best
 
     def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
-        """The mini-tasks of a placement in which every expert has one host, slot by slot.
+        """Return the mini-tasks of a placement in which every expert has one host, slot by slot.
 
         Raises:
-            ValueError: an expert with several hosts.
+            ValueError: an expert has several hosts.
         """
         if any(len(ranks) > 1 for ranks in placement.hosts):
             raise ValueError(f"placement {placement}: DEMI has one host for each expert")
@@ -100,15 +106,16 @@ class Demi:
         return list_schedule(problem, hosts_E, pace)
 
     def problem(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Problem:
-        """DEMI's problem in bytes, for half of an iteration.
+        """Return DEMI's problem, in bytes, for half an iteration.
 
-        An iteration brings tokens to experts and back twice, once as gradients; weights go to guests and gradients come
-        back. Half of that is the paper's forward pass, at the mean speed of both. A link has the share of its ranks'
-        bandwidth that it has in an exchange with all others. An expert counts as many bytes as cross a link in the time
-        that Trans and Agg of one expert take, as far as nothing hides them. Room for tokens and experts is the paper's,
-        half of all, and more where a rank owns more or one expert needs more. Slots are so long that the owners are
-        done within T of them when each stage works evenly, one slot after the one before: so the linear program has a
-        solution always.
+        An iteration takes tokens to experts and back twice, the second time as gradients; weights go to guests, and
+        their gradients come back. Half of that is the paper's forward pass, at the mean speed of both passes.
+
+        A link has its share of the ranks' bandwidth in an exchange among all ranks. The size of an expert is the bytes
+        that cross a link during one expert's exposed Trans and Agg. Room for tokens and for experts is half of all, as
+        in the paper, or more where a rank owns more or one expert needs more. A slot is long enough for the owners to
+        finish within T slots when each stage works evenly and starts one slot after the previous stage, so the linear
+        program always has a solution.
         """
         num_ranks = current.num_ranks
         share_D = self._shares(num_ranks)
@@ -126,7 +133,7 @@ class Demi:
         np.fill_diagonal(crossing_DD, 0.0)
         computed_D = owned_DD.sum(1)
         busiest = max(float((crossing_DD * per_byte_DD).max()), float((computed_D / compute_D).max()))
-        # Without tokens any length will do
+        # Without tokens, any length is valid
         slot_seconds = (busiest or 1.0) / (self.slots - FEWEST_SLOTS + 1)
         room_D = np.maximum(tokens_DE.sum() / 2 * share_D, computed_D)
         return Problem(
@@ -143,14 +150,14 @@ class Demi:
         )
 
     def seconds(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> float:
-        """The cost model's seconds of the layer where ranks compute at speeds by their capacities."""
+        """Return the cost model's seconds of the layer, with ranks that compute in proportion to capacities."""
         time = cost.layer_time(counts_DE, placement)
         computed = float((cost.traffic(counts_DE, placement).sum(0) / self._shares(placement.num_ranks)).max())
         computing = cost.forward_seconds(computed) + cost.backward_seconds(computed)
         return float(time.all_to_all + computing + time.trans + time.agg)
 
     def _least_seconds(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
-        """What no placement with an expert lent undercuts: even computation, tokens at home as far as one host can."""
+        """Return a lower bound for any lend: even computation, and each expert on the rank with most of its tokens."""
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
         tokens, num_ranks = float(counts_DE.sum()), current.num_ranks
@@ -159,12 +166,13 @@ class Demi:
         return float(cost.time_of(exchanged, tokens / num_ranks, *sending).total)
 
     def _shares(self, num_ranks: int) -> np.ndarray:
-        """[D]: capacities, 1 on average."""
+        """Return [D]: capacities, 1 on average."""
         if self.capacities is None:
             return np.ones(num_ranks)
         if len(self.capacities) != num_ranks:
             raise ValueError(
-                f"--balance-capacities {_text(self.capacities)}: give one number per expert-parallel rank, {num_ranks}"
+                f"--balance-capacities {_text(self.capacities)}: give one number per expert-parallel rank, {num_ranks} "
+                "in all"
             )
         return np.array(self.capacities) / np.mean(self.capacities)
 

@@ -1,44 +1,43 @@
-"""S1, S2 and S3, the strategies that DEMI compares itself with (its Section V-A): one host per expert, no schedule.
+"""S1, S2 and S3, the strategies that DEMI is compared with (its Section V-A): one host per expert, no schedule.
 
-They migrate whatever that costs in time. The paper's workers take any number of experts, a rank here as many as it has
-guest slots.
-
-Shape suffixes: D expert-parallel ranks, E logical experts, C columns to assign experts to, K experts of one rank.
+They migrate regardless of the time it takes. The paper's workers accept any number of experts; a rank here accepts one
+per guest slot. G is the number of guest slots of all ranks, A that of experts of one rank.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
-import scipy  # whose parts are imported by their first use: a process that plans without them starts sooner
+import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 
 from megatron_balance.placement.cost_model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import lend
+from megatron_balance.placement.policies.interface import Policy, lend
 
 EXACT = 256
-"""S3's (expert, rank) pairs up to which it is solved exactly."""
+"""Most (expert, rank) pairs for which S3 is solved exactly."""
 
 NODES = 500
-"""Of the search tree, where S3 is given up as being solved exactly: a limit in seconds would not repeat."""
+"""Most nodes of the exact search for S3; unlike a limit in seconds, it is reproducible."""
 
 
 @dataclass(frozen=True)
-class DemiS1:
-    """Each expert on the rank with most of its tokens: as few tokens sent as possible."""
+class DemiS1(Policy):
+    """Minimises the number of tokens sent: each expert goes to the rank with most of its tokens."""
 
-    split: ClassVar[str] = "local_first"
+    name = "demi_s1"
+    single_host = True
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`. Where ranks lack guest slots, the tokens that stay at home are as many as possible."""
+        """See `Policy.plan`. If guest slots are scarce, the number of tokens that stay local is maximal."""
         return lend(current, assign(_saved_tokens(counts_DE, owners(current)), owners(current), current.guest_slots))
 
 
 @dataclass(frozen=True)
-class DemiS2:
-    """As few bytes of tokens and of migrating experts as possible."""
+class DemiS2(Policy):
+    """Minimises the bytes of tokens sent and of migrating experts."""
 
-    split: ClassVar[str] = "local_first"
+    name = "demi_s2"
+    single_host = True
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
@@ -48,14 +47,15 @@ class DemiS2:
 
 
 @dataclass(frozen=True)
-class DemiS3:
-    """As few bytes of tokens sent, of migrating experts and of the most loaded rank's tokens as possible.
+class DemiS3(Policy):
+    """Minimises the bytes of tokens sent, plus those of migrating experts and of the most loaded rank's tokens.
 
-    Exact up to EXACT pairs, by a mixed-integer program; above from S2's placement one expert after the other leaves the
-    most loaded rank as long as the sum falls.
+    Up to EXACT pairs, a mixed-integer program is exact. Above, experts leave the most loaded rank of S2's placement,
+    one at a time, while the sum falls.
     """
 
-    split: ClassVar[str] = "local_first"
+    name = "demi_s3"
+    single_host = True
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
@@ -67,41 +67,43 @@ class DemiS3:
             hosts_E = _least_traffic_and_load(saved_ED, load_E, owner_E, current.guest_slots)
         if hosts_E is None:
             hosts_E = assign(saved_ED, owner_E, current.guest_slots)
-            hosts_E = _unload(saved_ED, load_E, owner_E, hosts_E, current.guest_slots)
+            hosts_E = _unload(
+                hosts_E, saved_ED=saved_ED, load_E=load_E, owner_E=owner_E, guest_slots=current.guest_slots
+            )
         return lend(current, hosts_E)
 
 
 def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.ndarray:
-    """[E]: the hosts that save the most in all, by solving the assignment problem of experts and guest slots.
+    """Return [E]: the hosts with the largest total saving, by solving the assignment of experts to guest slots.
 
     Args:
-        saved_ED: what it saves to compute each expert on each rank instead of its owner.
+        saved_ED: [E, D] saving of each expert on each rank instead of its owner.
     """
     num_experts, num_ranks = saved_ED.shape
-    rank_C = np.repeat(np.arange(num_ranks), guest_slots)
-    gain_EC = np.where(rank_C == owner_E[:, None], 0.0, saved_ED[:, rank_C]).clip(0.0)
-    # Everyone may stay at home
+    rank_G = np.repeat(np.arange(num_ranks), guest_slots)
+    gain_EG = np.where(rank_G == owner_E[:, None], 0.0, saved_ED[:, rank_G]).clip(0.0)
+    # Every expert may stay on its owner
     experts, columns = scipy.optimize.linear_sum_assignment(
-        np.hstack([gain_EC, np.zeros((num_experts, num_experts))]), maximize=True
+        np.hstack([gain_EG, np.zeros((num_experts, num_experts))]), maximize=True
     )
     hosts_E = owner_E.copy()
-    lent = columns < len(rank_C)
-    lent[lent] = gain_EC[experts[lent], columns[lent]] > 0
-    hosts_E[experts[lent]] = rank_C[columns[lent]]
+    lent = columns < len(rank_G)
+    lent[lent] = gain_EG[experts[lent], columns[lent]] > 0
+    hosts_E[experts[lent]] = rank_G[columns[lent]]
     return hosts_E
 
 
 def _saved_tokens(counts_DE: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
-    """[E, D] float64: how many tokens less are sent if a rank computes an expert instead of its owner."""
+    """Return [E, D] float64: number of tokens less to send if a rank computes an expert instead of its owner."""
     return (counts_DE - counts_DE[owner_E, np.arange(len(owner_E))]).T.astype(np.float64)
 
 
 def _least_traffic_and_load(
     saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
 ) -> np.ndarray | None:
-    """[E]: S3's hosts; None if NODES were not enough for any.
+    """Return [E]: S3's hosts; None if the solver found none within NODES.
 
-    Variables are the hosts, expert by expert, and the largest load.
+    Its variables are (expert, host) pairs and the largest load.
     """
     num_experts, num_ranks = saved_ED.shape
     scale = max(float(load_E.max()), float(np.abs(saved_ED).max())) or 1.0
@@ -132,27 +134,27 @@ def _least_traffic_and_load(
 
 
 def _unload(
-    saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, hosts_E: np.ndarray, guest_slots: int
+    hosts_E: np.ndarray, *, saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
 ) -> np.ndarray:
-    """[E]: hosts after the single moves from the most loaded rank that lower S3's sum the most."""
+    """Return [E]: hosts after the moves off the most loaded rank that lower S3's sum most, one at a time."""
     hosts_E, num_ranks = hosts_E.copy(), saved_ED.shape[1]
     ranks = np.arange(num_ranks)
     while True:
         load_D = np.bincount(hosts_E, weights=load_E, minlength=num_ranks)
         free_D = np.bincount(hosts_E[hosts_E != owner_E], minlength=num_ranks) < guest_slots
         heaviest = int(load_D.argmax())
-        experts_K = (hosts_E == heaviest).nonzero()[0]
-        if not len(experts_K):
+        experts_A = (hosts_E == heaviest).nonzero()[0]
+        if not len(experts_A):
             return hosts_E
-        moved_KD = load_D + load_E[experts_K, None]
-        left_K1 = (load_D[heaviest] - load_E[experts_K])[:, None]
+        moved_AD = load_D + load_E[experts_A, None]
+        left_A1 = (load_D[heaviest] - load_E[experts_A])[:, None]
         others_D = np.array([np.delete(load_D, [heaviest, rank]).max(initial=0.0) for rank in ranks])
-        largest_KD = np.maximum(np.maximum(moved_KD, left_K1), others_D)
-        change_KD = largest_KD - load_D[heaviest] - saved_ED[experts_K] + saved_ED[experts_K, heaviest, None]
-        allowed_KD = (free_D | (ranks == owner_E[experts_K, None])) & (ranks != heaviest)
-        change_KD = np.where(allowed_KD, change_KD, np.inf)
-        expert, rank = np.unravel_index(change_KD.argmin(), change_KD.shape)
-        # Sums of bytes in floating point: what is within rounding is no gain
-        if not change_KD[expert, rank] < -1e-9 * load_D[heaviest]:
+        largest_AD = np.maximum(np.maximum(moved_AD, left_A1), others_D)
+        change_AD = largest_AD - load_D[heaviest] - saved_ED[experts_A] + saved_ED[experts_A, heaviest, None]
+        allowed_AD = (free_D | (ranks == owner_E[experts_A, None])) & (ranks != heaviest)
+        change_AD = np.where(allowed_AD, change_AD, np.inf)
+        expert, rank = np.unravel_index(change_AD.argmin(), change_AD.shape)
+        # A change within the rounding of sums of bytes is not a gain
+        if not change_AD[expert, rank] < -1e-9 * load_D[heaviest]:
             return hosts_E
-        hosts_E[experts_K[expert]] = rank
+        hosts_E[experts_A[expert]] = rank

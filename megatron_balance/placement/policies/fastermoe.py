@@ -1,23 +1,22 @@
-"""FasterMoE's dynamic shadowing, the baseline that Pro-Prophet compares with (its Section VI)."""
+"""FasterMoE's dynamic shadowing, Pro-Prophet's baseline (its Section VI)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import everywhere, hottest_first, owners_host
+from megatron_balance.placement.policies.interface import Policy, everywhere, hottest_first, owners_host
 
 
 @dataclass(frozen=True)
-class FasterMoE:
-    """Copies the hottest experts to all ranks, one after the other, as long as the cost model says that it pays."""
+class FasterMoE(Policy):
+    """Copies the hottest experts to all ranks, one after the other, as long as the cost model predicts a gain."""
 
-    split: ClassVar[str] = "local_first"
+    name = "fastermoe"
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`. A rank whose guest slots are taken goes without."""
+        """See `Policy.plan`. A rank without a free guest slot gets no copy."""
         best = owners_host(current)
         seconds = cost.layer_seconds(counts_DE, best)
         free_D = np.full(current.num_ranks, current.guest_slots)

@@ -1,26 +1,44 @@
-"""What a policy is, and what policies share.
+"""The base class of placement policies, and the functions that several policies share."""
 
-Shape suffixes: D expert-parallel ranks, E logical experts.
-"""
-
-from collections.abc import Iterable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.placement.demi.schedule import MiniTaskSchedule
 from megatron_balance.placement.placement import Placement
 
 
-class Policy(Protocol):
-    """Decides who hosts which experts. Every rank runs it on the same values and must get the same result.
+class Policy(ABC):
+    """Decides which ranks host which experts of one MoE layer.
 
-    It may have an attribute `split`, how hosts share an expert's tokens where --balance-token-split is `policy`: a name
-    in splits.SPLITS; `local_first` without it.
+    Every rank runs the policy on the same values and must get the same result.
+
+    A class in a module of `placement/policies` that sets `name` is a value of `--balance-policy`. No other line of the
+    package names it.
     """
 
+    name: str
+    """Value of `--balance-policy`. A class that does not set it is not registered."""
+
+    split: str = "local_first"
+    """How hosts share an expert's tokens if `--balance-token-split` is `policy`: a name in `splits.SPLITS`."""
+
+    options: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Arguments of the constructor, each with the field of BalanceConfig that sets it."""
+
+    single_host: ClassVar[bool] = False
+    """Whether every expert has exactly one host in every plan."""
+
+    orders_chunks: ClassVar[bool] = False
+    """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
+
+    @abstractmethod
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """The next placement: the same owners and guest slots as `current`, other hosts.
+        """Return the next placement: the same owners and guest slots as `current`, with other hosts.
 
         Pure and deterministic: ties go to the lower index. It never raises for a legal load.
 
@@ -29,11 +47,24 @@ class Policy(Protocol):
             current: the placement in use.
             cost: seconds of the layer under a placement.
         """
-        ...
+
+    def check(self, owners: Placement) -> None:  # noqa: B027, most policies can plan for any layout
+        """Refuse a layout that the policy cannot plan for. Called before the run starts.
+
+        Args:
+            owners: every expert on its owner alone, and the guest slots to fill.
+
+        Raises:
+            ValueError: names the flag, its value and the remedy.
+        """
+
+    def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
+        """Return the order in which a layer's mini-tasks are done under `placement`; see `orders_chunks`."""
+        raise NotImplementedError
 
 
 def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -> Placement:
-    """The placement where every expert is hosted by its owner, its primary, and by the ranks added.
+    """Return the placement in which every expert is hosted by its owner, its primary, and by the added ranks.
 
     Args:
         current: gives owners and guest slots; an expert that stays a guest keeps its slot.
@@ -47,17 +78,17 @@ def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -
 
 
 def lend(current: Placement, hosts_E: np.ndarray) -> Placement:
-    """The placement in which each expert has one host, which is its primary; guests stay in their slots."""
+    """Return the placement in which each expert has one host, its primary; guests keep their slots."""
     hosts = hosts_E.tolist()
     return current.rehost([(rank,) for rank in hosts], hosts)
 
 
 def everywhere(owner: int, free_D: np.ndarray) -> list[int]:
-    """Ranks that an expert copied to all ranks goes to: all with a free guest slot, except its owner."""
+    """Return the ranks that receive an expert copied to all ranks: all with a free guest slot, except its owner."""
     return [rank for rank, slots in enumerate(free_D.tolist()) if slots and rank != owner]
 
 
 def hottest_first(counts_DE: np.ndarray) -> list[int]:
-    """Experts by tokens, most first; those without tokens are left out."""
+    """Return the experts that have tokens, by number of tokens, largest first."""
     tokens_E = counts_DE.sum(0)
     return [expert for expert in np.argsort(-tokens_E, kind="stable").tolist() if tokens_E[expert]]

@@ -1,20 +1,20 @@
 """No balancing: owners compute their experts."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.placement.policies.interface import Policy, owners_host
 
 
 @dataclass(frozen=True)
-class NoPolicy:
-    """Every expert on its owner only, whatever the load."""
+class NoPolicy(Policy):
+    """Keeps every expert on its owner only, whatever the load."""
 
-    split: ClassVar[str] = "local_first"
+    name = "none"
+    single_host = True
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""

@@ -1,22 +1,28 @@
-"""The heaviest k experts on all ranks: Pro-Prophet's comparison policies top2 and top3 (Section VI, Fig. 15)."""
+"""The k hottest experts on all ranks: Pro-Prophet's comparison policies top2 and top3 (Section VI, Fig. 15)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import everywhere, hottest_first, owners_host
+from megatron_balance.placement.policies.interface import Policy, everywhere, hottest_first, owners_host
 
 
 @dataclass(frozen=True)
-class TopK:
-    """Copies the k experts with the most tokens to every rank that has a guest slot for them, whatever that costs."""
+class TopK(Policy):
+    """Copies the k experts with the most tokens to every rank with a free guest slot, whatever the cost."""
 
     k: int
 
-    split: ClassVar[str] = "local_first"
+    def check(self, owners: Placement) -> None:
+        """See `Policy.check`."""
+        needed = min(self.k, owners.num_experts - owners.home_slots)
+        if owners.guest_slots < needed:
+            raise ValueError(
+                f"--balance-guest-slots {owners.guest_slots}: --balance-policy {self.name} copies {self.k} experts to "
+                f"every rank; give --balance-guest-slots {needed}"
+            )
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
@@ -31,9 +37,17 @@ class TopK:
 
 @dataclass(frozen=True)
 class Top2(TopK):
+    """The hottest two experts."""
+
+    name = "top2"
+
     k: int = 2
 
 
 @dataclass(frozen=True)
 class Top3(TopK):
+    """The hottest three experts."""
+
+    name = "top3"
+
     k: int = 3
