@@ -60,7 +60,7 @@ def test_steps_are_read_with_their_continuations() -> None:
     assert tool.copied(found["b"][2]) == (["x", "y"], "z/")
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_passes() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     checked = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
