@@ -82,7 +82,7 @@ def missing_files(text: str, folder: Path) -> list[str]:
     own = {word.rstrip(".") for word in words if OUR_FILE.fullmatch(word)} - THEIR_FILES
     bare = {path.name for name in ("megatron_balance", "tests", "tools") for path in (ROOT / name).rglob("*.*")}
     places = (ROOT, PACKAGE, folder)
-    return [word for word in own if word not in bare and not any((place / word).exists() for place in places)]
+    return [word for word in sorted(own) if word not in bare and not any((place / word).exists() for place in places)]
 
 
 def missing_flags(text: str) -> list[str]:
@@ -98,7 +98,7 @@ def wrong_arguments(text: str) -> list[str]:
         for tool in re.findall(r"tools/[\w/]+\.py", command):
             arguments = command.partition(tool)[2].partition(" -- ")[0]
             flags = set(re.findall(r"(?<!\")(--[a-z][\w-]+)", arguments))
-            wrong += [f"{tool} {flag}" for flag in flags - declared([ROOT / tool]) - OUR_FLAGS]
+            wrong += [f"{tool} {flag}" for flag in sorted(flags - declared([ROOT / tool]) - OUR_FLAGS)]
     return wrong
 
 
