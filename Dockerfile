@@ -3,11 +3,12 @@
 #   docker build --target cpu -t megatron-balance:cpu .      tests and small runs, anywhere
 #   docker build --target cuda -t megatron-balance:cuda .    Transformer Engine and NVIDIA's apex, for CUDA 13 drivers
 #
-# Versions of Python packages are those of requirements-ci.txt. Distributions keep only the newest version of a package:
+# requirements-ci.txt pins the Python packages. Versions of apt packages are not pinned, because Debian and Ubuntu keep
+# only the newest one:
 # hadolint global ignore=DL3008
 
 FROM python:3.11-slim-bookworm AS cpu
-# `+cpu` sorts behind the build with CUDA, so that pip takes it from here
+# pip prefers a `+cpu` version to the same version with CUDA
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /opt/megatron_balance
@@ -35,8 +36,8 @@ RUN grep '^torch==' requirements-ci.txt | pip install -r /dev/stdin
 
 
 FROM cuda-base AS cuda-wheels
-# megatron-core 0.16.1 asks for Transformer Engine 2.9 to 2.11. NVIDIA's apex is source only: what `pip install apex`
-# brings is something else
+# megatron-core 0.16.1 asks for Transformer Engine 2.9 to 2.11. NVIDIA's apex is available only as source; the
+# package that `pip install apex` installs is unrelated
 ARG TRANSFORMER_ENGINE=2.11.0
 ARG APEX=10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4
 ARG TORCH_CUDA_ARCH_LIST="8.0;8.9;9.0;10.0"
@@ -55,6 +56,6 @@ COPY megatron_balance megatron_balance
 RUN --mount=type=bind,from=cuda-wheels,source=/wheels,target=/wheels \
     pip install -r requirements-ci.txt -e '.[hf]' /wheels/*.whl
 COPY . .
-# The user `ubuntu` of the image; checkpoints belong on a volume that it may write to
+# The image's user `ubuntu`, who needs write access to the volume for checkpoints
 USER 1000
 CMD ["python", "pretrain_gpt_moe.py", "--help"]

@@ -1,26 +1,39 @@
-# What the scripts pretrain_MODEL.sh have in common; they set MODEL_ARGS, MOE_ARGS and TRAINING_ARGS and source it.
+#!/usr/bin/env bash
+# Trains a model of configs/models in its layout: parallel sizes, batch size, balancing and communication.
 #
-#   scripts/pretrain_MODEL.sh CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH [flags of pretrain_gpt_moe.py ...]
+#   scripts/pretrain.sh MODEL CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH [flags of pretrain_gpt_moe.py ...]
 #
-# TOKENIZER_MODEL: a SentencePiece model, or a directory of a Hugging Face tokenizer. DATA_PATH: as preprocess_data.py
-# wrote it, without suffix; or "mock". Under SLURM, see scripts/slurm/pretrain.sbatch. Elsewhere, on every node:
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GPUS_PER_NODE. Later flags win. With --dry-run, one process checks the
-# layout of all NNODES nodes. Relative paths begin in the checkout.
-# shellcheck shell=bash
+# The layout is configs/layouts/MODEL.args or, for a family such as ct_moe_12 and ct_moe_16,
+# configs/layouts/ct_moe.args. TOKENIZER_MODEL is a SentencePiece model or the directory of a Hugging Face tokenizer.
+# DATA_PATH is the output of preprocess_data.py without its suffix, or "mock". Later flags win. Relative paths start at
+# the root of the checkout. For several nodes, set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and GPUS_PER_NODE on each
+# of them; for SLURM, see scripts/slurm/pretrain.sbatch. With --dry-run, one process checks the layout of all NNODES
+# nodes.
+set -euo pipefail
 
-if (($# < 3)); then
-    echo "usage: $0 CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH [flags ...]" >&2
+if (($# < 4)); then
+    echo "usage: $0 MODEL CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH [flags ...]" >&2
     exit 2
 fi
-CHECKPOINT_PATH="$1" TOKENIZER_MODEL="$2" DATA_PATH="$3"
-shift 3
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+NAME="$1" CHECKPOINT_PATH="$2" TOKENIZER_MODEL="$3" DATA_PATH="$4"
+shift 4
+cd "$(dirname "$0")/.."
 
-# Tensor and sequence parallelism overlap only if kernels start in the order in which they were given
+MODEL="configs/models/${NAME}.args" LAYOUT="configs/layouts/${NAME}.args"
+[[ -f "${LAYOUT}" ]] || LAYOUT="configs/layouts/${NAME%_*}.args"
+for file in "${MODEL}" "${LAYOUT}"; do
+    if [[ ! -f "${file}" ]]; then
+        echo "$0: ${NAME}: there is no ${file}; models are the files of configs/models, without .args" >&2
+        exit 2
+    fi
+done
+
+# Tensor and sequence parallelism overlap with communication only if kernels start in the order of their launch
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 
-GPUS="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}" NODES="${NNODES:-${SLURM_NNODES:-1}}"
-# torchrun kills ranks 30 seconds after it was told to end, unless told otherwise: a checkpoint may take longer
+LAYOUT_GPUS="$(sed -n 's/^# GPUs per node: //p' "${LAYOUT}")"
+GPUS="${GPUS_PER_NODE:-${LAYOUT_GPUS:-${SLURM_GPUS_ON_NODE:-8}}}" NODES="${NNODES:-${SLURM_NNODES:-1}}"
+# By default torchrun kills its ranks 30 seconds after SIGTERM; saving a checkpoint may take longer
 DISTRIBUTED_ARGS=(
     --nproc-per-node "${GPUS}"
     --nnodes "${NODES}"
@@ -39,7 +52,7 @@ else
     DATA_ARGS+=(--tokenizer-type "${TOKENIZER}" --tokenizer-model "${TOKENIZER_MODEL}")
 fi
 
-# What no source says, for all models alike; TRAINING_ARGS come later
+# Settings that no paper gives, the same for all models; a layout overrides them
 COMMON_ARGS=(
     --train-iters 100000
     --lr 1e-4
@@ -70,10 +83,11 @@ LOGGING_ARGS=(
     --eval-iters 10
     --tensorboard-dir "${CHECKPOINT_PATH}/tensorboard"
 )
+
 LAUNCHER=("${TORCHRUN:-torchrun}" "${DISTRIBUTED_ARGS[@]}")
 if [[ " $* " == *" --dry-run "* ]]; then
     export WORLD_SIZE=$((NODES * GPUS)) LOCAL_WORLD_SIZE="${GPUS}"
     LAUNCHER=("${PYTHON:-python}")
 fi
-exec "${LAUNCHER[@]}" pretrain_gpt_moe.py "${MODEL_ARGS[@]}" "${MOE_ARGS[@]}" \
-    "${DATA_ARGS[@]}" "${COMMON_ARGS[@]}" "${TRAINING_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"
+exec "${LAUNCHER[@]}" pretrain_gpt_moe.py "@${MODEL}" "${DATA_ARGS[@]}" "${COMMON_ARGS[@]}" "@${LAYOUT}" \
+    "${CHECKPOINT_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

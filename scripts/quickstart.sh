@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a mixture-of-experts GPT that learns from real text, on this machine's CPU: installs, builds a corpus
-# out of the Python standard library, trains with 4 expert-parallel processes, without balancing and with it, and ends
-# with what that changed: a table and an HTML report. Arguments go to pretrain_gpt_moe.py, --balance-* to the second run.
+# Trains a small mixture-of-experts GPT on real text on this machine's CPU: installs the requirements, builds a corpus
+# from the Python standard library, trains with 4 expert-parallel processes without balancing and then with it, and
+# compares both runs in a table and an HTML report. Arguments are passed to pretrain_gpt_moe.py; --balance-* flags only
+# to the second run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -20,17 +21,17 @@ if [[ ! -f "${DATA}/english_text_document.idx" ]]; then
     done
 fi
 
-# train NAME FLAG...: the run of configs/quickstart.yaml; its figures go to runs/quickstart/NAME
+# train NAME FLAG...: runs configs/quickstart.yaml and writes its metrics to runs/quickstart/NAME
 train() {
     local name="$1" && shift
-    # Events of another run would be taken for this one's
+    # The report would count event files of an earlier run as this run's
     rm -rf "${RUNS:?}/${name}"
-    # One thread per process: four processes share the cores already
+    # One thread per process, because the four processes already share the cores
     OMP_NUM_THREADS=1 "${TORCHRUN}" --nproc-per-node 4 --nnodes 1 --master-addr localhost --master-port "${MASTER_PORT:-29555}" \
         pretrain_gpt_moe.py --yaml-cfg configs/quickstart.yaml --tensorboard-dir "${RUNS}/${name}/tensorboard" "$@"
 }
 
-# Without a policy, flags of balancing have nothing to act on
+# Balancing flags have no effect without a policy
 plain=() last=""
 for argument in "$@"; do
     [[ "${argument}" == --* ]] && last="${argument}"
@@ -46,5 +47,5 @@ train after --balance-policy pro_prophet --balance-overlap blockwise --moe-comm-
 "${PYTHON}" tools/report.py --title "Quick start: before and after balancing" --token-bytes "${TOKEN_BYTES}" \
     --before-tensorboard-dir "${RUNS}/before/tensorboard" --tensorboard-dir "${RUNS}/after/tensorboard" \
     --balance-log-dir "${RUNS}/after/loads" --balance-timeline "${RUNS}/after/timeline" --output "${RUNS}/report.html"
-echo "Four processes share this machine's cores, so that an even load saves no time here: docs/overlap.md has what it saves"
-echo "where each has a device of its own."
+echo "Four processes share this machine's cores, so an even load saves no time here. docs/measurements/overlap.md shows"
+echo "how much it saves when each process has a device."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout with everything that training and tests need. Safe to run again: it installs only after
-# the requirements have changed. Other scripts source it; it sets PYTHON and TORCHRUN.
+# Creates .venv in the checkout with everything that training and the tests need. It can be run again: it installs only
+# if the requirements have changed. Other scripts source it; it sets PYTHON and TORCHRUN.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -15,7 +15,7 @@ fi
 if ! cat "${ROOT}/requirements-ci.txt" "${ROOT}/pyproject.toml" 2>/dev/null | cmp -s - "${STAMP}"; then
     echo "Installing into ${VENV} ..."
     [[ -x "${VENV}/bin/python" ]] || python3 -m venv "${VENV}"
-    # torch first and pinned: anything else that wants torch would otherwise fetch its newest build
+    # Install the pinned torch first: packages that depend on torch would otherwise pull its newest build
     "${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "${ROOT}/requirements-ci.txt")"
     "${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check \
         -r "${ROOT}/requirements-ci.txt" -e "${ROOT}[hf,zfp,report,dev]"

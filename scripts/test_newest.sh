@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Runs the tests on the newest megatron-core that pyproject.toml accepts, which asks for a newer Python than 3.11 but
-# runs on it. It lies in .cache and comes before the environment's own, which stays as it is. Arguments go to pytest.
+# Runs the tests with the newest megatron-core that pyproject.toml accepts. It declares a Python newer than 3.11 but
+# works with 3.11. It is installed in .cache and precedes the environment's own version, which stays unchanged.
+# Arguments are passed to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
 MEGATRON_CORE=0.19.2
-TRITON=3.7.1 # torch 2.13's; megatron-core imports it even where nothing can run it
+TRITON=3.7.1 # the version for torch 2.13; megatron-core imports it even where nothing can run it
 
-# fetch DIRECTORY PIP_ARGUMENT...: installs there without dependencies, unless it was done before
+# fetch DIRECTORY PIP_ARGUMENT...: installs into DIRECTORY without dependencies, unless DIRECTORY exists
 fetch() {
     local target="$1" && shift
     [[ -d "${target}" ]] && return
@@ -21,8 +22,8 @@ core="${PWD}/.cache/megatron-core-${MEGATRON_CORE}" triton="${PWD}/.cache/triton
 fetch "${core}" --ignore-requires-python "megatron-core==${MEGATRON_CORE}"
 fetch "${triton}" "triton==${TRITON}"
 
-# `megatron` is a namespace package: the first directory with a `megatron.core` provides it, here and in every process
-# that a test starts
+# `megatron` is a namespace package: the first directory on PYTHONPATH with a `megatron.core` provides it, here and in
+# every process that a test starts
 export PYTHONPATH="${core}:${triton}${PYTHONPATH:+:${PYTHONPATH}}"
 found="$("${PYTHON}" -W ignore -c 'from megatron.core.package_info import __shortversion__ as v; print(v)')"
 if [[ "${found}" != "${MEGATRON_CORE}" ]]; then

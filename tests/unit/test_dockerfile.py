@@ -1,4 +1,4 @@
-"""Dockerfile: what it copies is there, what it installs is what is tested, and every version is one."""
+"""Dockerfile: it copies files that exist, installs the tested packages, and pins images and versions."""
 
 import re
 import subprocess
@@ -23,21 +23,21 @@ def test_stages() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_copied_is_there(stage: str) -> None:
+def test_copied_files_exist(stage: str) -> None:
     for step in STAGES[stage]:
         if step.instruction == "COPY":
             assert all((ROOT / source).exists() for source in tool.copied(step)[0]), step
 
 
-def test_packages_are_those_that_are_tested() -> None:
-    """Nothing pins torch or megatron-core a second time."""
+def test_packages_are_the_tested_ones() -> None:
+    """The Dockerfile does not repeat the pins of torch and megatron-core."""
     assert "scripts/setup.sh" in [step.rest for step in STAGES["cpu"]]
     assert any("^torch==" in step.rest and "requirements-ci.txt" in step.rest for step in STAGES["cuda-base"])
     assert any("-r requirements-ci.txt" in step.rest for step in STAGES["cuda"])
     assert not re.search(r"\b(torch|megatron-core|numpy)==\d", TEXT)
 
 
-def test_every_version_is_one() -> None:
+def test_versions_are_pinned() -> None:
     images = [step.rest.split()[0] for steps in STAGES.values() for step in steps if step.instruction == "FROM"]
     assert all(image in STAGES or re.search(r":\d+\.\d+", image) for image in images)
     assert re.search(r"^ARG APEX=[0-9a-f]{40}$", TEXT, re.MULTILINE)
@@ -47,19 +47,19 @@ def test_every_version_is_one() -> None:
     assert wanted and all(requirement.specifier.contains(version) for requirement in wanted)
 
 
-def test_context_has_no_history_and_no_environment() -> None:
+def test_context_excludes_history_and_environments() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv", ".cache", "data"} <= set(ignored)
     assert not re.search(r"(?i)(token|secret|password|api_key)", TEXT)
 
 
-def test_steps_are_read_with_their_continuations() -> None:
+def test_continued_lines_are_one_step() -> None:
     found = tool.stages("FROM a:1 AS b\n# none\nRUN one \\\n    && two\nCOPY x y z/\n")
     assert found == {"b": [("FROM", "a:1 AS b"), ("RUN", "one && two"), ("COPY", "x y z/")]}
     assert tool.copied(found["b"][2]) == (["x", "y"], "z/")
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_passes() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     checked = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout

@@ -1,4 +1,4 @@
-"""configs/models: what `@FILE` means, and that every file is a model."""
+"""configs/models: every file describes an MoE model, and `@FILE` reads flags from it."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ ALONE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_every_file_is_a_mixture(path: Path) -> None:
+def test_every_file_is_an_moe_model(path: Path) -> None:
     config = parse_args([f"@{path}", *RUN], ALONE).config
     assert config.transformer.num_moe_experts >= 8
 
 
 PUBLISHED = {"mixtral_8x7b": (46.7e9, 12.9e9), "qwen3_30b_a3b": (30.5e9, 3.3e9), "gpt_moe_s": (0.988e9, None)}
-"""Parameters, and those that compute a token: of Mistral's and Qwen's announcements, of FlexMoE's Table 1."""
+"""Total and active parameters, from Mistral's and Qwen's announcements and FlexMoE's Table 1."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

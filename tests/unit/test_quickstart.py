@@ -1,4 +1,4 @@
-"""scripts/quickstart.sh: which commands it runs, with stand-ins for Python and torchrun."""
+"""scripts/quickstart.sh: the commands that it runs, with stand-ins for Python and torchrun."""
 
 import shlex
 import shutil
@@ -18,7 +18,7 @@ printf '%q ' "$(basename "$0")" "$@" >>commands; echo >>commands
 
 
 def commands(folder: Path, *arguments: str) -> list[list[str]]:
-    """What the script would run if the corpus were there already."""
+    """Commands that the script runs if the corpus exists."""
     (folder / "scripts").mkdir()
     (folder / "data" / "quickstart").mkdir(parents=True)
     (folder / "data" / "quickstart" / "english_text_document.idx").touch()

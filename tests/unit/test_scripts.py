@@ -1,4 +1,4 @@
-"""scripts/: every launch script gives flags that parse on as many GPUs as it is for; SLURM's numbers agree."""
+"""scripts/: the flags of every model and layout parse for the layout's number of GPUs; SLURM's time limits agree."""
 
 import os
 import re
@@ -29,12 +29,12 @@ NODES = {
     "qwen3_30b_a3b": (2, 8),
     "tiny": (1, 4),
 }
-"""Nodes, and GPUs on each, that a script is for."""
+"""Nodes, and GPUs per node, of each model's layout."""
 
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Path:
-    """In place of torchrun: prints its arguments, each followed by a zero byte."""
+    """A stand-in for torchrun that prints its arguments, each followed by a zero byte."""
     path = tmp_path / "torchrun"
     path.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     path.chmod(0o755)
@@ -55,13 +55,19 @@ def parsed(flags: list[str], world_size: int, monkeypatch: pytest.MonkeyPatch) -
     return parse_args(flags, machine).config
 
 
-def test_every_model_has_a_script() -> None:
-    models = {path.stem for path in (ROOT / "configs" / "models").glob("*.args")}
+def test_every_model_has_a_layout_and_a_script() -> None:
+    models, layouts = (
+        {path.stem for path in (ROOT / "configs" / kind).glob("*.args")} for kind in ("models", "layouts")
+    )
     assert models == set(NODES) == {path.stem.removeprefix("pretrain_") for path in SCRIPTS.glob("pretrain_*.sh")}
+    assert layouts == {model if model in layouts else model.rpartition("_")[0] for model in models}
+    for model in models:
+        lines = (SCRIPTS / f"pretrain_{model}.sh").read_text().splitlines()
+        assert lines == ["#!/usr/bin/env bash", f'exec "$(dirname "$0")/pretrain.sh" {model} "$@"']
 
 
 @pytest.mark.parametrize("model", NODES)
-def test_flags_parse_where_the_script_belongs(model: str, torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_parse_for_the_number_of_gpus(model: str, torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, gpus = NODES[model]
     script = SCRIPTS / f"pretrain_{model}.sh"
     launch, flags = split(words(torchrun, script, "out put", "none", "mock", "--train-iters", "7", NNODES=str(nodes)))
@@ -69,12 +75,30 @@ def test_flags_parse_where_the_script_belongs(model: str, torchrun: Path, monkey
     config = parsed(flags, nodes * gpus, monkeypatch)
     assert (config.checkpoint.save, config.checkpoint.load) == ("out put", "out put")
     assert config.train.train_iters == 7 and config.train.exit_signal_handler
-    # A real run reads its checkpoints on any layout, and has room for an expert on every rank
+    # Checkpoints can be resumed on any layout, and every rank owns an expert
     assert config.transformer.num_moe_experts % config.transformer.expert_model_parallel_size == 0
 
 
+def test_a_layout_overrides_common_flags(torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, paths = SCRIPTS / "pretrain.sh", ["out", "none", "mock"]
+    launch, flags = split(words(torchrun, script, "tiny", *paths))
+    config = parsed(flags, 4, monkeypatch)
+    assert (config.train.train_iters, config.optimizer.lr, config.optimizer.weight_decay) == (200, 2e-3, 0.1)
+    assert launch["--nproc-per-node"] == "4"
+    launch, _ = split(words(torchrun, script, "tiny", *paths, GPUS_PER_NODE="2"))
+    assert launch["--nproc-per-node"] == "2"
+    launch, _ = split(words(torchrun, script, "mixtral_8x7b", *paths, SLURM_GPUS_ON_NODE="6"))
+    assert launch["--nproc-per-node"] == "6"
+
+
+def test_an_unknown_model_is_named(torchrun: Path) -> None:
+    command = [SCRIPTS / "pretrain.sh", "mixtral", "out", "none", "mock"]
+    ran = subprocess.run(command, env={**os.environ, "TORCHRUN": torchrun}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and "mixtral: there is no configs/models/mixtral.args" in ran.stderr
+
+
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """torchrun's flags, and those of the training script."""
+    """Flags of torchrun, and arguments of the training script."""
     at = arguments.index("pretrain_gpt_moe.py")
     return dict(zip(arguments[:at:2], arguments[1:at:2], strict=True)), arguments[at + 1 :]
 
@@ -87,13 +111,13 @@ def test_tokenizers_and_slurm(torchrun: Path, tmp_path: Path) -> None:
     assert flags[flags.index("--tokenizer-type") + 1] == "HuggingFaceTokenizer"
     _, flags = split(words(torchrun, script, "out", "tokenizer.model", "data"))
     assert flags[flags.index("--tokenizer-type") + 1] == "SentencePieceTokenizer"
-    told = subprocess.run([script, "out"], capture_output=True, text=True, check=False)
-    assert told.returncode == 2 and "CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH" in told.stderr
+    failed = subprocess.run([script, "out"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 2 and "CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH" in failed.stderr
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, torchrun: Path) -> Path:
-    """A directory of commands in place of SLURM's; srun fails as STATUS says, scontrol writes down what it is told."""
+    """A directory of stand-ins for SLURM's commands: srun exits with STATUS, scontrol records its arguments."""
     commands = {
         "srun": 'shift && "$@" && exit "${STATUS}"',
         "scontrol": f'[ "$1" = show ] && printf "first\\nsecond\\n" || echo "$@" >>{tmp_path}/told',
@@ -109,7 +133,7 @@ def test_a_job_out_of_time_is_queued_again(slurm: Path, status: int, left: int, 
     now = int(subprocess.run(["date", "+%s"], capture_output=True, text=True, check=True).stdout)
     job = {"SLURM_JOB_ID": "25000", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_END_TIME": str(now + left)}
     ran = subprocess.run(
-        ["bash", "scripts/slurm/pretrain.sbatch", "scripts/pretrain_tiny.sh", "out", "none", "mock"],
+        ["bash", "scripts/slurm/pretrain.sbatch", "scripts/pretrain.sh", "tiny", "out", "none", "mock"],
         cwd=ROOT,
         env={**os.environ, **job, "STATUS": str(status), "TORCHRUN": str(slurm / "torchrun")}
         | {"PATH": f"{slurm}:{os.environ['PATH']}", "SLURM_NNODES": "2"},
@@ -131,7 +155,7 @@ def test_ranks_have_less_time_to_save_than_slurm_gives_them() -> None:
 
 
 def smoke(directory: Path, gpus: int, broken: str = "nothing", *flags: str) -> subprocess.CompletedProcess[str]:
-    """gpu_smoke.sh on a machine with so many GPUs, where commands that name `broken` fail."""
+    """Run gpu_smoke.sh on a simulated machine with `gpus` GPUs, where commands that contain `broken` fail."""
     commands = {
         "python": f'case "$*" in *device_count*) echo {gpus} ;; *{broken}*) echo no; exit 3 ;; *) echo "$@" ;; esac',
         "nvidia-smi": "echo a GPU",
@@ -145,12 +169,12 @@ def smoke(directory: Path, gpus: int, broken: str = "nothing", *flags: str) -> s
 
 
 def table(directory: Path) -> dict[str, str]:
-    """What became of each step."""
+    """Result of each step of gpu_smoke.sh."""
     rows = (line.split() for line in (directory / "out" / "summary.txt").read_text().splitlines())
     return {name: " ".join(became) for name, *became, _, _ in rows}
 
 
-def test_the_first_day_with_a_gpu_goes_on_after_a_failure(tmp_path: Path) -> None:
+def test_gpu_smoke_continues_after_a_failed_step(tmp_path: Path) -> None:
     ran = smoke(tmp_path, 1, "test_experts")
     assert ran.returncode == 1 and f"Logs and this table are in {tmp_path}/out" in ran.stdout
     steps = dict.fromkeys(("gpu", "versions", "experts", "training", "one_gpu", "step_time"), "exit 0")
@@ -160,7 +184,7 @@ def test_the_first_day_with_a_gpu_goes_on_after_a_failure(tmp_path: Path) -> Non
     assert table(tmp_path) == steps | {"profile": "exit 0"}
 
 
-def test_without_a_gpu_steps_are_tried_only_if_asked_for(tmp_path: Path) -> None:
+def test_gpu_smoke_needs_a_gpu_or_the_cpu_flag(tmp_path: Path) -> None:
     ran = smoke(tmp_path, 0)
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
     assert "no CUDA device" in ran.stderr and not (tmp_path / "out").exists()
@@ -168,12 +192,12 @@ def test_without_a_gpu_steps_are_tried_only_if_asked_for(tmp_path: Path) -> None
     assert set(table(tmp_path)) == {"versions", "experts", "training", "one_gpu", "step_time", "profile"}
 
 
-def test_the_first_day_with_a_gpu_takes_eight_minutes() -> None:
+def test_gpu_smoke_takes_at_most_eight_minutes() -> None:
     limits = [int(limit) for limit in re.findall(r"\bstep \w+ (\d+) ", SMOKE.read_text())]
     assert len(limits) == 7 and sum(limits) <= 480
 
 
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_passes() -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     checked = subprocess.run([shellcheck, *SHELL], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
