@@ -66,7 +66,7 @@ class LoadLog:
         assert not self._iterations or (iteration > self._iterations[-1] and layers.keys() == self._loads.keys())
         self._iterations.append(iteration)
         for layer, (counts_DE, placement) in layers.items():
-            self._loads.setdefault(layer, []).append(np.array(counts_DE, dtype=np.int64))
+            self._loads.setdefault(layer, []).append(np.asarray(counts_DE).astype(np.int64))
             self._placements.setdefault(layer, []).append(str(placement))
 
     def flush(self, last: bool = False) -> None:
