@@ -8,4 +8,4 @@ source scripts/setup.sh
 "${PYTHON}" -m ruff check .
 "${PYTHON}" -m pyright
 # Every rank of a test is a separate process, so more threads would only compete for the cores
-OMP_NUM_THREADS=1 "${PYTHON}" -m pytest "$@"
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 2 --dist worksteal "$@"

@@ -69,6 +69,7 @@ def install(
         for before, number in pairwise([numbers[0] - 1, *numbers]):
             _follow_layer(balancer, before, number, layers[number])
     _reduce_after_agg(balancer, layers, model)
+    _gather_once(model)
     assert config.finalize_model_grads_func is not None
     config.finalize_model_grads_func = _aggregating(balancer, config.finalize_model_grads_func)
 
@@ -134,3 +135,20 @@ def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list
                 type(group).start_grad_sync(group)
 
     balancer.aggregated = aggregated
+
+
+def _gather_once(model: list[DistributedDataParallel]) -> None:
+    """Let DDP all-gather each bucket of expert parameters once in an iteration.
+
+    A Trans may need the parameters before megatron-core's interleaved schedule starts their all-gather, and starts it
+    itself. A second all-gather would write parameters that the Trans still sends.
+    """
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in chunk.expert_parallel_bucket_groups:
+                group.start_param_sync = functools.partial(_start_param_sync, group)
+
+
+def _start_param_sync(group: Any, force_sync: bool = False) -> None:
+    if force_sync or not group.param_gather_dispatched:
+        type(group).start_param_sync(group, force_sync)
