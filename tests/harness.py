@@ -226,9 +226,11 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
 
 
 def forget_auxiliary_losses() -> None:
-    """Drop megatron-core's record of auxiliary losses, which has the size of the last run's model."""
+    """Drop what megatron-core keeps of the last run's auxiliary losses: a record of its size, and their scale."""
     from megatron.core.transformer.moe import moe_utils
 
+    # Its shape is that of whatever sets it first
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # 0.19; its legacy dictionary is only a copy
         moe_utils.get_moe_metrics_tracker().metrics.clear()
     else:

@@ -38,7 +38,7 @@ def test_one_more_wait_is_noticed(device_ranks) -> None:
     assert more == [("aten::_local_scalar_dense", "test_waits._look < loop.forward_step", (1, 0, 0, 0))]
 
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "cuda.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "measurements" / "host_waits.md"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -66,7 +66,7 @@ class Chunk(torch.nn.Module):
         self.layers = torch.nn.ModuleList(Layer(recompute == "layer") for _ in numbers)
         self.behind = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in numbers)
         self.recompute = recompute == "block"
-        self.ddp_config = SimpleNamespace(overlap_grad_reduce=early)
+        self.ddp_config = SimpleNamespace(overlap_grad_reduce=early, overlap_param_gather=False)
         self.expert_parallel_bucket_groups = []
 
     def forward(self, tokens):

@@ -17,6 +17,9 @@ from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.stacks import deciding_frame, error_place, is_communication_error, stack_of, waits_in
 from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Position, Report, verdict
 
+STRANGERS = sys._current_frames().keys() - {threading.get_ident()}
+"""Threads of the program that runs the tests, which may look like autograd's."""
+
 NOW, LIMIT = 1000.0, 600.0
 PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
 
@@ -188,7 +191,8 @@ def in_the_engine(ask: Callable[[FrameType], object], caller: str = "_engine_run
             time.sleep(0.01)
         # The hook has let go of the interpreter's lock
         time.sleep(0.1)
-        answer.put(ask(deciding_frame(sys._current_frames(), main)))
+        frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in STRANGERS}
+        answer.put(ask(deciding_frame(frames, main)))
         leave.put(None)
 
     x = torch.ones(1, requires_grad=True)
