@@ -212,7 +212,13 @@ QUICK = {
     "interleaved-transfer": layout_of("PP2-interleaved", "demi_s1", "transfer", "sharded-reduce", "3-chunks"),
     "8-ranks-shards": layout_of(*REPLICAS, "ETP2", "top2", "blockwise", *GATHER),
 }
-"""What CI trains: each policy, and what has a say in the order of collectives. Few references serve them all."""
+"""Layouts with each policy, and with all that decides about the order of collectives. Few references serve them all."""
+
+FEWEST = (
+    *("replicas-gather", "replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer"),
+    *("replicas-tensor-parallel", "stages", "interleaved", "8-ranks-shards"),
+)
+"""Those of `QUICK` that are trained without `--slow`."""
 
 
 @functools.cache

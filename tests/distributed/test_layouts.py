@@ -108,7 +108,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The array takes seconds to make: only when it is trained."""
     if "layout" in metafunc.fixturenames:
         slow = layouts.array()[0][len(QUICK) :] if metafunc.config.getoption("--slow") else []
-        rows = [pytest.param(layout, id=name) for name, layout in QUICK.items()]
+        rows = [
+            pytest.param(layout, id=name, marks=[] if name in layouts.FEWEST else [pytest.mark.slow])
+            for name, layout in QUICK.items()
+        ]
         rows += [pytest.param(layout, id=layouts.name_of(layout), marks=pytest.mark.slow) for layout in slow]
         metafunc.parametrize("layout", rows)
 

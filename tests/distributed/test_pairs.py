@@ -6,7 +6,7 @@ from tests import features
 from tests.distributed import runs
 from tests.distributed.runs import deviation
 
-ITERATIONS = 4
+ITERATIONS = 3
 
 TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) and features.refusal(*pair) is None]
 

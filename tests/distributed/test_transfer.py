@@ -13,7 +13,7 @@ from tests.unit.placements import random_placement
 SHAPES = ((3, 5), (1,), (7, 11))
 """Some with fewer elements than an expert has pieces."""
 
-CASES = 16
+CASES = 8
 
 
 class Kept:
