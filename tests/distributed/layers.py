@@ -1,6 +1,6 @@
 """One float64 mixture of experts over all ranks, and its comparison with the single-process oracle."""
 
-import copy
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -57,8 +57,8 @@ def build_layer(
     submodules: MoESubmodules | None = None,
 ) -> BalancedMoELayer:
     """The layer alone, with initial weights large enough to matter."""
-    submodules = copy.copy(submodules) or MoESubmodules()
-    submodules.experts = ModuleSpec(module=GroupedExperts)
+    experts = ModuleSpec(module=GroupedExperts)
+    submodules = dataclasses.replace(submodules, experts=experts) if submodules else MoESubmodules(experts=experts)
     wire = all_to_all or FlatAllToAll(groups.ep)
     exchange = TokenExchange(wire, wire, wire)
     path = path or ParallelDispatch(SCHEDULES["megatron"], groups, sequence_parallel=True)
