@@ -221,7 +221,7 @@ class ParallelDispatch:
         """Return the layer's output for all of its input, from the output for the tokens of `share`.
 
         Args:
-            shape: of what this rank has routed.
+            shape: shape of the tensor that this rank routed.
         """
         output = self._unrepeat(self._own(output_TH)).view(shape)
         if self.splits_tokens:
@@ -245,7 +245,7 @@ class ParallelDispatch:
         return tensor
 
     def _own(self, output_TH: torch.Tensor) -> torch.Tensor:
-        """[N * T, H] -> [T, H]: this shard's part of what `_gather` put together."""
+        """Return this shard's part [T, H] of the rows [N * T, H] that `_gather` concatenated."""
         if self.gathers_tokens:
             return scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
         return output_TH

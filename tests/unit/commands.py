@@ -1,4 +1,4 @@
-"""Command lines for tests of what flags mean."""
+"""Command lines for tests of flags and their checks."""
 
 import dataclasses
 

@@ -102,7 +102,7 @@ def expressions(node: ast.AST) -> Iterator[ast.AST]:
         yield from expressions(child)
 
 
-def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
+def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Yield the possible replacements of one node: the node to replace, and the new text."""
 
     def text(part: ast.AST) -> str:
@@ -136,11 +136,11 @@ def candidates(file: pathlib.Path, root: pathlib.Path) -> Iterator[Mutant]:
     for name, function in functions(ast.parse(source)):
         for node in expressions(function):
             for place, text in changes(node, source):
-                if place.lineno != place.end_lineno or not text:  # type: ignore[attr-defined]
+                if place.lineno != place.end_lineno or not text:
                     continue
-                number, line = place.lineno - 1, lines[place.lineno - 1]  # type: ignore[attr-defined]
+                number, line = place.lineno - 1, lines[place.lineno - 1]
                 # Columns of the syntax tree count bytes, which equal characters in ASCII lines
-                after = line[: place.col_offset] + text + line[place.end_col_offset :]  # type: ignore[attr-defined]
+                after = line[: place.col_offset] + text + line[place.end_col_offset :]
                 if not line.isascii() or after == line:
                     continue
                 same = [at for at in range(function.lineno - 1, number) if lines[at].strip() == line.strip()]

@@ -59,7 +59,11 @@ class Policy(ABC):
         """
 
     def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
-        """Return the order in which a layer's mini-tasks are done under `placement`; see `orders_chunks`."""
+        """Return the order in which a layer's mini-tasks are done under `placement`.
+
+        Raises:
+            NotImplementedError: the policy orders no chunks; see `orders_chunks`.
+        """
         raise NotImplementedError
 
 
