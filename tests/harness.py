@@ -212,6 +212,7 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
     dist.barrier()
     yield
     forget_auxiliary_losses()
+    forget_distributed_optimizers()
     parallel_state.destroy_model_parallel()
     backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
     dist.destroy_process_group()
@@ -223,6 +224,19 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
         ending.start()
     for ending in endings:
         ending.join()
+
+
+def forget_distributed_optimizers() -> None:
+    """Empty every distributed optimizer, so that its model and its groups can be collected.
+
+    Its float32 shards are views with a gradient function. They own the parameters' accumulators too, so the collector
+    does not see that the accumulators' hooks refer back to the model.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for found in gc.get_objects():
+        if type(found) is DistributedOptimizer:
+            vars(found).clear()
 
 
 def forget_auxiliary_losses() -> None:

@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8, "intermediate_size": 16},
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "num_key_value_heads": 4},
 }
-"""config.json beside `COMMON`; the first word of a name is the model type."""
+"""What config.json says in addition to `COMMON`; the first word of a name is the model type."""
 
 
 def save(name: str, directory: Path, shard_bytes: int | None = None, **changes: Any) -> Any:

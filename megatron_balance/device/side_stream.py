@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_balance.device import clock
+
+Task = tuple[Callable[[], None], Future]
+"""Work, and the future of the marks of its start and end."""
 
 
 @dataclass(eq=False)
@@ -23,15 +27,17 @@ class AsyncWork:
 class SideStream:
     """A CUDA stream or, where there is no CUDA, a thread.
 
-    Its thread is a daemon: a process that fails need not wait for messages that never come.
+    Its thread is a daemon: a process that fails need not wait for messages that never come. The thread ends with the
+    side stream.
     """
 
     def __init__(self, name: str) -> None:
         # On the current stream, NCCL's kernels would wait for the computation that was queued before them
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         if self._stream is None:
-            threading.Thread(target=self._serve, name=name, daemon=True).start()
+            threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True).start()
+            weakref.finalize(self, self._tasks.put, None)
 
     def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> AsyncWork:
         """Start `work` after everything that this thread has computed or queued; return at once.
@@ -61,13 +67,17 @@ class SideStream:
 
         return AsyncWork(issued, wait)
 
-    def _serve(self) -> None:
-        while True:
-            work, future = self._tasks.get()
-            start = clock.mark()
-            try:
-                work()
-            except BaseException as error:  # raised where the work is waited for
-                future.set_exception(error)
-            else:
-                future.set_result((start, clock.mark()))
+
+def _serve(tasks: "queue.SimpleQueue[Task | None]") -> None:
+    """Do one task after another until None comes."""
+    while (task := tasks.get()) is not None:
+        work, future = task
+        start = clock.mark()
+        try:
+            work()
+        except BaseException as error:  # raised where the work is waited for
+            future.set_exception(error)
+        else:
+            future.set_result((start, clock.mark()))
+        # What the work refers to would otherwise live until the next task
+        del task, work, future

@@ -78,8 +78,8 @@ def scheduled_layer(
         **ACTIVATIONS[activation] | {"add_bias_linear": False},
     )
     groups = build_groups(config, seed=7)
-    beside = new_twin(groups.tp, dist.group.WORLD) if saa else None
-    path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel, beside)
+    twin = new_twin(groups.tp, dist.group.WORLD) if saa else None
+    path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel, twin)
     wire = FlatAllToAll if chunks == 1 else P2PAllToAll
     layer = build_layer(config, groups, wire(path.wire), path)
     if chunks > 1:
@@ -225,8 +225,8 @@ def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[flo
         add_bias_linear=False,
     )
     groups = build_groups(config, seed=7)
-    beside = new_twin(groups.tp, dist.group.WORLD) if schedule_saa else None
-    path = ParallelDispatch(SCHEDULES["s2"], groups, False, beside)
+    twin = new_twin(groups.tp, dist.group.WORLD) if schedule_saa else None
+    path = ParallelDispatch(SCHEDULES["s2"], groups, False, twin)
     layer = build_layer(config, groups, P2PAllToAll(path.wire), path)
     times: dict[dist.ProcessGroup, list[float]] = {}
 
@@ -245,7 +245,7 @@ def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[flo
         # Only what follows the experts
         layer.experts.register_forward_hook(lambda *_: times.clear())
         layer(hidden)
-    passed_on = times[beside or groups.tp]
+    passed_on = times[twin or groups.tp]
     return (min(times[path.wire]), max(times[path.wire])), (min(passed_on), max(passed_on))
 
 

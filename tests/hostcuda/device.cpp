@@ -260,7 +260,7 @@ class Call {
 const std::set<std::string> WAITING{"aten::_local_scalar_dense", "aten::nonzero",  "aten::masked_select",
                                     "aten::equal",               "aten::_unique2", "aten::unique_dim",
                                     "aten::unique_consecutive",  "aten::bincount", "aten::is_nonzero"};
-// Which take tensors of the host beside tensors of the device
+// Which take tensors of the host along with tensors of the device
 const std::set<std::string> MIXING{"aten::copy_", "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::set_"};
 
 bool begins_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
@@ -427,20 +427,20 @@ void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   Call call;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   int64_t peer = -1;
-  bool beside = true;
+  bool asynchronous = true;
   c10::IValue outputs;
   for (size_t i = 0; i < schema.arguments().size(); i++) {
     auto& value = (*stack)[begin + i];
     const auto& argument = schema.arguments()[i].name();
     if (argument == "process_group") group = value.toCustomClass<c10d::ProcessGroup>();
-    if (argument == "async_op") beside = value.toBool();
+    if (argument == "async_op") asynchronous = value.toBool();
     if (argument == "src" || argument == "dst") peer = value.toInt();
     const bool writes = begins_with(argument, "output") || (argument == "tensors" && !sends);
     if (i == 0) outputs = value;
     value = call.on_host(value, writes);
   }
   // Without `async_op`, NCCL works in the stream of the caller
-  const auto stream = beside ? stream_of(*group, peer) : current_stream;
+  const auto stream = asynchronous ? stream_of(*group, peer) : current_stream;
   order(current_stream, stream);
   call.report(name, stream);
   op.callBoxed(stack);

@@ -65,11 +65,11 @@ def _both(first: Callable[[Run], None], second: Callable[[Run], None], run: Run)
 
 
 def wait_for_nothing(flags: str) -> Watched:
-    """A run whose lanes begin at once."""
+    """A run whose side streams do not wait for the current stream."""
 
-    def start(lane: SideStream, *args: object) -> object:
-        with mock.patch.object(lane._stream, "wait_stream", lambda stream: None):
-            return begin(lane, *args)
+    def start(side_stream: SideStream, *args: object) -> object:
+        with mock.patch.object(side_stream._stream, "wait_stream", lambda stream: None):
+            return begin(side_stream, *args)
 
     begin = SideStream.start
     with mock.patch.object(SideStream, "start", start):

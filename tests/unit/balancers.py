@@ -102,7 +102,7 @@ class Slots:
 
 
 class AtOnce:
-    """Stands for the lane: does at once what it is to start."""
+    """A stand-in for the side stream that does its work at once."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -226,7 +226,7 @@ def build(
     """A balancer of four layers.
 
     Args:
-        threads: with a lane and a planning thread; else all is done where it is started.
+        threads: with a side stream and a planning thread; otherwise all work is done where it is started.
         policy: of a layer.
         more: arguments of Balancer.
     """

@@ -244,18 +244,18 @@ def test_a_wrong_cache(tmp_path: Path, write: Callable[[Path], object]) -> None:
         check_caches([], str(tmp_path))
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("in_default_directory", [False, True])
 @pytest.mark.parametrize("payload", CALLS.values(), ids=CALLS)
 def test_a_hostile_cache_is_named_and_does_not_run(
-    tmp_path: Path, payload: Callable[[Path], bytes], beside: bool
+    tmp_path: Path, payload: Callable[[Path], bytes], in_default_directory: bool
 ) -> None:
     prefix, canary = tmp_path / "data", tmp_path / "canary"
-    directory = prefix / "cache" / "GPTDataset_indices" if beside else tmp_path / "caches"
+    directory = prefix / "cache" / "GPTDataset_indices" if in_default_directory else tmp_path / "caches"
     directory.mkdir(parents=True)
     path = directory / "0-GPTDataset-train-document_index.npy"
     path.write_bytes(payload(canary))
     with pytest.raises(ValueError, match=r"document_index\.npy: is not a cached index"):
-        check_caches([str(prefix)], None if beside else str(directory))
+        check_caches([str(prefix)], None if in_default_directory else str(directory))
     assert not canary.exists()
     # As megatron-core does; what is returned is no array, or nothing is
     with contextlib.suppress(pickle.UnpicklingError):

@@ -1,4 +1,4 @@
-"""How a Trans or an Agg is shared among the computations that it goes beside."""
+"""How a Trans or an Agg is divided among the computations that it overlaps with."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,11 +18,15 @@ from tests.unit.placements import placements
 MIB = 2**20
 
 
-def layer(placement: Placement, beside: Overlap) -> LayerState:
+def layer(placement: Placement, overlap: Overlap) -> LayerState:
     cost = CostModel(
-        builtin(placement.num_ranks, 2, 64, 64), token_bytes=1, param_bytes=8 * MIB, grad_bytes=16 * MIB, overlap=beside
+        builtin(placement.num_ranks, 2, 64, 64),
+        token_bytes=1,
+        param_bytes=8 * MIB,
+        grad_bytes=16 * MIB,
+        overlap=overlap,
     )
-    return LayerState(Manager(load_policy("none"), cost, Predictor("last"), placement), None, beside)
+    return LayerState(Manager(load_policy("none"), cost, Predictor("last"), placement), None, overlap)
 
 
 def parts(state: LayerState, operation: Operation) -> list[TransferPlan]:
@@ -34,17 +38,17 @@ def parts(state: LayerState, operation: Operation) -> list[TransferPlan]:
 def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backward: float) -> None:
     state = layer(placement, Overlap(forward, backward))
     cost, chunks, rounds = state.manager.cost, state.transfers.chunks, state.transfers.rounds
-    beside_experts, beside_others = parts(state, Operation.TRANS)
-    assert beside_experts.rounds + beside_others.rounds == rounds
+    during_experts, during_others = parts(state, Operation.TRANS)
+    assert during_experts.rounds + during_others.rounds == rounds
     seconds = [
-        cost.trans_seconds(count, chunks) for count in (len(beside_others.rounds), len(beside_others.rounds) + 1)
+        cost.trans_seconds(count, chunks) for count in (len(during_others.rounds), len(during_others.rounds) + 1)
     ]
-    assert seconds[0] <= forward and (seconds[1] > forward or not beside_experts.rounds)
+    assert seconds[0] <= forward and (seconds[1] > forward or not during_experts.rounds)
     # Agg runs the rounds backward, and comes to the non-MoE part first
-    beside_others, beside_experts = parts(state, Operation.AGG)
-    assert beside_experts.rounds + beside_others.rounds == rounds
-    seconds = [cost.agg_seconds(count, chunks) for count in (len(beside_others.rounds), len(beside_others.rounds) + 1)]
-    assert seconds[0] <= backward and (seconds[1] > backward or not beside_experts.rounds)
+    during_others, during_experts = parts(state, Operation.AGG)
+    assert during_experts.rounds + during_others.rounds == rounds
+    seconds = [cost.agg_seconds(count, chunks) for count in (len(during_others.rounds), len(during_others.rounds) + 1)]
+    assert seconds[0] <= backward and (seconds[1] > backward or not during_experts.rounds)
     for operation in (Operation.TRANS, Operation.AGG):
         assert state.part(Action(1, operation)) == state.transfers
 

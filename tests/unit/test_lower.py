@@ -89,19 +89,19 @@ def test_every_schedule_is_valid(stage: Stage, flag: bool, blockwise: bool) -> N
     sent = [action for step in schedule for action in step.communication]
     for operation in (Operation.TRANS, Operation.AGG):
         assert {action.block for action in sent if action.operation is operation} == layers
-    # Whoever computes and exchanges in the same order keeps it whatever goes beside
+    # Whoever computes and exchanges in the same order keeps it, whatever overlaps with it
     plain = stage.lowered("none")
     assert [step.computation for step in schedule] == [step.computation for step in plain]
 
 
 @settings(deadline=None)
 @given(stages())
-def test_trans_and_agg_are_beside_a_block_of_their_own(stage: Stage) -> None:
-    """Each computation has at most one Trans, or one Agg, beside it."""
+def test_trans_and_agg_overlap_with_a_block_of_their_own(stage: Stage) -> None:
+    """Each computation overlaps with at most one Trans or one Agg."""
     for step in stage.lowered():
         assert len(step.communication) <= 1
-        beside = {Operation.FEC, Operation.FNEC, Operation.BNEC, Operation.BEC}
-        assert not step.communication or step.computation.operation in beside
+        may_overlap = {Operation.FEC, Operation.FNEC, Operation.BNEC, Operation.BEC}
+        assert not step.communication or step.computation.operation in may_overlap
 
 
 @settings(deadline=None)

@@ -1,5 +1,6 @@
-"""A lane does one thing after the other, beside the thread that starts it."""
+"""A side stream does one task after another while the thread that started them goes on."""
 
+import gc
 import threading
 import time
 
@@ -8,37 +9,56 @@ import pytest
 from megatron_balance.device.side_stream import SideStream
 
 
-def test_work_runs_in_order_beside_the_caller() -> None:
-    lane, done, gate = SideStream("test"), [], threading.Event()
+def test_work_runs_in_order_while_the_caller_goes_on() -> None:
+    stream, done, gate = SideStream("test"), [], threading.Event()
 
     def work(number: int) -> None:
         gate.wait(10)
         done.append((number, threading.current_thread() is threading.main_thread()))
 
     prepared: list[bool] = []
-    flights = [
-        lane.start(lambda number=number: work(number), lambda: prepared.append(threading.current_thread().daemon))
+    works = [
+        stream.start(lambda number=number: work(number), lambda: prepared.append(threading.current_thread().daemon))
         for number in range(3)
     ]
     # Prepared at once, here; done later, there
     assert prepared == [False] * 3 and done == []
     gate.set()
-    spans = [flight.wait() for flight in reversed(flights)][::-1]
+    spans = [one.wait() for one in reversed(works)][::-1]
     assert done == [(number, False) for number in range(3)]
     marks = [mark for span in spans for mark in span]
     assert marks == sorted(marks)
-    assert all(flight.issued <= start for flight, (start, _) in zip(flights, spans, strict=True))
+    assert all(one.issued <= start for one, (start, _) in zip(works, spans, strict=True))
 
 
-def test_whoever_waits_gets_the_error_and_the_lane_goes_on() -> None:
-    lane = SideStream("test")
+def test_whoever_waits_gets_the_error_and_the_stream_goes_on() -> None:
+    stream = SideStream("test")
 
     def fail() -> None:
         raise ConnectionError("gone")
 
-    failed, after = lane.start(fail), lane.start(lambda: time.sleep(0.01))
+    failed, after = stream.start(fail), stream.start(lambda: time.sleep(0.01))
     start, end = after.wait()
     assert end - start >= 0.01
     for _ in range(2):
         with pytest.raises(ConnectionError, match="gone"):
             failed.wait()
+
+
+def test_the_thread_ends_with_its_side_stream_and_keeps_nothing() -> None:
+    class Tensors:
+        ended = threading.Event()
+
+        def __del__(self) -> None:
+            self.ended.set()
+
+    name = "a side stream that ends"
+    stream, tensors = SideStream(name), Tensors()
+    stream.start(lambda tensors=tensors: None).wait()
+    del tensors
+    assert Tensors.ended.wait(10), "the thread still refers to its last task"
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == name)
+    del stream
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -236,7 +236,7 @@ def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) 
 
 
 def test_a_device_that_works_in_the_engine_does_not_wait(handle: Handle) -> None:
-    """Its own thread sleeps; what waits is a lane's."""
+    """Its own thread sleeps; what waits is the thread of a side stream."""
     threading.Thread(target=finish, args=(handle,), daemon=True).start()
     time.sleep(0.1)
     assert in_the_engine(lambda frame: frame.f_code.co_name) == "_engine_run_backward"

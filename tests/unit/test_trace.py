@@ -287,7 +287,7 @@ def test_spans_of_a_device(tmp_path: Path) -> None:
 
 
 def made_up() -> list[Record]:
-    """Two ranks, 100 ms: a forward and a backward pass, a transfer beside an all-to-all, a wait of rank 1 alone."""
+    """Two ranks, 100 ms: a forward and a backward pass, a transfer during an all-to-all, a wait of rank 1 alone."""
     return [
         Record(0, 4, "computation", "L0 FEC m0", 0, 50_000, None, 0),
         Record(0, 4, "computation", "L0 BEC m0", 50_000, 100_000, None, 0),
