@@ -8,7 +8,7 @@ Words
     slot              room for one expert's weights on a rank: home slots for the experts that the rank owns, guest
                       slots for copies of others'
     physical expert   a (rank, slot) pair
-    Placement         who owns and who hosts every expert of one layer; a policy decides the next one
+    Placement         which ranks own and which host the experts of one layer; a policy decides the next one
     Trans, Agg        weights from owners to guests; gradients from guests to owners
     Transfer          an expert's parameters and optimizer state move to another owner
     load matrix       tokens from each source rank to each expert; with a Placement it gives the DispatchPlan

@@ -1,9 +1,9 @@
-"""Make text from outside, such as exceptions in a user's code or names in files, fit for one line of a log."""
+"""Turn text from outside, such as a user's exceptions or names in files, into one printable line of a log."""
 
 import re
 
-_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?", re.DOTALL)
-"""Terminal sequences: first colours and cursor movements, then titles and links, then all others."""
+_COLORS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?", re.DOTALL)
+"""Terminal sequences: first colors and cursor movements, then titles and links, then all others."""
 
 _CUT = " ..."
 
@@ -25,9 +25,9 @@ def cleaned(text: object, limit: int = 200) -> str:
         # Not slicing or len: a subclass of str may override them
         start = str.__getitem__(whole, slice(limit * _SPARE))
         length = str.__len__(whole)
-    except BaseException:  # __str__ may be a user's; not even its SystemExit may end the report
+    except BaseException:  # __str__ may be a user's code; not even a SystemExit in it may end the report
         return "(its text cannot be shown)"[:limit]
-    words = _COLOURS.sub("", start).split()
+    words = _COLORS.sub("", start).split()
     line = "".join(character if character.isprintable() else "?" for character in " ".join(words))
     if len(line) <= limit and length <= len(start):
         return line

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Trains a model of configs/models in its layout: parallel sizes, batch size, balancing and communication.
+# Trains a model from configs/models with its layout: parallel sizes, batch size, balancing and communication.
 #
 #   scripts/pretrain.sh MODEL CHECKPOINT_PATH TOKENIZER_MODEL DATA_PATH [flags of pretrain_gpt_moe.py ...]
 #
 # The layout is configs/layouts/MODEL.args or, for a family such as ct_moe_12 and ct_moe_16,
 # configs/layouts/ct_moe.args. TOKENIZER_MODEL is a SentencePiece model or the directory of a Hugging Face tokenizer.
-# DATA_PATH is the output of preprocess_data.py without its suffix, or "mock". Later flags win. Relative paths start at
-# the root of the checkout. For several nodes, set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and GPUS_PER_NODE on each
-# of them; for SLURM, see scripts/slurm/pretrain.sbatch. With --dry-run, one process checks the layout of all NNODES
-# nodes.
+# DATA_PATH is the output of preprocess_data.py without its suffix, or "mock". If a flag occurs twice, the last value
+# wins. Relative paths start at the root of the checkout. For several nodes, set NNODES, NODE_RANK, MASTER_ADDR,
+# MASTER_PORT and GPUS_PER_NODE on each of them; for SLURM, see scripts/slurm/pretrain.sbatch. With --dry-run, one
+# process checks the layout of all NNODES nodes.
 set -euo pipefail
 
 if (($# < 4)); then

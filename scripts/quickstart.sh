@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains a small mixture-of-experts GPT on real text on this machine's CPU: installs the requirements, builds a corpus
 # from the Python standard library, trains with 4 expert-parallel processes without balancing and then with it, and
-# compares both runs in a table and an HTML report. Arguments are passed to pretrain_gpt_moe.py; --balance-* flags only
-# to the second run.
+# compares both runs in a table and an HTML report. Arguments are passed to pretrain_gpt_moe.py in both runs, but
+# --balance-* flags only in the second run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Creates .venv in the checkout with everything that training and the tests need. It can be run again: it installs only
-# if the requirements have changed. Other scripts source it; it sets PYTHON and TORCHRUN.
+# Creates .venv in the checkout with everything that training and the tests need. A repeated run installs only if the
+# requirements have changed. Other scripts source this file, which sets PYTHON and TORCHRUN.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

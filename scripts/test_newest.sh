@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests with the newest megatron-core that pyproject.toml accepts. It declares a Python newer than 3.11 but
-# works with 3.11. It is installed in .cache and precedes the environment's own version, which stays unchanged.
-# Arguments are passed to pytest.
+# Runs the tests with the newest megatron-core that pyproject.toml accepts. This version declares that it needs a Python
+# newer than 3.11, but works with 3.11. The script installs it in .cache, where it precedes the environment's version,
+# which stays unchanged. Arguments are passed to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

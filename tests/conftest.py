@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from hypothesis import settings
 
 from megatron_balance.device import cpu
 from tests.harness import Ranks
@@ -10,7 +11,11 @@ from tests.harness import Ranks
 # Before any test module imports megatron.core
 cpu.install()
 
-# A shell starts what it has in the background with SIGINT ignored, and ranks would inherit that
+# Another worker may use the cores while an example is timed
+settings.register_profile("no deadlines", deadline=None)
+settings.load_profile("no deadlines")
+
+# A shell starts background jobs with SIGINT ignored, and ranks would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

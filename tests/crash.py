@@ -1,7 +1,7 @@
-"""What a crash of the machine may leave of a directory of checkpoints, by a record of a real save.
+"""The checkpoint directories that a machine crash may leave, derived from the record of a real save.
 
-Files and directories are known by their inodes. Of a file, what was not fsynced may be lost; of a directory, any change
-of an entry since its own fsync; a rename happens whole or not at all.
+Inodes identify files and directories. A crash may lose file content that was not fsynced, and any change to a
+directory's entries since the directory's own fsync. A rename is atomic.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Files = dict[str, Content | None]
 
 
 class Event(NamedTuple):
-    """The tree just before an operation, or, with `synced`, what an fsync has put on disk."""
+    """The tree just before an operation; with `synced`, what an fsync of that inode put on disk."""
 
     directories: dict[int, Entries]
     contents: dict[int, Content]
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records file operations below `root`, of this process and of those forked from it; keeps the files in `kept`."""
+    """Records the file operations below `root` of this process and its forks; keeps the files in `kept`."""
 
     root: Path
     kept: Path
@@ -72,7 +72,7 @@ class Recorder:
         self._note()
 
     def events(self) -> list[Event]:
-        """In the order in which they happened."""
+        """Return the events in the order in which they happened."""
         lines = (json.loads(line) for line in (self.kept / "log").read_text().splitlines())
         return [
             Event(
@@ -89,7 +89,7 @@ class Recorder:
         return event
 
     def _write(self, event: Event) -> None:
-        # By path: writers close what they inherit
+        # Open by path: writer processes close inherited descriptors
         log = os.open(self.kept / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(log, f"{json.dumps(event)}\n".encode())
         os.close(log)
@@ -101,7 +101,7 @@ class Recorder:
             entries = event.directories.setdefault(directory.stat().st_ino, {})
             for entry in os.scandir(directory):
                 if lease.NAME.fullmatch(entry.name):
-                    # It is about processes that live: after a crash, whatever it says, they do not
+                    # A lease concerns live processes, and none survives a crash
                     continue
                 if entry.is_dir():
                     waiting.append(Path(entry.path))
@@ -116,14 +116,14 @@ class Recorder:
 
     def _keep(self, path: Path) -> Content:
         with contextlib.suppress(FileExistsError):
-            # Holds the inode, which would else be given to another file
+            # The link keeps the inode from being reused for another file
             os.link(path, self.kept / f"inode {path.stat().st_ino}")
         raw, modified = path.read_bytes(), path.stat().st_mtime_ns
         self.file((digest := hashlib.blake2b(raw).hexdigest()[:16], modified), raw)
         return digest, modified
 
     def file(self, content: Content, raw: bytes = b"") -> Path:
-        """Where a content is kept."""
+        """Return the path of a stored content; store `raw` if it is new."""
         path = self.kept / f"{content[0]} {content[1]}"
         if not path.exists():
             part = path.with_name(f"{path.name} {os.getpid()}")
@@ -135,7 +135,7 @@ class Recorder:
 
 
 class Change(NamedTuple):
-    """One name's, or with `old` two names', in a directory; without `inode` it is gone."""
+    """A change to one name in a directory: without `inode` it is removed; `old` is its name before a rename."""
 
     name: str
     inode: int | None
@@ -144,7 +144,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Disk:
-    """What is on disk for certain, and what is under way."""
+    """What is certainly on disk, and which changes are pending."""
 
     entries: dict[int, Entries]
     contents: dict[int, Content]
@@ -152,23 +152,23 @@ class Disk:
     seen: dict[int, Entries] = field(default_factory=dict)
 
     def see(self, event: Event) -> None:
-        """Changes since the last event are under way."""
+        """Mark the changes since the last event as pending."""
         for inode, entries in event.directories.items():
             self.pending.setdefault(inode, []).extend(_changes(self.seen.get(inode, {}), entries))
         self.seen = self.seen | event.directories
 
     def sync(self, event: Event) -> None:
-        """What the event names is on disk."""
+        """Mark what the event synced as on disk."""
         assert event.synced is not None
         if event.synced in event.directories:
             self.entries[event.synced] = event.directories[event.synced]
-            # What came after the event's tree was taken is still under way
+            # Changes after the event's tree was taken are still pending
             self.pending[event.synced] = _changes(event.directories[event.synced], self.seen[event.synced])
         elif event.synced in event.contents:
             self.contents[event.synced] = event.contents[event.synced]
 
     def crashes(self, event: Event, root: int) -> Iterator[Files]:
-        """Trees that a crash may leave now."""
+        """Yield the trees that a crash may leave now."""
         whole = {inode: _applied(self.entries.get(inode, {}), changes) for inode, changes in self.pending.items()}
         lost = {
             inode: self.contents.get(inode, ("", content[1]))
@@ -189,7 +189,7 @@ class Disk:
                 yield _files(root, whole | {root: entries}, after)
 
     def _after(self, inode: int, counts: Iterable[int]) -> Iterator[Entries]:
-        """A directory's entries once so many of its changes have come about, in order."""
+        """Yield a directory's entries after every ordered choice of `count` pending changes, for each of `counts`."""
         for count in counts:
             for chosen in itertools.combinations(self.pending.get(inode, ()), max(count, 0)):
                 yield _applied(self.entries.get(inode, {}), chosen)
@@ -223,18 +223,18 @@ def _files(directory: int, directories: Mapping[int, Entries], contents: Mapping
             continue
         found[f"{at}{name}"] = None
         match = UNFINISHED.fullmatch(name)
-        # Nobody reads what is in the others
+        # Nothing reads the contents of other unfinished directories
         if match is None or match[2] == "replaced":
             found |= _files(inode, directories, contents, f"{at}{name}/")
     return found
 
 
 def crashes(events: list[Event], root: int, dropped: Collection[int] = ()) -> Iterator[tuple[Files, bool]]:
-    """Every tree that a crash may leave, and whether the record was over by then.
+    """Yield every tree that a crash may leave, and whether the record had ended by then.
 
     Args:
-        root: the inode of the directory, all of which is on disk at the first event.
-        dropped: events that are left out, each an fsync.
+        root: inode of the directory, which is entirely on disk at the first event.
+        dropped: numbers of fsync events to leave out.
     """
     disk = Disk(dict(events[0].directories), dict(events[0].contents), seen=dict(events[0].directories))
     for number, event in enumerate(events):

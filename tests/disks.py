@@ -1,4 +1,4 @@
-"""Small disks that are really full."""
+"""Small file systems that really run full."""
 
 import contextlib
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(directory: Path, kilobytes: int) -> Iterator[Path]:
-    """A file system of this size at `directory`; skips the test where nobody may mount one."""
+    """Mount a file system of this size at `directory`; skip the test without permission to mount."""
     directory.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -22,7 +22,7 @@ def small_disk(directory: Path, kilobytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Leave no room on the disk that a directory is on."""
+    """Fill the file system of a directory."""
     with contextlib.suppress(OSError), open(disk / "fill", "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))

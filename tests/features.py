@@ -1,4 +1,4 @@
-"""Features by their flags, and what each pair of them does together: the table of docs/features.md.
+"""Features by their flags, and which pairs of them work together: the table of docs/features.md.
 
 python -m tests.features      # prints the table
 """
@@ -17,14 +17,14 @@ class Feature(NamedTuple):
 
     flags: str
     learns: bool = False
-    """Whether another model is learned with them: other initial weights, or tokens that are dropped."""
+    """Whether the flags train a different model: other initial weights, or dropped tokens."""
 
 
 PLAIN = (
     "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
     "--disable-bias-linear --swiglu --global-batch-size 16 --num-layers 4 --moe-router-force-workload hot_experts"
 )
-"""What all have in common; tensor-parallel ranks, so that step orders have something to order."""
+"""Flags common to all runs; tensor parallelism gives step orders something to order."""
 
 FEATURES = {
     "sequence parallelism": Feature("--sequence-parallel"),
@@ -55,17 +55,17 @@ PAIRS = tuple(itertools.combinations(FEATURES, 2))
 
 
 def flags_of(*names: str) -> str:
-    """Of a run with these features."""
+    """Return the flags of a run with these features."""
     return " ".join([PLAIN, *(FEATURES[name].flags for name in names)])
 
 
 def reference(*names: str) -> str:
-    """Flags of the run that it has to follow."""
+    """Return the flags of the run that such a run must follow."""
     return " ".join([PLAIN, "--sequence-parallel", *(FEATURES[name].flags for name in names if FEATURES[name].learns)])
 
 
 def alternatives(one: str, other: str) -> bool:
-    """Whether they give a flag two values."""
+    """Return whether the two features give one flag different values."""
     values = [dict(_settings(FEATURES[name].flags)) for name in (one, other)]
     return any(values[0][flag] != values[1][flag] for flag in values[0].keys() & values[1].keys())
 
@@ -77,12 +77,12 @@ def _settings(flags: str) -> Iterator[tuple[str, str]]:
 
 
 def world_size(*names: str) -> int:
-    """Ranks of such a run."""
+    """Return the number of ranks of a run with these features."""
     return 8 if {"expert shards"} <= {*names} and any("pipeline" in name for name in names) else 4
 
 
 def refusal(*names: str) -> str | None:
-    """What is said to someone who wants them together; None: they work."""
+    """Return the error message that refuses these features together, or None if they work."""
     try:
         parse_args(
             f"{BASE} {flags_of(*names)}".split(),
@@ -94,7 +94,7 @@ def refusal(*names: str) -> str | None:
 
 
 def table() -> list[str]:
-    """Markdown: a row and a column for each feature, and the refusals below."""
+    """Return Markdown: a row and a column for each feature, followed by the refusals."""
     names = list(FEATURES)
     rows = [f"| | {' | '.join(str(number) for number in range(1, len(names)))} |", "|---" * len(names) + "|"]
     refusals: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Transformer Engine's FusedAdam on the CPU: its stand-in, without the check that tensors are on a device."""
+"""The stand-in for Transformer Engine's FusedAdam, without its check that tensors are on a device."""
 
 import contextlib
 import sys
@@ -21,14 +21,14 @@ def _adam_anywhere(_chunk_size: int, _overflow: Any, tensor_lists: Lists, *hyper
 
 
 class FusedAdam(optimizers.FusedAdam):
-    """The same, of tensors that are anywhere."""
+    """FusedAdam for tensors on any device."""
 
     multi_tensor_adam = staticmethod(_adam_anywhere)
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Let megatron-core believe that Transformer Engine's optimizers, and nothing else of it, are there."""
+    """Let megatron-core find Transformer Engine's optimizers, and nothing else of that package."""
     module = ModuleType(MODULE)
     module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
     with (

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# What to run first on a machine with a GPU: it takes one GPU and at most eight minutes.
+# The first test to run on a machine with a GPU. It uses one GPU and takes at most eight minutes.
 #
 #   tests/gpu_smoke.sh [--cpu] [DIRECTORY]
 #
-# What a step prints goes to DIRECTORY/STEP.txt, a table of all steps to DIRECTORY/summary.txt; the default is a new
-# directory in runs/. A step that fails, or does not end in its time, does not stop the others. --cpu tries the steps
-# without a GPU, in four times the time. PYTHON is the interpreter of an environment with `pip install -e '.[gpu,dev]'`.
+# The output of each step goes to DIRECTORY/STEP.txt, and a table of all steps to DIRECTORY/summary.txt. The default is
+# a new directory in runs/. A step that fails or exceeds its time limit does not stop the others. --cpu tries the steps
+# without a GPU and allows four times the time. PYTHON is the interpreter of an environment with
+# `pip install -e '.[gpu,dev]'`.
 # Exit status: 0 if all steps passed, 1 if one did not, 2 without a CUDA device.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -33,7 +34,7 @@ FAILED=0
 # note STEP STATUS SECONDS: a row of the table
 note() { printf '%-12s %-8s %5s s\n' "$@" | tee -a "${SUMMARY}"; }
 
-# step NAME SECONDS COMMAND...: runs the command for so many seconds at most, ten of which it has to end
+# step NAME SECONDS COMMAND...: runs the command for at most SECONDS, the last 10 s of which are for its shutdown
 step() {
     local name="$1" limit="$2" status=0 start="${SECONDS}"
     shift 2
@@ -66,7 +67,7 @@ step one_gpu 70 "${PYTHON}" tools/bench/one_gpu.py "${SMALL[@]}"
 # With biases, megatron-core's own layer does not train in a job of one rank
 step step_time 70 "${PYTHON}" tools/bench/step_time.py --processes 1 --repeats 1 --cases swiglu
 if ((GPUS == 1)); then
-    # NCCL wants a GPU for each rank; what needs no other rank is measured by one_gpu
+    # NCCL needs a GPU for each rank; one_gpu measures what needs no second rank
     note profile "no pair" 0
 else
     step profile 60 "${PYTHON}" -m torch.distributed.run --standalone --nproc-per-node 2 tools/profile_cluster.py \

@@ -1,10 +1,10 @@
-"""N gloo ranks for tests: started once, given many tasks; if one rank fails, all fail, with that rank's traceback.
+"""N gloo ranks for tests, started once for many tasks. If one rank fails, the task fails with that rank's traceback.
 
 A task is a module-level function called on every rank inside a fresh process group. Importing torch and megatron-core
-costs seconds, so the ranks are forked from one server process that has imported them, and stay for the next task.
+costs seconds, so the ranks are forked from one server process that has imported them, and they stay for the next task.
 
-Every task's collectives are recorded: it fails if members of a group enter different ones, or in orders that NCCL may
-not survive. A task that does not end in time is asked where its ranks differ.
+The harness records every task's collectives. A task fails if members of a group enter different collectives, or enter
+them in an order that may deadlock NCCL. If a task times out, the harness reports where its ranks differ.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ DEFAULT_TIMEOUT = 180.0
 
 
 ANSWER_SECONDS = 5.0
-"""Time for a rank to say what it has entered."""
+"""Time limit for a rank to report what it has entered."""
 
-MAX_THREADS = 150
-"""The distributed optimizer's models are not collected, and their groups' threads poll: such ranks are replaced."""
+MAX_THREADS = 24
+"""Number of threads that a rank may keep after a task; gloo's threads, for example, poll while their group exists."""
 
 
 class RankFailure(AssertionError):
@@ -54,16 +54,16 @@ class Ranks:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._questions: list[Connection] = []
-        """Ask a rank, whatever its task does, what it has entered."""
+        """Pipes that ask a rank what it has entered, even while its task runs."""
         self._serial = itertools.count()
 
     def run(
         self, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT, in_one_order: bool = True
     ) -> list[Any]:
-        """Call `task(*args)` on every rank and return what each returned.
+        """Call `task(*args)` on every rank and return each rank's result.
 
         Args:
-            in_one_order: ranks enter everything in one order; a task that shows what happens otherwise gives False.
+            in_one_order: require one order of operations on all ranks; False for tasks that break it on purpose.
 
         Raises:
             RankFailure: the first rank that failed, with its traceback, or the first difference between the ranks'
@@ -81,13 +81,12 @@ class Ranks:
                 for pipe in self._pipes:
                     pipe.send("end")
                 recorded = self._collect(task, timeout)
+                self._check_threads(task)
                 if in_one_order:
                     check_order(task.__name__, recorded)
             except BaseException:
                 self.stop()
                 raise
-        if any(psutil.Process(process.pid).num_threads() > MAX_THREADS for process in self._processes):
-            self.stop()
         return results
 
     def stop(self) -> None:
@@ -103,7 +102,7 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
             (ours, theirs), (question, answer) = context.Pipe(), context.Pipe()
-            # Not daemons: saving a checkpoint starts processes of its own
+            # Not daemons: saving a checkpoint starts child processes
             process = context.Process(target=_serve, args=(rank, self.world_size, theirs, answer))
             self._start_process(process)
             theirs.close()
@@ -137,8 +136,15 @@ class Ranks:
                     raise RankFailure(f"{where}\n{error}\n{self._first_difference()}")
         return [results[rank] for rank in range(self.world_size)]
 
+    def _check_threads(self, task: Callable) -> None:
+        """Check that the task's groups and side streams have ended with it."""
+        for rank, process in enumerate(self._processes):
+            threads = psutil.Process(process.pid).num_threads()
+            if threads > MAX_THREADS:
+                raise RankFailure(f"{task.__name__}: rank {rank} has {threads} threads after the task")
+
     def _first_difference(self) -> str | None:
-        """Where the ranks' collectives differ while a task still runs."""
+        """Return where the ranks' collectives first differ while a task still runs."""
         records = {}
         for rank, question in enumerate(self._questions):
             question.send("record")
@@ -148,7 +154,7 @@ class Ranks:
 
 
 def check_order(task: str, recorded: Sequence[tuple[Record, list[Event]]]) -> None:
-    """Every group's members entered the same operations, and those of different groups in one order.
+    """Check that each group's members entered the same operations, and all groups' operations have one order.
 
     Args:
         recorded: what each rank entered, and in which order.
@@ -170,7 +176,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, answer: Connection) -> 
     torch.set_num_threads(1)
     collectives = [Collectives(kept=None)]
     threading.Thread(target=_answer, args=(answer, collectives), daemon=True).start()
-    # Every task ends with a collection, which need not look through all of torch again
+    # Every task ends with a garbage collection, which need not scan all of torch again
     gc.freeze()
     while True:
         try:
@@ -181,7 +187,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, answer: Connection) -> 
         try:
             with collectives[0].recorded(), _process_group(rank, world_size, rendezvous, timeout):
                 pipe.send((None, task(*args)))
-                # A rank whose groups end while another one still connects to them breaks that one
+                # A rank that ends its groups while another rank is still connecting to them breaks that rank
                 pipe.recv()
             outcome = (None, (collectives[0].record(), collectives[0].events))
         except BaseException:
@@ -190,7 +196,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, answer: Connection) -> 
 
 
 def _answer(answer: Connection, collectives: list[Collectives]) -> None:
-    """Tell what the present task has entered, whenever somebody asks."""
+    """Report what the current task has entered whenever the parent process asks."""
     with contextlib.suppress(EOFError):
         while answer.recv():
             answer.send(collectives[0].record())
@@ -198,7 +204,7 @@ def _answer(answer: Connection, collectives: list[Collectives]) -> None:
 
 @contextlib.contextmanager
 def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
-    """The default gloo group for one task, and no trace of it afterwards."""
+    """Create the default gloo group for one task, and leave no trace of it afterwards."""
     from megatron.core import parallel_state
 
     dist.init_process_group(
@@ -208,7 +214,7 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),
     )
-    # A task may be over on one rank while another one still connects
+    # A task may finish on one rank while another rank is still connecting
     dist.barrier()
     yield
     forget_auxiliary_losses()
@@ -218,7 +224,7 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
     dist.destroy_process_group()
     # Models and groups refer to each other; a gloo group's threads end only with its last reference
     gc.collect()
-    # Every group waits for its threads for tens of milliseconds: all at once
+    # Each group waits tens of milliseconds for its threads: end all groups concurrently
     endings = [threading.Thread(target=backends.pop) for _ in backends]
     for ending in endings:
         ending.start()
@@ -240,10 +246,10 @@ def forget_distributed_optimizers() -> None:
 
 
 def forget_auxiliary_losses() -> None:
-    """Drop what megatron-core keeps of the last run's auxiliary losses: a record of its size, and their scale."""
+    """Drop what megatron-core keeps of the last run's auxiliary losses: a record of its size, and the losses' scale."""
     from megatron.core.transformer.moe import moe_utils
 
-    # Its shape is that of whatever sets it first
+    # The first run that sets it determines its shape
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # 0.19; its legacy dictionary is only a copy
         moe_utils.get_moe_metrics_tracker().metrics.clear()

@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture that can be converted, as Hugging Face's own library makes them."""
+"""Tiny random models of every architecture that can be converted, made by Hugging Face's own library."""
 
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8, "intermediate_size": 16},
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "num_key_value_heads": 4},
 }
-"""What config.json says in addition to `COMMON`; the first word of a name is the model type."""
+"""Entries of config.json in addition to `COMMON`; the first word of a name is the model type."""
 
 
 def save(name: str, directory: Path, shard_bytes: int | None = None, **changes: Any) -> Any:
-    """Write a random model, and return it, with its safetensors files, in shards of at most so many bytes.
+    """Write a random model as safetensors files of at most `shard_bytes` bytes each, and return it.
 
     Args:
-        changes: of the entries of its config.json.
+        changes: entries of config.json to override.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,14 +62,14 @@ def save(name: str, directory: Path, shard_bytes: int | None = None, **changes: 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
-            # Norms too, which would all be one
+            # Norm weights too, which would otherwise all be one
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
     return model
 
 
 def logits(model: Any, tokens: Any) -> Any:
-    """Of a model, in float32."""
+    """Return a model's logits in float32."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Layouts that users train in, by their flags, and a covering array of them: any two choices meet in one.
+"""Training layouts by their flags, and a covering array of them: any two choices meet in some layout.
 
 python -m tests.layouts      # prints the array that `--slow` trains
 """
@@ -18,22 +18,22 @@ Layout = Mapping[str, str]
 """Dimension -> choice."""
 
 Choices = Mapping[str, Sequence[str]]
-"""By dimension; the first one never rules out what others allow."""
+"""Dimension -> its choices; the first choice never rules out what others allow."""
 
 Pair = frozenset[tuple[str, str]]
 """Choices (dimension, choice) in two dimensions."""
 
 RANKS = 8
-"""At most."""
+"""Maximum number of ranks."""
 
 MICROBATCH = 2
-"""Samples."""
+"""Samples per microbatch."""
 
 PLAIN = (
     f"--disable-bias-linear --swiglu --num-layers 4 --micro-batch-size {MICROBATCH} --seq-length 64 "
     "--moe-ffn-hidden-size 8 --moe-router-force-workload hot_experts"
 )
-"""What all have in common."""
+"""Flags common to all layouts."""
 
 FLAGS: Mapping[str, Mapping[str, str]] = {
     "replicas": {"1-replica": "", "2-replicas": "", "4-replicas": ""},
@@ -82,17 +82,17 @@ LEARNED = ("replicas", "experts", "tensor", "shards", "stages", "microbatches")
 
 
 def layout_of(*choices: str) -> Layout:
-    """The layout with these choices, and the first one of every other dimension."""
+    """Return the layout with these choices, and the first choice of every other dimension."""
     dimensions = {name: dimension for dimension, names in CHOICES.items() for name in names}
     return {dimension: names[0] for dimension, names in CHOICES.items()} | {dimensions[name]: name for name in choices}
 
 
 FRUGAL = ("demi_s2", "demi_s3")
-"""Policies that weigh the bytes of tokens against those of experts, whatever a profile says: they need not act."""
+"""Policies that need not act: regardless of the profile, they weigh the bytes of tokens against those of experts."""
 
 
 def must_act(layout: Layout) -> bool:
-    """Whether the policy has something to do on hot experts.
+    """Return whether the policy has something to do on hot experts.
 
     demi_s1 moves an expert to the rank that has most of its tokens. Where the two tensor-parallel ranks, which route
     the same tokens, are the whole expert-parallel group, no rank has more than the other.
@@ -102,17 +102,17 @@ def must_act(layout: Layout) -> bool:
 
 
 def size(layout: Layout, dimension: str) -> int:
-    """The number in a choice such as TP2-SP or 2-replicas."""
+    """Return the number in a choice such as TP2-SP or 2-replicas."""
     return int(layout[dimension].partition("-")[0].lstrip("EPT"))
 
 
 def world_size(layout: Layout) -> int:
-    """Ranks of a run; of replicas, each has all experts."""
+    """Return the number of ranks of a run; each replica has all experts."""
     return math.prod(size(layout, dimension) for dimension in ("replicas", "experts", "shards", "stages"))
 
 
 def flags_of(layout: Layout) -> str:
-    """Of a run in this layout."""
+    """Return the flags of a run in this layout."""
     data_parallel = world_size(layout) // (size(layout, "tensor") * size(layout, "stages"))
     samples = MICROBATCH * data_parallel * size(layout, "microbatches")
     settings = (FLAGS[dimension][choice] for dimension, choice in layout.items())
@@ -120,7 +120,7 @@ def flags_of(layout: Layout) -> str:
 
 
 def reference(layout: Layout) -> str:
-    """Flags of the run that it has to follow: without a policy, and with everything off that need not be on."""
+    """Return the flags of the run that this layout must follow: no policy and no optional feature."""
     kept = {dimension: layout[dimension] for dimension in LEARNED}
     if kept["tensor"] == "TP2":
         kept["tensor"] = "TP2-SP"
@@ -137,25 +137,25 @@ def _refusal(world_size: int, flags: str) -> str | None:
 
 
 def is_possible(layout: Layout) -> bool:
-    """Whether the command line takes it, on as many ranks as tests have."""
+    """Return whether the command line accepts the layout, on at most `RANKS` ranks."""
     return world_size(layout) <= RANKS and _refusal(world_size(layout), flags_of(layout)) is None
 
 
 def covering(
     choices: Choices, allowed: Callable[[Layout], bool], first: Iterable[Layout] = ()
 ) -> tuple[list[Layout], list[Pair]]:
-    """Layouts in which any two choices of different dimensions meet, unless no layout may have both.
+    """Return layouts in which any two choices of different dimensions meet, unless no layout may have both.
 
-    Greedy and deterministic: each layout begins with a pair that is still missing, and takes, dimension by dimension,
-    the choice that brings most missing pairs, or else the one that was taken least.
+    The search is greedy and deterministic. Each layout begins with a pair that is still missing. In each other
+    dimension, it takes the choice that covers the most missing pairs, and among equals the least used one.
 
     Args:
-        choices: of each dimension.
-        allowed: whether there may be such a layout.
+        choices: the choices of each dimension.
+        allowed: whether a layout is allowed.
         first: layouts to begin with.
 
     Returns:
-        The layouts, those of `first` at the head, and all pairs that meet.
+        The layouts, beginning with `first`, and all pairs that meet.
     """
     default = {dimension: names[0] for dimension, names in choices.items()}
     points = [(dimension, name) for dimension, names in choices.items() for name in names]
@@ -212,23 +212,23 @@ QUICK = {
     "interleaved-transfer": layout_of("PP2-interleaved", "demi_s1", "transfer", "sharded-reduce", "3-chunks"),
     "8-ranks-shards": layout_of(*REPLICAS, "ETP2", "top2", "blockwise", *GATHER),
 }
-"""Layouts with each policy, and with all that decides about the order of collectives. Few references serve them all."""
+"""Layouts with each policy, and with everything that affects the order of collectives. They share few references."""
 
 FEWEST = (
     *("replicas-gather", "replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer"),
     *("replicas-tensor-parallel", "stages", "interleaved", "8-ranks-shards"),
 )
-"""Those of `QUICK` that are trained without `--slow`."""
+"""Layouts of `QUICK` that are trained without `--slow`."""
 
 
 @functools.cache
 def array() -> tuple[list[Layout], list[Pair]]:
-    """`covering` of all layouts that are possible, those of `QUICK` first."""
+    """Return `covering` of all possible layouts, beginning with `QUICK`."""
     return covering(CHOICES, is_possible, QUICK.values())
 
 
 def name_of(layout: Layout) -> str:
-    """The choices that are not the first ones."""
+    """Return the choices that are not the first of their dimension."""
     return ",".join(choice for dimension, choice in layout.items() if choice != CHOICES[dimension][0])
 
 

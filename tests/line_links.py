@@ -28,7 +28,7 @@ class Link(NamedTuple):
 
 @functools.cache
 def definitions(source: str) -> dict[str, int]:
-    """Line of every class, function and method of a module, by qualified name."""
+    """Return the line of every class, function and method of a module, by qualified name."""
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, int]]:
         for node in body:
@@ -41,7 +41,7 @@ def definitions(source: str) -> dict[str, int]:
 
 
 def links(text: str, folder: Path) -> Iterator[tuple[re.Match[str], Link]]:
-    """Every link of a page in `folder`."""
+    """Yield every link of a page in `folder`."""
     for match in LINK.finditer(text):
         name, target, line = match.groups()
         path = folder / target
@@ -50,7 +50,7 @@ def links(text: str, folder: Path) -> Iterator[tuple[re.Match[str], Link]]:
 
 
 def corrected(text: str, folder: Path) -> str:
-    """The page with the line numbers of all definitions that exist."""
+    """Return the page with the correct line numbers of all definitions that exist."""
     pieces, end = [], 0
     for match, link in links(text, folder):
         pieces += [text[end : match.start(3)], str(link.actual or link.line)]

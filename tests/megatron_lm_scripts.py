@@ -1,7 +1,7 @@
-"""Flags of scripts that others have published, as their users bring them along."""
+"""Flags of published training scripts, as users bring them along."""
 
 MIXTRAL_NODES = 4
-"""Nodes of 8 GPUs: expert parallelism of 8 times 4 pipeline stages."""
+"""Nodes of 8 GPUs, for 8-way expert parallelism and 4 pipeline stages."""
 
 MIXTRAL = """
     --use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
@@ -18,7 +18,7 @@ MIXTRAL = """
     --use-distributed-optimizer --sequence-parallel
     --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --no-load-optim --no-load-rng
 """
-"""examples/mixtral/train_mixtral_8x7b_distributed.sh of Megatron-LM core_v0.16.1, but for its files."""
+"""examples/mixtral/train_mixtral_8x7b_distributed.sh of Megatron-LM core_v0.16.1, without its file names."""
 
 MIXTRAL_FILES = """
     --tokenizer-model tokenizer.model --data-path my-corpus --split 99990,8,2 --save checkpoints --load checkpoints

@@ -1,4 +1,4 @@
-"""What an operator would do on CUDA, told from its name and arguments: results that vary, waits for the device."""
+"""Predicts from an operator's name and arguments whether its results vary or the host waits for it on CUDA."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ DOCUMENTED: dict[str, tuple[str, ...]] = {
     "torch.nn.ReplicationPad2d": ("replication_pad2d_backward",),
     "torch.nn.ReplicationPad3d": ("replication_pad3d_backward",),
     "torch.bmm": ("bmm",),
-    # Of tensors on a CPU alone
+    # Documented for CPU tensors only
     "torch.Tensor.__getitem__": (),
     "torch.Tensor.index_put": ("index_put", "_index_put_impl"),
     "torch.Tensor.put_": ("put",),
     "torch.Tensor.scatter_add_": ("scatter_add",),
-    # Differentiated, these write
+    # The backward passes of these write
     "torch.gather": ("scatter_add",),
     "torch.index_select": ("index_add",),
     "torch.repeat_interleave": ("index_add",),
@@ -56,10 +56,10 @@ DOCUMENTED: dict[str, tuple[str, ...]] = {
     "torch.cumsum": ("cumsum",),
     "torch.Tensor.resize_": ("resize",),
 }
-"""By the name in the documentation of `torch.use_deterministic_algorithms`: what to look for."""
+"""Name in the documentation of `torch.use_deterministic_algorithms` -> operators to look for."""
 
 UNDOCUMENTED = ("embedding_dense_backward",)
-"""What megatron-core calls nondeterministic, and does without under `--deterministic-mode`."""
+"""Operators that megatron-core calls nondeterministic and avoids under `--deterministic-mode`."""
 
 _SUSPECTS = {name for names in DOCUMENTED.values() for name in names} | {*UNDOCUMENTED}
 
@@ -68,15 +68,15 @@ _ASKS_THE_DEVICE = {"_local_scalar_dense", "equal", "is_nonzero"}
 
 
 class Operators(TorchDispatchMode):
-    """Notes what runs, forward and backward."""
+    """Records the operators that run, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.all: list[str] = []
         self.nondeterministic: list[str] = []
-        """Whose results on CUDA may vary from run to run."""
+        """Operators whose results on CUDA may vary from run to run."""
         self.waiting: list[str] = []
-        """At which the host would wait for the device."""
+        """Operators at which the host would wait for the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -93,7 +93,7 @@ class Operators(TorchDispatchMode):
 
 
 def _varies(name: str, overload: str, given: dict[str, Any]) -> bool:
-    """Whether the documented condition holds. Writes by index vary only where two of them have the same target."""
+    """Return whether the documented condition holds. Indexed writes vary only where two have the same target."""
     tensor = given.get("self")
     if name == "bmm":
         return tensor.is_sparse
@@ -120,12 +120,12 @@ def _varies(name: str, overload: str, given: dict[str, Any]) -> bool:
 
 
 def _repeats_along(dim: int, index: torch.Tensor) -> bool:
-    """Whether a line of `index` along `dim` has a number twice."""
+    """Return whether a line of `index` along `dim` repeats a number."""
     return index.ndim > 0 and bool((index.sort(dim).values.diff(dim=dim) == 0).any())
 
 
 def _repeats_among(indices: list[torch.Tensor | None]) -> bool:
-    """Whether two of the places that index tensors name together are the same."""
+    """Return whether the index tensors together address one element twice."""
     numbers = [index for index in indices if index is not None and index.dtype not in (torch.bool, torch.uint8)]
     if not numbers:
         return False

@@ -2,8 +2,8 @@
 
     python tools/dockerfile_steps.py --stage cpu --directory /tmp/image
 
-For machines without a Docker engine. Nothing is isolated: RUN uses this machine's programs. A step that would change
-the machine itself (apt-get, useradd) is printed and skipped.
+This is for machines without a Docker engine. Nothing is isolated: RUN uses this machine's programs. A step that would
+change the machine itself (apt-get, useradd) is printed and skipped.
 """
 
 import argparse

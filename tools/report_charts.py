@@ -52,10 +52,10 @@ def training(runs: Mapping[str, LoggedRun]) -> Figure | None:
     drawn, ((loss, seconds),) = figure(1, 2, 3.0)
     for name, run in runs.items():
         # Where the lines coincide, one remains visible between the other's dashes
-        colour, style, zorder = (BEFORE, "--", 3) if name == "before" else (AFTER, "-", 2)
+        color, style, zorder = (BEFORE, "--", 3) if name == "before" else (AFTER, "-", 2)
         for axes, tag in ((loss, "lm loss"), (seconds, "iteration-time")):
             label = name if len(runs) > 1 else None
-            line(axes, run.scalars.get(tag), label, colour, style=style, zorder=zorder)
+            line(axes, run.scalars.get(tag), label, color, style=style, zorder=zorder)
     if not loss.lines and not seconds.lines:
         return None
     titled(loss, "lm loss")
@@ -73,8 +73,8 @@ def balance(run: LoggedRun) -> Figure | None:
     drawn = Figure(figsize=(WIDTH, 3.0 + 1.7 * (rows - 1)), layout="constrained")
     grid = drawn.add_gridspec(rows, 4, height_ratios=[1.7] + [1.0] * (rows - 1))
     top = drawn.add_subplot(grid[0, :])
-    for name, label, colour in (("ratio_before", "owners only", BEFORE), ("ratio_after", "as computed", AFTER)):
-        line(top, run.over_layers(name, mean=True), label, colour)
+    for name, label, color in (("ratio_before", "owners only", BEFORE), ("ratio_after", "as computed", AFTER)):
+        line(top, run.over_layers(name, mean=True), label, color)
     titled(top, "heaviest rank over the mean, mean of all layers (1 is even)")
     least = None
     for number, layer in enumerate(after):
@@ -113,7 +113,7 @@ def experts(loads: Mapping[int, LayerLoads]) -> Figure:
     most = max(2, max(int(own.hosts_NE.max()) for own in loads.values()))
     for (left, right), (layer, own) in zip(table, loads.items(), strict=True):
         load = heat(left, own.iterations_N, shares[layer], highest)
-        hosts = heat(right, own.iterations_N, own.hosts_NE, most, lowest=1, colours="PuBu")
+        hosts = heat(right, own.iterations_N, own.hosts_NE, most, lowest=1, colors="PuBu")
         left.set_title(f"layer {layer}: load of experts")
         right.set_title(f"layer {layer}: ranks that compute them")
         left.set_ylabel("expert")
@@ -133,7 +133,7 @@ def decisions(run: LoggedRun) -> Figure | None:
     drawn, ((top,), (bottom,)) = figure(2, 1, 2.2)
     iterations_N, values = aligned(list(hosts.values()))
     table_NL = np.stack(values, axis=1)
-    image = heat(top, iterations_N, table_NL, max(1.0, table_NL.max()), colours="PuBu", labels=list(hosts))
+    image = heat(top, iterations_N, table_NL, max(1.0, table_NL.max()), colors="PuBu", labels=list(hosts))
     drawn.colorbar(image, ax=top, pad=0.01, label="copies", ticks=MaxNLocator(5, integer=True))
     titled(top, "hosts added: copies of experts in force, by layer", legend=False)
     top.set_ylabel("layer")
@@ -147,18 +147,18 @@ def decisions(run: LoggedRun) -> Figure | None:
 def traffic(run: LoggedRun, token_bytes: int | None) -> Figure | None:
     """Draw the bytes of Trans, Agg and Transfer, and of all-to-alls between ranks, per iteration."""
     drawn, ((weights, tokens),) = figure(1, 2, 3.0)
-    for name, label, colour, style in (
+    for name, label, color, style in (
         ("trans_bytes", "Trans: weights", AFTER, "-"),
         ("agg_bytes", "Agg: gradients", BEFORE, "--"),
         ("transfer_bytes", "Transfer: owners", "#8a5bb8", "-"),
     ):
-        line(weights, run.over_layers(name, factor=1e-6), label, colour, style=style)
+        line(weights, run.over_layers(name, factor=1e-6), label, color, style=style)
     if run.loads:
         factor = 1.0 if token_bytes is None else exchanged(token_bytes)
-        for name, label, colour in (("crossing_before_N", "owners only", BEFORE), ("crossing_N", "as computed", AFTER)):
+        for name, label, color in (("crossing_before_N", "owners only", BEFORE), ("crossing_N", "as computed", AFTER)):
             sent = [Series(own.iterations_N, getattr(own, name) * factor) for own in run.loads.values()]
             iterations_N, rows = aligned(sent)
-            line(tokens, Series(iterations_N, np.sum(rows, axis=0)), label, colour)
+            line(tokens, Series(iterations_N, np.sum(rows, axis=0)), label, color)
     if not weights.lines and not tokens.lines:
         return None
     titled(weights, "transferred experts, MB", missing="not recorded: give --tensorboard-dir")
@@ -181,8 +181,8 @@ def prediction(run: LoggedRun) -> Figure | None:
         return None
     drawn, ((left, right),) = figure(1, 2, 3.4)
     pairs = [aligned([predicted[layer], measured[layer]])[1] for layer in predicted]
-    for layer, (x_N, y_N), colour in zip(predicted, pairs, layer_colours(len(pairs)), strict=True):
-        left.scatter(x_N * 1e3, y_N * 1e3, s=9, color=colour, alpha=0.6, linewidths=0, label=f"layer {layer}")
+    for layer, (x_N, y_N), color in zip(predicted, pairs, layer_colors(len(pairs)), strict=True):
+        left.scatter(x_N * 1e3, y_N * 1e3, s=9, color=color, alpha=0.6, linewidths=0, label=f"layer {layer}")
     title, (x_M, y_M) = "time of a layer", np.concatenate(pairs, axis=1)
     if (x_M > 0).all() and (y_M > 0).all():
         ratio = float(np.median(y_M / x_M))
@@ -218,19 +218,19 @@ def overview(run: LoggedRun, layer: int) -> Figure:
         shown[-1].set_ylabel("rank")
     drawn.colorbar(image, ax=shown, pad=0.01, label="tokens over the mean")
     below = drawn.add_subplot(grid[1, :])
-    for name, label, colour in (
+    for name, label, color in (
         ("computed_by_owners_NR", "before balancing", BEFORE),
         ("computed_NR", "after", AFTER),
     ):
         ratios = [Series(loads.iterations_N, relative(getattr(loads, name)).max(1)) for loads in run.loads.values()]
         iterations_N, ratios_LN = aligned(ratios)
-        line(below, Series(iterations_N, np.mean(ratios_LN, axis=0)), label, colour)
+        line(below, Series(iterations_N, np.mean(ratios_LN, axis=0)), label, color)
     titled(below, "heaviest rank over the mean, mean of all layers (1 is even)")
     below.set_ylim(bottom=1)
     return drawn
 
 
-def layer_colours(count: int) -> np.ndarray:
+def layer_colors(count: int) -> np.ndarray:
     return matplotlib.colormaps[LAYERS](np.linspace(0, 0.92, count))
 
 
@@ -238,7 +238,7 @@ def line(
     axes: Axes,
     series: Series | None,
     label: str | None,
-    colour: str,
+    color: str,
     *,
     style: str = "-",
     zorder: float = 2,
@@ -248,7 +248,7 @@ def line(
     if series is None:
         return
     middles_B, values_B = binned(series.iterations_N, series.values_N)
-    axes.plot(middles_B, values_B, style, color=colour, label=label, linewidth=width, zorder=zorder)
+    axes.plot(middles_B, values_B, style, color=color, label=label, linewidth=width, zorder=zorder)
 
 
 def heat(
@@ -258,15 +258,15 @@ def heat(
     highest: float,
     *,
     lowest: float = 0.0,
-    colours: str = "YlOrRd",
+    colors: str = "YlOrRd",
     labels: Sequence[int] | None = None,
 ):
-    """Draw a heat map with a row per expert, rank or layer and iterations to the right; return it for a colour bar."""
+    """Draw a heat map with a row per expert, rank or layer and iterations to the right; return it for a color bar."""
     middles_B, table_BK = binned(iterations_N, table_NK)
     half = (middles_B[-1] - middles_B[0]) / max(1, 2 * (len(middles_B) - 1)) or 0.5
     extent = (middles_B[0] - half, middles_B[-1] + half, table_NK.shape[1] - 0.5, -0.5)
     image = axes.imshow(
-        table_BK.T, aspect="auto", interpolation="none", extent=extent, vmin=lowest, vmax=highest, cmap=colours
+        table_BK.T, aspect="auto", interpolation="none", extent=extent, vmin=lowest, vmax=highest, cmap=colors
     )
     axes.grid(False)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

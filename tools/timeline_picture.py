@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from megatron_balance.observe.trace import STREAMS, Record, Stream, lanes_of, load_timeline
 
-COLOURS = {
+COLORS = {
     "FEC": "#2f6db3",
     "FNEC": "#a9cbee",
     "BEC": "#2f8f5b",
@@ -28,7 +28,7 @@ COLOURS = {
     "wait": "#d4d4d4",
     "other": "#7d8790",
 }
-"""Colours by operation: forward and backward of experts and of other layers, all-to-alls, transfers of experts."""
+"""Colors by operation: forward and backward of experts and of other layers, all-to-alls, transfers of experts."""
 
 _OPERATION = re.compile(r"\b(FEC|FNEC|BEC|BNEC|A2A|TRANS|AGG|PLAN)\b")
 
@@ -135,7 +135,7 @@ class Scale:
 
 
 def operation(record: Record) -> str:
-    """Return the key in `COLOURS` of a span."""
+    """Return the key in `COLORS` of a span."""
     if record.stream == "waits":
         return "wait"
     match = _OPERATION.search(record.name)
@@ -144,12 +144,12 @@ def operation(record: Record) -> str:
 
 def _box(draw: ImageDraw.ImageDraw, scale: Scale, record: Record, top: int) -> None:
     left, right = scale.x(record.start_us), scale.x(record.end_us)
-    # Leave a gap between neighbours if there is room
+    # Leave a gap between neighbors if there is room
     right = right - 2 if right - left >= 4 else max(right - 1, left)
-    colour, font = COLOURS[operation(record)], _font(14)
-    draw.rectangle((left, top + 1, right, top + LANE - 2), colour)
+    color, font = COLORS[operation(record)], _font(14)
+    draw.rectangle((left, top + 1, right, top + LANE - 2), color)
     text = _fitting(record.name, right - left - 6, font)
-    draw.text(((left + right + 1) / 2, top + LANE / 2), text, _ink_on(colour), font, anchor="mm")
+    draw.text(((left + right + 1) / 2, top + LANE / 2), text, _ink_on(color), font, anchor="mm")
 
 
 def _fitting(name: str, room: float, font: ImageFont.FreeTypeFont) -> str:
@@ -162,8 +162,8 @@ def _fitting(name: str, room: float, font: ImageFont.FreeTypeFont) -> str:
 
 def _legend(draw: ImageDraw.ImageDraw, operations: set[str]) -> None:
     x, y, font = MARGIN + LABELS, MARGIN + TITLE, _font(15)
-    for name in (name for name in COLOURS if name in operations):
-        draw.rectangle((x, y, x + 17, y + 17), COLOURS[name])
+    for name in (name for name in COLORS if name in operations):
+        draw.rectangle((x, y, x + 17, y + 17), COLORS[name])
         draw.text((x + 25, y + 9), name, INK, font, anchor="lm")
         x += 25 + round(font.getlength(name)) + 26
 
@@ -181,8 +181,8 @@ def _digits(number: float) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}" if number > 0 else "0"
 
 
-def _ink_on(colour: str) -> str:
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+def _ink_on(color: str) -> str:
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else PAPER
 
 

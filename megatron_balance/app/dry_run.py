@@ -1,4 +1,4 @@
-"""Checks a layout of any size in one process and prints its groups, schedule and memory, without allocating any.
+"""Checks a layout of any size in one process, without its tensors' memory; prints groups, schedule and memory.
 
     for the first rank of each pipeline stage: an imagined job -> build_run, as in a real job -> sizes
 
@@ -83,14 +83,14 @@ class Stage:
     held: Held
     activations: int
     microbatches: int
-    """Most microbatches whose activations the rank keeps at once, counted once per model chunk."""
+    """Maximum number of microbatches whose activations the rank keeps at once, counted once per model chunk."""
 
 
 def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> None:
     """Print the groups, schedule and memory that this configuration has on `topology.world_size` processes.
 
     Raises:
-        ValueError: a mistake that would end a real run.
+        ValueError: the configuration has a mistake that would end a real run.
     """
     if not cpu.installed():
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
@@ -169,8 +169,8 @@ def inspect(config: RunConfig, run: Run) -> Stage:
     """Return what a rank of this pipeline stage holds.
 
     Args:
-        config: the configuration of the real run, whose modules the activations are estimated for.
-        run: the built run, whose modules may differ, see `_buildable`.
+        config: the configuration of the real run; activations are estimated for its modules.
+        run: the built run; its modules may differ (see `_buildable`).
     """
     chunks = [model_chunk(chunk) for chunk in run.model]
     tokens = balanced_tokens(config, run)
@@ -248,7 +248,7 @@ def _pipeline(run: Run) -> list[str]:
 
 
 def _balancing(run: Run) -> str:
-    """Return a line on the schedule of a stage's iteration; computing it validates the schedule."""
+    """Return one line about the schedule of a stage's iteration; computing it also validates the schedule."""
     stage, balance = f"  stage {run.groups.pp.rank()}: ", run.config.balance
     if run.balancer is None or not run.balancer.layers:
         return f"{stage}every expert stays on its owner"
@@ -262,7 +262,7 @@ def _memory(rows: Sequence[Stage], ranks: int) -> list[str]:
     """Return the memory table of all stages.
 
     Args:
-        ranks: ranks of each stage.
+        ranks: number of ranks of each stage.
     """
     names = "".join(f"{name:>13}" for name in COLUMNS)
     lines = ["", "memory per rank, GiB (exact, except for activations: estimated, for even routing)"]

@@ -1,4 +1,4 @@
-"""Facts that all ranks of a job must share; they compare them before anything is built."""
+"""Facts that all ranks of a job must share; the ranks compare them before anything is built."""
 
 import dataclasses
 import enum
@@ -27,7 +27,7 @@ MAY_DIFFER = {
     "num_workers": "only the loading time depends on it",
     "num_dataset_builder_threads": "only the indexing time depends on it",
 }
-"""Settings that may differ between ranks, by field name, and why nothing that ranks do together depends on them."""
+"""Settings that may differ between ranks, by field name, and the reason why ranks need not agree on them."""
 
 PACKAGES = ("torch", "megatron-core", "numpy", "scipy", "transformer-engine", "apex")
 
@@ -71,7 +71,7 @@ def _versions() -> Facts:
 
 def _version(package: str) -> str:
     if package == "torch":
-        # Names the CUDA version of the build, which the package metadata lack
+        # This also names the CUDA version of the build, which the package metadata lack
         return torch.__version__
     try:
         return importlib.metadata.version(package)
@@ -122,7 +122,7 @@ def _text(value: Any) -> str:
 
 
 def source_of(module: str) -> str:
-    """`content_digest` the file of a module, which is found without importing it or what it is in."""
+    """Return the `content_digest` of a module's file, found without importing the module or its packages."""
     places, path = None, None
     for name in _prefixes(module):
         found = _found(name, places)

@@ -72,7 +72,7 @@ NOT_THERE = (
 """Settings of Megatron-LM, in some version, that our MoE layer or the movement of experts does not support."""
 
 OFF = (None, False, 0, "none", "", [], ())
-"""Values that switch a setting off; so does 1 for sizes and numbers."""
+"""Values that switch a setting off; for sizes and numbers, 1 also does."""
 
 Report = Callable[[int, Mapping[int, LayerReport]], None]
 """Receives the number of an iteration and what balancing did in it, by layer number, on every rank."""
@@ -85,11 +85,11 @@ class Balancing:
         args: the namespace that a parser with `add_balance_args` returned. It also has `seq_length` and
             `micro_batch_size`, and may have Megatron-LM's other flags.
         transformer: the model's configuration.
-        groups: the process groups of the parallel layout; None: those of megatron-core's `parallel_state`, when they
-            are first needed.
+        groups: the process groups of the parallel layout; None: take those of megatron-core's `parallel_state`
+            when they are first needed.
 
     Raises:
-        ValueError: names the flag, its value and the remedy. No process group is needed for the check.
+        ValueError: a flag is invalid; the message names it, its value and the remedy. No process group is needed.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ def attach(
 
     The call may precede the construction of the optimizer and the loading of weights. An iteration begins with the
     first forward pass in training mode and with gradients, and ends when gradients have been finalized. A pass without
-    a backward pass has to run in evaluation mode or without gradients.
+    a backward pass must run in evaluation mode or without gradients.
 
     Args:
         model: this rank's model chunks, in megatron-core's DDP.
@@ -252,7 +252,7 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     """Check all settings, given by name, and return notices for the log.
 
     Raises:
-        ValueError: settings that cannot be combined.
+        ValueError: some settings cannot be combined.
     """
     fields = [field for _, cls in OUR_GROUPS for field in dataclasses.fields(cls)]
     if any(field.name not in values for field in fields):

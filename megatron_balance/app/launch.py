@@ -210,7 +210,7 @@ def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
 
 
 def _finish_together() -> None:
-    """Wait for all ranks: a rank that exits early would look dead. (`dist.barrier` warns of its choice of device.)"""
+    """Wait for all ranks: a rank that exits early would look dead. `dist.barrier` would print a warning."""
     finished = torch.zeros(1, device=torch.cuda.current_device())
     dist.all_reduce(finished)
     finished.item()

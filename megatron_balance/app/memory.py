@@ -1,6 +1,6 @@
 """Estimates the memory of a rank's activations from the layers' shapes, without running anything.
 
-The estimate counts, tensor by tensor, what autograd keeps of a microbatch from its forward pass to its backward pass.
+The estimate counts, tensor by tensor, what autograd keeps from a microbatch's forward pass to its backward pass.
 It follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, and
 adds rotary embeddings, group-query attention, gated units, fused attention, and the rows of experts under even routing.
 Their s b h (34 + 5 a s / h) is `layer` for a dense layer with GELU, LayerNorm and dropout in 16 bits. `peak` follows
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Bytes that are kept of one microbatch."""
+    """Bytes that are kept for one microbatch."""
 
     stored: int
     """Kept from the forward pass to the backward pass."""
@@ -55,7 +55,7 @@ class Kept(NamedTuple):
 
 
 def chunk_activations(config: RunConfig, chunk: Chunk, tokens: Tokens, vocab_size: int) -> Kept:
-    """Return what a model chunk keeps of one microbatch."""
+    """Return the bytes that a model chunk keeps for one microbatch."""
     transformer = config.transformer
     layers = [layer(config, moe, tokens) for moe in chunk.moe]
     kept = _with_recomputation(transformer, layers, tokens.part * transformer.hidden_size * _itemsize(transformer))
@@ -70,7 +70,7 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
 
     Args:
         passes: the passes of the pipeline stage, in order.
-        chunks: what each model chunk keeps of one microbatch.
+        chunks: the bytes that each model chunk keeps for one microbatch.
     """
     alive: Counter[int] = Counter()
     most, microbatches = 0, 0
@@ -87,7 +87,7 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
 
 
 def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], boundary: int) -> Kept:
-    """Return what all layers of a chunk keep; `boundary` are the bytes of the tensor between two layers."""
+    """Return the bytes that all layers of a chunk keep; `boundary` is the size of the tensor between two layers."""
     stored, recomputed = [one.stored for one in layers], [one.recomputed for one in layers]
     if config.recompute_granularity != "full":
         return Kept(sum(stored), max(recomputed, default=0))
@@ -101,7 +101,7 @@ def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], bound
 
 
 def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
-    """Return what one transformer layer keeps, without regard to `--recompute-granularity full`."""
+    """Return the bytes that one transformer layer keeps, without regard to `--recompute-granularity full`."""
     transformer = config.transformer
     hidden = tokens.part * transformer.hidden_size * _itemsize(transformer)
     dropped = tokens.part * transformer.hidden_size if transformer.hidden_dropout else 0
@@ -152,7 +152,7 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
-    """Return what `_attention` does for multi-latent attention, which is not tensor-parallel here."""
+    """Return the same bytes as `_attention`, for multi-latent attention, which is not tensor-parallel here."""
     itemsize, heads = _itemsize(config), config.num_attention_heads
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
     # The compressed channels and their norm; position channels are rotated for all heads at once

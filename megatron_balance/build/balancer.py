@@ -47,13 +47,13 @@ def build_balancer(
 ) -> Balancer | None:
     """Return the balancer of this rank's layers; None without a policy. Every rank of the job calls it.
 
-    It allocates the guest slots. `finalize_model_grads_func` of the transformer config has to be set before, because
+    It allocates the guest slots. `finalize_model_grads_func` of the transformer config must be set before, because
     gradients of guests are aggregated before gradients are finalized.
 
     Args:
         optimizer: steps experts that change their owners; None: no expert changes its owner.
         microbatches: returns the number of microbatches of the iteration in progress.
-        policy: what `start_policy` returned for the flags, if it was called before.
+        policy: the result of `start_policy` for the flags, if it was called before.
 
     Raises:
         ValueError: the policy cannot be made, or the profile cannot be read or measured.

@@ -41,7 +41,7 @@ class Profiles:
 
     @functools.cached_property
     def experts(self) -> ClusterProfile:
-        """The profile for `groups.ep`. The first access is a collective of the job: every rank makes it at one point.
+        """The profile for `groups.ep`. The first access is collective: all ranks of the job make it at the same point.
 
         `auto` keeps its measurement in `--save`, and looks for one there and in `--load`, so that a resumed run makes
         the same plans.
@@ -129,7 +129,7 @@ def measure_cluster(
     keep their state, so that a run trains the same whether its profile was measured now or earlier.
 
     Args:
-        node_size: expert-parallel ranks on one node, see `expert_node_size`.
+        node_size: expert-parallel ranks on one node (see `expert_node_size`).
         log: receives lines of progress; None on ranks that do not log.
     """
     transformer = copy.copy(config.transformer)

@@ -56,15 +56,15 @@ def build_run(
     tokenizer: MegatronTokenizerBase | None = None,
     policy: Policy | None = None,
 ) -> Run:
-    """Build one training run in an initialised job; every rank calls it.
+    """Build one training run in an initialized job; every rank calls it.
 
     Args:
-        with_data: without data, the run cannot train.
+        with_data: whether to build the data; a run without data cannot train.
         tokenizer: the tokenizer of the flags, if it is built already.
         policy: the policy of the flags, if it is started already.
 
     Raises:
-        ValueError: settings that cannot be built; on every rank.
+        ValueError: some settings cannot be built; raised on every rank.
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
@@ -144,7 +144,7 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
     assert config.model.max_position_embeddings is not None
     model = GPTModel(
         config=config.transformer,
-        # GPTModel takes the submodules of a block, too, which its annotation lacks
+        # GPTModel also takes the submodules of a block, although its annotation does not list them
         transformer_layer_spec=cast(ModuleSpec, block),
         vocab_size=vocab_size,
         max_sequence_length=config.model.max_position_embeddings,
@@ -189,14 +189,14 @@ def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlo
     layers = [_completed(spec, config) for spec in block.layer_specs or ()]
     if config.balance.moe_layer_impl == "balanced":
         layers = [balanced_layer_spec(spec, wiring) for spec in layers]
-    # With apex, megatron-core ends the block in apex's layer norm whatever the normalization
+    # With apex, megatron-core ends the block in apex's layer norm regardless of the normalization
     lacking = (WrappedTorchNorm,) if shape.normalization == "LayerNorm" else (WrappedTorchNorm, FusedLayerNorm)
     norm: Any = TorchNorm if block.layer_norm in lacking else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
-    """Return a transformer layer's spec with BalancedMoELayer in place of MoELayer; a dense layer's spec as it is."""
+    """Return a transformer layer's spec with BalancedMoELayer instead of MoELayer; a dense layer's spec unchanged."""
     layer: Any = copy.copy(spec.submodules)
     module, submodules = parts(layer.mlp)
     if module is not MoELayer:
@@ -241,7 +241,7 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
         attention.core_attention = LatentDotProductAttention
         keys.update(LATENT_KEYS)
     if parts(layer.mlp)[0] is MoELayer:
-        # Keeps the name that checkpoints have with Transformer Engine for the norm before an MoE layer
+        # Keeps the checkpoint name that the norm before an MoE layer has with Transformer Engine
         keys.pop("pre_mlp_layernorm.", None)
     return spec
 

@@ -83,9 +83,9 @@ def _dispatch(profiles: Profiles) -> ParallelDispatch:
 
 
 def _is_simultaneous(config: RunConfig) -> bool:
-    """Return whether s2 passes results on while it still receives some (SAA)."""
+    """Return whether s2 forwards results while it still receives others (SAA)."""
     comm = config.comm
-    # SAA sends whole rows in messages of its own
+    # SAA sends whole rows in separate messages
     simple = comm.moe_comm_codec == "none" and comm.moe_comm_alltoall in ("default", "p2p", "pipe")
     return comm.moe_parallel_saa and simple
 

@@ -271,7 +271,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: all checkpoints are damaged, or there is none and `--exit-on-missing-checkpoint` is given.
-            ValueError: the checkpoint is of another model; the message names the flag.
+            ValueError: the checkpoint belongs to another model; the message names the flag.
         """
         settings = self.settings
         for root, weights_only in ((settings.load, settings.finetune), (settings.pretrained_checkpoint, True)):

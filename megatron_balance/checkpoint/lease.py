@@ -1,6 +1,6 @@
 """Only one run at a time may write to a `--save` directory: the run that holds the directory's lease.
 
-    lease.000007    the newest lease: names its holder, who renews it every few seconds; or marked as released
+    lease.000007    the newest lease: names its holder, which renews it every few seconds; or marked as released
 
 No lease number is used twice. To take the directory, a process creates the file with the next number and then removes
 older ones. The file system lets only one process create a file (`O_EXCL`, also on NFS and Lustre), so if two processes

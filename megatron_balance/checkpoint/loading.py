@@ -29,7 +29,7 @@ def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tu
 
     Raises:
         CheckpointError: the checkpoint was deleted in the meantime.
-        ValueError: the checkpoint is of another model; the message names the flag.
+        ValueError: the checkpoint belongs to another model; the message names the flag.
     """
     with _deletion_named(path):
         origin = on_first_rank(lambda: manifest.read(path).origin)

@@ -69,7 +69,7 @@ class MetadataReader:
         content, stack, memo, at = self.content, self.stack, self.memo, 0
         while (code := content[at]) != _STOP:
             at += 1
-            # These three are half of all instructions
+            # Half of all instructions are one of these three
             if code == _MEMOIZE:
                 memo.append(stack[-1])
             elif code == _LONG_BINGET:

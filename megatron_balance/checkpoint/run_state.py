@@ -90,10 +90,10 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
 
 
 def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
-    """Return this rank's shards of all parts except `balancer`. Collective with the distributed optimizer."""
+    """Return this rank's shards of all parts except `balancer`; collective if the optimizer is distributed."""
     metadata = CONTENT | {"dp_cp_group": run.groups.dp_cp}
     if run.config.ddp.overlap_param_gather and not is_loading:
-        # Until the next forward pass gathers them, each rank has updated only the parameters of its own shard
+        # Each rank has updated only the parameters of its own shard; the next forward pass would gather the others
         for chunk in run.model:
             chunk.start_param_sync(force_sync=True)
     modules = unwrap_model(run.model)

@@ -1,4 +1,4 @@
-"""Check that reading a checkpoint runs no code from it, before the readers that unpickle without restriction.
+"""Check that reading a checkpoint runs no code from it, before any reader unpickles it without restriction.
 
 Three readers of the torch_dist format would call any function that a file names:
 
@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Registers the classes that it puts into checkpoints with torch's restricted unpickler
+# Registers megatron-core's checkpoint classes with torch's restricted unpickler
 import megatron.core  # noqa: F401
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -121,7 +121,7 @@ def _size(path: Path) -> int:
 
 
 def _read(path: Path, offset: int, length: int, whole: bool = True) -> bytes:
-    """Return `length` bytes from `offset`; with `whole`, the file, which must not be longer than `length`."""
+    """Return `length` bytes from `offset`; with `whole`, return the whole file, of `length` bytes at most."""
     if whole and _size(path) > length:
         raise Damaged(path, f"has {_size(path)} bytes; such a file has at most {length}")
     try:

@@ -12,19 +12,19 @@ from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
 
 MAX_ATTEMPTS = 3
-"""Searches of a directory whose checkpoints are deleted while they are read: each search finds the newer ones that the
-saving run has written in the meantime."""
+"""Maximum number of searches of a directory whose checkpoints are deleted while they are read. Each search finds the
+newer checkpoints that the saving run has written in the meantime."""
 
 
 def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) -> Path | None:
     """Return the checkpoint to load, or None if the directory has none.
 
-    It is that of iteration `step`; by default, the newest sound one that the tracker does not rule out.
+    This is the checkpoint of iteration `step`; by default, the newest sound one that the tracker does not rule out.
 
     Before anything is loaded, every file is read once, each by one rank.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is sound, or that of `step` is absent or damaged.
+        CheckpointError: there are checkpoints, but none is sound, or the one of `step` is absent or damaged.
     """
     for _ in range(MAX_ATTEMPTS):
         candidates, notices = on_first_rank(lambda: _candidates(directory, step))

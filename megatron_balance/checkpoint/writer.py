@@ -1,6 +1,6 @@
 """Write one rank's part of a checkpoint in separate processes, durably, and digest the files.
 
-The processes are forked, so they see the tensors of this moment while training continues; on CUDA they get copies in
+The processes are forked, so they see the tensors as they are now while training continues; on CUDA they get copies in
 host memory. A process that dies or stalls makes the save fail; no rank waits for it forever.
 """
 

@@ -1,4 +1,4 @@
-"""What does a command line mean? From flags to a checked RunConfig, before a process group exists.
+"""From a command line to a checked RunConfig, before a process group exists.
 
 arguments         build the parser, parse a command line, construct the RunConfig
 parser            our extensions of argparse: files of flags, reasons for refused flags

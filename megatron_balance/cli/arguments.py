@@ -153,8 +153,9 @@ class Parsed(NamedTuple):
     """Value of every flag that has an effect, whether given or left at its default."""
 
 
+@functools.cache
 def build_parser() -> Parser:
-    """Build the parser with all flags, grouped as `--help` shows them."""
+    """Return the parser with all flags, grouped as `--help` shows them."""
     parser = Parser(
         usage="pretrain_gpt_moe.py [@FILE] [flags]  (--help shows them)",
         description="Train a GPT with mixture-of-experts layers on megatron-core. @FILE stands for the flags in FILE.",
@@ -314,8 +315,8 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
             OptimizerConfig,
             values,
             params_dtype=dtype,
-            # megatron-core saves the 16 bits by which main parameters exceed the weights as float32 numbers: no other
-            # optimizer can resume from them, and FusedAdam refuses to load them
+            # megatron-core saves only the 16 bits that main parameters have in addition to the weights, as float32
+            # numbers: no other optimizer can resume from them, and FusedAdam refuses to load them
             store_param_remainders=False,
             **{name: PRECISIONS[values[name]] for name in OPTIMIZER_PRECISIONS},
         ),

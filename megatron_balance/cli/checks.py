@@ -126,7 +126,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         split=_data(values, notices),
         **fusions(values, machine, impl, notices),
         overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
-        # Only the interleaved schedule starts gathers; without it, each bucket starts that of the next one
+        # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
         align_param_gather=virtual is not None and values["align_param_gather"],
     ), notices
 

@@ -1,4 +1,4 @@
-"""Parser for `--moe-layer-freq`, which says which layers have experts."""
+"""Parser for `--moe-layer-freq`, which selects the layers that have experts."""
 
 import argparse
 import ast

@@ -138,7 +138,7 @@ def _schedule(
 def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
     """Check the flags that every placement policy needs, then what the policy itself needs."""
     policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
-    # A policy from elsewhere is made in its own process only
+    # A user's policy is constructed only in its own process
     made = None if ":" in policy else load_policy(policy, **policy_options(policy, values))
     flag = f"--balance-policy {policy}"
     if values["moe_layer_impl"] != "balanced":

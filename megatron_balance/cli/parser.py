@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors give the reason for a refused flag, and the file that the flags come from."""
 
     source = ""
-    """Prefix of errors that names the file which the flags come from; empty for the command line."""
+    """Prefix of errors, which names the file of the flags; empty for the command line."""
 
     def expanded(self, words: Iterable[str]) -> list[str]:
         """Return the command line with each `@FILE` replaced by the flags in it; `#` starts a comment in the file."""

@@ -14,33 +14,35 @@ ACCEPTED = {
         "has no effect on megatron-core's models, which are the only ones here",
     ),
     "--no-position-embedding": "has no effect with --position-embedding-type rope, which adds none to the embeddings",
-    "--moe-extended-tp": "was removed from megatron-core; --expert-tensor-parallel-size says how experts are split",
-    "--use-flash-attn": "has no effect; --attention-backend chooses the attention",
+    "--moe-extended-tp": "was removed from megatron-core; --expert-tensor-parallel-size sets how experts are split",
+    "--use-flash-attn": "has no effect; --attention-backend selects the implementation",
     "--local-rank RANK": "has no effect; the launcher's LOCAL_RANK is used",
     **dict.fromkeys(
         ("--use-dist-ckpt", "--auto-detect-ckpt-format", "--dist-ckpt-format torch_dist"),
         "has no effect; checkpoints are always in --ckpt-format torch_dist",
     ),
-    "--dist-ckpt-optim-fully-reshardable": "is always so: a checkpoint can be loaded in another layout",
+    "--dist-ckpt-optim-fully-reshardable": "is always in effect: a checkpoint can be loaded in another layout",
     "--dist-ckpt-strictness assume_ok_unexpected": "is what loading does anyway",
     "--ckpt-fully-parallel-save": "is the default; --no-ckpt-fully-parallel-save switches it off",
     **dict.fromkeys(
         ("--ckpt-assume-constant-structure", "--use-persistent-ckpt-worker"),
         "has no effect; how a checkpoint's plan and writers are reused is not adjustable",
     ),
-    "--no-create-attention-mask-in-dataloader": "is always so: attention is causal by construction",
-    "--dataloader-type single": "is always so: samples are read once, in order",
-    "--disable-gloo-process-groups": "is always so: no gloo groups are created in addition to --distributed-backend's",
+    "--no-create-attention-mask-in-dataloader": "is always in effect: attention is causal by construction",
+    "--dataloader-type single": "is always in effect: samples are read once, in order",
+    "--disable-gloo-process-groups": "is always in effect: only --distributed-backend's groups are created",
     **dict.fromkeys(
         ("--manual-gc", "--manual-gc-interval N", "--no-manual-gc-eval", "--disable-manual-gc-eval"),
         "has no effect; Python's own garbage collection stays on",
     ),
     "--train-sync-interval N": "has no effect; host and device synchronize in every iteration",
-    "--empty-unused-memory-level 0": "is always so: the allocator keeps its memory",
-    **dict.fromkeys(("--timing-log-level 0", "--no-barrier-with-level-1-timing"), "is always so: no timers are kept"),
-    "--rerun-mode disabled": "is always so: no iteration is run twice",
-    "--disable-msc": "is always so: files are plain files",
-    "--no-one-logger": "is always so: nothing is sent to one-logger",
+    "--empty-unused-memory-level 0": "is always in effect: the allocator keeps its memory",
+    **dict.fromkeys(
+        ("--timing-log-level 0", "--no-barrier-with-level-1-timing"), "is always in effect: no timers are kept"
+    ),
+    "--rerun-mode disabled": "is always in effect: no iteration is run twice",
+    "--disable-msc": "is always in effect: files are plain files",
+    "--no-one-logger": "is always in effect: nothing is sent to one-logger",
 }  # fmt: skip
 """Flags without an effect: `--switch`, `--flag VALUE` (any value), or `--flag value` (this value only)."""
 
@@ -98,7 +100,7 @@ REFUSED = {
         --high-priority-stream-groups --pipeline-model-parallel-comm-backend""",
     "it needs a build of PyTorch with ring exchange, which is not published": "--use-ring-exchange-p2p",
     "weights are not clipped by their attention logits": "--qk-clip --qk-clip-*",
-    "megatron-core's transformer layer does not have it": "--apply-residual-connection-post-layernorm",
+    "megatron-core's transformer layer does not implement it": "--apply-residual-connection-post-layernorm",
     "use --optimizer adam or sgd": "--muon-*",
     "upcycling is not supported": "--moe-use-upcycling --moe-upcycling-granularity",
     "fill-in-the-middle data is not supported": "--fim-*",
@@ -108,17 +110,17 @@ REFUSED = {
     "object storage is not supported; copy the data to a file system": "--object-storage-cache-path",
     "all validation data is one blend, from which --eval-iters batches are drawn": """
         --full-validation --multiple-validation-sets""",
-    "batch sizes change by --rampup-batch-size only": "--phase-transition-iterations --decrease-batch-size-if-needed",
+    "only --rampup-batch-size changes batch sizes": "--phase-transition-iterations --decrease-batch-size-if-needed",
     "this program always trains; leave it out": "--skip-train",
     "iterations are neither skipped nor run again": """
         --iterations-to-skip --result-rejected-tracker-filename --error-injection-*""",
-    "checkpoints are written to --save in --ckpt-format torch_dist, as megatron-core 0.14 and later lay them out": """
+    "checkpoints are written to --save in --ckpt-format torch_dist, in the layout of megatron-core 0.14 and later": """
         --ckpt-convert-* --dist-ckpt-save-pre-mcore-014 --distrib-optim-fully-reshardable-mem-efficient
         --load-main-params-from-ckpt""",
     "every checkpoint in --save is permanent; use --async-save and --keep-last": """
         --non-persistent-* --replication --replication-*""",
     "parallel sizes come from the command line; give them there": "--use-mp-args-from-checkpoint-args",
-    "give --tokenizer-model, which wins over the checkpoint's": """
+    "give --tokenizer-model, which overrides the checkpoint's": """
         --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args""",
     "jobs are restarted by the launcher (torchrun --max-restarts, sbatch --requeue) with --load": """
         --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --adlr-autoresume --adlr-autoresume-interval""",
@@ -130,7 +132,7 @@ REFUSED = {
         --save-wgrads-interval --fake-process-group --disable-jit-fuser --enable-experimental
         --config-logger-dir""",
     "the order of ranks is tensor, expert, data, pipeline": "--use-tp-pp-dp-mapping",
-    "stages have equal numbers of layers; --decoder-first- and --decoder-last-pipeline-num-layers change the ends":
+    "stages have equal depth; --decoder-first- and --decoder-last-pipeline-num-layers change the first and last one":
         "--pipeline-model-parallel-layout",
     "process groups are created at the start, with one timeout: --distributed-timeout-minutes": """
         --lazy-mpu-init --distributed-timeout-seconds-after-init""",
@@ -139,7 +141,7 @@ REFUSED = {
     # Harmful
     "it gives every expert-parallel rank the same experts; leave it out": "--use-cpu-initialization",
     "data-parallel ranks must start with the same weights; leave it out": "--data-parallel-random-init",
-    # Megatron has, or had, another flag for the same
+    # Megatron has, or had, another flag for the same purpose
     "removed upstream; use --micro-batch-size": "--batch-size",
     "removed upstream; use --tensor-model-parallel-size": "--model-parallel-size",
     "removed upstream; use --lr-warmup-fraction": "--warmup",
@@ -183,7 +185,7 @@ NEWER_REASON = "was added after megatron-core 0.16.1 and is not supported yet; l
 REFUSED_VALUES = {
     "--ckpt-format": {
         **dict.fromkeys(
-            ("torch", "torch_dcp"), "use torch_dist; Megatron-LM's --ckpt-convert-format torch_dist converts"
+            ("torch", "torch_dcp"), "use torch_dist; Megatron-LM converts with --ckpt-convert-format torch_dist"
         ),
         "fsdp_dtensor": "FSDP is not supported; use torch_dist",
     },

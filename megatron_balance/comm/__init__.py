@@ -1,4 +1,4 @@
-"""How do rows and experts travel between ranks?
+"""How rows and experts travel between ranks.
 
 All-to-alls, which carry tokens to their experts and back:
 

@@ -43,7 +43,7 @@ class AllToAll(ABC):
 
     @property
     def reverse(self) -> "AllToAll":
-        """The all-to-all for gradients, which travel the reverse way."""
+        """The all-to-all for gradients, which travel in the opposite direction."""
         return self
 
     def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +118,7 @@ def default_all_to_all(group: dist.ProcessGroup) -> AllToAll:
     """Return the all-to-all that `--moe-comm-alltoall default` stands for; a single rank needs no exchange.
 
     NCCL's own all-to-all is already a batch of messages. gloo's posts its sends before its receives, which halves the
-    bandwidth of each link; but gloo cannot send messages from a GPU.
+    bandwidth of each link. However, gloo cannot send messages from a GPU.
     """
     if group.size() == 1:
         return SingleRankAllToAll(group)
@@ -186,7 +186,7 @@ def exchange_of(works: list[dist.Work], received: torch.Tensor, sent: torch.Tens
     """Return the exchange that sends `sent`, fills `received` and completes with `works`."""
 
     def wait() -> torch.Tensor:
-        # Wait for each once: gloo would wait for a second message
+        # Wait only once for each: gloo would then wait for a second message
         while works:
             works.pop().wait()
         keep_until_read(received, sent)

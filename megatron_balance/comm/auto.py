@@ -31,7 +31,7 @@ from megatron_balance.profile.cluster_profile import ClusterProfile
 class AutoAllToAll(NodeAllToAll):
     """Delegates each exchange to the all-to-all with the shortest predicted time; `pipe` wins ties.
 
-    The prediction depends only on the profile, the split matrix and the size of a row, so all ranks choose the same.
+    The prediction depends only on the profile, the split matrix and the size of a row, so all ranks choose alike.
     """
 
     def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Compression of the rows of an all-to-all (AbsCompressor, ScheMoE section 3.1).
 
 A codec turns rows [R, H] of floats into a payload [R, B] of bytes. B depends only on H and the dtype, and each row is
-coded by itself, so the payload of an exchange has the same splits as its rows. Nothing here waits for a CUDA device.
-Nothing here is differentiable: the exchange sends gradients the reverse way, with or without a codec.
+encoded independently, so a payload has the same splits as its rows. Nothing here waits for a CUDA device. Nothing here
+is differentiable: the exchange sends gradients in the opposite direction, with or without a codec.
 
     codec  B, in bytes        ratio from 32 / 16 bits    error of an element x              NaN, Inf
     none   itemsize H         1 / 1                      0                                  arrive bit for bit
@@ -169,7 +169,7 @@ class Zfp(Codec):
     """zfp at a fixed rate, on CPU tensors: error <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e.
 
     e is the smallest such integer. The bound is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to
-    3 say which elements have begun, so rate - 3 of 32 bit planes arrive; the rest is at most 2/3 of the last one
+    3 mark which elements have begun, so rate - 3 of 32 bit planes arrive; the rest is at most 2/3 of the last one
     (negabinary), and the inverse transform enlarges it by up to 15/4. Elements below 2^-97 are sent as 0. All elements
     of a row with NaN or Inf arrive as NaN; other rows are not affected.
 

@@ -1,8 +1,8 @@
 """Hierarchical all-to-alls, whose stages send fewer and longer messages between nodes.
 
-Messages between nodes: every rank of a flat all-to-all sends D - L of them; every rank of a 2D-hierarchical one sends
-N - 1; in a 1D-hierarchical one, only the leader of each node sends any, N - 1. In return, more bytes are exchanged
-within the nodes.
+In a flat all-to-all, every rank sends D - L messages to other nodes. In a 2D-hierarchical one, every rank sends N - 1.
+In a 1D-hierarchical one, the leader of each node sends N - 1 and the other ranks send none. In return, more bytes are
+exchanged within the nodes.
 
 In the shapes, N counts nodes and L the ranks of a node.
 """

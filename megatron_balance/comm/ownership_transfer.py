@@ -116,7 +116,7 @@ def plan_messages(moves: Sequence[Move], places: Sequence[Place], extents: Seque
     """Plan the messages by which every rank receives the elements that it has to keep.
 
     The plan is a pure function: every rank computes the same list. Elements come from the source's replica with the
-    target's replica number if it keeps them, otherwise from the first replica that does.
+    target's replica number if it keeps them, otherwise from the first replica that keeps them.
 
     Args:
         places: place of every rank of the group.

@@ -1,8 +1,8 @@
 """Exchanges with sharded experts: rows go to every shard of their expert, and the sum of the shards' outputs returns.
 
 An expert may be split into shards, one for each rank of a host (expert tensor parallelism, ESP). A source is a rank
-with rows of its own: rank d of the group of all shards of all hosts is shard d % N of host d // N. All ways of sharding
-deliver the same rows in the same order, source by source; they differ in the messages that they send.
+that has rows to send: rank d of the group of all shards of all hosts is shard d % N of host d // N. Every Sharding
+delivers the same rows in the same order, source by source; they differ in the messages that they send.
 
 In the shapes, D counts the sources, H the hosts, and N the shards of a host.
 """
@@ -21,11 +21,11 @@ from megatron_balance.comm.alltoall import AllToAll, Exchange, post
 class Sharding(ABC):
     """Interface of exchanges between the sources of rows and the experts' shards.
 
-    Gradients take the same way: `collect` is the transpose of `spread`.
+    Gradients travel the same way: `collect` is the transpose of `spread`.
     """
 
     collectives: tuple[str | None, str | None] = (None, None)
-    """Collectives among the shards of a host over all of their rows: after the rows arrive, and before they return."""
+    """Collectives among the shards of a host over all of its rows: after the rows arrive, and before they return."""
 
     @abstractmethod
     def spread(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:

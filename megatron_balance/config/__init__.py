@@ -1,4 +1,4 @@
-"""What can be set? Every setting of a run, as frozen dataclasses whose fields are the flags.
+"""Every setting of a run, as frozen dataclasses whose fields are the flags.
 
 run_config        RunConfig, with the settings of balancing, communication, the model and the processes
 training_config   settings of data, tokenizer, training, checkpoints, schedules and logs

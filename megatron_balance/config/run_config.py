@@ -32,7 +32,7 @@ class BalanceConfig:
     """Expert placement: which ranks compute each expert, and when its weights move."""
 
     moe_layer_impl: Literal["balanced", "megatron"] = "balanced"
-    """balanced: our MoE layer. megatron: megatron-core's own MoELayer, the baseline of every comparison."""
+    """Implementation of MoE layers. balanced: ours. megatron: megatron-core's MoELayer, the baseline of comparisons."""
 
     balance_policy: str = "none"
     """Placement policy. none: every expert is computed by its owner only."""
@@ -44,40 +44,41 @@ class BalanceConfig:
     """Plan every N iterations."""
 
     balance_load: Literal["predicted", "exact"] = "predicted"
-    """predicted: plan iteration j+1 from iterations up to j. exact: plan on the load just routed."""
+    """Load that a plan is for. predicted: the next iteration's load, predicted from earlier iterations. exact: the load
+    of the current iteration's first microbatch."""
 
     balance_predictor: Literal["last", "ema", "linear"] = "last"
     """How the next iteration's load is predicted."""
 
     balance_token_split: Literal["policy", "local_first", "proportional"] = "policy"
-    """How an expert's tokens are shared among its hosts; policy: as the policy's paper says."""
+    """How an expert's tokens are shared among its hosts; policy: as in the policy's paper."""
 
     balance_alpha: float = 0.5
-    """Pro-Prophet's Eq. 7: loads are balanced once the heaviest and the lightest rank differ by less than this times
-    the mean load of an expert."""
+    """Pro-Prophet's alpha (Eq. 7): loads are balanced once the heaviest and the lightest rank differ by less than alpha
+    times the mean load of an expert."""
 
     balance_threshold: float = 1.1
-    """flexmoe acts while the balance ratio (FlexMoE, Eq. 6) exceeds this."""
+    """flexmoe acts while the balance ratio (FlexMoE, Eq. 6) exceeds this value."""
 
     balance_metric: Literal["max", "variance"] = "max"
     """flexmoe's balance ratio. max: the heaviest rank's load over the mean. variance: 1 plus the variance over the
     squared mean."""
 
     balance_vexperts_per_rank: int | None = None
-    """flexmoe's vExperts per rank, which share an even part of their expert's tokens; default: one per slot."""
+    """Number of flexmoe's vExperts per rank, which share the tokens of their expert evenly; default: one per slot."""
 
     balance_demi_slots: int = 5
-    """T, the time slots of demi's linear program."""
+    """T, the number of time slots in demi's linear program."""
 
     balance_demi_weights: Literal["pow2", "linear"] = "pow2"
     """Weights of demi's time slots. pow2: 2^t. linear: t + 1."""
 
     balance_capacities: tuple[float, ...] | None = None
-    """demi: the relative computing capacity of each expert-parallel rank; default: equal."""
+    """Relative computing capacity of each expert-parallel rank, for demi; default: equal."""
 
     balance_overlap: Literal["none", "blockwise"] = "none"
-    """When Plan, Trans and Agg run. none: where their results are needed. blockwise: overlapped with the computation of
-    neighbouring blocks, which policies take into account."""
+    """When Plan, Trans and Agg run. none: when their results are needed. blockwise: overlapped with the computation of
+    neighboring blocks, which policies take into account."""
 
     balance_ownership: Literal["fixed", "transfer"] = "fixed"
     """Ownership of experts. fixed: an expert's parameters and optimizer state never move. transfer: they move to a rank
@@ -85,8 +86,8 @@ class BalanceConfig:
 
     balance_profile: str = "builtin"
     """Cluster profile for the cost model. builtin: constants, so that runs are reproducible. auto: measured once and
-    kept in --save, or in --load. Otherwise the path of a profile from tools/profile_cluster.py, or of a cluster's data
-    sheet (.yaml, see configs/clusters)."""
+    stored in --save, or read from --load. Otherwise the path of a profile from tools/profile_cluster.py, or of a
+    cluster's data sheet (.yaml, see configs/clusters)."""
 
     balance_explain: bool = False
     """Print each change of a placement, with the layer's predicted times before and after it."""
@@ -117,8 +118,8 @@ class CommConfig:
     """How tokens travel between expert-parallel ranks."""
 
     moe_comm_alltoall: str = "default"
-    """All-to-all of the token dispatcher. default: flat with NCCL, p2p with gloo. flat: the backend's own. p2p: one
-    message per pair of ranks. 1dh, 2dh: hierarchical. pipe: both levels overlap. auto: by --balance-profile. Or
+    """All-to-all of tokens. default: flat with NCCL, p2p with gloo. flat: the backend's own. p2p: one message per pair
+    of ranks. 1dh, 2dh: hierarchical. pipe: both levels overlap. auto: chosen by --balance-profile. Or
     package.module:Class."""
 
     moe_comm_node_size: int | None = None
@@ -145,9 +146,9 @@ class CommConfig:
 
     moe_parallel_schedule: Literal["megatron", "baseline", "s1", "s2", "auto"] = "megatron"
     """Communication schedule of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section
-    III). megatron: all-to-all, then all-gather among an expert's shards. baseline: the reverse, as in DeepSpeed-MoE.
-    s1: each tensor-parallel rank routes its part of the tokens. s2: each sends its part of the rows. auto: the faster
-    of s1 and s2 by --balance-profile."""
+    III). The values mean: megatron: all-to-all, then all-gather among an expert's shards. baseline: the reverse, as in
+    DeepSpeed-MoE. s1: each tensor-parallel rank routes its part of the tokens. s2: each sends its part of the rows.
+    auto: the faster of s1 and s2 by --balance-profile."""
 
     moe_parallel_saa: bool = flag_field(True, arg_names=["--no-moe-parallel-saa"])
     """With s2, gather results among tensor-parallel ranks after the all-to-all instead of overlapping the two (SAA)."""

@@ -212,7 +212,7 @@ class CheckpointConfig:
     """Iteration to resume from; default: the newest checkpoint."""
 
     pretrained_checkpoint: str | None = None
-    """Directory of checkpoints to start from as with --finetune if --load contains none."""
+    """Directory of checkpoints to start from, as with --finetune, if --load contains none."""
 
     finetune: bool = False
     """Load only the weights, and start at iteration 0."""

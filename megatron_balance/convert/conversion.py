@@ -200,7 +200,7 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
         step: iteration of the checkpoint; default: the latest.
 
     Raises:
-        ValueError: the checkpoint is damaged or of another model; the message names the problem.
+        ValueError: the checkpoint is damaged or belongs to another model; the message names the problem.
         OSError: `target` cannot be written. Partial output is removed.
     """
     hf_dir = hf_dir or source / HF_DIRECTORY

@@ -104,7 +104,7 @@ class Checkpoint:
 
 
 def pieces_of(sizes: Mapping[str, Size], stack: bool) -> list[list[Piece]]:
-    """Return the pieces of a checkpoint that stores all experts in one tensor, given the shapes of one of any layout.
+    """Return the pieces of a checkpoint with all experts in one tensor, from the tensor shapes of any checkpoint.
 
     Args:
         stack: whether to join all layers into one tensor; otherwise separate layers stay separate.

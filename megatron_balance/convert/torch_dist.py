@@ -84,7 +84,7 @@ def _check_extents(
 ) -> None:
     """Raise Damaged unless the parts of every weight cover it exactly and the files have enough bytes for them.
 
-    The sizes come from a file, but memory is allocated by them, and uncovered elements would stay uninitialised.
+    The sizes come from a file but determine the allocated memory; uncovered elements would stay uninitialized.
     """
     for name, entry in weights.items():
         there, itemsize = 0, entry.properties.dtype.itemsize

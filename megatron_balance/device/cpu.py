@@ -184,7 +184,7 @@ def install(always: bool = False) -> None:
 
 
 def _patch_torch() -> None:
-    # `with torch.device(...)` recognises the factories by identity, so let torch cache the originals first
+    # `with torch.device(...)` recognizes the factories by identity, so let torch cache the originals first
     _device_constructors()
     for name, replacement in TORCH_CUDA.items():
         setattr(torch.cuda, name, replacement)

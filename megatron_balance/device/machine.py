@@ -31,7 +31,7 @@ class Machine:
     unbuilt: frozenset[str] = frozenset()
     """apex's extension modules that are missing from its build."""
     unfit: str | None = None
-    """Why the installed Transformer Engine is not one that megatron-core requires; None if it is."""
+    """Why the installed Transformer Engine does not meet megatron-core's requirements; None if it does."""
 
     @classmethod
     def here(cls, world_size: int) -> "Machine":

@@ -40,7 +40,7 @@ EXPECTED_LOGS = {
 
 
 def silence_expected_warnings() -> None:
-    """Drop these messages for the life of the process. Call it before importing megatron.core."""
+    """Drop the messages above for the life of the process. Call it before importing megatron.core."""
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for name, text in EXPECTED_LOGS.items():

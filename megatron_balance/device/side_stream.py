@@ -43,7 +43,7 @@ class SideStream:
         """Start `work` after everything that this thread has computed or queued; return at once.
 
         Args:
-            prepare: called before it, on the calling thread.
+            prepare: called before `work`, on the calling thread.
         """
         issued = clock.mark()
         if self._stream is None:
@@ -79,5 +79,5 @@ def _serve(tasks: "queue.SimpleQueue[Task | None]") -> None:
             future.set_exception(error)
         else:
             future.set_result((start, clock.mark()))
-        # What the work refers to would otherwise live until the next task
+        # The objects that the work refers to would otherwise live until the next task
         del task, work, future

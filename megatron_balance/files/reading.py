@@ -21,17 +21,17 @@ from megatron_balance.messages import cleaned
 KIB, MIB = 1 << 10, 1 << 20
 
 MAX_DEPTH = 32
-"""Nesting depth of JSON arrays and objects."""
+"""Maximum nesting depth of JSON arrays and objects."""
 
 MAX_DIGITS = 20
-"""Digits of a JSON integer."""
+"""Maximum number of digits of a JSON integer."""
 
 MAX_YAML_BYTES = 64 * KIB
 MAX_YAML_EVENTS = 4000
-"""Parser events of a YAML file: scalars, and the starts and ends of collections. PyYAML takes less than a second."""
+"""Maximum number of parser events (scalars, starts and ends of collections); PyYAML then takes less than a second."""
 
 MAX_YAML_DEPTH = 8
-"""Nesting depth of YAML sections, including a list in the innermost section."""
+"""Maximum nesting depth of YAML sections, including a list in the innermost section."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory; name the file in it",
@@ -157,7 +157,7 @@ def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
     """Return the nodes of a small YAML document, without constructing objects; None if the document is empty.
 
     Raises:
-        ValueError: `read_bounded` raises; the file is not one YAML document; it nests deeper than `MAX_YAML_DEPTH`, has
+        ValueError: as for `read_bounded`; or the file is not one YAML document, nests deeper than `MAX_YAML_DEPTH`, has
             more than `MAX_YAML_EVENTS` events, or has anchors, aliases or tags.
     """
     text = read_bounded(path, MAX_YAML_BYTES, flag)
@@ -279,7 +279,7 @@ def _deeper(json_text: bytes, depth: int) -> bool:
 
 
 def content_digest(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
-    """Return a digest of a file, or of the files in a directory. Never raise: the code that uses the file does that.
+    """Return a digest of a file, or of the files in a directory. Never raise: the code that uses the file raises.
 
     Args:
         max_bytes: larger files are represented by their size and a few samples.

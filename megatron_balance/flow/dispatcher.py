@@ -30,7 +30,7 @@ Chunks = Callable[[DispatchPlan], Chunking]
 
 
 class Handle(ABC):
-    """What `dispatch` has decided about one pass's rows, for the two steps that follow it."""
+    """The decisions of `dispatch` about one pass's rows, for the two steps that follow it."""
 
     @abstractmethod
     def compute(
@@ -40,8 +40,8 @@ class Handle(ABC):
 
         Args:
             rows_RH, probs_R: from `dispatch`.
-            experts: those of this rank.
-            begin: called when they begin and end their computation, forward and backward.
+            experts: this rank's experts.
+            begin: called when the experts begin and end their computation, forward and backward.
         """
 
     @abstractmethod
@@ -56,12 +56,12 @@ class Dispatcher(ABC):
     def dispatch(
         self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
     ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-        """Make one row of each token and physical expert that it chose.
+        """Make one row for each pair of a token and a physical expert that it chose.
 
         Args:
             tokens_TH: tokens of this rank.
-            routing: by source, what it sends of them: this rank alone; or all ranks that have the same tokens, where
-                each sends a share of their rows.
+            routing: the choices that each source sends. The sources are this rank alone, or all ranks that have the
+                same tokens, each of which sends a share of their rows.
             plan: number of tokens from each source to each physical expert.
 
         Returns:
@@ -129,8 +129,8 @@ MEGATRON_DISPATCHERS = {
 class MegatronDispatcher(Dispatcher):
     """One of megatron-core's own dispatchers (flex is DeepEP).
 
-    They take every expert to be a logical one. So they get a copy of the config that counts the physical experts, one
-    copy for each number of slots that placements have in use.
+    These dispatchers treat every expert as a logical one. They therefore get a copy of the config that counts physical
+    experts, one copy for each number of slots that placements use.
     """
 
     def __init__(self, config: TransformerConfig, rank: int, groups: ProcessGroupCollection) -> None:
@@ -151,7 +151,7 @@ class MegatronDispatcher(Dispatcher):
     def dispatch(
         self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
     ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-        """Send rows to their experts; the rows that are returned are those that this rank's experts compute."""
+        """Send rows to their experts; return the rows that this rank's experts compute."""
         with record_function("dispatch"):
             stages = self._stages_for(plan.placement)
             ((probs, chosen),) = routing.values()

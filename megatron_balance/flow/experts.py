@@ -59,7 +59,7 @@ class GroupedExperts(MegatronModule):
             self._initialize()
 
     def _initialize(self) -> None:
-        """Draw from the expert-parallel generator expert by expert, in megatron-core's order; biases stay zero."""
+        """Draw weights from the expert-parallel generator, by expert in megatron-core's order; biases stay zero."""
         first, second = self.linear_fc1, self.linear_fc2
         for weight1, weight2 in zip(first.weight.data, second.weight.data, strict=True):
             _initialize_affine_weight_gpu(weight1, self.config.init_method, partition_dim=0, is_expert=True)
@@ -90,7 +90,7 @@ class GroupedExperts(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
-        # A CPU gains nothing from grouping; slot by slot, the tensors between the projections stay in its caches
+        # A CPU gains nothing from grouping, and slot by slot, the tensors between the projections stay in its caches
         return self._all_slots(rows_RH, tokens_per_slot, probs_R, not rows_RH.is_cuda, stand_ins)
 
     def _all_slots(
@@ -147,12 +147,12 @@ class GroupedExperts(MegatronModule):
         return self.linear_fc1.allocate_guests(slots) + self.linear_fc2.allocate_guests(slots)
 
     def own(self, home_experts: Sequence[int]) -> None:
-        """Name the logical experts in the home slots, under which a checkpoint stores their weights."""
+        """Set the logical experts in the home slots, under which a checkpoint stores their weights."""
         assert len(home_experts) == len(self.home_experts)
         self.home_experts = tuple(home_experts)
 
     def ready(self) -> None:
-        """Wait until this layer's weights are there, see GroupedWeights.forward; on the thread that runs the model."""
+        """Wait on the model's thread until this layer's weights are up to date; see `GroupedWeights.forward`."""
         self.linear_fc1()
         self.linear_fc2()
 
@@ -169,7 +169,7 @@ class GroupedExperts(MegatronModule):
         return [tensor.detach()[index] for tensor, index in self._tensors(slot)]
 
     def gradients_of(self, slot: int) -> list[torch.Tensor]:
-        """Return views of the gradients that one slot has collected, before any reduction, as in `weights_of`."""
+        """Return views of the gradients that a slot has collected before any reduction, ordered as in `weights_of`."""
         return [main_grad(tensor)[index] for tensor, index in self._tensors(slot)]
 
     def _tensors(self, slot: int) -> list[tuple[torch.Tensor, int]]:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16)
 GROUPED_MM_ALIGNMENT = 16
-"""Bytes that `grouped_mm` requires its strides to be multiples of."""
+"""`grouped_mm` requires strides that are multiples of this number of bytes."""
 
 
 def grouped_linear(rows_RI: torch.Tensor, weight_SOI: torch.Tensor, tokens_per_slot: torch.Tensor) -> torch.Tensor:

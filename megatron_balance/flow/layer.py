@@ -4,10 +4,10 @@ enter -> route -> host -> plan -> reroute -> dispatch -> experts -> combine -> l
 
 enter      this rank's part of the layer's input, if tensor-parallel ranks share the tokens
 route      the router chooses logical experts for each token; all ranks learn the load matrix
-host       the Placement in force: which ranks host which experts, whose weights are there when they compute
+host       the Placement in force: which ranks host which experts; hosts have the weights when they compute
 plan       how many tokens each source sends to each physical expert
 reroute    each chosen expert becomes one of its physical experts
-dispatch   one row for each token and chosen expert, grouped by where it goes
+dispatch   one row for each token and chosen expert, grouped by destination
 experts    rows travel to their experts, through them and back, chunk by chunk
 combine    each token gets the weighted sum of its rows
 leave      the layer's output for all of its input
@@ -44,8 +44,8 @@ experts when they compute."""
 class BalancedMoELayer(MoELayer):
     """Drop-in for megatron-core's MoELayer, named in the layer spec.
 
-    Subclassing is what megatron-core's transformer layer recognises an MoE layer by; nothing of MoELayer's own
-    construction or forward pass is used.
+    It is a subclass because megatron-core's transformer layer recognizes MoE layers by their class. It uses neither the
+    constructor nor the forward pass of MoELayer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BalancedMoELayer(MoELayer):
     ) -> None:
         """`parallel`, `balance`, `exchange` and `chunks` come from the spec.
 
-        0.19 also passes `pg_collection` and more, unused here.
+        megatron-core 0.19 also passes `pg_collection` and other arguments, which are not used here.
         """
         groups = parallel.groups
         BaseMoELayer.__init__(self, config, layer_number, groups)
@@ -136,7 +136,7 @@ class BalancedMoELayer(MoELayer):
     def _route(
         self, entered: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Mapping[int, Choices], torch.Tensor]:
-        """Return the tokens [T, H] that this rank dispatches, by source what it sends of them, and the load matrix."""
+        """Return the tokens [T, H] that this rank dispatches, the choices sent by each source, and the load matrix."""
         with record_function("route"):
             own_TH = entered.reshape(-1, entered.shape[-1])
             chosen = Choices(*cast(Router, self.router)(entered, padding_mask))
@@ -149,7 +149,7 @@ class BalancedMoELayer(MoELayer):
         counts_E = map_TE.sum(dim=0)
         counts_DE = counts_E.new_empty(self.parallel.sources.size() * counts_E.numel())
         dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources)
-        # In half precision the one wait for the device in this layer: the exchange needs its split sizes on the host
+        # In half precision, the layer waits for the device only here: the exchange needs split sizes on the host
         return counts_DE.view(-1, counts_E.numel()).cpu()
 
     def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:

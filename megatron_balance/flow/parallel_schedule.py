@@ -1,6 +1,6 @@
 """Step orders of an MoE layer under tensor-parallel attention (MP), expert parallelism (EP) and sharded experts (ESP).
 
-An order is data: `SCHEDULES`. `ParallelDispatch` executes its steps on a layer's tokens. flow/chunks/pipeline.py
+An order is data (`SCHEDULES`). `ParallelDispatch` executes its steps on a layer's tokens. flow/chunks/pipeline.py
 executes the steps from `dump` or the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
 
     megatron   the order of megatron-core's dispatcher
@@ -63,7 +63,7 @@ SCHEDULES: dict[str, tuple[TokenStep, ...]] = {
         *(S.MP_ALL_GATHER, S.LOCAL_COMBINE),
     ),
 }
-"""By the value of `--moe-parallel-schedule`."""
+"""Steps by the value of `--moe-parallel-schedule`."""
 
 
 class Shape(NamedTuple):
@@ -109,7 +109,7 @@ def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
 
 
 class ParallelDispatch:
-    """One schedule's steps on this rank."""
+    """Executes one schedule's steps on this rank's tokens."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class ParallelDispatch:
     ) -> None:
         """
         Args:
-            sequence_parallel: tokens of tensor-parallel ranks differ; otherwise they are the same.
-            gather_group: the tensor-parallel ranks in a second group, over which s2 passes rows on while it receives
-                others (SAA); None: it receives all, then gathers.
+            sequence_parallel: whether the tokens of tensor-parallel ranks differ; otherwise they are the same.
+            gather_group: a second group of the tensor-parallel ranks, over which s2 forwards rows while it receives
+                others (SAA); None: s2 receives all rows, then gathers.
         """
         self.steps, self.groups = tuple(steps), groups
         self.copies = 1 if sequence_parallel else groups.tp.size()
@@ -153,7 +153,7 @@ class ParallelDispatch:
 
     @property
     def sources(self) -> dist.ProcessGroup:
-        """The ranks with tokens of their own to dispatch, in the order of the load matrix."""
+        """The ranks that have tokens to dispatch, in the order of the load matrix."""
         return self.groups.ep if self.gathers_tokens else self.groups.tp_ep
 
     @property
@@ -163,7 +163,7 @@ class ParallelDispatch:
 
     @functools.cached_property
     def members(self) -> list[int]:
-        """The sources that have these tokens, in the order in which they share the rows."""
+        """The sources that have the same tokens as this rank, in the order in which they share the rows."""
         sources = dist.get_process_group_ranks(self.sources)
         return [sources.index(rank) for rank in dist.get_process_group_ranks(self.groups.tp)]
 
@@ -191,7 +191,7 @@ class ParallelDispatch:
         return scatter_to_sequence_parallel_region(hidden_states, group=self.groups.tp), mask
 
     def agree(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the router logits of the first of the ranks that share rows, from which all of them decide.
+        """Return the router logits of the first rank that shares these rows; all these ranks use its logits.
 
         Copies of hidden states differ by rounding on a GPU. Ranks that chose different experts for a token would count,
         send and combine different rows. A rank's own logits get the gradient.
@@ -199,14 +199,14 @@ class ParallelDispatch:
         return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
 
     def share(self, own_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, dict[int, Choices]]:
-        """Return the tokens [T, H] that this rank dispatches, and by source what that source sends of them.
+        """Return the tokens [T, H] that this rank dispatches, and the choices that each source sends.
 
         If tokens are gathered, these are the tokens of all shards of the host. If rows are split, the sources are all
-        ranks with these tokens, in the order in which they share them; otherwise this rank alone.
+        ranks with these tokens, in the order in which they share the rows; otherwise, the only source is this rank.
 
         Args:
             own_TH: the tokens that this rank has routed.
-            chosen: their experts.
+            chosen: the experts that these tokens chose.
         """
         tokens_TH, probs_TE = (self._gather(self._repeat(tensor)) for tensor in (own_TH, chosen.probs_TE))
         map_TE = self._gather(chosen.map_TE)
@@ -229,7 +229,7 @@ class ParallelDispatch:
         return output
 
     def router_groups(self) -> ProcessGroupCollection:
-        """Return groups whose routers reduce auxiliary losses over ranks with other tokens, not those with the same."""
+        """Return groups over which routers reduce auxiliary losses: only over ranks with different tokens."""
         if self.copies == 1 or self.splits_tokens:
             return self.groups
         chosen = ProcessGroupCollection(**vars(self.groups))
@@ -237,7 +237,7 @@ class ParallelDispatch:
         return chosen
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [N * T, ...]: the tensors of all shards of the host, if tokens are gathered."""
+        """Return the tensors of all shards of the host, if tokens are gathered: [T, ...] -> [N * T, ...]."""
         if self.gathers_tokens:
             return gather_from_sequence_parallel_region(
                 tensor, tensor_parallel_output_grad=False, group=self.groups.expt_tp
@@ -251,7 +251,7 @@ class ParallelDispatch:
         return output_TH
 
     def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return input that experts compute `repeats` times; multiply its gradient by it, to undo `_unrepeat`."""
+        """Return input that experts compute `repeats` times; multiply its gradient by `repeats` to undo `_unrepeat`."""
         return tensor if self.repeats == 1 else _GradientTimes.apply(tensor, self.repeats)
 
     def _unrepeat(self, output: torch.Tensor) -> torch.Tensor:

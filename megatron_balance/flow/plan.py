@@ -1,7 +1,7 @@
-"""The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any move.
+"""The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any moves.
 
-A source is a rank with tokens of its own: one per host, or one per shard of it. In shapes, D counts sources, H hosts
-(the ranks of an expert-parallel group), M experts with several hosts, and K the hosts of the expert that has the most.
+A source is a rank that has tokens to send: one per host, or one per shard of a host. In shapes, D counts sources, H
+hosts (the ranks of an expert-parallel group), M experts with several hosts; K is the largest number of hosts of one.
 """
 
 import functools
@@ -103,7 +103,7 @@ def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int | None = None) -> torch.Tensor:
-    """Rows of uneven length -> [rows, longest] int64; short rows are filled with `fill`, or with their last number."""
+    """Return rows of uneven length as [rows, longest] int64, filled up with `fill` or with each row's last number."""
     width = max(len(row) for row in rows)
     return torch.tensor([(*row, *[row[-1] if fill is None else fill] * (width - len(row))) for row in rows])
 
@@ -154,7 +154,7 @@ def _share_proportionally(
 def largest_remainder(amount_M: torch.Tensor, weight_MK: torch.Tensor) -> torch.Tensor:
     """Split each amount in proportion to its weights into whole numbers that sum to it: [M, K] int64.
 
-    Each share is its quota rounded down or up: up where the remainders are largest, and the first among equal ones. A
+    Each share is its quota, rounded up where the remainders are largest (first ones among equals) and down elsewhere. A
     weight of zero gets nothing. `amount_M` is zero wherever all weights are zero.
     """
     total_M1 = weight_MK.sum(1, keepdim=True).clamp(min=1)

@@ -1,6 +1,6 @@
 """A mixture of experts by its definition: one process, one expert at a time, no communication.
 
-The layer's fast computation has to equal this one. In shapes, F is an expert's inner width.
+The layer's fast computation must give the same results. In shapes, F is an expert's inner width.
 """
 
 from collections.abc import Callable

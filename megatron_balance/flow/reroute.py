@@ -1,7 +1,7 @@
 """The router's choice of logical experts -> the choice of physical experts.
 
-After it, dispatch, experts and combine are an ordinary mixture of P experts. In shapes, K counts the hosts of the
-expert that has the most.
+After it, dispatch, experts and combine are an ordinary mixture of P experts. In shapes, K is the largest
+number of hosts of an expert.
 """
 
 import torch

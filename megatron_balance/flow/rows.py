@@ -4,7 +4,7 @@ Both directions and their gradients read by index. No two threads add to the sam
 same bits in every run, on CUDA too. A sum adds rows in their order, in float32 or better, and is rounded once. The host
 knows the number of rows; nothing here waits for the device.
 
-In shapes, P is columns of the routing: physical experts, for every member and chunk.
+In shapes, P counts the columns of the routing: physical experts, for each member and chunk.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def rows_of(tokens_TH: torch.Tensor, probs_TP: torch.Tensor, routing_TP: torch.T
 
 def fused_rows_of(tokens_TH: torch.Tensor, probs_TP: torch.Tensor, routing_TP: torch.Tensor, rows: int) -> Rows:
     """Do the same as `rows_of` with Transformer Engine's kernels, which add a token's rows in another order."""
-    # 0.19 returns more (padding)
+    # megatron-core 0.19 also returns padding
     rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=rows, fused=True)
     assert probs_R is not None
     shape = tokens_TH.shape
@@ -110,6 +110,6 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient_R,) = gradients
-        # Autograd does not know that no two rows have the same place: it would sort the places and add
+        # No two rows have the same place. Autograd cannot rely on that: it would sort the places and add
         gradient_TP = gradient_R.new_zeros(ctx.shape)
         return gradient_TP.index_put_((ctx.order.token_R, ctx.order.column_R), gradient_R), None

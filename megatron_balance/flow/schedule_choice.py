@@ -2,8 +2,8 @@
 
 Experts compute the same rows in both; the exchanges differ. Two slips of the paper are corrected. The rows of all
 experts are E * T = k * f * B * L (line 2 of Algorithm 1 multiplies them by M). The overlapped part is `y / N_MP`, as in
-Eq. 14, and its all-gather is part of the overlapped time, as in line 5. One time is added that the paper leaves out, if
-the profile has it: s2 sorts the rows of all tokens on every tensor-parallel rank, s1 the rows of a part.
+Eq. 14, and its all-gather is part of the overlapped time, as in line 5. If the profile
+has it, a time that the paper omits is added: every tensor-parallel rank sorts all tokens' rows in s2, a part in s1.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class ScheduleModel:
         return max(near + gathering, far) if self._in_node else max(near, far + gathering)
 
     def _sorting(self, num_bytes: float) -> float:
-        """Half of the measured time, which covers both directions."""
+        """Return half of the measured time, which covers both directions."""
         return 0.0 if self._measured is None else self._measured.sorting.seconds(num_bytes) / 2
 
     @property
@@ -84,7 +84,7 @@ class ScheduleModel:
         return self.profile.node_size % self.mp == 0
 
     def _levels(self, num_bytes: float) -> tuple[float, float]:
-        """Seconds of an even all-to-all inside nodes, and between nodes."""
+        """Return the seconds of an even all-to-all inside nodes, and between nodes."""
         ranks = self.profile.num_ranks
         bytes_DD, node = np.full((ranks, ranks), num_bytes / ranks), np.arange(ranks) // self.profile.node_size
         same_node = node[:, None] == node

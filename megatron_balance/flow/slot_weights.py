@@ -59,10 +59,10 @@ class GroupedWeights(torch.nn.Module):
         self.register_parameter("bias", torch.nn.Parameter(new(slots, outputs)) if config.add_bias_linear else None)
         same_shards = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         for parameter in self.parameters():
-            # DDP and the optimizer group parameters by this mark: whether the same ranks replicate it as all others
+            # DDP and the optimizer group parameters by this mark: whether it is replicated like non-expert parameters
             parameter.allreduce = config.expert_model_parallel_size == 1 and same_shards  # pyright: ignore[reportAttributeAccessIssue]
         self.guests: Projection | None = None
-        """Guest slots [G, ...]: plain tensors, which the optimizer, checkpoints and casts of the module do not see."""
+        """Guest slots [G, ...]: plain tensors, which the optimizer, checkpoints and casts of the module ignore."""
 
     def allocate_guests(self, slots: int) -> int:
         """Allocate guest slots, after DDP has given the parameters their `main_grad`; return their bytes."""
@@ -73,7 +73,7 @@ class GroupedWeights(torch.nn.Module):
     def forward(self, guests: int = 0, by_slot: bool = False, stand_ins: StandIns | None = None) -> list[Projection]:
         """Return the weights to compute with: home slots and the first `guests` guest slots, or each slot alone.
 
-        A call of the module, because DDP's `--overlap-param-gather` waits for a module's parameters before its call.
+        This is a forward pass because DDP's `--overlap-param-gather` waits for a module's parameters before it.
         """
         together = [self.home()]
         if guests:
@@ -96,7 +96,7 @@ def main_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _guest_like(parameter: torch.nn.Parameter, slots: int) -> torch.Tensor:
-    """A leaf [G, ...] whose gradients are summed in its `main_grad` over microbatches, as DDP does for parameters."""
+    """Return a leaf [G, ...] whose gradients are summed in `main_grad` over microbatches, as DDP does."""
     shape = (slots, *parameter.shape[1:])
     guest = parameter.new_zeros(shape).requires_grad_()
     guest.main_grad = main_grad(parameter).new_zeros(shape)  # pyright: ignore[reportAttributeAccessIssue]

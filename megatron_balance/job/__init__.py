@@ -1,6 +1,6 @@
 """How processes become a job, and how a job notices that one of them failed.
 
-    job                 the launcher's settings; join the job and initialise torch.distributed
+    job                 the launcher's settings; join the job and initialize torch.distributed
     agreement           compare the settings of all ranks before anything is built
     groups              process groups, nodes, and actions on rank 0
     layout              the process groups of a parallel layout

@@ -1,11 +1,11 @@
 """Compare the settings of all ranks through the job's key-value store, before anything is built.
 
     every rank        joins under its number and reads the digest of rank 0's facts
-    a different rank  reads rank 0's facts and writes those of its own that differ
+    a different rank  reads rank 0's facts and writes its own facts that differ
     every rank        counts itself; the last one decides, and all ranks wait for the decision
 
 Each rank makes only four requests, so the comparison scales to thousands of ranks. A rank that finds another problem (a
-duplicate rank, another number of processes, a missing rank, a mistake of its own) decides instead.
+duplicate rank, another number of processes, a missing rank, its own mistake) decides instead.
 """
 
 import datetime
@@ -40,7 +40,7 @@ MAX_NAMES, MAX_VALUES, MAX_RANGES, MAX_HOSTS = 8, 4, 8, 8
 """Limits of the facts, values of a fact, ranges of ranks, and hosts that a sentence lists."""
 
 MAX_CHARACTERS = 60
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 MISSING_SECONDS = 30.0
 """Time to find out which ranks are missing."""

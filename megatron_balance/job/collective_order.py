@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, NamedTuple
 
 MAX_NAMED = 4
-"""Groups for which a report names the ranks that wait for others."""
+"""Number of groups for which a report names the ranks that wait for others."""
 
 
 class Operation(NamedTuple):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_balance.job.collective_order import Channel, Event, Operation, Record
 
 KEPT = 64
-"""Operations of each channel that a training run's recorder keeps."""
+"""Number of operations of each channel that a training run's recorder keeps."""
 
 BUCKETED = ("start_param_sync", "start_grad_sync")
 """Functions of megatron-core's bucket groups. Buckets often have equal sizes, so their numbers are recorded as well."""
@@ -52,7 +52,7 @@ def _two_arguments(group: dist.ProcessGroup, outputs: Any, inputs: Any, *_: Any)
 
 
 def _second_argument(group: dist.ProcessGroup, outputs: Any, inputs: Any, *_: Any) -> _Shape:
-    """Return the shape of an operation whose first argument differs by rank: a part of it, or only on the root."""
+    """Return the shape of an operation whose first argument is a part on each rank, or exists only on the root."""
     return _first_argument(group, inputs)
 
 

@@ -54,12 +54,12 @@ BACKSTOP_SECONDS = 9
 """Time after an alarm after which a rank exits even if a thread blocks."""
 
 IDLE_LIMITS = 10
-"""Limits without a step after which a job whose ranks all compute counts as stalled; no microbatch takes that long."""
+"""Number of idle limits after which a job whose ranks all compute counts as stalled; no microbatch takes that long."""
 
 EXIT_STATUS = 1
 
 OPERATIONS = 32
-"""Latest operations of each process group that each rank reports after an alarm."""
+"""Number of latest operations of each process group that each rank reports after an alarm."""
 
 
 class HangGuard:

@@ -1,4 +1,4 @@
-"""Join processes into a job: read the launcher's variables, connect to the store, initialise torch.distributed."""
+"""Join processes into a job: read the launcher's variables, connect to the store, initialize torch.distributed."""
 
 import contextlib
 import datetime
@@ -155,7 +155,7 @@ def _member(launch: Launch) -> agreement.Member:
 def start(
     launch: Launch, backend: str, timeout_minutes: float, facts: Callable[[], agreement.Facts] = dict
 ) -> dist.Store:
-    """Join the job: select this process's device, compare `facts` with all ranks, and initialise torch.distributed.
+    """Join the job: select this process's device, compare `facts` with all ranks, and initialize torch.distributed.
 
     A process without a launcher is a job of one process, with a key-value store on a free local port.
 

@@ -16,7 +16,7 @@ from megatron_balance.job.endings import raised_in
 from megatron_balance.messages import cleaned
 
 MAX_ERROR_CHARACTERS = 120
-"""Characters of an exception's message in a verdict; the traceback has the full text."""
+"""Maximum number of characters of an exception's message in a verdict; the traceback has the full text."""
 
 _COLLECTIVE_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
 _WRAPPERS = ("wrapper", "noted")

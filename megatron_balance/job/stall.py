@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 MAX_NAMED = 4
-"""Ranks that a verdict names individually."""
+"""Maximum number of ranks that a verdict names individually."""
 
 
 @dataclass

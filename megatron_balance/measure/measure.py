@@ -33,7 +33,7 @@ PARALLEL_SIZES = 5
 """Number of sizes for each line of `measure_parallel`."""
 
 REPEATS = 9
-"""Measurements, of which the median counts."""
+"""Number of measurements; their median counts."""
 
 Log = Callable[[str], None]
 """Receives one line for the user."""
@@ -68,12 +68,12 @@ def measure(
         device: device of the messages.
         dtype: data type of the messages.
         sizes_bytes: at least four sizes of messages.
-        repeats: measurements, of which the median counts.
+        repeats: number of measurements; their median counts.
         codecs: by the codec's name, a function that returns compression and decompression of a number of rows.
         log: receives a line of progress per collective; None on ranks that do not log.
 
     Raises:
-        ValueError: there is nothing to measure, or there are too few sizes; on every rank.
+        ValueError: there is nothing to measure, or there are too few sizes; raised on every rank.
     """
     num_ranks = ep_group.size()
     if num_ranks < 2:
@@ -154,7 +154,7 @@ def fit_profile(
         log: receives a line of progress per collective.
 
     Raises:
-        ValueError: too few sizes or numbers of tokens for a line.
+        ValueError: there are too few sizes or numbers of tokens for a line.
     """
     report = log or (lambda line: None)
     kinds = group_kinds(num_ranks, node_size)
@@ -254,7 +254,7 @@ def measured_once(
         measure_cluster: measures the profile; every rank calls it.
 
     Raises:
-        ValueError: the file is damaged, belongs to another cluster, or cannot be written; on every rank.
+        ValueError: the file is damaged, belongs to another cluster, or cannot be written; raised on every rank.
     """
 
     def read() -> ClusterProfile | None:

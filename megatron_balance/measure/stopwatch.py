@@ -71,7 +71,7 @@ class Stopwatch:
         return seconds.quantile(0.5, dim=0).tolist()
 
     def _meet(self) -> None:
-        """Align the start of all ranks. (`dist.barrier` warns of its choice of device.)"""
+        """Align the start of all ranks. `dist.barrier` would print a warning."""
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -148,7 +148,7 @@ def sub_groups(
 
 
 def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
-    """Every rank sends to the next one and receives from the previous one: one message per link and direction."""
+    """Return a call in which each rank sends to the next one and receives from the previous one."""
     received, rank, size = torch.empty_like(buffer), group.rank(), group.size()
 
     def run() -> None:
@@ -161,7 +161,7 @@ def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
 
 
 def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
-    """Every rank sends an equal part of its buffer to every other rank, by the layers' default all-to-all."""
+    """Return a call in which each rank sends equal parts of its buffer to the others, by the default all-to-all."""
     each = -(-len(buffer) // (group.size() - 1))
     splits_DD = each * (1 - torch.eye(group.size(), dtype=torch.int64))
     sent = buffer.new_zeros(each * (group.size() - 1))
@@ -170,7 +170,7 @@ def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
 
 
 def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
-    """Every rank ends with a buffer that holds an equal part from every rank."""
+    """Return a call after which each rank has a buffer with an equal part from every rank."""
     part = buffer.new_zeros(-(-len(buffer) // group.size()))
     gathered = part.new_empty(len(part) * group.size())
     return lambda: dist.all_gather_into_tensor(gathered, part, group=group)

@@ -1,4 +1,4 @@
-"""What can people look at? Loads, balance and traces of a run.
+"""Loads, balance and traces of a run, for people to look at.
 
 balance         LayerReport: measures of balance, for the log line and TensorBoard
 load            tokens per expert, counted at the routers

@@ -27,7 +27,7 @@ _ERA_SECONDS = 2**23
 """Times are relative to a multiple of this (97 days), the same on all ranks, so that a double is exact to 1 ns."""
 
 _TICKS = 8
-"""Times are whole eighths of a microsecond, so that sums and nanoseconds are exact, and neighbours never overlap."""
+"""Times are whole eighths of a microsecond, so that sums and nanoseconds are exact, and neighbors never overlap."""
 
 _THREADS = 1000
 """Number of thread ids reserved for each stream."""

@@ -26,13 +26,13 @@ FANOUTS = (1, 2, 16)
 """Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
 
 MOST_CHUNKS = 64
-"""Most pieces of an expert: enough for a chain of 64 ranks; each piece costs a call."""
+"""Maximum number of pieces of an expert: enough for a chain of 64 ranks; each piece costs a call."""
 
 LEAST_CHUNKS = 4
-"""Fewest pieces of a large expert whose plan is executed in two parts."""
+"""Minimum number of pieces of a large expert whose plan is executed in two parts."""
 
 LEAST_ALPHA = 1e-6
-"""Least latency of a message in seconds, for choosing pieces: a line through noisy times may have none."""
+"""Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
 
 
 def owners(placement: Placement) -> np.ndarray:
@@ -50,7 +50,7 @@ def balance_ratio(tokens_D: np.ndarray) -> float:
 
 
 def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
-    """Return Pro-Prophet's RB, the standard deviation of ranks' loads before over after balancing; more is better."""
+    """Return Pro-Prophet's RB: standard deviation of ranks' loads before balancing over that after; more is better."""
     before, after = float(np.std(before_D)), float(np.std(after_D))
     if after == 0:
         return float("inf") if before else 1.0
@@ -68,9 +68,9 @@ class Sending(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of a MoE layer in one iteration, by part; `trans` and `agg` are the exposed seconds.
+    """Seconds of an MoE layer in one iteration, by part; `trans` and `agg` are the exposed seconds.
 
-    Numbers, or arrays if the model was given arrays.
+    They are numbers, or arrays if the model was given arrays.
     """
 
     all_to_all: Any
@@ -86,19 +86,19 @@ class LayerTime(NamedTuple):
 
 
 class ExpertTimes(NamedTuple):
-    """What experts add to each rank's tokens and seconds in FlexMoE's Eq. 5."""
+    """Tokens and seconds that experts add to each rank in FlexMoE's Eq. 5."""
 
     tokens_AD: np.ndarray
     """[A, D] tokens that each rank computes."""
 
     seconds_AD: np.ndarray
-    """[A, D] seconds of computation, exchanges and synchronisation."""
+    """[A, D] seconds of computation, exchanges and synchronization."""
 
 
 class Overlap(NamedTuple):
     """Non-expert computation of one microbatch that hides Trans and Agg (Pro-Prophet Section V-C).
 
-    One microbatch, because weights are needed from the first one on and gradients are complete only after the last.
+    Only one counts: weights are needed from the first one on, and gradients are complete only after the last one.
     """
 
     forward: float
@@ -244,7 +244,7 @@ class CostModel:
 
     @cached_property
     def fewest_chunks(self) -> int:
-        """1; with overlap up to LEAST_CHUNKS pieces, if the bytes of each take at least four times its latency.
+        """Minimum number of pieces: 1; with overlap up to LEAST_CHUNKS, if each takes at least four latencies to send.
 
         With overlap, Trans is executed in two parts and split between rounds, which takes several pieces.
         """
@@ -268,7 +268,7 @@ class CostModel:
     def trans_seconds(self, rounds: Any, chunks: Any) -> Any:
         """Return the seconds of Eq. 4 for `rounds` rounds of experts in `chunks` pieces, each with a piece's latency.
 
-        With links `average`, rounds are s * (D - n) / D. Numbers, or arrays of one shape.
+        With links `average`, rounds are s * (D - n) / D. Arguments are numbers, or arrays of one shape.
         """
         return rounds * self.round_seconds(self.param_bytes / chunks)
 
@@ -277,9 +277,9 @@ class CostModel:
         return rounds * self.round_seconds(self.grad_bytes / chunks)
 
     def flexmoe_seconds(self, counts_DE: np.ndarray, placement: Placement) -> float:
-        """Return FlexMoE's Eq. 5: the slowest rank's computation (Eq. 7), exchange (Eq. 8) and synchronisation (Eq. 9).
+        """Return FlexMoE's Eq. 5: the slowest rank's computation (Eq. 7), exchange (Eq. 8) and synchronization (Eq. 9).
 
-        Links inside a node and links between nodes have their own speeds. Synchronisation is Trans and Agg between
+        Links inside a node and links between nodes have their own speeds. Synchronization is Trans and Agg between
         the owner and its guests, which together move as much as an all-reduce.
         """
         primary_E = np.asarray(placement.primary)
@@ -307,12 +307,12 @@ class CostModel:
         members_AD = vexperts_AD > 0
         members_AD[np.arange(len(members_AD)), owner_A] = True
         nodes_A = (np.add.reduceat(members_AD, first_N, axis=1, dtype=np.int64) > 0).sum(1)
-        synchronised_A = self.synchronisation_seconds(members_AD.sum(1), nodes_A)
+        synchronized_A = self.synchronization_seconds(members_AD.sum(1), nodes_A)
         per_token = profile.forward.seconds_per_token + profile.backward.seconds_per_token
-        seconds_AD = tokens_AD * per_token + 4 * self.token_bytes * beta_AD + members_AD * synchronised_A[:, None]
+        seconds_AD = tokens_AD * per_token + 4 * self.token_bytes * beta_AD + members_AD * synchronized_A[:, None]
         return ExpertTimes(tokens_AD, seconds_AD)
 
-    def synchronisation_seconds(self, ranks_A: np.ndarray, nodes_A: np.ndarray) -> np.ndarray:
+    def synchronization_seconds(self, ranks_A: np.ndarray, nodes_A: np.ndarray) -> np.ndarray:
         """Return [A] the seconds of FlexMoE's Eq. 9 for groups of ranks that share an expert.
 
         Args:
@@ -327,7 +327,7 @@ class CostModel:
     def adjustment_seconds(self, source: Any, target: Any) -> Any:
         """Return FlexMoE's cost of Expand and Migrate: model states over the bandwidth between two ranks.
 
-        Only parameters move here, because optimizer states stay with the owner. Ranks, or arrays of ranks.
+        Only parameters move here, because optimizer states stay with the owner. Both arguments may be arrays.
         """
         node_size, lines = self.profile.node_size, self.profile.links["p2p"]
         near, far = (lines[kind].seconds(self.param_bytes) for kind in ("intra", "inter"))

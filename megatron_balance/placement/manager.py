@@ -118,7 +118,7 @@ class Manager:
         Args:
             owners: every expert on its owner alone, and the guest slots to fill.
             interval: number of iterations from one plan to the next.
-            transfers: whether experts may change owners, `ownership.settle`.
+            transfers: whether experts may change owners (see `ownership.settle`).
         """
         self.policy, self.cost, self.predictor, self.interval = policy, cost, predictor, interval
         self.placement, self.transfers = owners, transfers
@@ -140,7 +140,7 @@ class Manager:
         return None if expected_DE is None else prediction_error(expected_DE, counts_DE)
 
     def is_due(self, ahead: int) -> bool:
-        """Return whether a plan is due for the next iteration (`ahead` 1) or for the present one (0)."""
+        """Return whether a plan is due for the next iteration (`ahead` 1) or for the current one (0)."""
         return (self.iterations - ahead) % self.interval == 0
 
     def question(self, expected_DE: np.ndarray, microbatches: int) -> Question:

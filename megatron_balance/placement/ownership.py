@@ -47,7 +47,7 @@ class Settlement:
     exchanges: tuple[Swap, ...] = ()
 
     saved_seconds: float = 0.0
-    """Seconds of the layer that one iteration with the present load saves."""
+    """Seconds of the layer that one iteration with the current load saves."""
 
     lifetime: int = 0
     """Number of iterations for which the load is expected to stay the same."""
@@ -93,8 +93,8 @@ def settle(
     """Return the placement with owners exchanged where the cost model predicts a gain, and the exchanges.
 
     A guest is expected to stay as long as it has already stayed, so a Transfer happens once lending has cost as much as
-    the Transfer does. Whatever the load does next, both together cost at most twice as much as the better of the two
-    (ski rental). Each exchange leaves fewer guests and takes no more seconds; because the slowest link decides, several
+    the Transfer does. For any later load, both together cost at most twice as much as the better of the two (ski
+    rental). Each exchange leaves fewer guests and takes no more seconds; because the slowest link decides, several
     exchanges may be needed before any seconds are saved.
 
     Args:
@@ -147,7 +147,7 @@ def _candidates(
 def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
     """Yield placements with the two experts' owners exchanged, where guest slots suffice.
 
-    The new owner computes the expert that gave up its home slot in place of the old one; else its hosts stay.
+    First, the expert that gave up its home slot is computed by its new owner, not the old one; then its hosts stay.
     """
     (expert, other), (source, target) = exchange.experts, exchange.ranks
     swap = {expert: other, other: expert}

@@ -66,7 +66,7 @@ class Placement:
         The order of `additions` does not matter.
 
         Raises:
-            ValueError: an expert or rank that does not exist; a rank without a free guest slot.
+            ValueError: an expert or rank does not exist, or a rank has no free guest slot.
         """
         hosts = [list(ranks) for ranks in self.hosts]
         for expert, rank in additions:
@@ -88,7 +88,7 @@ class Placement:
 
         Args:
             hosts: [E] ranks in any order.
-            primary: [E]; by default the present primary if it is still a host, else the owner, else the first host.
+            primary: [E]; by default the current primary if it is still a host, else the owner, else the first host.
             home: as in Placement; None: the same owners.
 
         Raises:
@@ -100,8 +100,8 @@ class Placement:
             raise ValueError(f"{len(ascending)} lists of hosts for {self.num_experts} experts")
         owners = self._owners if home is None else _owners(home, self.num_experts)
         if primary is None:
-            favourites = zip(self.primary, owners, ascending, strict=True)
-            primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favourites]
+            favorites = zip(self.primary, owners, ascending, strict=True)
+            primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favorites]
         wanted: list[list[int]] = [[] for _ in self.home]
         for expert, (ranks, owner) in enumerate(zip(ascending, owners, strict=True)):
             for rank in {*ranks} - {owner} if ranks != (owner,) else ():
@@ -298,7 +298,7 @@ def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, .
 
 
 def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return a rank's guest slots with the wanted experts: present guests keep their slots, others fill free ones."""
+    """Return a rank's guest slots with the wanted experts: current guests keep their slots, others fill free ones."""
     new = iter([expert for expert in wanted if expert not in slots])
     filled = tuple(expert if expert != EMPTY and expert in wanted else next(new, EMPTY) for expert in slots)
     if left := list(new):

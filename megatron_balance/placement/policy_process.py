@@ -34,7 +34,7 @@ from megatron_balance.placement.splits import SPLITS
 SERVER = "megatron_balance.placement.policy_server"
 
 MOST_BYTES = 2**24
-"""Most bytes of an answer; a placement of 256 experts on 64 ranks has 5,000."""
+"""Maximum number of bytes of an answer; a placement of 256 experts on 64 ranks has 5,000."""
 
 MOST_DEATHS = 3
 """Number of deaths in a row after which the process is not started again."""

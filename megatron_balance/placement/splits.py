@@ -24,7 +24,7 @@ class Shares(NamedTuple):
     """How hosts share the tokens of A experts, or of one expert placed in A ways; tokens may be fractions."""
 
     local_AD: np.ndarray
-    """[A, D] tokens that each rank computes of its own; it sends the rest away."""
+    """[A, D] number of its own tokens that each rank computes; it sends the rest away."""
 
     share_AD: np.ndarray
     """[A, D] each rank's fraction of all tokens that are sent away. Ranks with a fraction above 0 send none away."""

@@ -137,7 +137,7 @@ def _guests_of(placement: Placement) -> dict[int, list[int]]:
 
 
 def _with_rounds_behind(links: Sequence[tuple[int, int, int]]) -> Route:
-    """Return a route from (source, target, links before) triples."""
+    """Build a route from (source, target, links before) triples."""
     behind: defaultdict[int, list[int]] = defaultdict(list)
     found = []
     for source, target, before in reversed(links):
@@ -167,7 +167,7 @@ class LinkLoads:
         self._experts = [0] * (2 * num_ranks)
         self._before, self._after = [num_ranks] * (2 * num_ranks), [num_ranks] * (2 * num_ranks)
         self._alone: dict[int, int] = {}
-        """As `lines`, from single ranks of single routes."""
+        """Pairs as in `lines`, from single ranks of single routes."""
 
     def add(self, route: Route) -> None:
         """Add an expert's route."""
@@ -212,7 +212,7 @@ class _Flow:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Priority of the link: the greatest sends first."""
+        """Priority of the link; the link with the greatest one sends first."""
         return self.left + self.link.behind, self.left
 
 

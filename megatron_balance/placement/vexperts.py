@@ -99,7 +99,7 @@ class Layer:
 
     guest_slots: int
     limit: int
-    """Number of vExperts per rank."""
+    """Maximum number of vExperts per rank."""
 
     @classmethod
     def of(cls, counts_DE: np.ndarray, placement: Placement, cost: CostModel, limit: int) -> "Layer":
@@ -136,7 +136,7 @@ class VExperts:
     layer: Layer
     vexperts_ED: np.ndarray
     times: ExpertTimes
-    """[E, D] each."""
+    """Tokens and seconds of each expert, arrays [E, D]."""
 
     @classmethod
     def of(cls, layer: Layer, placement: Placement) -> "VExperts":

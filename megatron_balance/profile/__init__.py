@@ -1,4 +1,4 @@
-"""How fast is a cluster? The constants of cost models, as data; nothing here measures.
+"""How fast a cluster is: the constants of cost models, as data. Nothing here measures.
 
 cluster_profile   ClusterProfile: times of communication and computation, saved as JSON
 cluster           a profile derived from a description of the hardware (configs/clusters/*.yaml)

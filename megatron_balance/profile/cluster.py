@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between GPUs: within a node, the part of one GPU; between nodes, one adapter."""
+    """A link between GPUs: within a node, one GPU's share; between nodes, one adapter."""
 
     name: str
     gb_per_second: Number

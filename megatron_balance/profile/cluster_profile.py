@@ -153,7 +153,7 @@ class ParallelLines(NamedTuple):
     """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), as a function of the same bytes."""
 
     sorting: Fit
-    """Local work, of which s2 has more: copying rows by expert and summing the returned rows, and the gradients of
+    """Local work, which takes longer in s2: copying rows by expert and summing the returned rows, and the gradients of
     both, as a function of the bytes of the rows."""
 
 

@@ -45,7 +45,7 @@ def attention_weights(config: TransformerConfig) -> int:
 
 
 def attended_width(config: TransformerConfig) -> int:
-    """Return the channels of all heads, of keys and of values, that are multiplied for each pair of tokens."""
+    """Return the key and value channels of all heads, which are multiplied for each pair of tokens."""
     if isinstance(config, MLATransformerConfig):
         channels = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
     else:

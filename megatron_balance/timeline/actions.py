@@ -3,9 +3,9 @@
     step | computation     | communication  | planning    | waits for
        4 | j:L2 FEC m0     | j:L3 TRANS.1/2 |             | j:L2 TRANS.1/2, j:L2 TRANS.2/2
 
-A *block* is an MoE layer and the non-MoE part after it, up to the next MoE layer, or with the head and the loss; it has
-that layer's number (Pro-Prophet section V). What comes before the first MoE layer of a pipeline stage, or of a
-virtual one, is the end of the block before, which is numbered one less.
+A *block* is an MoE layer and the non-MoE part after it, up to the next MoE layer or including the head and the loss. It
+has the number of its MoE layer (Pro-Prophet section V). The part before the first MoE layer of a pipeline stage, or of
+a virtual one, is the end of the previous block, whose number is one less.
 """
 
 import re
@@ -48,7 +48,7 @@ class Operation(StrEnum):
     """Gradients travel from guests to owners."""
 
     TRANSFER = "TRANSFER"
-    """Experts and their optimizer state travel to new owners: after the optimizer's step, in no schedule."""
+    """Experts and their optimizer state travel to new owners after the optimizer's step; no schedule contains this."""
 
 
 class Action(NamedTuple):
@@ -65,7 +65,7 @@ class Action(NamedTuple):
     """0: the schedule's iteration j; 1: the next one."""
 
     def __str__(self) -> str:
-        """For example `j+1:L3 PLAN`, `j:L3 TRANS.1/2` or `j:L3 FEC m0`."""
+        """Return, for example, `j+1:L3 PLAN`, `j:L3 TRANS.1/2` or `j:L3 FEC m0`."""
         iteration = f"j+{self.iteration}" if self.iteration else "j"
         return f"{iteration}:{self.name}"
 
@@ -87,7 +87,7 @@ class Action(NamedTuple):
         """Return the action of a text: the inverse of `str`.
 
         Raises:
-            ValueError: the text is not an action's.
+            ValueError: the text is not an action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
@@ -144,7 +144,7 @@ def parse(text: str) -> Schedule:
     """Return the schedule of a table: the inverse of `grid`.
 
     Raises:
-        ValueError: a line is not a grid's.
+        ValueError: a line does not belong to a grid.
     """
     steps = []
     for line in text.splitlines()[1:]:

@@ -30,7 +30,7 @@ Interval = tuple[clock.Mark, clock.Mark]
 
 @dataclass(eq=False)
 class LayerState:
-    """One MoE layer: its manager, its slots, and its part of the present iteration."""
+    """One MoE layer: its manager, its slots, and its part of the current iteration."""
 
     manager: Manager
     slots: Slots
@@ -41,12 +41,12 @@ class LayerState:
 
     transfers: TransferPlan = field(init=False)
     fresh: bool = False
-    """Whether the guest slots hold the present weights."""
+    """Whether the guest slots hold the current weights."""
     counts_DE: np.ndarray | int = 0
     """[D, E] load of the microbatches so far."""
     microbatches: int = 0
     observed: bool = False
-    """Whether the manager knows this iteration's load."""
+    """Whether the manager has received this iteration's load."""
     prediction_error: float = 0.0
     spans: list[Interval] = field(default_factory=list)
     """Intervals in which the layer exchanged tokens or its experts computed."""
@@ -137,7 +137,7 @@ class LayerState:
             logger.warning(message, number, problem, "1 iteration" if pause == 1 else f"{pause} iterations")
 
     def explanation(self, number: int, before: Placement, expected_DE: np.ndarray, microbatches: int) -> str:
-        """Return the expected effect of the present placement, as a line for the log."""
+        """Return the expected effect of the current placement, as a line for the log."""
         cost = replace(self.manager.cost, microbatches=microbatches)
         times = [cost.layer_time(expected_DE, placement) for placement in (before, self.placement)]
         parts = zip(times[0]._fields, *times, strict=True)

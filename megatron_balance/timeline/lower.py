@@ -88,9 +88,9 @@ def lower(
 
     Args:
         passes, blocks: see `compute_order`.
-        exact: plans are for the present iteration, on the load of its first microbatch.
-        reduce_early: the reduction of some experts' gradients overlaps with the backward pass of others, so that each
-            Agg is waited for when the next one starts, instead of at the end.
+        exact: whether plans are for the current iteration, on the load of its first microbatch.
+        reduce_early: whether the reduction of some experts' gradients overlaps with the backward pass of others. Each
+            Agg is then waited for when the next one starts, instead of at the end.
     """
     schedule, layers = compute_order(passes, blocks), sorted(number for chunk in blocks for number in chunk)
     if overlap == "blockwise":
@@ -107,7 +107,7 @@ def lower(
 
 
 def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Schedule:
-    """Plan between iterations; or, on the load that was just routed, before tokens are sent by it."""
+    """Plan between iterations or, if `exact`, on the load just routed, before its tokens are sent."""
     steps = list(schedule)
     for number in layers:
         where = _index(steps, Operation.A2A, number) if exact else len(steps) - 1
@@ -117,7 +117,7 @@ def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Sch
 
 
 def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """PLAN(i, j+1) overlapped with A2A(i, j) of the last microbatch, when the load is known; needed after REDUCE."""
+    """Overlap PLAN(i, j+1) with the last microbatch's A2A(i, j), when the load is known; wait for it after REDUCE."""
     steps = list(schedule)
     for number in layers:
         plan = Action(number, Operation.PLAN, iteration=1)
@@ -127,7 +127,7 @@ def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
 
 
 def trans_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """TRANS(i) right before the first FEC(i)."""
+    """Run TRANS(i) right before the first FEC(i)."""
     steps = list(schedule)
     for number in layers:
         trans = Action(number, Operation.TRANS)
@@ -136,7 +136,7 @@ def trans_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
 
 
 def trans_blockwise(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """TRANS(i+1) in two parts, overlapped with FEC(i) and FNEC(i); waited for before the first FEC(i+1).
+    """Overlap the two parts of TRANS(i+1) with FEC(i) and FNEC(i); wait for them before the first FEC(i+1).
 
     Block i is the block that computes just before block i+1 does for the first time. Before the first block there is
     only FNEC, with which its whole TRANS overlaps.
@@ -151,7 +151,7 @@ def trans_blockwise(schedule: Schedule, layers: Iterable[int]) -> Schedule:
 
 
 def agg_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """AGG(i) after the backward pass."""
+    """Run AGG(i) after the backward pass."""
     steps = list(schedule)
     for number in layers:
         _start_and_wait(steps, _reduce(steps), communication=(Action(number, Operation.AGG),))
@@ -159,7 +159,7 @@ def agg_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
 
 
 def agg_blockwise(schedule: Schedule, layers: Iterable[int], reduce_early: bool) -> Schedule:
-    """AGG(i+1) in two parts, overlapped with BNEC(i) and BEC(i) after the last microbatch's BEC(i+1).
+    """Overlap the two parts of AGG(i+1) with BNEC(i) and BEC(i), after the last microbatch's BEC(i+1).
 
     Block i is the block that computes next. After the first block only BNEC is left.
     """
@@ -180,7 +180,7 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], reduce_early: bool)
 
 
 def wait_at_once(schedule: Schedule) -> Schedule:
-    """Wait for every action where it starts, so that nothing overlaps: the other side of tests and benchmarks."""
+    """Wait for every action where it starts, so that nothing overlaps; the baseline of tests and benchmarks."""
     return tuple(step._replace(waits=(*step.planning, *step.communication)) for step in schedule)
 
 

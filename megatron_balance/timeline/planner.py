@@ -21,14 +21,14 @@ class Plan(NamedTuple):
 
     decision: Decision
     transfers: TransferPlan | None
-    """How experts travel for the decision's placement; None if that is the present one, or none."""
+    """Transfers of experts for the decision's placement; None if that is the current placement, or if there is none."""
 
     start: float
     end: float
 
 
 def plan_for(question: Question) -> Plan:
-    """Return the policy's answer and how its experts travel; on any thread, because it reads only the question."""
+    """Return the policy's answer and its transfers. Any thread may call this, because it reads only the question."""
     with record_function("Plan"):
         start = time.perf_counter()
         decision = question.answer()
@@ -68,17 +68,17 @@ class Planner:
         weakref.finalize(self, self._tasks.put, None)
 
     def ask(self, question: Question) -> Asked:
-        """Begin to plan, after all earlier questions."""
+        """Queue a question; it is answered after all earlier ones."""
         asked = Asked(question, Future())
         self._tasks.put(asked)
         return asked
 
     def deadline(self) -> float:
-        """Return when to stop waiting for the plans that are needed at this moment; for `result`."""
+        """Return the deadline for `result` of all plans that are needed at this moment."""
         return time.monotonic() + self.patience
 
     def result(self, asked: Asked, deadline: float) -> Plan:
-        """Return the plan; one without placement if there is none by the deadline, or after `give_up`."""
+        """Return the plan; a plan without a placement if none is made by the deadline, or after `give_up`."""
         left = 0.0 if self.given_up else max(0.0, deadline - time.monotonic())
         try:
             return asked.plan.result(None if left == math.inf else left)

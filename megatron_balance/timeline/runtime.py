@@ -8,7 +8,7 @@ An expert's weights move at two moments of an iteration, its gradients at one:
 
 The placements determine which experts move; Plan decides each next one from observed load. The schedule determines when
 Plan, Trans and Agg start and where they are waited for (timeline/lower.py): blocking, where their result is needed;
-blockwise, overlapped with the computation of the neighbouring block. The Balancer executes the schedule:
+blockwise, overlapped with the computation of the neighboring block. The Balancer executes the schedule:
 
     begin_iteration     take the schedule for this number of microbatches
     enter, host         before each computation: wait for what it needs, start what overlaps with it
@@ -71,10 +71,10 @@ class Balancer:
         """
         Args:
             group: the expert-parallel group.
-            transfer: over a group of the same ranks, for Trans and Agg alone.
+            transfer: executes Trans and Agg, over a separate group of the same ranks.
             layers: by layer number, in the order of the model.
             schedule: number of microbatches -> the schedule of an iteration.
-            microbatches: returns the number of microbatches of the present iteration.
+            microbatches: returns the number of microbatches of the current iteration.
             guest_bytes: memory of this rank's guest slots, weights and gradients, in all layers.
             ownership: executes Transfer. With it, all replicas of the expert-parallel group have one placement, planned
                 for their mean load; None: owners stay.
@@ -96,7 +96,7 @@ class Balancer:
         self._steps: deque[Step] = deque()
         """The rest of this iteration's schedule; empty between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
-        """The present computation, and when it began."""
+        """The current computation, and when it began."""
         self._started: dict[Action, AsyncWork | None] = {}
         """Trans and Agg that have started and are not waited for yet; None where there is nothing to send."""
         self._plans: dict[Action, Asked | None] = {}
@@ -157,7 +157,7 @@ class Balancer:
             state.close(*finished[number])
 
     def transfer_owners(self) -> None:
-        """After the optimizer's step: transfer experts that the next placement gives to other owners; put it in force.
+        """Transfer experts to their owners in the next placement, after the optimizer's step, and put it in force.
 
         If a Transfer fails on one rank, all ranks keep their placement, and the layer's plans change no owners for some
         iterations.
@@ -222,7 +222,7 @@ class Balancer:
             self._started[action] = self._start_agg(state, state.part(action))
 
     def _start_trans(self, state: LayerState, plan: TransferPlan) -> AsyncWork:
-        # Without rounds too: `ready` may start a gather, and replicas that plan differently share its communicator
+        # Even without rounds: `ready` may start a gather, and replicas that plan differently share its communicator
         with record_function("Trans"):
             work = functools.partial(self.transfer.trans, plan, state.placement, state.slots)
             return self._side_stream.start(work, state.slots.ready)
@@ -285,7 +285,7 @@ class Balancer:
             self.aggregated(action.block)
 
     def _wait_for_plans(self, actions: Iterable[Action]) -> None:
-        """Wait for plans, and adopt each one on which all deciding ranks agree, however long one of them plans."""
+        """Wait for plans, and adopt each one on which all deciding ranks agree, even if one of them plans for long."""
         due = {action: asked for action in actions if (asked := self._plans.pop(action)) is not None}
         if not due:
             return

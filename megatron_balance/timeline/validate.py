@@ -16,12 +16,12 @@ Problem = tuple[int, str]
 def validate(schedules: Sequence[Schedule]) -> None:
     """Check the schedules of an expert-parallel group's ranks.
 
-    Each by itself: every action that is started is waited for once, later; weights arrive before their experts compute;
-    gradients leave after the last backward pass and arrive before they are reduced; plans know the whole load.
-    Together: exchanges, Trans and Agg have one order on all ranks.
+    In each schedule, every action that is started is waited for once, later; weights arrive before their experts
+    compute; gradients leave after the last backward pass and arrive before they are reduced; plans use the whole load.
+    Across schedules, exchanges, Trans and Agg have one order on all ranks.
 
     Raises:
-        InvalidSchedule: names the first rank and step that are wrong.
+        InvalidSchedule: a schedule is wrong; the message names the first rank and step.
     """
     for rank, schedule in enumerate(schedules):
         problems = [*_waits(schedule), *_trans(schedule), *_agg(schedule), *_plan(schedule)]
@@ -59,7 +59,7 @@ def _waits(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _trans(schedule: Schedule) -> Iterator[Problem]:
-    """Every layer's experts have their weights when they compute for the first time."""
+    """Check that every layer's experts have their weights when they compute for the first time."""
     ends, seen = _ends(schedule), set()
     for number, step in enumerate(schedule):
         block, operation = step.computation.block, step.computation.operation
@@ -72,7 +72,7 @@ def _trans(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _agg(schedule: Schedule) -> Iterator[Problem]:
-    """Every layer's gradients leave when they are complete, and arrive before they are reduced."""
+    """Check that every layer's gradients leave when they are complete, and arrive before they are reduced."""
     starts, ends = _starts(schedule), _ends(schedule)
     last = {step.computation: number for number, step in enumerate(schedule)}
     reduce = last[Action(0, Operation.REDUCE)]
@@ -87,7 +87,7 @@ def _agg(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _plan(schedule: Schedule) -> Iterator[Problem]:
-    """A plan for the next iteration knows the load of this one; one for this iteration comes before its TRANS."""
+    """Check that plans for the next iteration use the load of this one, and plans for this one precede its TRANS."""
     starts, ends = _starts(schedule), _ends(schedule)
     for action, number in starts.items():
         if action.operation is not Operation.PLAN:
@@ -105,7 +105,7 @@ def _plan(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _order(reference: Schedule, schedule: Schedule) -> Iterator[Problem]:
-    """All ranks exchange and transfer in one order."""
+    """Check that all ranks exchange and transfer in one order."""
     both = [_collectives(one) for one in (reference, schedule)]
     for (_, expected), (number, found) in zip(*both, strict=False):
         if expected != found:

@@ -1,4 +1,4 @@
-"""How does a run train? The loop, its inputs, and when it stops.
+"""How a run trains: the loop, its inputs, and when it stops.
 
 run               Run: the objects of a built run
 progress          Progress: counters that checkpoints save; StepReport: the report of one iteration

@@ -73,8 +73,8 @@ def build_data(
     """Build the data sets (rank 0 writes the index caches first) and this rank's iterators over them.
 
     Args:
-        consumed: return the number of samples that training and validation have consumed. They are called when the
-            first sample is drawn, so that a checkpoint may be loaded before.
+        consumed: return the number of samples that training and validation have consumed; called when the first
+            sample is drawn, so that a checkpoint may be loaded before.
     """
     # Only the ends of the pipeline read samples: tokens on the first stage, labels on the last
     reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
@@ -122,7 +122,7 @@ def _check_files(data: DataConfig, reads: bool) -> None:
     rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
-            # One thorough check is enough for files that all ranks share, but a rank may lack another one's mount
+            # One thorough check is enough for files that all ranks share, but a rank may lack a mount that rank 0 has
             data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
             paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]

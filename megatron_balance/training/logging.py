@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RunLog:
-    """Log of a run, printed and recorded to TensorBoard on the last rank, which has the last pipeline stage's loss.
+    """Log of a run, printed and recorded in TensorBoard on the last rank, which has the last pipeline stage's loss.
 
     Raises:
         ValueError: TensorBoard's directory cannot be written to; raised on the last rank.

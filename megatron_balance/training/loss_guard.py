@@ -1,7 +1,7 @@
 """Detection of a NaN or an infinity in a loss or a gradient before the optimizer's step.
 
-In a good iteration, this costs one read of every gradient bucket, on the device just before the bucket is reduced, and
-one all-reduce and one read by the host of a single number. Only a bad iteration is searched for the source.
+In a good iteration, the device reads every gradient bucket once, just before the bucket is reduced, and the ranks
+all-reduce a single number, which the host reads. Only a bad iteration is searched for the source.
 """
 
 import functools
@@ -114,7 +114,7 @@ class LossGuard:
         """Log a bad or spiky iteration.
 
         Raises:
-            PoisonedRun: on every rank, with the source, after too many consecutive bad iterations.
+            PoisonedRun: there were too many consecutive bad iterations; raised on every rank, with the source.
         """
         if report.fault is not None:
             text = f"iteration {report.iteration} has a NaN or infinite loss or gradient; its step is skipped"

@@ -72,7 +72,7 @@ def _balanced(request: _Request) -> np.ndarray:
 
 
 def _hot_experts(request: _Request) -> np.ndarray:
-    """Give half of the choices to neighbouring experts, one in sixteen; each gets twice as many as the next."""
+    """Give half of the choices to neighboring experts, a sixteenth of all; each gets twice as many as the next."""
     hot = _block(request, _start(request))
     return _draw(_weights(request.num_experts, hot, 0.5 ** np.arange(len(hot))), request)
 
@@ -91,7 +91,7 @@ def _spread_hot_experts(request: _Request) -> np.ndarray:
 
 
 def _ragged_sources(request: _Request) -> np.ndarray:
-    """Route the first quarter of the tokens, and thus few source ranks, to hot experts, and the rest evenly."""
+    """Route the first quarter of the tokens, which few source ranks hold, to hot experts, and the rest evenly."""
     hot_TK = _hot_experts(request)
     even_TK = _draw(np.ones(request.num_experts), request)
     return np.where((request.index_T * 4 < request.total_tokens)[:, None], hot_TK, even_TK)
@@ -135,7 +135,7 @@ def _start(request: _Request) -> int:
 
 
 def _block(request: _Request, start: int) -> np.ndarray:
-    """Return neighbouring experts: a sixteenth of all, but at least topk."""
+    """Return neighboring experts: a sixteenth of all, but at least topk."""
     return (start + np.arange(max(request.topk, request.num_experts // 16))) % request.num_experts
 
 

@@ -23,7 +23,7 @@ from tests.harness import forget_auxiliary_losses
 
 @dataclass
 class Said:
-    """Stands for the run's log: keeps the messages."""
+    """Stands in for the run's log, and keeps its messages."""
 
     lines: list[str] = field(default_factory=list)
 
@@ -33,18 +33,18 @@ class Said:
 
 @dataclass
 class Outcome:
-    """What one rank has after a run: everything that learning depends on, and what was said."""
+    """One rank's state after a run: everything that learning depends on, and the log messages."""
 
     losses: list[tuple[float | None, float | None]]
     weights: dict[str, torch.Tensor]
     moments: list[torch.Tensor]
     said: list[str]
     placements: list[list[str]] = field(default_factory=list)
-    """Of all layers, after each iteration."""
+    """Placements of all layers, after each iteration."""
 
 
 def forget_placements(run: Run) -> None:
-    """Begin as if nothing had been planned."""
+    """Reset all placements to their state before any plan."""
     assert run.balancer is not None
     for state in run.balancer.layers.values():
         manager = state.manager
@@ -60,7 +60,7 @@ def train_and_save(
     save_at: int = 0,
     spoil: Callable[[Run], None] | None = None,
 ) -> Outcome:
-    """Train `iterations`, resuming from `directory` if it holds checkpoints, and save after `save_at` of them."""
+    """Train `iterations`, resuming from `directory` if it holds checkpoints, and save after `save_at` iterations."""
     where = f"--save {directory} --load {directory}" if directory else ""
     run = build(f"{flags} {where}")
     checkpoints = Checkpoints(run, said := Said(), patience=30.0)
@@ -92,7 +92,7 @@ def outcome(run: Run, losses: list, said: Said) -> Outcome:
 
 
 def moments(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """All optimizer state and main parameters of this rank, in the optimizer's order."""
+    """Return all optimizer state and main parameters of this rank, in the optimizer's order."""
     found = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
@@ -104,7 +104,7 @@ def moments(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def differences(left: Outcome, right: Outcome) -> list[str]:
-    """What is not bitwise equal."""
+    """Return the names of everything that is not bitwise equal."""
     found = [] if left.losses == right.losses else [f"losses: {left.losses} {right.losses}"]
     pairs = enumerate(zip(left.placements, right.placements, strict=True), 1)
     found += [f"placements after iteration {iteration}: {a} {b}" for iteration, (a, b) in pairs if a != b]
@@ -118,7 +118,10 @@ def differences(left: Outcome, right: Outcome) -> list[str]:
 def straight_against_resumed(
     flags: str, directory: str, iterations: int, spoil: Callable[[Run], None] | None = None
 ) -> list[str]:
-    """Train straight; then half, save, build anew, load, `spoil` and train the rest: what differs on this rank."""
+    """Train without a stop, then with a stop in the middle; return what differs on this rank.
+
+    The second run trains half, saves, is rebuilt, loads, is changed by `spoil`, and trains the rest.
+    """
     half = iterations // 2
     straight = train_and_save(flags, None, iterations)
     return differences(straight, _resumed(flags, directory, half, iterations - half, [None, spoil]))
@@ -127,10 +130,10 @@ def straight_against_resumed(
 def disturbed(
     flags: str, directory: str, iterations: int, save_at: int, disturb: Callable[[int, Run], None]
 ) -> tuple[Outcome, list[str], list[str]]:
-    """Train twice, and once more with a stop after `save_at` iterations, each part disturbed in a way of its own.
+    """Train twice, and once more with a stop after `save_at` iterations; disturb each part differently.
 
     Returns:
-        This rank's first outcome, and what differs from it: in the second run, and in the resumed one.
+        This rank's first outcome, and its differences from the second run and from the resumed run.
     """
     ways = [functools.partial(disturb, number) for number in range(4)]
     first = train_and_save(flags, None, iterations, spoil=ways[0])
@@ -143,7 +146,7 @@ def disturbed(
 def _resumed(
     flags: str, directory: str, before: int, after: int, spoil: Sequence[Callable[[Run], None] | None]
 ) -> Outcome:
-    """Train, save, build anew, load and train on, with what spoils each of the two parts."""
+    """Train, save, rebuild, load and continue; `spoil` changes the run before each of the two parts."""
     _forget()
     first = train_and_save(flags, Path(directory), before, save_at=before, spoil=spoil[0])
     _forget()
@@ -154,7 +157,7 @@ def _resumed(
 
 
 def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to: str = "") -> list[float]:
-    """Resume from `load` (or start), at once save a copy there, train, save to `save`; losses and gradient norms."""
+    """Resume from `load` (or start), save to `copy_to`, train, save to `save`; return losses and gradient norms."""
     run = build(f"{flags} --save {save}" + (f" --load {load}" if load else ""))
     Checkpoints(run, Said(), patience=30.0).load()
     if copy_to:
@@ -172,21 +175,21 @@ def _save(run: Run, directory: str) -> None:
 
 
 def tensors_of(directory: str) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint, whole, by its name in the checkpoint. For one rank alone."""
+    """Return every tensor of the newest checkpoint, unsharded, by its name in the checkpoint. Needs a single rank."""
     found = CheckpointDirectory(Path(directory))
     everything = dist_checkpointing.load_plain_tensors(str(found.path(found.iterations()[0])))
     return {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
 
 
 def unequal_tensors(left: str, right: str) -> tuple[int, list[str]]:
-    """How many tensors two checkpoints have in common, and those that are not bitwise equal."""
+    """Return the number of tensors in the left checkpoint, and the names that differ between the two."""
     mine, theirs = tensors_of(left), tensors_of(right)
     unequal = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]
     return len(mine), unequal + [name for name in theirs if name not in mine]
 
 
 def _forget() -> None:
-    """Forget a run's process groups and spoil what a resumed run must not depend on."""
+    """Forget a run's process groups, and change the random state, which a resumed run must not depend on."""
     from megatron.core import parallel_state
 
     forget_auxiliary_losses()

@@ -1,4 +1,4 @@
-"""What tests of training runs share: a cluster's profile, and curves to compare with, each trained once."""
+"""Shared fixtures for tests of training runs: cluster profiles, and reference curves that are each trained once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,12 @@ from tests.distributed import runs
 from tests.distributed.runs import Curve
 
 LONG = 20
-"""Iterations over which an optimised run has to follow the plain one."""
+"""Iterations over which an optimized run must follow the plain one."""
 
 
 @pytest.fixture(scope="session")
 def curve_of(ranks) -> Callable[..., Curve]:
-    """`curve_of(flags, iterations, world_size, mutate)`: what all ranks saw; a part of a known curve if long enough."""
+    """`curve_of(flags, iterations, world_size, mutate)`: the curve of a run, taken from a known longer one if any."""
     known: dict[tuple, Curve] = {}
 
     def of(flags: str, iterations: int = 20, world_size: int = 4, mutate: Callable[[Run], None] | None = None) -> Curve:
@@ -33,13 +33,13 @@ def curve_of(ranks) -> Callable[..., Curve]:
 
 @pytest.fixture(scope="session")
 def length(pytestconfig: pytest.Config) -> Callable[[int], int]:
-    """`length(few)`: iterations of a training run; with `--slow`, as many as contract 1 of exactness names."""
+    """`length(few)`: iterations of a training run; with `--slow`, at least the number in contract 1 of exactness."""
     return lambda few: max(few, LONG) if pytestconfig.getoption("--slow") else few
 
 
 @pytest.fixture(scope="session")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """By expert-parallel size: a cluster where computing costs much more than moving, so that every policy acts."""
+    """Expert-parallel size -> profile of a cluster with slow computation and fast links, so that every policy acts."""
     paths = {}
     for ranks in (2, 4):
         links = {

@@ -1,4 +1,4 @@
-"""Policies that plan well at first; a module of their own, which their processes import quickly."""
+"""Policies that plan well at first and fail later, in a separate module that their processes import quickly."""
 
 import os
 from dataclasses import replace
@@ -12,17 +12,17 @@ from megatron_balance.placement.policies.top_k import Top2
 
 LAYERS = 2
 GOOD = 3
-"""Iterations whose plans are good."""
+"""Iterations with good plans."""
 
 RANK = "RANK_OF_A_TEST"
-"""The environment variable that tells a policy its rank, as a launcher's RANK would."""
+"""The environment variable with a policy's rank, in place of a launcher's RANK."""
 
 PLANS = "PLANS_OF_A_TEST"
-"""... and how many plans it is to have made."""
+"""The environment variable with the number of plans that a new policy object counts as made."""
 
 
 class Turning:
-    """top2 for the first iterations, and after them what `go_wrong` returns."""
+    """Plans as top2 in the first iterations, and as `go_wrong` afterwards."""
 
     def __init__(self) -> None:
         self.plans = 0
@@ -33,7 +33,7 @@ class Turning:
         return good if self.plans <= GOOD * LAYERS else self.go_wrong(current, good)
 
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        """Instead of `good`."""
+        """Return the plan to use instead of `good`."""
         raise NotImplementedError
 
 
@@ -60,7 +60,7 @@ class OtherSlots(Turning):
 
 
 class TwoFaults(Turning):
-    """Of one kind in one iteration, of the other in the next."""
+    """Alternates between two kinds of fault from iteration to iteration."""
 
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
         if (self.plans - 1) // LAYERS % 2:
@@ -69,7 +69,7 @@ class TwoFaults(Turning):
 
 
 class OwnMind(Turning):
-    """Every rank would host another expert as a guest."""
+    """Plans a different guest on every rank."""
 
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
         rank = int(os.environ[RANK])
@@ -91,7 +91,7 @@ class LoopsOnRank1(Turning):
 
 
 class ExitsOnRank1(Turning):
-    """Again in every process that is started instead of the first."""
+    """Exits again in every process that replaces the first one."""
 
     def __init__(self) -> None:
         super().__init__()

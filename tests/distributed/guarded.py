@@ -1,4 +1,4 @@
-"""Jobs whose ranks are watched by the hang guard."""
+"""Jobs with the hang guard watching their ranks."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from tests.distributed.jobs import Job
 TIMEOUT_MINUTES = 0.1
 
 LIMIT = TIMEOUT_MINUTES * 60 + 10
-"""Seconds in which every rank but a stopped one has to exit."""
+"""Seconds within which every rank except a stopped one must exit."""
 
 FLAGS = f"--global-batch-size 24 --train-iters 100000 --log-interval 1 --distributed-timeout-minutes {TIMEOUT_MINUTES}"
 
@@ -16,7 +16,7 @@ WORLD_SIZE = 3
 
 
 def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls: int, rank: int) -> None:
-    """Have the victims call `action` once, before the forward of a microbatch."""
+    """Make the victims call `action` once, before the forward pass of microbatch number `calls`."""
     from megatron_balance.training import loop
 
     original, count = loop.forward_step, 0
@@ -43,7 +43,7 @@ class Guarded(Job):
     """A job whose ranks are expected to end themselves."""
 
     def join(self, ranks: list[int], seconds: float) -> list[int | None]:
-        """Exit codes of `ranks` at the latest after `seconds`; None: still there."""
+        """Wait at most `seconds` for `ranks`, and return their exit codes (None: still running)."""
         start = time.monotonic()
         for rank in ranks:
             self.ranks[rank].join(max(0.0, start + seconds - time.monotonic()))
@@ -51,7 +51,7 @@ class Guarded(Job):
         return [self.ranks[rank].exitcode for rank in ranks]
 
     def verdict(self, rank: int) -> str:
-        """What a rank said last, after all its stacks."""
+        """Return the last line of a rank's output, which follows all its stacks."""
         stacks, _, line = self.output(rank).strip().rpartition("\n")
         assert "Traceback" in stacks or ("Current thread" in stacks and "Thread 0x" in stacks)
         print(line)

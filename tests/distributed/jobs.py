@@ -1,4 +1,4 @@
-"""Whole jobs of the entry point, every rank a process of its own that may die: for tests of what survives."""
+"""Whole jobs of the entry point, with a separate process for every rank, for tests where ranks die."""
 
 import functools
 import importlib
@@ -21,7 +21,7 @@ from megatron_balance.job.collectives import Collectives
 from tests.harness import PRELOAD, check_order
 
 Prepare = Callable[[int], None]
-"""Called in every rank, with its number, before it trains."""
+"""A function that every rank calls with its number before it trains."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Ended:
 
 
 class Job:
-    """`world_size` ranks started as a launcher would that sets the environment and nothing else."""
+    """A job of `world_size` ranks, started as by a launcher that only sets the environment."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Job:
         prepare: Prepare | None = None,
         start: Callable[[BaseProcess], None] = BaseProcess.start,
     ) -> None:
-        """`flags` may be others for each rank; `start` starts a rank, perhaps on another device."""
+        """`flags` may differ by rank; `start` starts a rank, possibly on another device."""
         directory.mkdir(parents=True, exist_ok=True)
         self.logs = [directory / f"rank{rank}.txt" for rank in range(world_size)]
         for log in self.logs:
@@ -63,7 +63,7 @@ class Job:
             start(process)
 
     def wait(self, seconds: float = 120.0, grace: float | None = None) -> Ended:
-        """Wait for all ranks; `grace` seconds after a first one died, kill the others, as torchrun would."""
+        """Wait for all ranks; `grace` seconds after the first failure, kill the others, as torchrun would."""
         deadline = time.monotonic() + seconds
         running = {process.sentinel: process for process in self.ranks}
         while running and time.monotonic() < deadline:
@@ -75,11 +75,11 @@ class Job:
         codes = [process.exitcode for process in self.ranks]
         self.kill()
         if codes == [0] * len(codes):
-            check_order("pretrain", [pickle.loads(_record_beside(log).read_bytes()) for log in self.logs])
+            check_order("pretrain", [pickle.loads(_record_of(log).read_bytes()) for log in self.logs])
         return Ended(codes, [self.output(rank) for rank in range(len(self.ranks))])
 
     def await_iteration(self, iteration: int | None = None, seconds: float = 90.0) -> None:
-        """Wait until the last rank, which prints, has logged this iteration, or any."""
+        """Wait until the last rank, which prints, has logged this iteration (None: any iteration)."""
         last, deadline = len(self.ranks) - 1, time.monotonic() + seconds
         while not re.search(rf"iteration +{iteration or '[0-9]+'}/", self.output(last)):
             assert time.monotonic() < deadline and self.ranks[last].is_alive(), self.output(last)
@@ -90,7 +90,7 @@ class Job:
         os.kill(self.ranks[rank].pid, number)
 
     def output(self, rank: int) -> str:
-        """Everything that a rank has printed so far."""
+        """Return everything that a rank has printed so far."""
         return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
 
     def kill(self) -> None:
@@ -126,23 +126,23 @@ def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare:
         with collectives.recorded():
             launch.pretrain(flags.split())
     finally:
-        _record_beside(log).write_bytes(pickle.dumps((collectives.record(), collectives.events)))
+        _record_of(log).write_bytes(pickle.dumps((collectives.record(), collectives.events)))
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _record_beside(log: Path) -> Path:
-    """Where a rank leaves what it has entered in process groups."""
+def _record_of(log: Path) -> Path:
+    """Return the file where a rank stores its record of collectives."""
     return log.with_suffix(".collectives")
 
 
 @dataclass(frozen=True)
 class Death:
-    """Where a process of a job dies, by SIGKILL: at the `call`-th call of the function at `point` in `rank`'s
-    `turn`-th save, or Transfer.
+    """The point where a process of a job dies by SIGKILL: the `call`-th call of the function at `point` in `rank`'s
+    `turn`-th save or Transfer.
 
-    A point inside a writer process is counted in each writer; `parent` makes its rank die instead of the writer.
-    `staging_bytes` are those of every rank's Transfers, of which each then has several rounds.
+    Each writer process counts its own calls; with `parent`, its rank dies instead of the writer. `staging_bytes` sets
+    the staging memory of every rank's Transfers, so that each of them takes several rounds.
     """
 
     point: str
@@ -154,7 +154,7 @@ class Death:
     staging_bytes: int | None = None
 
     def __call__(self, rank: int) -> None:
-        """Prepare a rank for it."""
+        """Prepare a rank for this death."""
         if self.staging_bytes is not None:
             transfer = importlib.import_module("megatron_balance.comm.ownership_transfer").OwnershipTransfer
             transfer.__init__ = functools.partialmethod(transfer.__init__, staging_bytes=self.staging_bytes)
@@ -184,7 +184,7 @@ class Death:
 
 
 Function = Callable[[], tuple[object, str]]
-"""What holds a function, and its name; imported when it is asked for."""
+"""Imports and returns the object that holds a function, and the function's name."""
 
 
 def _points() -> dict[str, Function]:
@@ -215,7 +215,7 @@ def _points() -> dict[str, Function]:
 
 
 POINTS = _points()
-"""Where a save or a Transfer may be interrupted: functions that it calls, in about this order."""
+"""Points where a save or a Transfer may be interrupted: functions that it calls, in approximate order."""
 
 WHOLE: dict[str, Function] = {
     "save": lambda: (importlib.import_module("megatron_balance.checkpoint.checkpoints").Checkpoints, "_start"),
@@ -224,4 +224,4 @@ WHOLE: dict[str, Function] = {
         "transfer",
     ),
 }
-"""What is counted."""
+"""What `turn` counts, by `during`."""

@@ -1,4 +1,4 @@
-"""One float64 mixture of experts over all ranks, and its comparison with the single-process oracle."""
+"""A float64 MoE layer over all ranks, and its comparison with the single-process oracle."""
 
 import dataclasses
 import random
@@ -32,7 +32,7 @@ HIDDEN, INNER, EXPERTS = 12, 20, 8
 
 
 def moe_config(**changes: object) -> TransformerConfig:
-    """A tiny float64 mixture over all ranks."""
+    """Return the configuration of a tiny float64 MoE layer over all ranks."""
     settings = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
@@ -56,7 +56,7 @@ def build_layer(
     path: ParallelDispatch | None = None,
     submodules: MoESubmodules | None = None,
 ) -> BalancedMoELayer:
-    """The layer alone, with initial weights large enough to matter."""
+    """Build the layer alone, with initial weights large enough to matter."""
     experts = ModuleSpec(module=GroupedExperts)
     submodules = dataclasses.replace(submodules, experts=experts) if submodules else MoESubmodules(experts=experts)
     wire = all_to_all or FlatAllToAll(groups.ep)
@@ -74,7 +74,7 @@ def build_layer(
 
 
 def gathered(layer: BalancedMoELayer) -> list[torch.Tensor]:
-    """All experts' parameters [E, ...] as leaves, in the order fc1 weight, fc1 bias, fc2 weight, fc2 bias."""
+    """Return all experts' parameters [E, ...] as leaves: fc1 weight, fc1 bias, fc2 weight, fc2 bias."""
     whole = []
     for parameter in layer.experts.parameters():
         parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
@@ -88,11 +88,11 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 Collect = Callable[[], list[torch.Tensor]]
-"""After a backward pass: the gradient of each of the experts' parameters."""
+"""Returns, after a backward pass, the gradient of each of the experts' parameters."""
 
 
 def own_gradients(layer: BalancedMoELayer) -> Collect:
-    """Every expert is computed by its owner only."""
+    """Leave every expert to its owner."""
     return lambda: [parameter.grad for parameter in layer.experts.parameters()]
 
 
@@ -102,7 +102,7 @@ def check_against_oracle(
     host: Callable[[BalancedMoELayer], Collect] = own_gradients,
     all_to_all: Callable[[dist.ProcessGroup], AllToAll] = FlatAllToAll,
 ) -> None:
-    """Output and every gradient of one forward and backward pass equal the oracle's to 1e-12.
+    """Check that the output and every gradient of one forward and backward pass equal the oracle's to 1e-12.
 
     `host` prepares the layer, such as by placing its experts; `all_to_all` is made from the expert-parallel group.
     """
@@ -156,7 +156,7 @@ ACTIVATIONS = {
 
 
 def random_order(chunks: int, seed: int) -> Order:
-    """Any order that can be executed."""
+    """Return a random executable order."""
     generator, done, steps = random.Random(seed), [0] * chunks, []
     while left := [chunk for chunk in range(chunks) if done[chunk] < len(COMPUTING)]:
         chunk = generator.choice(left)
@@ -167,7 +167,7 @@ def random_order(chunks: int, seed: int) -> Order:
 
 
 def in_chunks(chunks: int, seed: int, host: Callable[[BalancedMoELayer], Collect], layer: BalancedMoELayer) -> Collect:
-    """Split the layer's tokens, in an order for either pass that has nothing to do with the other's."""
+    """Split the layer's tokens into chunks, with independent orders for the two passes."""
     chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
     layer.dispatcher.chunks = lambda plan: chunking
     return host(layer)
@@ -181,7 +181,7 @@ def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoE
     transfers = plan_transfers(placement, node_size, chunks, fanout)
     transfer, experts = ExpertTransfer(layer.ep_group), layer.experts
     for parameter in experts.parameters():
-        # As DDP does it
+        # As DDP does
         parameter.main_grad = torch.zeros_like(parameter)
     experts.allocate_guests(placement.guest_slots)
     layer.host, layer.split = lambda counts_DE, training: placement.trimmed, split

@@ -1,4 +1,4 @@
-"""Training runs with a balancing policy, and their comparison with runs without."""
+"""Training runs with a balancing policy, and their comparison with runs without a policy."""
 
 from pathlib import Path
 

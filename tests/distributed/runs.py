@@ -1,4 +1,4 @@
-"""Small training runs as tasks for ranks: a command line in, every iteration's losses and gradient norm out."""
+"""Small training runs as tasks for ranks: from a command line to every iteration's losses and gradient norm."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +23,7 @@ BASE = (
     "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --lr 1e-3 --train-iters 20 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --attention-dropout 0 --hidden-dropout 0"
 )
-"""A model that trains 20 iterations in seconds; later flags win."""
+"""A model that trains 20 iterations in seconds; later flags override these."""
 
 Curve = list[tuple[float, float]]
 """(lm loss, gradient norm) of every iteration."""
@@ -39,12 +39,12 @@ def build(flags: str, base: str = BASE) -> Run:
 
 
 def train_curve(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> Curve:
-    """Losses and gradient norms of a run; `mutate` changes the built run before it trains."""
+    """Return losses and gradient norms of a run; `mutate` changes the built run before it trains."""
     return curve_of(train(flags, iterations, mutate))
 
 
 def train_hosts(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> tuple[Curve, Hosts]:
-    """`train_curve`, and how many hosts were added in each iteration."""
+    """Return `train_curve`, and the number of hosts added in each iteration."""
     reports = train(flags, iterations, mutate)
     hosts = [sum(layer.hosts_added for layer in report.balance.values()) for report in reports]
     return curve_of(reports), hosts
@@ -59,7 +59,7 @@ def train(flags: str, iterations: int, mutate: Callable[[Run], None] | None = No
 
 
 def curve_of(reports: list[StepReport]) -> Curve:
-    """Losses and gradient norms, the same on every rank."""
+    """Return losses and gradient norms, the same on every rank."""
     # Only the last pipeline stage has the loss; the last rank belongs to it
     losses = [[report.losses.get("lm loss") for report in reports]]
     dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)
@@ -83,7 +83,7 @@ def swap_two_experts(run: Run) -> None:
 
 
 def drop_one_token(run: Run) -> None:
-    """Forget one of the first token's experts, on rank 0, in the first layer."""
+    """Drop one of the first token's experts, on rank 0, in the first layer."""
 
     def drop(router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]):
         probs, routing_map = output
@@ -105,13 +105,13 @@ def _copy_to_main_parameters(run: Run) -> None:
 
 
 def deviation(one: Curve, other: Curve) -> float:
-    """Largest relative difference of a loss or gradient norm."""
+    """Return the largest relative difference of a loss or gradient norm."""
     pairs = [(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 class Captured(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps logged messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class Captured(logging.Handler):
 
 
 def modules(run: Run, name: str) -> list[torch.nn.Module]:
-    """This rank's modules whose name ends so, first layer first."""
+    """Return this rank's modules with names that end in `name`, first layer first."""
     chunks = unwrap_model(run.model)
     return [module for chunk in chunks for own, module in chunk.named_modules() if own.endswith(name)]
 
 
 def plan_apart(run: Run) -> None:
-    """Of any two replicas that are neighbours, each leaves those layers alone that the other balances."""
+    """Let even and odd replicas balance complementary sets of layers."""
     for number, state in run.balancer.layers.items():
         if (number + run.groups.expt_dp.rank()) % 2:
             state.manager.policy = NoPolicy()

@@ -1,4 +1,4 @@
-"""Every all-to-all moves the same rows as all_to_all_single, by the messages that it claims to send."""
+"""Every all-to-all moves the same rows as all_to_all_single, with exactly the messages of its model."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ from tests.distributed import runs
 from tests.distributed.layers import ACTIVATIONS, check_against_oracle
 
 LAYOUTS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "2x4": (8, 4), "4x2": (8, 2)}
-"""Nodes x ranks of each -> ranks in all, ranks of a node."""
+"""Nodes x ranks per node -> total ranks, ranks per node."""
 
 UNEVEN = {"3+3+2": (8, 3), "7+1": (8, 7)}
 """Layouts with a smaller last node."""
@@ -101,7 +101,7 @@ def test_a_smaller_last_node(ranks, world_size: int, node_size: int) -> None:
 def refused() -> str:
     with pytest.raises(ValueError) as error:
         all_of(["2dh"], 3)
-    # Others may still be connecting the groups that this rank would now close
+    # Other ranks may still be connecting the groups that this rank would now close
     dist.barrier()
     return str(error.value)
 
@@ -112,7 +112,7 @@ def test_2dh_refuses_a_smaller_last_node(ranks) -> None:
 
 
 def wait_in_any_order(node_size: int) -> None:
-    """Several exchanges of each all-to-all; `auto` takes another one each time."""
+    """Start several exchanges of each all-to-all and wait in random order; `auto` switches algorithm each time."""
     turns = itertools.cycle(["1dh", "2dh", "pipe", "p2p"])
     with mock.patch("megatron_balance.comm.auto.predict", lambda *_: {next(turns): 0.0}):
         _wait_in_any_order(node_size)
@@ -126,7 +126,7 @@ def _wait_in_any_order(node_size: int) -> None:
     for name, member in all_of(NAMES, node_size).items():
         exchanges = [member.start(*pair) for pair in zip(rows, splits, strict=True)]
         order = list(range(len(splits)))
-        # Another order on every rank
+        # A different order on every rank
         random.Random(rank + size).shuffle(order)
         for index in order:
             assert torch.equal(exchanges[index].wait(), expected[index]), (name, index)
@@ -136,12 +136,12 @@ def _wait_in_any_order(node_size: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4)])
 def test_several_at_a_time(ranks, world_size: int, node_size: int) -> None:
-    # Tags tell gloo which message is which
+    # gloo matches messages by tag
     ranks(world_size).run(wait_in_any_order, node_size, in_one_order=False)
 
 
 def choose() -> list[str]:
-    """What `auto` says of two exchanges of short rows and two of long ones, in nodes of two ranks."""
+    """Return the log lines of `auto` for two exchanges of short rows and two of long rows, in nodes of two ranks."""
     said: list[str] = []
     nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, 2)
     member = load_all_to_all(
@@ -158,21 +158,21 @@ def test_auto_says_once_what_it_chose(ranks) -> None:
     said = ranks(4).run(choose)
     assert said == [said[0]] * 4
     short, long = said[0]
-    # Between nodes, 25 us a message and 25 GB/s: one message of twice the length, or two
+    # Between nodes, at 25 us per message and 25 GB/s: one message of twice the length, or two messages
     assert short.startswith("--moe-comm-alltoall auto: 2dh for 6.4e-05 MB in all (predicted: pipe 0.05 ms, p2p 0.05")
     assert long.startswith("--moe-comm-alltoall auto: pipe for 32 MB in all (predicted: pipe 0.")
 
 
 def start_alone() -> None:
-    """The last rank starts before the others, and the first waits after them.
+    """Start the last rank before the others, and let the first rank wait after them.
 
-    Were the one to wait for the others, or its exchange to go on only while it waits, nobody would come to the end.
+    This deadlocks if `start` blocks until the others start, or if an exchange progresses only inside `wait`.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    # More than sockets buffer
+    # More data than socket buffers hold
     splits_DD = torch.full((size, size), 100)
     rows = torch.full((100 * size, 5000), rank, dtype=torch.float64)
-    # Collectives of one group have to come in one order
+    # Collectives of one group must have one order on all ranks
     aside = dist.new_group()
     for member in all_of(NAMES, 2).values():
         started = member.start(rows, splits_DD) if rank == size - 1 else None
@@ -191,7 +191,7 @@ def test_exchanges_go_on_by_themselves(ranks) -> None:
 
 
 class Watched:
-    """Records what is posted in which group, and when it is waited for."""
+    """Records which messages are posted in which group, and when they are waited for."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, tuple[int, ...]]] = []
@@ -221,7 +221,7 @@ POST = dist.batch_isend_irecv
 
 
 def record(name: str, node_size: int) -> Watched:
-    """What one exchange of uneven rows of 24 bytes posts and waits for on this rank."""
+    """Return the messages and waits of this rank in one exchange of uneven rows of 24 bytes."""
     (member,) = all_of([name], node_size).values()
     splits_DD = splits_of("uneven")
     rows = some_rows(int(splits_DD[dist.get_rank()].sum()), torch.float64)
@@ -255,7 +255,7 @@ def test_messages_are_those_of_the_model(ranks, name: str, world_size: int, node
 
 
 def errors_of_the_thread(names: list[str]) -> list[str]:
-    """A task for ranks: what waiting for an exchange raises, where the thread that posts messages fails at its end."""
+    """Return the errors that `wait` raises if the thread that posts messages fails at its end."""
 
     def failing(post: Callable[..., None]) -> Callable[..., None]:
         def posting(*args: object) -> None:
@@ -293,7 +293,7 @@ def test_pipe_keeps_both_levels_busy(ranks, world_size: int, node_size: int) -> 
         first = rank - rank % node_size
         node = everyone[first : first + node_size]
         near, far = ([event for event in watched.events if event[2] == group] for group in (node, everyone))
-        # Each is under way when the other has not ended
+        # Each level starts before the other has ended
         assert watched.events.index(far[0]) < rindex(watched.events, near[-1])
         assert watched.events.index(near[0]) < rindex(watched.events, far[-1])
         under_way = itertools.accumulate(1 if verb == "post" else -1 for verb, kind, _ in far if kind == "isend")
@@ -303,7 +303,7 @@ def test_pipe_keeps_both_levels_busy(ranks, world_size: int, node_size: int) -> 
 
 
 def in_two_groups() -> None:
-    """Expert-parallel groups of the even and of the odd ranks, in nodes of two of their ranks each."""
+    """Use two expert-parallel groups, the even and the odd ranks, with two ranks of each group per node."""
     rank = dist.get_rank()
     halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
     nodes = new_node_groups(halves[rank % 2], dist.group.WORLD, 2)
@@ -316,7 +316,7 @@ def in_two_groups() -> None:
         assert torch.equal(found, expected), name
 
 
-def test_groups_beside_each_other(ranks) -> None:
+def test_groups_at_the_same_time(ranks) -> None:
     ranks(8).run(in_two_groups)
 
 
@@ -363,7 +363,7 @@ def test_training_with_other_features(ranks, flags: str) -> None:
 
 
 def built(name: str) -> tuple[int, int]:
-    """(groups created, all-to-alls) of a run with two layers."""
+    """Return (groups created, all-to-alls) of a run with two layers."""
     from megatron_balance.flow.layer import BalancedMoELayer
 
     created = []

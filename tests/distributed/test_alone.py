@@ -1,4 +1,4 @@
-"""pretrain_gpt_moe.py without a launcher: one process is a job of its own, and guarded like any."""
+"""pretrain_gpt_moe.py without a launcher: a single process is a complete job, guarded like any other."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_one_process_trains(tmp_path: Path) -> None:
 
 def test_it_ends_with_the_file_of_a_token_that_only_training_meets(tmp_path: Path) -> None:
     prefix, tokens = tmp_path / "data", np.full(100_000, 300, np.uint16)
-    # All that is looked at before a run
+    # The parts of the data that are checked before a run
     for place in range(8):
         first = (len(tokens) - 4096) * place // 7
         tokens[first : first + 4096] = 1

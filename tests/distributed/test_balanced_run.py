@@ -27,7 +27,7 @@ def with_top2(flags: str, load: str) -> str:
 
 
 def count_guests_tokens(run: Run) -> list[int]:
-    """What the guest slots of this rank compute without gradients, pass by pass."""
+    """Return a list that collects the tokens of this rank's guest slots in each pass without gradients."""
     tokens: list[int] = []
 
     def count(experts: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -40,13 +40,13 @@ def count_guests_tokens(run: Run) -> list[int]:
 
 
 def keep_guests(run: Run) -> None:
-    """A mistake: the guests that trained evaluate, though the optimizer has stepped since."""
+    """A mistake: evaluation uses the guests of the training step, although the optimizer has stepped since."""
     for state in run.balancer.layers.values():
         state.fresh = state.placement.added_hosts > 0
 
 
 def trained_and_evaluated(flags: str, before_evaluation: Callable[[Run], None] | None = None) -> tuple[Curve, ...]:
-    """Curve of the training and losses of an evaluation after every iteration, with the tokens that guests computed."""
+    """Return the training curve, and the losses of an evaluation after every iteration; check that guests evaluate."""
     run = build(flags)
     guests, learned, evaluated = count_guests_tokens(run), [], []
     for _ in range(ITERATIONS):
@@ -70,7 +70,7 @@ def trained(flags: str) -> Curve:
 
 @pytest.fixture(scope="module")
 def plain(ranks) -> tuple[Curve, ...]:
-    """Training and evaluation without a policy."""
+    """Training curve and evaluation losses without a policy."""
     return ranks(RANKS).run(trained_and_evaluated, EVALUATED)[0]
 
 
@@ -79,7 +79,7 @@ def test_guests_evaluate_as_owners_do(ranks, plain, load: str) -> None:
     learned, evaluated = ranks(RANKS).run(trained_and_evaluated, with_top2(EVALUATED, load))[0]
     assert deviation(evaluated, plain[1]) <= TOLERANCE
     assert deviation(learned, plain[0]) <= TOLERANCE
-    # Evaluations leave no trace in what is learned
+    # Evaluations do not affect training
     assert learned == ranks(RANKS).run(trained, with_top2(EVALUATED, load))[0]
 
 
@@ -90,7 +90,7 @@ def test_stale_guests_are_noticed(ranks, plain, load: str) -> None:
 
 
 def last_row_of_experts(run: Run) -> Callable[[], None]:
-    """In the last layer, what the last slot that has tokens computes ends in NaN; returns what mends it."""
+    """Put NaN into the last row of the last layer's experts; return the function that undoes this."""
 
     def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         spoiled = torch.ones(len(output), 1)
@@ -101,14 +101,14 @@ def last_row_of_experts(run: Run) -> Callable[[], None]:
 
 
 def trained_with_a_fault(flags: str, leak: bool = False) -> dict[str, Any]:
-    """Two good iterations, one where a slot of each rank gives NaN, and two good ones."""
+    """Train two good iterations, one where a slot of each rank returns NaN, and two good ones."""
     run, curve = build(flags), []
     if leak:
         forget_to_empty(run)
     for iteration in range(ITERATIONS):
-        mend = last_row_of_experts(run) if iteration == 2 else (lambda: None)
+        repair = last_row_of_experts(run) if iteration == 2 else (lambda: None)
         report = train_step(run)
-        mend()
+        repair()
         curve.append((report.losses["lm loss"], report.grad_norm))
         if iteration == 2:
             bad, hosts = report, sum(layer.hosts_added for layer in report.balance.values())
@@ -117,7 +117,7 @@ def trained_with_a_fault(flags: str, leak: bool = False) -> dict[str, Any]:
 
 
 def guests_of(run: Run) -> list[torch.Tensor]:
-    """The gradients in all guest slots of this rank."""
+    """Return the gradients in all guest slots of this rank."""
     return [
         gradient
         for state in run.balancer.layers.values()
@@ -127,7 +127,7 @@ def guests_of(run: Run) -> list[torch.Tensor]:
 
 
 def forget_to_empty(run: Run) -> None:
-    """A mistake: what guests sent to their owners stays with them, for the next iteration."""
+    """A mistake: guests keep the gradients that they sent to their owners, into the next iteration."""
     agg = run.balancer.transfer.agg
 
     def keep(plan: Any, placement: Any, slots: Any) -> None:
@@ -162,7 +162,7 @@ def test_gradients_that_leak_are_noticed(ranks) -> None:
 
 
 def reports_of(rank: int) -> dict[int, LayerReport]:
-    """Layer 2 is on both ranks, layer 1 on rank 0 only, layer 3 on none."""
+    """Return a rank's reports: layer 2 is on both ranks, layer 1 on rank 0 only, layer 3 on none."""
     numbers = LayerReport(*(float(index) for index in range(len(LayerReport._fields))))
     return {1: numbers, 2: numbers} if rank == 0 else {2: LayerReport(*(value + 1 for value in numbers))}
 

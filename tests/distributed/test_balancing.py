@@ -1,4 +1,4 @@
-"""Contract 1 in training: with any policy a run follows the run without, in every layout."""
+"""Contract 1 in training: with any policy, a run follows the run without a policy, in every layout."""
 
 import itertools
 
@@ -23,7 +23,7 @@ LAYOUTS = {
     "PP2xEP2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 16",
     "EP4-recompute-full": "--expert-model-parallel-size 4 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
-    # A first one, a last one, and one in between
+    # A first, a middle and a last microbatch
     "EP4-3-microbatches": "--expert-model-parallel-size 4 --global-batch-size 24",
 }
 
@@ -50,7 +50,7 @@ QUICK = (
     ("EP4", "blockwise", "hot_experts", "fastermoe"),
     ("EP4-3-microbatches", "blockwise", "rotating_hotspot", "demi"),
 )
-"""One plan for the present load, two for the next one. test_layouts.py trains the other layouts."""
+"""One case plans for the current load, two for the next. test_layouts.py trains the other layouts."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_policies_with_every_feature(ranks, curve_of, profiles, feature: str, mo
 
 
 def replicas(flags: str) -> list[torch.Tensor]:
-    """This rank's experts after some iterations, once they are found to be those of all data-parallel replicas."""
+    """Train, check that this rank's experts equal those of all data-parallel replicas, and return them."""
     run = runs.build(flags)
     for _ in range(5):
         train_step(run)
@@ -117,7 +117,7 @@ def experts_of(run: Run) -> GroupedExperts:
 
 
 def precisions(flags: str) -> tuple[Curve, set[torch.dtype], set[torch.dtype]]:
-    """The curve, and what guests are kept and their gradients collected in."""
+    """Return the curve, the dtypes of the weights and the dtypes of the gradients."""
     found: list[Run] = []
     curve = runs.train_curve(flags, 3, found.append)
     experts = experts_of(found[0])

@@ -1,4 +1,4 @@
-"""A run that stops and resumes is the run that never stopped, bit for bit; on another layout, the same weights."""
+"""A resumed run equals the run that never stopped, bit for bit; on another layout, the weights are the same."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from tests.distributed.checkpoints import forget_placements, losses_of, straight
 from tests.distributed.runs import build
 
 ITERATIONS = 8
-"""Half of them before saving, which is amid an interval of three."""
+"""Half of them come before the save, which thus falls inside an interval of three."""
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 GATHERED_LATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -63,13 +63,13 @@ CHUNKS = (
 
 
 def forget_chunks(run: Run) -> None:
-    """Choose anew."""
+    """Force a new choice of chunks."""
     assert run.chunks is not None and run.chunks.chosen
     run.chunks.restore({})
 
 
 def shown_while_saving() -> int:
-    """How many tensors are formatted while a checkpoint's state is collected."""
+    """Return how many tensors are formatted while a checkpoint's state is collected."""
     run = build("--num-layers 1 --expert-model-parallel-size 2")
     with mock.patch.object(torch.Tensor, "__repr__", return_value="") as shown:
         run_state.sharded_state(run, frozenset({"optimizer"}), is_loading=False)
@@ -77,7 +77,7 @@ def shown_while_saving() -> int:
 
 
 def test_a_save_formats_no_tensor(ranks) -> None:
-    """On a device, each would be a wait."""
+    """On a device, formatting a tensor makes the host wait."""
     assert ranks(2).run(shown_while_saving) == [0, 0]
 
 
@@ -132,7 +132,7 @@ OTHER_LAYOUTS = {
 
 @dataclass(frozen=True)
 class Home:
-    """A run of some iterations, and what it learned in as many more."""
+    """A run's checkpoint after `FEW` iterations, and the losses of `FEW` more on the same layout."""
 
     flags: str
     start: str
@@ -141,7 +141,7 @@ class Home:
 
 @pytest.fixture(scope="module")
 def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
-    """With some more flags; each trained once."""
+    """`home(flags)`: a run with these extra flags; each is trained once."""
 
     @functools.cache
     def of(more: str) -> Home:
@@ -167,13 +167,13 @@ QUICK_ELSEWHERE = (("ep2 distributed", "fp32"), ("pp2 ep2", "bf16"))
 )
 def test_a_run_goes_on_in_another_layout_and_back(ranks, home, tmp_path, layout: str, precision: str):
     (world_size, other), precision = OTHER_LAYOUTS[layout], PRECISIONS[precision]
-    # 18 weights and two moments of each; with bfloat16 the main parameters too
+    # 18 weights with two moments each; with bfloat16, main parameters too
     tensors, tolerance = (72, 2e-2) if precision else (54, 1e-5)
     check_there_and_back(ranks, home(precision), tmp_path, world_size, f"{other} {precision}", tensors, tolerance)
 
 
 UNBIASED = "--disable-bias-linear --swiglu --make-vocab-size-divisible-by 64"
-"""The vocabulary is padded alike for one tensor-parallel rank and for two."""
+"""The padding of the vocabulary is the same for one and for two tensor-parallel ranks."""
 
 TP_EP_ETP = "--tensor-model-parallel-size {} --expert-model-parallel-size {} --expert-tensor-parallel-size {}"
 SHARDED = {
@@ -181,7 +181,7 @@ SHARDED = {
     "etp2 s2 distributed": f"{TP_EP_ETP.format(2, 2, 2)} --moe-parallel-schedule s2 --use-distributed-optimizer",
     "etp2 alone": TP_EP_ETP.format(1, 1, 2),
 }
-"""Experts in two shards; those that they were before and become again are whole."""
+"""Layouts with two shards per expert; the checkpoints before and after hold whole experts."""
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ SHARDED = {
     ],
 )
 def test_a_run_goes_on_with_sharded_experts_and_back(ranks, home, tmp_path, flags: str):
-    # 13 weights and two moments of each
+    # 13 weights with two moments each
     check_there_and_back(ranks, home(UNBIASED), tmp_path, 4, f"{flags} {UNBIASED}", 39, 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Tokens in chunks: every gradient is what it was, in any order of tasks, and the order is executed as it stands."""
+"""Tokens in chunks: gradients do not change in any order of tasks, and the layer executes exactly that order."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def test_chunks_of_experts_with_many_hosts(ranks, split: str) -> None:
 def watched_start(
     start: Start, tasks: tuple[ChunkTask, ChunkTask], chunks: dict[int, int], log: list[ChunkStep]
 ) -> Start:
-    """Writes down what is started and waited for."""
+    """Wrap `start` so that it logs every start and wait."""
 
     def starting(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
         started, waited = (ChunkStep(task, chunks[splits_DH.data_ptr()]) for task in tasks)
@@ -70,7 +70,7 @@ def watched_start(
 
 
 def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
-    """The orders of both passes, and what a layer did in them."""
+    """Return the orders of both passes, and the order in which a layer executed them."""
     config = moe_config(moe_router_topk=2)
     layer = build_layer(config, build_groups(config, seed=7))
     chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
@@ -115,7 +115,7 @@ def test_what_is_executed_is_the_schedule(ranks, chunks: int) -> None:
 
 
 def bf16_layer(dtype: torch.dtype, bias: bool) -> BalancedMoELayer:
-    """A layer whose weights fit bfloat16, computing in `dtype`; it routes alike in every dtype."""
+    """Build a layer that computes in `dtype`; its weights fit bfloat16, and its routing is the same in every dtype."""
     destroy_groups()
     config = moe_config(params_dtype=dtype, hidden_size=32, moe_ffn_hidden_size=64, add_bias_linear=bias)
     layer = build_layer(config, build_groups(config, seed=7))
@@ -128,14 +128,14 @@ def bf16_layer(dtype: torch.dtype, bias: bool) -> BalancedMoELayer:
 
 
 def accumulate(parameter: torch.nn.Parameter) -> None:
-    """What DDP's hook does."""
+    """Accumulate into the main gradient, as DDP's hook does."""
     parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
     parameter.times_ready += 1
 
 
 def weight_gradients(dtype: torch.dtype, chunks: int, main_gradients: bool) -> list[torch.Tensor]:
-    """Of the experts' parameters, over two microbatches."""
+    """Return the gradients of the experts' parameters over two microbatches."""
     layer = bf16_layer(dtype, bias=True)
     in_chunks(chunks, 3, own_gradients, layer)
     parameters = list(layer.experts.parameters())
@@ -157,7 +157,7 @@ def weight_gradients(dtype: torch.dtype, chunks: int, main_gradients: bool) -> l
 
 
 def errors_by_chunks(main_gradients: bool) -> list[float]:
-    """The largest relative error of bfloat16 gradients in 1, 2 and 16 chunks."""
+    """Return the largest relative error of bfloat16 gradients in 1, 2 and 16 chunks."""
     exact, errors = weight_gradients(torch.float64, 1, False), []
     for chunks in (1, 2, 16):
         pairs = zip(weight_gradients(torch.bfloat16, chunks, main_gradients), exact, strict=True)
@@ -168,13 +168,13 @@ def errors_by_chunks(main_gradients: bool) -> list[float]:
 @pytest.mark.parametrize("main_gradients", [True, False])
 def test_errors_do_not_grow_with_chunks(ranks, main_gradients: bool) -> None:
     ((one, two, sixteen),) = ranks(1).run(errors_by_chunks, main_gradients)
-    # Without main gradients, the sum of several chunks is rounded once more
+    # Without main gradients, the sum over several chunks is rounded once more
     assert two < (1.02 if main_gradients else 1.2) * one
     assert sixteen < 1.02 * two
 
 
 class WeightCopies(TorchDispatchMode):
-    """Counts copies of tensors that have a weight's shape."""
+    """Counts copies of tensors with a weight's shape."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class WeightCopies(TorchDispatchMode):
 
 
 def copies_of_gradients(chunks: int) -> int:
-    """In a backward pass through home and guest experts, each in one grouped product, as on CUDA."""
+    """Count gradient copies in a backward pass of home and guest experts, with one grouped GEMM each, as on CUDA."""
     layer = bf16_layer(torch.bfloat16, bias=False)
     experts = layer.experts
     experts.forward = lambda rows, tokens, probs, stand_ins: experts._all_slots(rows, tokens, probs, False, stand_ins)
@@ -231,7 +231,7 @@ RUNS = {
     **{wire: f"{EP4} --moe-comm-alltoall {wire} --moe-comm-node-size 2" for wire in ("flat", "1dh", "2dh", "pipe")},
     "auto-wire": f"{EP4} --moe-comm-alltoall auto --moe-comm-node-size 2",
 }
-"""What chunks have to get on with."""
+"""Layouts and features to combine with chunks."""
 
 QUICK = ("recompute-full", "recompute-parts", "codec", "pipe")
 
@@ -247,7 +247,7 @@ def test_runs_in_chunks_follow_those_without(ranks, curve_of, name: str) -> None
     curves = ranks(4).run(runs.train_curve, f"{RUNS[name]} {way}", 10)
     assert all(curve == curves[0] for curve in curves)
     assert curves[0] != plain, "no sum was made in another order"
-    # A codec makes steps of last bits
+    # A codec turns last-bit differences into quantization steps
     assert deviation(curves[0], plain) <= (1e-3 if name == "codec" else 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Rows that travel compressed arrive as the codec alone would leave them, in the directions that were chosen."""
+"""Compressed rows arrive exactly as the codec encodes and decodes them, in the chosen directions only."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.distributed import runs
 from tests.distributed.layers import HIDDEN, build_layer, moe_config
 
 DIRECTIONS = {"dispatch": (1, 0, 0), "combine": (0, 1, 0), "forward": (1, 1, 0), "all": (1, 1, 1)}
-"""Whether the rows to the experts, those back, and their gradients are compressed."""
+"""Whether rows to the experts, rows back, and gradients are compressed."""
 
 
 def there_and_back(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_rows_arrive_as_the_codec_leaves_them(ranks, dtype: torch.dtype) -> None
 
 
 def widths_of_a_layer(name: str, directions: Directions) -> list[int]:
-    """Bytes per row of every exchange of a layer's forward and backward pass, in float64, in the order of starts."""
+    """Return the bytes per row of every exchange in a float64 layer's two passes, in the order of starts."""
     config = moe_config()
     groups = build_groups(config, seed=7)
     layer = build_layer(config, groups)

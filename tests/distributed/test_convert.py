@@ -1,4 +1,4 @@
-"""Imported models compute what Hugging Face's library computes, on every layout, and go on training."""
+"""Imported models compute what Hugging Face's library computes, on every layout, and continue training."""
 
 import argparse
 import dataclasses
@@ -40,7 +40,7 @@ TRAINING = (
 
 
 def imported(directory: str, flags: str):
-    """A run of the imported model alone: flags of the model come from the checkpoint."""
+    """Load a run of the imported model; the checkpoint supplies the model's flags."""
     run = build(f"--load {directory} --use-checkpoint-args {TRAINING} {flags}", base="")
     Checkpoints(run, Said(), patience=30.0).load()
     return run
@@ -57,7 +57,7 @@ def logits_and_copy(directory: str, flags: str, tokens: torch.Tensor, copy: str)
 
 
 CASES = [
-    # One kind on every layout, and every kind on the layout with the most cuts
+    # One model type on every layout, and every type on the layout with the most shards
     pytest.param(name, layout, marks=[] if name == "mixtral" or layout == "ep2 etp2" else pytest.mark.slow)
     for name in hf_models.CONFIGS
     for layout in LAYOUTS
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_source(ranks, tmp_path, name: str, layout: str)
 
 
 def train_on(directory: str, flags: str, save: str) -> tuple[list[float], int]:
-    """Two iterations from an imported model, saved: their losses, and the hosts added in them."""
+    """Train two iterations from an imported model and save; return the losses and the number of hosts added."""
     run = imported(directory, f"--save {save} {flags}")
     reports = [train_step(run) for _ in range(2)]
     Checkpoints(run, Said(), patience=30.0).save()
@@ -123,11 +123,11 @@ def test_norms_across_heads_learn_alike_where_ranks_share_the_heads(ranks, tmp_p
 
 
 SPLIT = {"singleton_local_shards": True}
-"""How megatron-core keeps experts in tensors of their own."""
+"""megatron-core's format with a separate tensor for each expert."""
 
 
 def save_as_upstream(flags: str, directory: str, metadata: dict) -> torch.Tensor:
-    """Save a model of megatron-core's own layers as Megatron-LM does, and return what it computes."""
+    """Save a model of megatron-core's own layers as Megatron-LM does, and return its logits."""
     run = build(f"--moe-layer-impl megatron --expert-model-parallel-size 2 {flags}")
     path = Path(directory, "iter_0000007")
     path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are found before anything of them is used, by name, and the one before is taken."""
+"""Damaged checkpoints are detected before use and named, and the previous checkpoint is loaded."""
 
 import random
 import shutil
@@ -57,7 +57,7 @@ HARMS: tuple[Callable[[Path, random.Random], None], ...] = (
 
 
 def save_three(directory: str) -> None:
-    """Checkpoints of iterations 1, 2 and 3."""
+    """Save checkpoints of iterations 1, 2 and 3."""
     run = build(f"{FLAGS} --save {directory}")
     checkpoints = Checkpoints(run, Said(), patience=30.0)
     for _ in range(3):
@@ -66,7 +66,7 @@ def save_three(directory: str) -> None:
 
 
 def look(directory: str) -> tuple[str | None, list[str]]:
-    """What would be loaded, and what is said about the rest."""
+    """Return the checkpoint that would be loaded, and the messages about the others."""
     said = Said()
     found = find_sound(CheckpointDirectory(Path(directory)), None, said)
     return found and found.name, said.lines
@@ -80,7 +80,7 @@ def sound(ranks, tmp_path_factory) -> Path:
 
 
 def harmed(sound: Path, directory: Path, name: str, harm: Callable, chance: random.Random) -> Path:
-    """A copy of the checkpoints with one file of the newest one harmed."""
+    """Copy the checkpoints and damage one file of the newest; return the copy."""
     shutil.copytree(sound, directory)
     harm(directory / NEWEST / name, chance)
     return directory

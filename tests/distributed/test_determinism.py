@@ -1,4 +1,4 @@
-"""What would vary from run to run on CUDA: nothing in our MoE layer, and in a step only what the documentation says."""
+"""Results that may vary from run to run on CUDA: none in our MoE layer, and in a step only the documented ones."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ LAYERS = {
     "chunks": (SWIGLU | SIGMOID, 3, False),
     "chunks and guests with a capacity": ({"moe_expert_capacity_factor": 1.0}, 2, True),
 }
-"""By what they have: config, chunks, and whether every rank hosts every expert."""
+"""Name -> configuration, number of chunks, and whether every rank hosts every expert."""
 
 
 def all_slots_together(all_slots: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
@@ -30,14 +30,14 @@ def all_slots_together(all_slots: Callable[..., torch.Tensor], *arguments: objec
 
 
 def operators_of_layers() -> dict[str, tuple[list[str], list[str]]]:
-    """(all, nondeterministic) operators of a forward and a backward pass of each layer."""
+    """Return the (all, nondeterministic) operators of a forward and a backward pass of each layer."""
     found = {}
     for name, (changes, chunks, guests) in LAYERS.items():
         config = moe_config(params_dtype=torch.float32, moe_router_dtype="fp32", **changes)
         layer = build_layer(config, build_groups(config, seed=7))
         host = functools.partial(host_on, str(all_on_all(2)), "proportional", "") if guests else own_gradients
         in_chunks(chunks, 5, host, layer)
-        # The experts as they compute on CUDA
+        # Compute experts as on CUDA
         layer.experts._all_slots = functools.partial(all_slots_together, layer.experts._all_slots)
         hidden = torch.randn(40 + dist.get_rank(), 1, HIDDEN, requires_grad=True)
         with Operators() as operators:
@@ -52,7 +52,7 @@ def test_nothing_in_a_layer_varies_on_cuda(ranks) -> None:
     for found in ranks(2).run(operators_of_layers):
         for name, (operators, nondeterministic) in found.items():
             assert nondeterministic == [], name
-            # Both passes, and the experts, were seen
+            # The record covers both passes and the experts
             assert operators.count("aten._embedding_bag_forward_only.default") == 2, name
             assert any("grouped_mm" in operator for operator in operators), name
 

@@ -1,4 +1,4 @@
-"""--dry-run says what a real run takes: exactly where it says so, and nearly where it estimates."""
+"""--dry-run reports a real run's needs: exact values exactly, and estimates closely."""
 
 import os
 import re
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 
 def hold(flags: str) -> Held:
-    """What this rank holds after a real step."""
+    """Return what this rank holds after a real step."""
     run = runs.build(flags)
     train_step(run)
     return held(run)
@@ -90,11 +90,11 @@ ACTIVATIONS = {
 }
 EVEN = "--seq-length 64 --hidden-size 64 --moe-router-force-workload balanced"
 DEVIATION = 0.04
-"""Left out are masks, indices of labels and statistics of norms: at this size, up to 3.3% in all."""
+"""The estimate omits masks, label indices and norm statistics: at this size, up to 3.3% in total."""
 
 
 def keep(flags: str) -> tuple[int, int]:
-    """Bytes that a forward pass of this rank keeps for its backward pass, and as many as are estimated."""
+    """Return the bytes that a forward pass of this rank keeps for its backward pass, and their estimate."""
     run = runs.build(f"{EVEN} {flags}")
     batch = next(run.data.train[0])
     known = {parameter.untyped_storage()._cdata for chunk in run.model for parameter in chunk.parameters()}
@@ -130,7 +130,7 @@ MISTAKES = {
 
 
 def told(flags: str) -> str:
-    """The message that the entry point ends with."""
+    """Return the message with which the entry point ends."""
     with pytest.raises(SystemExit) as ended:
         launch.pretrain([*BASE.split(), *flags.split()])
     assert isinstance(ended.value.code, str), "a message, so that the exit status is 1"
@@ -200,5 +200,5 @@ def test_256_ranks_need_little_of_one_machine(flags: str, billions: float) -> No
     assert process.returncode == 0, output
     assert f" {billions:.3f} " in output
     assert used.ru_maxrss < 1.5e6, "KiB"
-    # Of a core, not of the clock: tests share their machine
+    # CPU time, not wall-clock time, because tests share their machine
     assert used.ru_utime + used.ru_stime < 30

@@ -1,4 +1,4 @@
-"""After a crash during a save, an intact checkpoint exists, whichever unsynced writes are lost."""
+"""After a crash during a save, an intact checkpoint exists, no matter which unsynced writes are lost."""
 
 import json
 import os
@@ -25,7 +25,7 @@ AGAIN = (False, True)
 
 
 def save(recorder: Recorder, again: bool) -> None:
-    """Save once, and record how another iteration, or the same one again, is saved."""
+    """Save once, then record a save of the next iteration or, with `again`, of the same one."""
     run = build(f"{FLAGS} --save {recorder.root}")
     checkpoints = Checkpoints(run, Said(), patience=30.0)
     checkpoints.prepare()
@@ -38,12 +38,12 @@ def save(recorder: Recorder, again: bool) -> None:
     dist.barrier()
     with recorder.recording():
         checkpoints.save()
-        # The record ends once rank 0 has done all
+        # The record ends when rank 0 has finished
         dist.barrier()
 
 
 def found(directory: CheckpointDirectory) -> tuple[int | None, int | None]:
-    """After cleaning up: what the tracker names, if it is intact, and what would be loaded."""
+    """Clean up; return the iteration that the tracker names, if intact, and the iteration that would be loaded."""
 
     def intact(iteration: int) -> bool:
         path = directory.path(iteration)
@@ -63,7 +63,7 @@ def found(directory: CheckpointDirectory) -> tuple[int | None, int | None]:
 
 
 class Aftermath:
-    """What is found after each crash; trees come again and again."""
+    """The checkpoint found after each crash, cached by tree, because trees repeat."""
 
     def __init__(self, recorder: Recorder, again: bool, place: Path) -> None:
         self.recorder, self.place = recorder, place
@@ -73,7 +73,7 @@ class Aftermath:
         self.known: dict[str, tuple[int | None, int | None]] = {}
 
     def syncs(self) -> list[tuple[str, list[int]]]:
-        """What is put on disk, and by which events: a file by any of its own, a directory by each anew."""
+        """Return names with their fsync events: all fsyncs of a file together, each fsync of a directory alone."""
         files: dict[int, tuple[str, list[int]]] = {}
         directories = []
         for number, event in enumerate(self.events):
@@ -81,13 +81,13 @@ class Aftermath:
             if event.synced in event.directories:
                 directories.append((name, [number]))
             elif event.synced is not None and name != "probe":
-                # The probe only finds out whether there is room; torch fsyncs .metadata under another name before
+                # The probe only checks for room. Before this, torch fsyncs .metadata under another name
                 numbers = files.get(event.synced, (name, []))[1]
                 files[event.synced] = name, [*numbers, number]
         return [*files.values(), *directories]
 
     def failures(self, dropped: Collection[int] = ()) -> Iterable[str]:
-        """Crashes after which the wrong checkpoint, or none, is found."""
+        """Yield crashes after which the wrong checkpoint, or none, is found."""
         for files, over in crashes(self.events, self.root, dropped):
             tracked, loaded = self._find(files)
             allowed = (self.new,) if over else (self.old, self.new)
@@ -126,7 +126,7 @@ def test_each_fsync_is_needed(aftermath: Aftermath) -> None:
     (final,) = root.glob("iter_*")
     assert [name for name, _ in syncs if name in (root.name, final.name)] == [final.name, root.name, root.name]
     assert {path.name for path in final.iterdir()} | {f"{TRACKER}.new"} <= {name for name, _ in syncs}
-    # Of the same iteration, the tracker stays as it is
+    # A save of the same iteration leaves the tracker unchanged
     needless = {f"{TRACKER}.new", root.name} if aftermath.old == aftermath.new else set()
     for name, numbers in syncs:
         assert name in needless or any(aftermath.failures(numbers)), name

@@ -1,4 +1,4 @@
-"""tools/bench/emulated.py: sleeps in proportion to tokens, the real layer's messages, zero gradients for experts."""
+"""tools/bench/emulated.py: sleeps proportional to tokens, the real layer's messages, zero gradients for experts."""
 
 import time
 
@@ -12,11 +12,11 @@ from tests.distributed.layers import HIDDEN, build_layer, moe_config
 from tests.distributed.runs import train
 
 Messages = list[tuple[torch.Size, str]]
-"""Shape of the rows that each exchange sends, and the splits."""
+"""Shape of the rows and the splits of each exchange."""
 
 
 def passes(layer: torch.nn.Module) -> Messages:
-    """One forward and one backward pass; what was sent in them."""
+    """Run one forward and one backward pass; return what they sent."""
     messages: Messages = []
     exchange = type(layer.dispatcher.exchange.dispatch).start
 
@@ -35,7 +35,7 @@ def passes(layer: torch.nn.Module) -> Messages:
 
 
 def compare_with_the_real_layer() -> int:
-    """Emulated and real passes of one layer; returns the rows that this rank's experts got."""
+    """Compare emulated and real passes of one layer; return the number of rows that this rank's experts got."""
     config = moe_config()
     layer = build_layer(config, build_groups(config, seed=7))
     real = passes(layer)
@@ -45,7 +45,7 @@ def compare_with_the_real_layer() -> int:
     said: list[str] = []
     emulated.emulate([layer], emulated.EmulatedDevice(1e-3, backward_ratio=3, sleep=slept.append), said.append)
     assert passes(layer) == real
-    # Weights and rows to the experts, rows back; then the gradients the other way
+    # Routing weights and rows to the experts, then rows back; then the gradients in reverse
     assert len(real) == 6
     rows = real[2][0][0]
     assert slept == pytest.approx([rows * 1e-3, rows * 3e-3])
@@ -66,7 +66,7 @@ def test_sleeps_are_proportional_and_messages_are_the_real_layers(ranks) -> None
 
 
 def train_emulated(flags: str) -> list[float]:
-    """Sleeps of two iterations of a small run."""
+    """Return the sleeps of two iterations of a small run."""
     slept: list[float] = []
     device = emulated.EmulatedDevice(1e-6, attention_seconds=7.0, sleep=slept.append)
     reports = train(flags, 2, lambda run: emulated.emulate(run.model, device, lambda line: None))

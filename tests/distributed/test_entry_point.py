@@ -1,4 +1,4 @@
-"""pretrain_gpt_moe.py as a user starts it: under torchrun, in processes of its own."""
+"""pretrain_gpt_moe.py as a user starts it: under torchrun, in separate processes."""
 
 import os
 import re
@@ -21,7 +21,7 @@ LINE = re.compile(
 
 
 def launch(processes: int, flags: str) -> subprocess.CompletedProcess:
-    """The entry point on `processes` ranks."""
+    """Run the entry point on `processes` ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -36,7 +36,7 @@ def launch(processes: int, flags: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess, Path]:
-    """A run over two pipeline stages with everything that prints and records."""
+    """A run over two pipeline stages with all logging and recording."""
     events = tmp_path_factory.mktemp("events")
     flags = (
         "--pipeline-model-parallel-size 2 --global-batch-size 8 --train-iters 9 "
@@ -90,6 +90,6 @@ def test_a_mistake_ends_every_rank_at_once_with_flag_value_and_remedy() -> None:
     assert time.monotonic() - start < 60
     assert process.stderr.count("--expert-model-parallel-size 3 x expert tensor parallelism 1") >= 1
     assert "must divide the number of processes (2); lower one of them" in process.stderr
-    # The launcher's own traceback comes after the message, and there is none of ours
+    # The launcher's own traceback follows the message; our program prints none
     assert process.stderr.index("error: --expert-model-parallel-size") < process.stderr.index("Traceback")
     assert "ValueError" not in process.stderr

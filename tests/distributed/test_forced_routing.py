@@ -1,4 +1,4 @@
-"""workloads/forced_routing.py in megatron-core's routers: alone, and in small training runs of many layouts."""
+"""workloads/forced_routing.py in megatron-core's routers: in isolation, and in small training runs of many layouts."""
 
 import itertools
 from collections import defaultdict
@@ -26,7 +26,7 @@ Pass = tuple[int, str]
 
 
 def as_map(choices_TK: np.ndarray, experts: int) -> torch.Tensor:
-    """[T, E] bool."""
+    """Return the choices as a map, [T, E] bool."""
     chosen = torch.zeros(len(choices_TK), experts, dtype=torch.bool)
     return chosen.scatter(1, torch.from_numpy(choices_TK), True)
 
@@ -44,11 +44,11 @@ def build_router(**changes: object) -> tuple[TopKRouter, ProcessGroupCollection]
 
 
 def force_one_router(workload: str, changes: dict) -> None:
-    """Two microbatches of one router follow the workload to the token; probabilities and gradients are finite."""
+    """Check that two microbatches follow the workload token by token, with finite probabilities and gradients."""
     router, groups = build_router(**changes)
     part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
     force_routing([router], Workload(workload, 5), part, step=lambda: 9, microbatches=lambda: 2)
-    # Logits whose exponentials vanish beside each other, as a diverged router's do
+    # Logits so far apart that exponentials underflow, as in a diverged router
     scale = torch.linspace(0.1, 400, SEQUENCE * SAMPLES).view(SEQUENCE, SAMPLES, 1)
     for microbatch in range(2):
         hidden = (torch.randn(SEQUENCE, SAMPLES, 12) * scale).to(router.weight.dtype).requires_grad_()
@@ -66,7 +66,7 @@ def force_one_router(workload: str, changes: dict) -> None:
         (probs_TE.float() * torch.randn(probs_TE.shape)).sum().backward()
         for gradient in (router.weight.grad, hidden.grad):
             assert gradient.isfinite().all() and gradient.any()
-    # This backward pass gave it a shape that a schedule's would not fit
+    # This backward pass gave the scale a shape that does not fit a schedule's
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
@@ -109,7 +109,7 @@ def force(run: Run) -> None:
 
 
 def counts_of_a_run(flags: str, start: int) -> dict[Pass, list[list[int]]]:
-    """Tokens per expert, for each layer and kind of pass, of two training steps from `start` and an evaluation."""
+    """Return tokens per expert by layer and kind of pass, for two training steps from `start` and an evaluation."""
     run = runs.build(flags)
     run.progress.iteration = start
     force(run)
@@ -186,7 +186,7 @@ def test_the_same_workload_in_every_layout(ranks, layout: str) -> None:
 
 
 def routed_in_both_passes() -> None:
-    """Recomputation routes each microbatch as its first pass did, also when a faulty iteration is run again."""
+    """Check that recomputation routes each microbatch as its first pass did, even when a bad iteration is repeated."""
     run = runs.build("--global-batch-size 8 --recompute-granularity selective --recompute-modules moe")
     force(run)
     maps: dict[Pass, list[torch.Tensor]] = defaultdict(list)
@@ -197,7 +197,7 @@ def routed_in_both_passes() -> None:
     for module in run.model[0].modules():
         if isinstance(module, TopKRouter):
             module.register_forward_hook(note)
-    # A fault, so that the loss guard repeats the forward pass
+    # An injected fault makes the loss guard repeat the forward pass
     run.guard._is_bad = lambda reports: True
     train_step(run)
     for layer in (1, 2):
@@ -213,7 +213,7 @@ def test_recomputation_and_repetition_route_alike(ranks) -> None:
 
 
 def start_an_iteration_early() -> None:
-    """An iteration begins with microbatch 0, whatever came before it."""
+    """Check that an iteration begins with microbatch 0 regardless of what came before it."""
     router, groups = build_router()
     iterations, maps = [3, 3, 4], []
     part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)

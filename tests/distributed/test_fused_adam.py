@@ -1,4 +1,4 @@
-"""Runs with Transformer Engine's FusedAdam, of which tests have a stand-in, resume as they would have gone on."""
+"""Runs with a stand-in for Transformer Engine's FusedAdam resume exactly."""
 
 import pytest
 

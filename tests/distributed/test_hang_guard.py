@@ -1,4 +1,4 @@
-"""A rank that stops, dies, sleeps or fails ends the whole job, and all others name it."""
+"""A rank that stops, dies, sleeps or fails ends the whole job, and all other ranks name it."""
 
 import os
 import re
@@ -50,11 +50,11 @@ def fail_in_rank_1(rank: int) -> None:
 
 
 def leave_in_rank_1(rank: int) -> None:
-    """As a user's data loader or codec might, with the exit status of success."""
+    """Exit with status 0, as a user's data loader or codec might."""
     replace_forward(sys.exit, (1,), 20, rank)
 
 
-def fail_beside_the_computation_of_rank_1(rank: int) -> None:
+def fail_during_the_computation_of_rank_1(rank: int) -> None:
     from megatron_balance.comm.trans_agg import ExpertTransfer
 
     original, count = ExpertTransfer.agg, 0
@@ -70,7 +70,7 @@ def fail_beside_the_computation_of_rank_1(rank: int) -> None:
 
 
 def add_up_in_rank_1(rank: int) -> None:
-    """An operation of its own, which the others never enter."""
+    """Enter a collective that the other ranks never enter."""
     replace_forward(lambda: dist.all_reduce(torch.zeros(3)), (1,), 20, rank)
 
 
@@ -90,7 +90,7 @@ def others(victim: int) -> list[int]:
     return [rank for rank in range(WORLD_SIZE) if rank != victim]
 
 
-# 0 holds the key-value store
+# Rank 0 holds the key-value store
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named(start, victim: int) -> None:
     job = start()
@@ -160,10 +160,10 @@ def test_an_interruption_ends_the_job_with_a_line(start, ranks: tuple[int, ...])
         assert not any("Thread" in line or "Traceback" in line for line in lines), job.output(rank)
 
 
-def test_a_rank_that_fails_beside_its_computation_is_named(start) -> None:
-    """The others wait for what the failed thread should have sent."""
+def test_a_rank_that_fails_during_its_computation_is_named(start) -> None:
+    """The other ranks wait for data that the failed thread should have sent."""
     flags = f"{FLAGS} --num-experts 6 --expert-model-parallel-size 3 --balance-policy top2 --balance-overlap blockwise"
-    job = start(fail_beside_the_computation_of_rank_1, flags.replace(str(TIMEOUT_MINUTES), "10"))
+    job = start(fail_during_the_computation_of_rank_1, flags.replace(str(TIMEOUT_MINUTES), "10"))
     job.await_iteration(1)
     assert job.join([0, 1, 2], 15) == [1, 1, 1]
     for rank in (0, 1, 2):
@@ -188,7 +188,7 @@ def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_loops_everywhere_is_noticed(start) -> None:
-    """Outside collectives; after ten times the limit."""
+    """All ranks loop outside collectives, which is a stall after ten times the limit."""
     job = start(loop_on_all_ranks, FLAGS.replace(str(TIMEOUT_MINUTES), "0.04"))
     job.await_iteration(4)
     assert job.join([0, 1, 2], LIMIT + 60) == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""The harness itself: a failing rank fails the task, at once and by name."""
+"""The harness itself: a failing rank fails the task immediately, and the error names the rank."""
 
 import time
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def add_up_elsewhere() -> None:
 
 
 def exchanged_on_rank_one() -> None:
-    """As many elements in the same operation: gloo notices nothing."""
+    """Swap two equal operations, which gloo does not notice."""
     order = [add_up, add_up_elsewhere]
     for step in reversed(order) if dist.get_rank() == 1 else order:
         step()
@@ -61,12 +61,12 @@ def left_out_on_rank_one() -> None:
 
 
 def other_sizes_on_rank_one() -> None:
-    """As many bytes, because gloo would end the process."""
+    """Send equally many bytes, because gloo would otherwise end the process."""
     dist.all_reduce(torch.ones(4, dtype=torch.float64) if dist.get_rank() == 1 else torch.ones(8))
 
 
 def circle_of_two_communicators() -> None:
-    """Each rank waits only once it has issued both, so that gloo comes through."""
+    """Wait only after issuing both operations, so that gloo does not deadlock."""
     first, second = (dist.new_group([0, 1], group_desc=name) for name in ("FIRST_GROUP", "SECOND_GROUP"))
     order = [second, first] if dist.get_rank() == 1 else [first, second]
     for work in [dist.all_reduce(torch.ones(8), group=group, async_op=True) for group in order]:

@@ -1,4 +1,4 @@
-"""Our MoE layer and its balancing inside other programs: a training loop of one's own, and Megatron-LM's."""
+"""Our MoE layer and its balancing inside other programs: a custom training loop, and Megatron-LM's."""
 
 import argparse
 import importlib.util
@@ -35,7 +35,7 @@ needs_megatron_lm = pytest.mark.skipif(
 
 
 def own_loop(flags: str, detach: bool = False) -> tuple[Curve, Hosts]:
-    """A program that somebody wrote on megatron-core, with our three calls and our flags."""
+    """Run a user's program on megatron-core with our three calls and our flags."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seq-length", type=int, default=16)
     parser.add_argument("--micro-batch-size", type=int, default=2)
@@ -106,7 +106,7 @@ def train(
 
 
 def check(plain: tuple[Curve, Hosts], balanced: tuple[Curve, Hosts]) -> None:
-    """The same is learned, and balancing acted in all iterations but the first, before which nothing is known."""
+    """Check that the curves agree, and that balancing acted in every iteration but the first, which has no history."""
     assert deviation(balanced[0], plain[0]) <= TOLERANCE
     assert not any(plain[1])
     assert all(added > 0 for added in balanced[1][1:]), f"balancing hardly acted: {balanced[1]}"
@@ -141,7 +141,7 @@ def test_megatron_lm_learns_the_same(ranks, layout: str) -> None:
     world_size, *flags = LAYOUTS[layout]
     flags = f"{' '.join(flags)} --global-batch-size {4 * world_size}"
     plain, balanced = (
-        # The last rank has the loss of the last pipeline stage
+        # The last rank belongs to the last pipeline stage, which has the loss
         ranks(world_size).run(upstream.pretrain, f"{flags} {more}", ITERATIONS)[-1]
         for more in ("--moe-layer-impl megatron", f"{POLICY} --balance-overlap blockwise")
     )
@@ -151,7 +151,7 @@ def test_megatron_lm_learns_the_same(ranks, layout: str) -> None:
 @needs_megatron_lm
 @pytest.mark.slow
 def test_megatron_lm_with_tensor_parallel_attention_learns_the_same(ranks) -> None:
-    """Without sequence parallelism, which a CPU's norms lack and megatron-core's layer needs: both layers are ours."""
+    """Both runs use our layer: megatron-core's needs sequence parallelism, which norms on a CPU lack."""
     flags = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
     plain, balanced = (
         ranks(4).run(upstream.pretrain, f"{flags} --global-batch-size 8 {more}", ITERATIONS)[0]
@@ -163,7 +163,7 @@ def test_megatron_lm_with_tensor_parallel_attention_learns_the_same(ranks) -> No
 @needs_megatron_lm
 @pytest.mark.slow
 def test_megatron_lm_resumes(ranks, tmp_path: Path) -> None:
-    """Guests are in no checkpoint: a resumed run goes on as the one that was not interrupted."""
+    """Checkpoints contain no guests; a resumed run equals the uninterrupted one."""
     flags = f"--expert-model-parallel-size 2 --global-batch-size 8 {POLICY}"
     whole, _ = ranks(2).run(upstream.pretrain, f"{flags} --save {tmp_path} --save-interval 2", ITERATIONS)[0]
     rest, hosts = ranks(2).run(upstream.pretrain, f"{flags} --load {tmp_path} --ckpt-step 2", ITERATIONS)[0]

@@ -39,13 +39,13 @@ def test_equals_the_oracle_when_experts_starve(ranks) -> None:
 
 
 def check_against_megatron(changes: dict) -> None:
-    """One forward and backward pass of our layer and of megatron-core's, with the same weights, agree to 1e-12."""
+    """Check that a forward and backward pass of our layer and of megatron-core's agree to 1e-12 with equal weights."""
     config = moe_config(**AUXILIARY_LOSSES | changes)
     groups = build_groups(config, seed=7)
     _, submodules = parts(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False))
     theirs = MoELayer(config, submodules=submodules, layer_number=1, pg_collection=groups)
     ours = build_layer(config, groups, submodules=submodules)
-    # No rank is without tokens: the router's own gating, which has a bias
+    # No rank is without tokens, so use the router's own gating, which has a bias
     del ours.router.gating
     copy_weights(ours, theirs)
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
@@ -112,7 +112,7 @@ AS_MEGATRONS = {
     "squared-relu": (2, {"activation_func": squared_relu}),
     "one-expert-per-rank": (4, {"num_moe_experts": 4}),
 }
-"""Number of ranks and the changes of the configuration."""
+"""Number of ranks, and changes to the configuration."""
 
 
 @pytest.mark.parametrize(("world_size", "changes"), AS_MEGATRONS.values(), ids=AS_MEGATRONS)
@@ -121,7 +121,7 @@ def test_equals_megatrons_layer(ranks, world_size: int, changes: dict) -> None:
 
 
 def initial_weights(gated: bool) -> list[torch.Tensor]:
-    """This rank's experts as our module and megatron-core's initialise them, from the same seed."""
+    """Check that our module and megatron-core's initialize this rank's experts alike, and return their weights."""
     config = moe_config(
         params_dtype=torch.float32,
         gated_linear_unit=gated,
@@ -130,7 +130,7 @@ def initial_weights(gated: bool) -> list[torch.Tensor]:
     )
     local = EXPERTS // dist.get_world_size()
     ours = GroupedExperts(range(local), config, build_groups(config, seed=7))
-    # Groups must not end while another rank still connects
+    # Groups must not end while another rank is still connecting
     dist.barrier()
     destroy_groups()
     groups = build_groups(config, seed=7)
@@ -155,12 +155,12 @@ def test_initial_weights_are_megatrons_and_all_experts_differ(ranks, gated: bool
 
 
 def experts_together_and_apart(activation: dict) -> None:
-    """One grouped product for home and one for guest slots, as on CUDA, equals slot by slot, gradients included."""
+    """Check that one grouped GEMM each for home and guest slots, as on CUDA, equals slot by slot, with gradients."""
     config = moe_config(params_dtype=torch.float32, expert_model_parallel_size=1, **activation)
     experts = GroupedExperts(range(EXPERTS - 2), config, build_groups(config, seed=7))
     for parameter in experts.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
-    # One guest slot more than is in use
+    # One more guest slot than in use
     experts.allocate_guests(3)
     guests = [tensor for tensors in map(experts.weights_of, range(EXPERTS - 2, EXPERTS)) for tensor in tensors]
     tokens = torch.tensor([3, 0, 5, 1, 0, 8, 2, 4])

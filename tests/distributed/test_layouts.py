@@ -1,4 +1,4 @@
-"""Any two choices of a layout that go together: a run with them follows the one without all that is optional."""
+"""A run with any two compatible choices of a layout follows the run without optional features."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ ITERATIONS = 3
 
 
 class Trained(NamedTuple):
-    """What one rank knows of a run."""
+    """What one rank observes in a run."""
 
     curve: Curve
     acted: list[float]
@@ -33,11 +33,11 @@ class Trained(NamedTuple):
     placements_differ: bool
     """Whether replicas of some layer had different placements, in some iteration."""
     unequal: list[str]
-    """Parameters that are not to the bit those of the other replicas."""
+    """Parameters that differ from another replica's, bit for bit."""
 
 
 def trained(flags: str, iterations: int, mutate: Callable[[Run], None] | None = None) -> Trained:
-    """Train a run on this rank and compare with its replicas; `mutate` changes the built run before."""
+    """Train a run on this rank and compare with its replicas; `mutate` changes the built run before it trains."""
     run = runs.build(flags)
     if mutate is not None:
         mutate(run)
@@ -56,7 +56,7 @@ def trained(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
 
 
 def route_apart(run: Run) -> None:
-    """Each replica has other hot experts."""
+    """Give each replica different hot experts."""
     for chunk in run.model:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
@@ -69,7 +69,7 @@ def both_apart(run: Run) -> None:
 
 
 def unequal_replicas(run: Run) -> list[str]:
-    """Names of parameters that another data-parallel rank has otherwise."""
+    """Return the names of parameters that differ on another data-parallel rank."""
     unequal = []
     for chunk in run.model:
         if run.config.ddp.overlap_param_gather:
@@ -86,7 +86,7 @@ def unequal_replicas(run: Run) -> list[str]:
 def check(
     ranks, curve_of, profiles: dict[int, Path], layout: Layout, mutate: Callable[[Run], None] = route_apart
 ) -> None:
-    """A run in this layout follows its reference, and its replicas stay equal though they plan for other loads."""
+    """Check that a run follows its reference, and that replicas stay equal although they plan for different loads."""
     flags, world_size = layouts.flags_of(layout), layouts.world_size(layout)
     balanced, alone = layout["policy"] != "none", layouts.size(layout, "replicas") == 1
     if balanced:
@@ -105,7 +105,7 @@ def check(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The array takes seconds to make: only when it is trained."""
+    """Compute the covering array, which takes seconds, only when it is trained."""
     if "layout" in metafunc.fixturenames:
         slow = layouts.array()[0][len(QUICK) :] if metafunc.config.getoption("--slow") else []
         rows = [
@@ -121,7 +121,7 @@ def test_layouts_follow_the_plain_run(ranks, curve_of, profiles, layout: Layout)
 
 
 def test_replicas_that_plan_differently(ranks, curve_of, profiles) -> None:
-    """Every second layer has nothing to send, on each replica another one: parameters are gathered in one order."""
+    """Each replica balances only every second layer, not the same ones; the order of all-gathers stays the same."""
     layout = layouts.layout_of(*layouts.REPLICAS, *layouts.GATHER, "top2", "blockwise")
     check(ranks, curve_of, profiles, layout, both_apart)
 
@@ -139,14 +139,14 @@ MANY, COMPARED = 200, 20
 def test_many_iterations_without_a_stop(
     ranks, curve_of, profiles, policy: str, mutate: Callable[[Run], None] | None
 ) -> None:
-    """Parameters of two replicas are gathered in many buckets, while experts' weights travel beside computation."""
+    """Two replicas all-gather parameters in many buckets while Trans and Agg overlap with computation."""
     gather = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
     balanced = f"{gather} --balance-policy {policy} --balance-overlap blockwise --balance-profile {profiles[2]}"
     outcomes = ranks(4).run(trained, f"{LONG} {balanced}", MANY, mutate, timeout=550)
     curve, acted, *_ = outcomes[0]
     assert not any(outcome.unequal for outcome in outcomes)
     assert sum(hosts > 0 for hosts in acted) >= MANY / 2, acted
-    # The hottest experts are the same ones on both replicas: top2 differs only where it is made to
+    # The hottest experts are the same on both replicas, so top2 differs only with `mutate`
     if mutate is not None or policy != "top2":
         assert any(outcome.placements_differ for outcome in outcomes)
     assert deviation(curve[:COMPARED], curve_of(LONG, COMPARED)) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""Whatever is loaded of a checkpoint, the run goes on from its weights: a step that learns nothing changes none."""
+"""A run continues from the weights of a checkpoint, however little it loads: a step with lr 0 changes none."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights(run: Run) -> Weights:
-    """As the next forward pass has them."""
+    """Return the weights that the next forward pass uses."""
     (chunk,) = run.model
     if run.config.ddp.overlap_param_gather:
         chunk.start_param_sync(force_sync=True)
@@ -42,7 +42,7 @@ def weights(run: Run) -> Weights:
 
 
 def save(directory: str) -> Weights:
-    """Train a little; save what is learned, and once more as a converted model is saved: weights and nothing else."""
+    """Train one step, save everything, and save the weights alone, as a converted model; return the weights."""
     run = build(f"{BF16} --save {directory}/own")
     train_step(run)
     Checkpoints(run, Said(), patience=30.0).save()
@@ -57,7 +57,7 @@ def save(directory: str) -> Weights:
 
 
 def after_a_step_of_no_length(flags: str) -> tuple[int, Weights, Weights]:
-    """The iteration after loading and one step; the weights before and after that step."""
+    """Load, train one step with lr 0; return the iteration, and the weights before and after the step."""
     run = build(f"{BF16} --seed 77 {flags}")
     Checkpoints(run, Said(), patience=30.0).load()
     loaded = weights(run)

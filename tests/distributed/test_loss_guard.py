@@ -1,4 +1,4 @@
-"""The loss guard: bad iterations change nothing and are named; too many of them end the run."""
+"""The loss guard reports bad iterations, which change nothing, and ends the run after too many of them."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ from tests.distributed.runs import build, modules
 NAN, INF = float("nan"), float("inf")
 
 Sabotage = Callable[[Run], Callable[[], None]]
-"""Breaks something in a run, on some rank; returns what mends it again."""
+"""Breaks something in a run on this rank; returns a function that undoes it."""
 
 EP4 = "--expert-model-parallel-size 4"
 OVERLAP = "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -37,14 +37,14 @@ def on_rank(rank: int, sabotage: Sabotage) -> Sabotage:
 
 
 def filled(tensor: torch.Tensor, value: float) -> Callable[[], None]:
-    """Fills a part of the weights."""
+    """Fill a part of the weights."""
     saved = tensor.clone()
     tensor.fill_(value)
 
-    def mend() -> None:
+    def repair() -> None:
         tensor.copy_(saved)
 
-    return mend
+    return repair
 
 
 def one_weight(run: Run) -> Callable[[], None]:
@@ -60,7 +60,7 @@ def huge_weights(run: Run) -> Callable[[], None]:
 
 
 def expert_output(run: Run) -> Callable[[], None]:
-    """The last layer's last expert of this rank returns NaN for all its rows."""
+    """Make the last layer's last expert of this rank return NaN for all its rows."""
 
     def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         spoiled = torch.ones(len(output), 1)
@@ -90,7 +90,7 @@ def expert_gradient(run: Run) -> Callable[[], None]:
 
 
 def backward_of_an_expert(run: Run) -> Callable[[], None]:
-    """NaN arises in the backward pass of the first layer's experts and spreads to all that came before."""
+    """Create NaN in the backward pass of the first layer's experts; it spreads to everything before them."""
 
     def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
@@ -100,18 +100,18 @@ def backward_of_an_expert(run: Run) -> Callable[[], None]:
 
 
 def loss_mask(run: Run) -> Callable[[], None]:
-    """The next microbatches have a bad mask."""
+    """Give the next microbatches a bad mask."""
     source = run.data.train[0]
     run.data.train[0] = ({**batch, "loss_mask": batch["loss_mask"] * NAN} for batch in source)
 
-    def mend() -> None:
+    def repair() -> None:
         run.data.train[0] = source
 
-    return mend
+    return repair
 
 
 def passing_fault(run: Run) -> Callable[[], None]:
-    """One forward pass, but not the next, gives NaN."""
+    """Make one forward pass, but not the next, return NaN."""
     spoiled: list[bool] = []
 
     def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
@@ -173,11 +173,11 @@ FAULTS: dict[str, tuple[str, int, Sabotage, str]] = {
 
 
 def state(run: Run) -> dict[str, Any]:
-    """Everything that a bad iteration must leave alone, bit for bit."""
+    """Return everything that a bad iteration must not change, bit for bit."""
     tensors = {}
     for index, chunk in enumerate(run.model):
         if chunk.use_forward_hook:
-            # Otherwise the next forward pass gathers what the last step changed
+            # Otherwise the next forward pass would gather what the last step changed
             chunk.start_param_sync(force_sync=True)
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
             tensors[f"{index} {name}"] = tensor
@@ -193,17 +193,17 @@ def state(run: Run) -> dict[str, Any]:
 
 
 def one_bad_iteration(fault: str) -> dict[str, Any]:
-    """Two good iterations, a bad one, and a good one again."""
+    """Train two good iterations, a bad one, and a good one again."""
     flags, rank, sabotage, _ = FAULTS[fault]
     run = build(flags)
     for _ in range(2):
         assert train_step(run).fault is None
-    mend = on_rank(rank, sabotage)(run)
+    repair = on_rank(rank, sabotage)(run)
     before = state(run)
     bad = train_step(run)
     after = state(run)
     counts = (run.progress.iteration, run.progress.nan_iterations, run.progress.bad_in_a_row)
-    mend()
+    repair()
     good = train_step(run)
     return {
         "fault": bad.fault,
@@ -231,14 +231,14 @@ def test_bad_iteration_is_named_and_changes_nothing(ranks, fault: str) -> None:
 
 
 def losses_after_a_bad_iteration(guarded: bool) -> list[float]:
-    """Losses of the two iterations after one whose step is left out: by the guard, or by hand."""
+    """Return the losses of the two iterations after one without a step, skipped by the guard or by hand."""
     flags = f"{EP4} --attention-dropout 0.1 --hidden-dropout 0.1"
     run = build(flags if guarded else f"{flags} --no-check-for-nan-in-loss-and-grad")
     train_step(run)
     if guarded:
-        mend = on_rank(1, expert_output)(run)
+        repair = on_rank(1, expert_output)(run)
         assert train_step(run).fault is not None
-        mend()
+        repair()
     else:
         step = run.optimizer.step
         run.optimizer.step = lambda: (False, None, None)
@@ -248,12 +248,12 @@ def losses_after_a_bad_iteration(guarded: bool) -> list[float]:
 
 
 def test_run_goes_on_as_if_only_the_step_were_missing(ranks) -> None:
-    """Data, weights and dropout's random numbers are those of a run that merely did not step."""
+    """Data, weights and dropout's random numbers equal those of a run that only skipped the step."""
     assert ranks(4).run(losses_after_a_bad_iteration, True) == ranks(4).run(losses_after_a_bad_iteration, False)
 
 
 def repeated_losses(flags: str) -> list[list[float]]:
-    """The losses of a bad iteration's microbatches, first as they were and then as the search found them."""
+    """Return the losses of a bad iteration's microbatches, in the iteration itself and in the search's repetition."""
     run = build(f"{flags} --attention-dropout 0.1 --hidden-dropout 0.1")
     train_step(run)
     on_rank(1, dense_gradient)(run)
@@ -282,7 +282,7 @@ def test_search_repeats_the_iteration_exactly(ranks, flags: str) -> None:
 
 
 def poisoned_training(good_after: int) -> dict[str, Any]:
-    """`train` with a fault from the second iteration on that goes away after some more."""
+    """Run `train` with a fault from the second iteration that lasts for `good_after` iterations."""
     run = build(f"{EP4} --train-iters 6 --log-interval 1 --max-consecutive-bad-iterations 3")
     mends: list[Callable[[], None]] = []
 

@@ -1,4 +1,4 @@
-"""A published script's flags mean here what its author meant, and train."""
+"""The flags of a published script keep their meaning here, and train."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Training on one GPU, in a group of one rank over NCCL: what kernels compute, which no CPU can show."""
+"""Training on one GPU, with one rank over NCCL: tests the CUDA kernels' results, which no CPU test can."""
 
 from collections.abc import Callable, Iterator
 
@@ -25,7 +25,7 @@ precisions = pytest.mark.parametrize("precision", TOLERANCE, ids=["float32", "bf
 
 @pytest.fixture(scope="module")
 def train() -> Iterator[Callable[[str], Curve]]:
-    """`train(flags)`: the losses and gradient norms of a run."""
+    """`train(flags)`: losses and gradient norms of a run."""
 
     def of(flags: str) -> Curve:
         destroy_groups()
@@ -40,7 +40,7 @@ def train() -> Iterator[Callable[[str], Curve]]:
 
 @pytest.fixture(scope="module")
 def ours(train: Callable[[str], Curve]) -> dict[str, Curve]:
-    """By precision, a run with the layer of this package."""
+    """Precision -> curve of a run with this package's layer."""
     return {precision: train(precision) for precision in TOLERANCE}
 
 

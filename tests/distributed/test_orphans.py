@@ -16,7 +16,7 @@ from tests.distributed.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 5.0
-"""In which ranks have to end, however busy the machine is."""
+"""Time limit for ranks to end, on a busy machine too."""
 
 
 def torchrun(port: int, flags: str, log: Path) -> subprocess.Popen:
@@ -32,7 +32,7 @@ def torchrun(port: int, flags: str, log: Path) -> subprocess.Popen:
 
 
 def ranks_of(agent: subprocess.Popen) -> list[psutil.Process]:
-    """Its ranks, as soon as it has started them."""
+    """Return the agent's ranks as soon as it has started them."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         children = psutil.Process(agent.pid).children(recursive=True)
@@ -45,7 +45,7 @@ def ranks_of(agent: subprocess.Popen) -> list[psutil.Process]:
 
 @pytest.fixture
 def killed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, Path, list[psutil.Process]]]:
-    """The port, the log and the ranks of a job whose torchrun has just been killed, at some moment."""
+    """Port, log and ranks of a job whose torchrun has just been killed, at one of several moments."""
     port, log = free_port(), tmp_path / "killed.txt"
     agent = torchrun(port, "--train-iters 100000 --exit-signal-handler", log)
     ranks = ranks_of(agent)

@@ -1,4 +1,4 @@
-"""Blockwise scheduling: whoever is late, what is learned stays the same, and what the schedule says is what happens."""
+"""Blockwise scheduling: late ranks do not change the result, and execution follows the schedule exactly."""
 
 import random
 import time
@@ -23,7 +23,7 @@ MANY, FEW, ITERATIONS = 200, 30, 5
 
 
 def with_delays(seed: int, run: Run) -> None:
-    """Every rank is late by itself: before computations, and before and between Trans and Agg."""
+    """Delay every rank independently: before computations, and before Trans and Agg."""
     generator = random.Random(1000 * seed + dist.get_rank())
     balancer = run.balancer
     assert balancer is not None
@@ -44,19 +44,19 @@ def with_delays(seed: int, run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("iterations", [FEW, MANY])
 def test_ranks_that_are_late_now_and_then(ranks, curve_of, profiles, iterations: int) -> None:
-    """Late in two ways, hosts changing all the time."""
+    """Two patterns of delays give the same result while hosts keep changing."""
     flags = f"{EP4} --moe-router-force-workload rotating_hotspot --seq-length 16"
     flags = with_policy(flags, "pro_prophet", "blockwise", profiles)
     one, other = (ranks(4).run(runs.train_hosts, flags, iterations, partial(with_delays, seed))[0] for seed in (1, 2))
     curve, hosts = one
     assert sum(added > 0 for added in hosts) >= 0.9 * iterations
-    # Sums are taken in one order: to the bit
+    # Sums have a fixed order, so curves agree bit for bit
     assert other == one
     assert curve_of(flags, 20) == curve[:20]
 
 
 def edited(edit: Callable[[list[Step]], None]) -> Callable[[Run], None]:
-    """A run whose schedules were changed after they were validated."""
+    """Return a mutation that changes a run's schedules after their validation."""
 
     def mutate(run: Run) -> None:
         original = run.balancer.schedule
@@ -126,7 +126,7 @@ def test_a_model_that_computes_otherwise_is_noticed(ranks, profiles) -> None:
 
 
 def recorded(flags: str, directory: Path) -> tuple[Curve, list[dict[str, float]], list[str]]:
-    """Two iterations with an evaluation between them; what the log tells of Trans and Agg, and the schedule's order."""
+    """Train two iterations with an evaluation between them; return curve, logged Trans and Agg, and schedule order."""
     run = runs.build(flags)
     run.balancer.timeline = Timeline(directory, dist.get_rank())
     reports = [train_step(run)]
@@ -153,7 +153,7 @@ def test_the_timeline_shows_what_the_log_tells(ranks, profiles, tmp_path: Path, 
         for iteration in (1, 2):
             rows = {stream: sorted(spans(trace, iteration, stream), key=lambda span: span.start_us)
                     for stream in ("computation", "waits", "communication")}  # fmt: skip
-            # What computes last ends with the iteration, after the last mark
+            # The last computation ends with the iteration, after the last mark
             assert [span.name for span in rows["computation"]] == order[:-1]
             for row in rows.values():
                 assert all(before.end_us <= after.start_us for before, after in pairwise(row))

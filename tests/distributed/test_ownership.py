@@ -1,4 +1,4 @@
-"""Experts that change owners: training goes on as if they had not, and their optimizer state is really elsewhere."""
+"""Experts that change owners: training does not change, and their optimizer state really moves."""
 
 import logging
 import sys
@@ -47,20 +47,20 @@ HALF = {
     "EP4-bf16": (4, "--bf16 --clip-grad 0"),
     "EP2xDP2-bf16-distributed-optimizer": (2, "--bf16 --clip-grad 0 --use-distributed-optimizer"),
 }
-"""Unclipped: the last bits of the gradients' norm depend on who holds what, and would make weights round apart."""
+"""Unclipped: the last bits of the gradient norm depend on the owners, and clipping would change the rounding."""
 
 
 @dataclass
 class Trained:
-    """What one rank knows of a run."""
+    """What one rank observes in a run."""
 
     curve: Curve
     moved: list[float]
     """Experts that changed owners, in each iteration."""
     bytes: float
-    """Of Transfers, as reports say."""
+    """Bytes of Transfers, according to the reports."""
     sent: int
-    """Of Transfers, as this rank sent them."""
+    """Bytes that this rank sent in Transfers."""
     homes: dict[int, tuple[int, ...]]
     """Layer -> the experts in this rank's home slots."""
     pieces: list[tuple[tuple[int, int, int], int, torch.Tensor]]
@@ -119,7 +119,7 @@ def pieces(run: Run) -> list[tuple[tuple[int, int, int], int, torch.Tensor]]:
 
 
 def assembled(outcomes: list[Trained]) -> dict[tuple[int, int, int], torch.Tensor]:
-    """Each expert's parameters and state, whole; replicas must agree."""
+    """Return each expert's parameters and state, unsharded; check that replicas agree."""
     parts: dict[tuple, dict[int, torch.Tensor]] = defaultdict(dict)
     for outcome in outcomes:
         for key, start, values in outcome.pieces:
@@ -135,7 +135,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(ranks, layout: tuple[int, str], profiles: Path) -> list[list[Trained]]:
-    """A run whose experts change owners, and the same with fixed owners."""
+    """Train a run whose experts change owners, and the same run with fixed owners."""
     size, flags = layout
     outcomes = [
         ranks(4).run(train, f"{wandering(size, profiles, kind)} {flags}", ITERATIONS) for kind in ("transfer", "fixed")
@@ -146,7 +146,7 @@ def both(ranks, layout: tuple[int, str], profiles: Path) -> list[list[Trained]]:
 
 
 def largest_difference(moving: list[Trained], fixed: list[Trained]) -> float:
-    """Of weights, main parameters and moments, relative to each tensor's largest value."""
+    """Return the largest difference of weights, main parameters and moments, relative to each tensor's maximum."""
     left, right = assembled(moving), assembled(fixed)
     assert left.keys() == right.keys()
     return max(float((left[key] - right[key]).abs().max() / right[key].abs().max()) for key in left)
@@ -157,7 +157,7 @@ def fields_of(outcomes: list[Trained]) -> int:
 
 
 QUICK = ("EP4-blockwise", "EP2xDP2-bf16-distributed-optimizer")
-"""Optimizer state whole and in shards, main parameters and moments."""
+"""Unsharded and sharded optimizer state, main parameters and moments."""
 
 
 def quick_or_slow(layouts: Iterable[str]) -> list:
@@ -186,7 +186,7 @@ def test_state_is_really_elsewhere_and_moved_in_memory(ranks, profiles) -> None:
     outcomes = ranks(4).run(train, wandering(size, profiles), ITERATIONS)
     holders = {key: rank for rank, outcome in enumerate(outcomes) for key, *_ in outcome.pieces}
     moved = {key for key, rank in holders.items() if rank != key[2] // (8 // size)}
-    # Of an expert that moved, everything did
+    # If an expert moved, all its parts did
     experts = {(layer, expert) for layer, _, expert in moved}
     assert experts and moved == {(layer, part, expert) for layer, expert in experts for part in range(12)}
     one = outcomes[0].homes[1][0]
@@ -201,7 +201,7 @@ FAILURES = 3
 
 
 def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float], list[str]]:
-    """In its first Transfers, rank 1 has no room."""
+    """Train while rank 1 has no memory for its first Transfers."""
     captured = Captured()
     logger = logging.getLogger("megatron_balance.timeline.layer_state")
     logger.addHandler(captured)
@@ -224,14 +224,14 @@ def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float]
 
 
 def test_what_fails_on_one_rank_leaves_all_where_they_are(ranks, curve_of, profiles) -> None:
-    # After the pauses that follow the failures, too
+    # Enough iterations to train after the pauses that follow the failures
     iterations = ITERATIONS + sum(1 << number for number in range(FAILURES))
     outcomes = ranks(4).run(train_with_failures, wandering(4, profiles), iterations)
     curve, moved, said = outcomes[0]
     assert any(moved), moved
     assert len(said) == FAILURES
     for layer in (1, 2):
-        # No next attempt succeeds before all of them have failed
+        # No later attempt succeeds before all attempts that are meant to fail have failed
         lines = [line for line in said if line.startswith(f"layer {layer}: experts could not change owners: ")]
         assert lines and lines == [
             f"layer {layer}: experts could not change owners: on rank 1: MemoryError: no room for it; its last "
@@ -268,10 +268,10 @@ def test_a_run_saved_after_a_move_goes_on_bitwise(ranks, profiles, tmp_path, siz
 
 
 def test_another_layout_finds_every_expert(ranks, profiles, tmp_path) -> None:
-    """Saved while owners are elsewhere, loaded without balancing on other ranks: the same tensors by logical expert."""
+    """A checkpoint with moved owners has the same tensors by logical expert on other ranks without balancing."""
     there, here = str(tmp_path / "there"), str(tmp_path / "here")
     ranks(4).run(checkpoints.losses_of, wandering(4, profiles), None, there, 5)
-    # As many samples, hence the same learning rates
+    # The same number of samples gives the same learning rates
     plain = "--expert-model-parallel-size 2 --global-batch-size 8"
     ranks(2).run(checkpoints.losses_of, plain, there, str(tmp_path / "on"), 1, here)
     count, unequal = ranks(1).run(checkpoints.unequal_tensors, there, here)[0]

@@ -14,7 +14,7 @@ from megatron_balance.placement.ownership import Move
 from tests.unit.ownership_cases import Case, Tensors, draw_case, equal
 
 SECONDS = 30.0
-"""For a whole task: a rank that waits for another one would be there much longer."""
+"""Time limit of a task; a rank that waits for another one in vain would exceed it by far."""
 
 
 def start(case: Case, group: dist.ProcessGroup) -> tuple[OwnershipTransfer, list[Field]]:
@@ -23,7 +23,7 @@ def start(case: Case, group: dist.ProcessGroup) -> tuple[OwnershipTransfer, list
 
 
 def move_random_cases(replicas: int, count: int) -> list[Moved | str]:
-    """Run `count` Transfers; what each came to."""
+    """Run `count` random Transfers and check them; return what each moved."""
     group, generator, outcomes = dist.group.WORLD, random.Random(replicas), []
     rank = group.rank()
     for number in range(count):
@@ -52,7 +52,7 @@ def test_rounds_are_exact_on_eight_ranks(ranks) -> None:
 
 
 def ring() -> Case:
-    """Four ranks, two experts each, which all move: odd sizes, a shard of the moments on every replica."""
+    """Return a case where all experts of four ranks move, with odd sizes and sharded moments on every replica."""
     places = tuple(Place(rank, replica) for rank in range(2) for replica in range(2))
     moves = (Move(0, 0, 0, 1, 1), Move(1, 0, 1, 0, 0), Move(2, 1, 0, 0, 1), Move(3, 1, 1, 1, 0))
     fields = (
@@ -75,17 +75,17 @@ FAILING_STEPS: dict[str, tuple[object, str, object, str]] = {
     "parcels": (ownership_transfer, "_parcels", raises, "MemoryError: no room for it"),
     "staging": (ownership_transfer._Round, "num_bytes", 2**60, "RuntimeError: "),
 }
-"""What may fail on one rank alone, in the order of a Transfer: where it is, what is there instead, and what is said."""
+"""Steps that may fail on one rank, in the order of a Transfer: holder, name, replacement, reported error."""
 
 WRONG_FIELDS: dict[str, dict[str, object]] = {
     "length": {"kept": (0, 13)},
     "strides": {"values": torch.zeros(28, dtype=torch.bfloat16)[::2]},
 }
-"""What a field may say that is not so, or that no message could take."""
+"""Changes that make a field inconsistent or unusable in messages."""
 
 
 def fail_everywhere_once() -> dict[str, list[str]]:
-    """Each step fails on each rank in turn, changes nothing, and succeeds the next time; reasons by step and rank."""
+    """Let each step fail once on each rank; check that it changes nothing and then succeeds; return the reasons."""
     group, case = dist.group.WORLD, ring()
     transfer, _ = start(case, group)
     rank, reasons = group.rank(), {}

@@ -1,4 +1,4 @@
-"""Every pair of features that is not refused learns what a run without them learns."""
+"""Every accepted pair of features trains like a run without them."""
 
 import pytest
 

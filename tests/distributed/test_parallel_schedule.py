@@ -1,4 +1,4 @@
-"""Every step order of tensor-parallel attention with sharded experts: gradients, training, overlap."""
+"""Every step order for tensor-parallel attention with sharded experts: gradients, training, overlap."""
 
 import functools
 import itertools
@@ -38,14 +38,14 @@ ITERATIONS = 3
 
 
 def whole_experts(layer: BalancedMoELayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """All experts' weights [E, O, I] as leaves, from the shards of all ranks."""
+    """Return all experts' weights [E, O, I] as leaves, from the shards of all ranks."""
     experts, parts = layer.experts, 2 if layer.config.gated_linear_unit else 1
     found = []
     for weight, axis, cuts in ((experts.linear_fc1.weight, 1, parts), (experts.linear_fc2.weight, 2, 1)):
         every = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
         dist.all_gather(every, weight.detach().contiguous())
         hosts = [every[first : first + experts.shards] for first in range(0, len(every), experts.shards)]
-        # Gate and linear part are cut into shards each
+        # The gate and the linear part are sharded separately
         pieces = [[shard.chunk(cuts, axis)[part] for part in range(cuts) for shard in host] for host in hosts]
         found.append(torch.cat([torch.cat(host, axis) for host in pieces]).requires_grad_())
     return found[0], found[1]
@@ -66,7 +66,7 @@ def scheduled_layer(
     saa: bool,
     capacity_factor: float | None,
 ) -> BalancedMoELayer:
-    """A layer whose tokens take a schedule's steps, in so many chunks; see `check_schedule`."""
+    """Build a layer that follows a schedule's steps in a given number of chunks; see `check_schedule`."""
     tensor, expert, shards = layout
     config = moe_config(
         moe_expert_capacity_factor=capacity_factor,
@@ -98,16 +98,16 @@ def check_schedule(
     capacity_factor: float | None = None,
     noise: float = 0.0,
 ) -> None:
-    """Output and every gradient of a layer equal those of whole experts that compute each token once.
+    """Check that a layer's output and gradients equal those of unsharded experts that compute each token once.
 
-    A router drops tokens beyond an expert's capacity among those that it is given: with s1 among each tensor-parallel
-    rank's part of them, with all other schedules among all of the rank's input. `noise` makes the copies of router
+    A router drops tokens beyond an expert's capacity among its own input. With s1, this is each tensor-parallel rank's
+    part of the tokens; with all other schedules, it is the rank's whole input. `noise` makes the copies of router
     logits differ.
     """
     tensor, _, shards = layout
     layer = scheduled_layer(layout, schedule, activation, sequence_parallel, chunks, saa, capacity_factor)
     config, path = layer.config, layer.parallel
-    # Ranks have the same tokens unless those differ by the sequence, or by the sample
+    # Tokens differ by rank with sequence parallelism, and otherwise only by data-parallel rank
     replica = dist.get_rank() if sequence_parallel else dist.get_rank() // tensor
     copies = 1 if sequence_parallel else tensor
     generator = torch.Generator().manual_seed(1000 + replica)
@@ -151,7 +151,7 @@ def check_schedule(
 
 
 def check_rows(computed: torch.Tensor, expected: torch.Tensor) -> None:
-    """Of all ranks together."""
+    """Check the number of computed rows, summed over all ranks."""
     dist.all_reduce(computed)
     dist.all_reduce(expected)
     assert computed == expected
@@ -160,7 +160,7 @@ def check_rows(computed: torch.Tensor, expected: torch.Tensor) -> None:
 def check_expert_gradients(
     layer: BalancedMoELayer, whole_weights: tuple[torch.Tensor, torch.Tensor], copies: int
 ) -> None:
-    """Each shard's equal its part of those that all ranks' whole experts got, of `copies` of each token."""
+    """Check each shard's gradients against its part of the whole experts', summed over ranks, divided by `copies`."""
     linear = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
     gated = 2 if layer.config.gated_linear_unit else 1
     for own, whole, axis, cuts in zip(linear, whole_weights, (1, 2), (gated, 1), strict=True):
@@ -170,7 +170,7 @@ def check_expert_gradients(
 
 
 def perturb_copies(layer: BalancedMoELayer, hidden: torch.Tensor, noise: float) -> None:
-    """Let tensor-parallel ranks choose other experts for the same tokens: rounding does that to few, this to many."""
+    """Make tensor-parallel ranks choose different experts for many equal tokens, as rounding does for a few."""
     group, exact = layer.parallel.groups.tp, layer.router.gating
     shift = noise * torch.randn(12, 1, EXPERTS, generator=torch.Generator().manual_seed(group.rank()))
     layer.router.gating = lambda tokens: exact(tokens) + (shift if group.rank() else 0)
@@ -182,12 +182,12 @@ def perturb_copies(layer: BalancedMoELayer, hidden: torch.Tensor, noise: float) 
 
 @pytest.mark.parametrize("saa", [True, False])
 def test_s2_with_copies_that_would_choose_differently(ranks, saa: bool) -> None:
-    """A token's experts are those that the first tensor-parallel rank chose, and every router gets its gradient."""
+    """The first tensor-parallel rank chooses a token's experts, and every router gets the gradient."""
     ranks(2).run(check_schedule, (2, 2, 1), "s2", "swiglu-no-bias", False, 1, saa, None, 5.0)
 
 
 FORMS = {"gelu": 1, "swiglu-no-bias": 3}
-"""By activation, numbers of chunks."""
+"""Activation -> number of chunks."""
 
 QUICK_FORMS = [pytest.param("gelu", marks=pytest.mark.slow), "swiglu-no-bias"]
 
@@ -217,7 +217,7 @@ def test_schedules_with_capacity_equal_the_oracle(ranks, layout: Layout, schedul
 
 
 def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[float, float]]:
-    """When results of s2 came, and when they were passed on: (start, end) of each."""
+    """Return (start, end) of receiving the results of s2, and of passing them on."""
     config = moe_config(
         tensor_model_parallel_size=2,
         expert_model_parallel_size=2,
@@ -242,7 +242,7 @@ def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[flo
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         for module in (alltoall, pipelined, sharded):
             patch.setattr(module, "post", posting)
-        # Only what follows the experts
+        # Keep only what follows the experts
         layer.experts.register_forward_hook(lambda *_: times.clear())
         layer(hidden)
     passed_on = times[twin or groups.tp]
@@ -287,7 +287,7 @@ def test_training_follows_megatrons_schedule(curve_of, layout: Layout, schedule:
 
 
 def sequence_parallel_curve(curve_of: Callable[..., Curve], layout: Layout, flags: str) -> Curve:
-    """Of megatron's schedule, where tensor-parallel ranks compute nothing twice."""
+    """Return the curve of megatron's schedule, with sequence parallelism so that no rank repeats another's work."""
     apart = "--sequence-parallel" if layout[0] > 1 else ""
     return curve_of(f"{flags_of(layout)} {apart} {flags}", ITERATIONS, size_of(layout))
 
@@ -310,7 +310,7 @@ FEATURES = {
     "expert-bias": ("--moe-router-enable-expert-bias --moe-router-score-function sigmoid",) * 2,
     "accumulation": ("--global-batch-size 32 --overlap-grad-reduce", "--global-batch-size 32"),
 }
-"""With shards, beside the pairs of test_pairs.py: its flags, and those of the run without it."""
+"""Feature -> its flags, and those of the reference run. All use shards, in addition to test_pairs.py."""
 
 QUICK_FEATURES = {("placement-blockwise", "s2"), ("chunks-pipe", "s1"), ("global-aux-loss", "s1")}
 
@@ -334,7 +334,7 @@ def test_schedules_with_every_feature(ranks, curve_of, profiles, feature: str, s
 
 
 def test_megatrons_schedule_follows_megatron(curve_of) -> None:
-    # gloo's all-gather, which megatron-core's own layer uses, wants equal sizes
+    # megatron-core's own layer uses gloo's all-gather, which needs equal sizes
     flags = (
         f"{flags_of((2, 2, 2))} --sequence-parallel --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
     )

@@ -1,4 +1,4 @@
-"""--overlap-param-gather: while a bucket of parameters is in use, the next one is on its way."""
+"""--overlap-param-gather: while a bucket of parameters is in use, the next one is being gathered."""
 
 import functools
 
@@ -8,7 +8,7 @@ from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests.distributed import runs
 
-# So large that a bucket does not end between the projections of an attention, which register in another order
+# Large enough that no bucket ends between an attention's projections, which register in another order
 GATHER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 BLOCKWISE = "--expert-model-parallel-size 2 --balance-policy top2 --balance-overlap blockwise"
 
@@ -17,12 +17,12 @@ Events = list[tuple[str, int]]
 
 
 def in_order_of_use(run: Run) -> list[list]:
-    """Of dense parameters and of experts': the groups of buckets, those that a forward pass uses first at the head."""
+    """Return the bucket groups of dense parameters and those of experts, in the order of use in a forward pass."""
     return [chunk[::-1] for model in run.model for chunk in (model.bucket_groups, model.expert_parallel_bucket_groups)]
 
 
 def gathers(flags: str) -> list[Events]:
-    """What happens to each of `in_order_of_use` in an iteration, as long as a bucket may not be there."""
+    """Return the start of each bucket's gather and the bucket's first use in one iteration."""
     run = runs.build(flags)
     train_step(run)
     found: list[Events] = []
@@ -53,7 +53,7 @@ def follow(group, number: int, events: Events) -> None:
 
 @pytest.mark.parametrize(("world_size", "flags", "chains"), [(2, "", 1), (4, BLOCKWISE, 2)])
 def test_the_next_bucket_is_gathered_while_one_is_in_use(ranks, world_size: int, flags: str, chains: int) -> None:
-    """Every bucket but the first, which nothing comes before, is under way when its first layer wants it."""
+    """Every bucket except the first is already being gathered when its first layer needs it."""
     outcomes = ranks(world_size).run(gathers, f"{GATHER} {flags}")
     assert all(outcome == outcomes[0] for outcome in outcomes)
     several = [events for events in outcomes[0] if events]

@@ -1,4 +1,4 @@
-"""Contract 1 for placements: whoever computes an expert, every gradient is what it was, in float64."""
+"""Contract 1 for placements: gradients do not depend on the host of an expert, in float64."""
 
 import functools
 
@@ -17,7 +17,7 @@ MUTATIONS = ("skip Agg", "Agg twice", "stale Trans")
 
 
 def host_with(dispatcher: str, host: functools.partial, layer: BalancedMoELayer) -> Collect:
-    """Through one of megatron-core's own dispatchers."""
+    """Prepare the layer as `host`, with one of megatron-core's own dispatchers."""
     layer.config.moe_token_dispatcher_type = dispatcher
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer.dispatcher = MegatronDispatcher(layer.config, layer.ep_group.rank(), groups)
@@ -55,7 +55,7 @@ def test_hosts_without_tokens(ranks) -> None:
     check(ranks, all_on_all(4), "proportional", "uneven", changes)
 
 
-# megatron-core's allgather needs equally many tokens on all ranks
+# megatron-core's allgather needs equal numbers of tokens on all ranks
 @pytest.mark.parametrize(
     ("dispatcher", "tokens"), [("alltoall", "even"), ("alltoall", "uneven"), ("allgather", "even")]
 )

@@ -1,4 +1,4 @@
-"""Anybody's policy may fail, and a profile may be wrong: the run goes on, or every rank ends with one message."""
+"""If a user's policy fails, the run continues; if a profile is wrong, every rank ends with one message."""
 
 import logging
 import os
@@ -48,18 +48,18 @@ FAILURES: dict[type[Turning], tuple[int, set[str]]] = {
     OwnMind: (0, {"plans differently on different ranks"}),
     OneRankRaises: (2, {"raised ZeroDivisionError: on this rank only"}),
 }
-"""By policy, the rank that warns and what it says of each layer."""
+"""Policy -> the rank that warns, and its warnings for each layer."""
 
 
 def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:
-    """Train a run; what was learned, which placements it had and what this rank logged."""
+    """Train a run; return its curve, added hosts and placements, and this rank's log lines."""
     captured, placements = Captured(), []
     os.environ |= {RANK: str(dist.get_rank()), PLANS: "0"}
     logger = logging.getLogger("megatron_balance")
     logger.addHandler(captured)
     try:
         run = runs.build(f"{flags} --balance-policy {policy} --balance-load {load}")
-        # For processes that are started later
+        # For processes that start later
         os.environ[PLANS] = str(GOOD * LAYERS)
         reports = []
         for _ in range(ITERATIONS):
@@ -122,7 +122,7 @@ def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, polic
 def test_a_policy_that_ends_or_stalls_on_one_rank_is_given_up_on_all(
     ranks, policy: type[Turning], said: str, load: str
 ) -> None:
-    """They keep the last placement of all."""
+    """All ranks keep the last common placement."""
     flags = f"{FLAGS} --expert-model-parallel-size 2 --distributed-timeout-minutes 0.05"
     name = f"{policy.__module__}:{policy.__name__}"
     outcomes = ranks(2).run(train_with, name, load, flags)
@@ -155,7 +155,7 @@ BAD_PROFILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def check_ends(directory: Path, flags: str, said: str, speakers: int) -> None:
-    """Every rank of a job ends soon with code 1; the first ones say why, in one sentence."""
+    """Check that every rank ends soon with code 1, and that the first `speakers` ranks report why in one sentence."""
     flags = f"{BASE} --num-layers 1 --expert-model-parallel-size 2 --balance-policy top2 {flags}"
     ended = Job(2, flags, directory / "logs").wait(60)
     assert ended.codes == [1, 1], ended.text
@@ -165,7 +165,7 @@ def check_ends(directory: Path, flags: str, said: str, speakers: int) -> None:
 
 @pytest.mark.parametrize("kind", BAD_PROFILES)
 def test_a_wrong_profile_ends_every_rank(tmp_path: Path, kind: str) -> None:
-    """Ranks that have met let the first one speak."""
+    """After the ranks have joined, only the first reports the error."""
     write, said = BAD_PROFILES[kind]
     path = tmp_path / "profile.json"
     write(path)

@@ -1,4 +1,4 @@
-"""Measuring on real ranks: everyone gets one profile, groups are what they are called, files are read back."""
+"""Measuring on real ranks: all ranks get one profile, groups have the right members, files can be read back."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from tests.distributed.runs import BASE
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
 TOKENS = (4, 8, 16, 32)
 FORWARD, BACKWARD = 2e-4, 6e-4
-"""Seconds per token of the experts that sleep."""
+"""Seconds per token of the sleeping experts."""
 
 
 def sleeping_experts(tokens: int) -> Passes:
@@ -34,13 +34,13 @@ def sleeping_experts(tokens: int) -> Passes:
 def measured(
     ep_group: dist.ProcessGroup, node_size: int, passes: Callable[[int], Passes] = sleeping_experts
 ) -> ClusterProfile:
-    """A quick measurement."""
+    """Measure quickly."""
     settings = {"passes": passes, "tokens": TOKENS, "device": torch.device("cpu"), "dtype": torch.float32}
     return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=3)
 
 
 def measure_twice() -> ClusterProfile:
-    """Sub-groups of an earlier measurement must not be in the way of a later one."""
+    """Measure twice: sub-groups of the first measurement must not disturb the second."""
     measured(dist.group.WORLD, 2)
     return measured(dist.group.WORLD, 2)
 
@@ -56,13 +56,13 @@ def test_all_ranks_get_one_profile(ranks, tmp_path: Path) -> None:
     assert {(group.ranks, group.nodes) for group in profile.all_reduce} == {(2, 1), (2, 2), (4, 2)}
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
-    # A sleep may take longer, never shorter
+    # A sleep may take longer, but never less time
     for line, per_token in ((profile.forward, FORWARD), (profile.backward, BACKWARD)):
         assert line.overhead + line.seconds_per_token * TOKENS[-1] > 0.8 * per_token * TOKENS[-1]
 
 
 def two_groups(node_size: int) -> ClusterProfile:
-    """Two expert-parallel groups of two ranks, as with expert data parallelism."""
+    """Measure with two expert-parallel groups of two ranks, as with expert data parallelism."""
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     return measured(pairs[dist.get_rank() // 2], node_size)
 
@@ -72,12 +72,12 @@ def test_ranks_of_all_groups_get_one_profile(ranks, node_size: int) -> None:
     profile, *others = ranks(4).run(two_groups, node_size)
     assert others == [profile] * 3
     assert (profile.num_ranks, profile.node_size) == (2, node_size)
-    # There is one kind of group only
+    # There is only one kind of group
     assert all(profile.link(name, kind) == profile.link(name) for name in COLLECTIVES for kind in GROUPS)
 
 
 class FakeClock:
-    """Stands still but for what operations take by formula."""
+    """A clock that advances only by the computed durations of operations."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -86,7 +86,7 @@ class FakeClock:
         return self.now
 
     def operation(self, seconds: float) -> Callable[[], None]:
-        """Takes as long on the last rank, half of it on others; every third time something gets in the way."""
+        """Return an operation of `seconds` on the last rank and half of it on others; every third call is slow."""
         share, calls = (1.0 if dist.get_rank() == 3 else 0.5), itertools.count()
 
         def run() -> None:
@@ -118,7 +118,7 @@ def measure_a_known_cluster() -> ClusterProfile:
 def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(ranks) -> None:
     profile = ranks(4).run(measure_a_known_cluster)[0]
     for collective in COLLECTIVES:
-        # Of these ranks, only the whole group has the slow one
+        # Of these groups, only the whole group contains the slow rank
         for kind, members, share in (("intra", (0, 1), 0.5), ("inter", (0, 2), 0.5), ("ep", (0, 1, 2, 3), 1.0)):
             alpha, beta = known_line(collective, members)
             found = profile.link(collective, kind)
@@ -128,7 +128,7 @@ def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(r
 
 
 def membership() -> dict[Members, list[int]]:
-    """Of two expert-parallel groups 0, 2, 4, 6 and 1, 3, 5, 7 in nodes of two each: this rank's groups by members."""
+    """Return this rank's sub-groups by members, for expert-parallel groups (0, 2, 4, 6) and (1, 3, 5, 7)."""
     halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
     wanted = [*group_kinds(4, 2).values(), *device_groups(4, 2)]
     with sub_groups(halves[dist.get_rank() % 2], dist.group.WORLD, wanted) as groups:
@@ -145,7 +145,7 @@ def test_sub_groups_have_the_members_that_were_asked_for(ranks) -> None:
 
 
 def record_traffic() -> dict[str, tuple[int, int]]:
-    """Bytes that this rank sends and receives in the collectives that split or gather a buffer of 1200 bytes."""
+    """Return the bytes that this rank sends and receives in each collective on a buffer of 1200 bytes."""
     buffer = torch.zeros(300)
     traffic = {}
     with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
@@ -177,7 +177,7 @@ def count_once(path: Path) -> tuple[int, int, list[ClusterProfile]]:
 
     def measuring() -> ClusterProfile:
         calls.append(1)
-        # What a rank measures by itself must not stay with it
+        # A rank must not keep its own measurement
         return builtin(4, 2, 64, 128 + dist.get_rank())
 
     first = measured_once([path], 4, 2, measuring)
@@ -225,7 +225,7 @@ def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
 
 
 def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
-    """A profile with the project's own experts, and whether random numbers are as if nothing had been measured."""
+    """Return a profile with the project's own experts, and whether the random state is unchanged."""
     config = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Two runs with the same flags take the same steps, and so does one that stops and resumes, however fast ranks plan."""
+"""Two runs with the same flags take the same steps, and so does a resumed run, no matter how fast ranks plan."""
 
 import random
 import time
@@ -20,7 +20,7 @@ LONGEST_DELAY = 0.2
 
 @dataclass(frozen=True)
 class Slow(FlexMoE):
-    """Now and then takes longer than an iteration."""
+    """FlexMoE that sometimes takes longer than an iteration."""
 
     generator: random.Random = field(default_factory=random.Random)
 
@@ -31,7 +31,7 @@ class Slow(FlexMoE):
 
 
 def plan_slowly(seed: int, run: Run) -> None:
-    """Every rank, layer and run in its own way."""
+    """Slow down planning differently for every rank, layer and run."""
     assert run.balancer is not None
     for number, state in run.balancer.layers.items():
         generator = random.Random(10_000 * seed + 100 * number + dist.get_rank())

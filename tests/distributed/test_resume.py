@@ -1,4 +1,4 @@
-"""How a run stops, and from what it goes on: the flags around checkpoints, as a user meets them."""
+"""Stopping and resuming a run: the checkpoint flags from a user's view."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def iterations(directory: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Checkpoints of iterations 2 and 3: an interval, and `--exit-interval`."""
+    """Checkpoints of iteration 2, from the save interval, and of iteration 3, from `--exit-interval`."""
     directory = tmp_path_factory.mktemp("saved")
     flags = f"{BASE} {EP2} --save {directory} --save-interval 2 --exit-interval 3"
     ended = Job(2, flags, directory / "log").wait()
@@ -69,7 +69,7 @@ def test_validation_goes_on_where_it_stopped(tmp_path):
 
 
 def reasons_to_stop(late: int, signalled: int) -> list[str | None]:
-    """What each rank decides when one's clock or signal says so."""
+    """Return each rank's decisions if one rank's time is up or one rank got a signal."""
     rank = torch.distributed.get_rank()
     stopping = Stopping(TrainConfig(exit_duration_in_mins=1, exit_signal_handler=True, exit_interval=5))
     with stopping.listening():
@@ -117,7 +117,7 @@ def test_another_models_checkpoint_is_refused(saved, tmp_path):
 
 
 def loaded(flags: str):
-    """What a run has right after loading: iteration, consumed samples, weights and optimizer state."""
+    """Return iteration, consumed samples, weights and optimizer state of a run right after loading."""
     run = build(f"{EP2} {flags}")
     Checkpoints(run, said := Said(), patience=30.0).load()
     return run.progress.iteration, run.progress.consumed_samples, outcome(run, [], said)
@@ -145,7 +145,7 @@ def test_flags_choose_what_is_loaded(saved, ranks):
 
 
 def resave(load: str, save: str, flags: str) -> None:
-    """Load with one implementation of the MoE layer or way of reading, save again."""
+    """Load with the given flags, such as another layer implementation or way of reading, and save again."""
     run = build(f"{EP2} {flags} --load {load} --save {save}")
     checkpoints = Checkpoints(run, Said(), patience=30.0)
     checkpoints.load()
@@ -172,7 +172,7 @@ def test_both_layers_share_one_format(flags, ranks, tmp_path):
 
 
 def save_one(directory: str, flags: str, sabotage: str = "") -> str:
-    """Train and save twice; `sabotage` befalls the second save. What it says, if it fails."""
+    """Train and save; with `sabotage`, do so again with a sabotaged save and return its error message."""
     run = build(f"{EP2} --save {directory} {flags}")
     checkpoints = Checkpoints(run, Said(), patience=2.0)
     checkpoints.prepare()
@@ -202,7 +202,7 @@ def save_one(directory: str, flags: str, sabotage: str = "") -> str:
 
 
 def fill_the_disk(bucket: tuple, *_: object) -> None:
-    """As a full disk does: the file ends somewhere, and torch complains about its archive."""
+    """Fail as on a full disk: the file is cut off, and torch complains about its archive."""
     Path(bucket[0]).write_bytes(b"half")
     with open("/dev/full", "wb") as file:
         torch.save(torch.zeros(1 << 20), file)
@@ -222,7 +222,7 @@ SABOTAGE = {
     "rm": lambda directory, *_: shutil.rmtree(directory.root),
     "unseen": lambda staged, *_: shutil.rmtree(staged, ignore_errors=True),
 }
-"""What happens to one writer of rank 1, or at one of the places below."""
+"""Name -> what happens to one writer of rank 1, or at one of `PLACES`."""
 
 PLACES = {
     "manifest": (manifest, "_render"),
@@ -261,7 +261,7 @@ def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, flags, ran
 
 
 def save_while_torch_refuses(directory: str) -> str:
-    """Save while no rank can write a file of its own where the others wait for it."""
+    """Save while no rank can write a file in the collective part of the save."""
     original = torch.save
 
     def save(content: object, file: object, *args: object, **kwargs: object) -> None:
@@ -288,7 +288,7 @@ def test_a_removed_directory_is_not_made_again(ranks, tmp_path):
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(ranks, tmp_path):
-    """Room for one checkpoint, not for two; afterwards not even for a directory's first file."""
+    """The disk has room for one checkpoint, not for two, and later not even for a directory's first file."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:

@@ -1,4 +1,4 @@
-"""observe/routing_trace.py in training runs: the trace tells what the routers did."""
+"""observe/routing_trace.py in training runs: the trace matches what the routers did."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ Load = dict[tuple[int, int], list[list[int]]]
 
 
 def trained(flags: str, directory: Path) -> tuple[Load, Load]:
-    """What this rank's routers did in two iterations from the fourth, and what its trace says of it."""
+    """Return the loads of this rank's routers in two iterations from the fourth, and those in its trace."""
     run = runs.build(f"--global-batch-size 8 --eval-iters 1 --eval-interval 5 {flags}")
     run.progress.iteration = 3
     routed: Load = {}

@@ -1,4 +1,4 @@
-"""Runs and directories: one run at a time saves, readers are not disturbed, and checkpoints say whose they are."""
+"""Runs and directories: one run at a time saves, readers are not disturbed, and checkpoints name their run."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1
 
 
 def trained(flags: str, iterations: int = 1) -> tuple[Checkpoints, list[str]]:
-    """A run that has loaded what it is told to, trained and saved after each iteration."""
+    """Build a run that loads according to its flags, trains, and saves after each iteration."""
     run = build(f"{FLAGS} {flags}")
     checkpoints = Checkpoints(run, said := Said(), patience=30.0)
     checkpoints.prepare()
@@ -58,7 +58,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
 
 
 def lose(directory: str) -> tuple[str, list[str], list[str]]:
-    """Save, lose the lease to a process on another host, save again: what is said, and the files before and after."""
+    """Save, lose the lease to a process on another host, save again; return the error, and files before and after."""
     checkpoints, _ = trained(f"--save {directory} --keep-last 1")
     now = [0.0]
     taker = Lease(
@@ -75,7 +75,7 @@ def lose(directory: str) -> tuple[str, list[str], list[str]]:
     original = checkpoints._commit
 
     def commit(*args: object) -> object:
-        # Everything is written by now
+        # At this point everything is written
         take()
         return original(*args)
 
@@ -98,7 +98,7 @@ def test_a_run_that_lost_its_directory_changes_nothing_there(ranks, tmp_path: Pa
 
 
 def resume(directory: str) -> list[tuple[str, list[str]]]:
-    """The names of runs and what is said: of a new run, one that goes on, one with its weights, and a stranger."""
+    """Return run name and messages for a new run, a resumed run, a finetuned run, and an unrelated run."""
     flags = ("", f"--load {directory}", f"--load {directory} --finetune", "--keep-last 1")
     found = []
     for more in flags:
@@ -121,13 +121,13 @@ def test_checkpoints_say_which_run_they_are_from(ranks, tmp_path: Path) -> None:
                for line in resumed)  # fmt: skip
     assert not any("WARNING" in line for line in resumed)
     assert any(f"holds iterations [2, 1] of run {new}, and this is run {tuned}" in line for line in tuning)
-    # The last two have saved an iteration 1 of their own; the first's second is not theirs to delete
+    # The last two runs have saved their own iteration 1; they must not delete the first run's iteration 2
     assert origin(str(tmp_path), 1).run == strange and origin(str(tmp_path), 1).parent == ""
     assert CheckpointDirectory(tmp_path).iterations() == [2, 1]
 
 
 def read_while_pruning(directory: str) -> tuple[str, list[str]]:
-    """Once it is clear what there is, another run saves a new checkpoint and deletes the one that is to be read."""
+    """Search while another run, after the listing, saves a new checkpoint and deletes the listed one."""
     root, original = CheckpointDirectory(Path(directory)), search._candidates
 
     def candidates(*args: object) -> object:
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read(ranks, tmp_path: Path) ->
 
 
 def prepare_apart(directory: str) -> str:
-    """Rank 1 is on a host where the directory is another one."""
+    """Prepare while rank 1 sees a different directory, as on another host."""
     original = save_directory.write_obstacle
     if dist.get_rank() == 1:
         save_directory.write_obstacle = lambda staged: original(staged.with_name("elsewhere"))

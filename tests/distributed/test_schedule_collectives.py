@@ -1,4 +1,4 @@
-"""What travels in every step order: which collectives, in which order, and how much."""
+"""The collectives of every step order: their kinds, order and volumes."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "collectives"
 
 
 class Log:
-    """What a rank sends together with others: which collective, and how many elements it takes or gives."""
+    """A rank's collectives, with the number of elements that each takes or gives."""
 
     def __init__(self, path: ParallelDispatch) -> None:
         groups = path.groups
@@ -28,7 +28,7 @@ class Log:
         self.lines: list[tuple[str, int]] = []
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Write down collectives of rows; not those of weights and counts."""
+        """Record collectives of rows, but not those of weights and counts."""
         start, gather_rows, gather = FlatAllToAll.start, sharded.all_gather_rows, mappings._gather_along_first_dim
         all_reduce, reduce_scatter = dist.all_reduce, dist.reduce_scatter
 
@@ -62,17 +62,17 @@ class Log:
         patch.setattr(dist, "reduce_scatter", scattering)
 
     def add(self, tensor: torch.Tensor, collective: str, group: dist.ProcessGroup) -> None:
-        # An all-to-all is an order's whatever its group; others are left out for a rank alone
+        # Every order has its all-to-all, even in a group of one rank; other collectives are left out there
         if tensor.ndim > 1 and tensor.shape[-1] == HIDDEN and (collective == "AlltoAll" or group.size() > 1):
             self.lines.append((f"{self.names[group]}-{collective}", tensor.numel()))
 
 
 Passes = dict[str, list[tuple[str, int]]]
-"""By `forward` and `backward`, the collectives of a pass."""
+"""`forward` and `backward` -> the collectives of the pass."""
 
 
 def collectives(layout: Layout, schedule: str, shapes: Sequence[tuple[int, int, float]]) -> list[Passes]:
-    """Of layers that pad to their capacity, by (tokens, top-k, capacity factor)."""
+    """Return the collectives of layers that pad to capacity, for each (tokens, top-k, capacity factor)."""
     tensor, expert, shards = layout
     config = moe_config(
         tensor_model_parallel_size=tensor,
@@ -109,7 +109,7 @@ QUICK = ((2, 2, 2), (1, 2, 2), (4, 2, 2))
 )
 def test_volumes_are_the_papers(ranks, layout: Layout) -> None:
     generator = random.Random(str(layout))
-    # Every part of an expert's capacity is whole
+    # All parts of an expert's capacity are integers
     shapes = [
         (32 * generator.randint(1, 4), generator.choice((1, 2, 4)), generator.choice((1.0, 2.0))) for _ in range(5)
     ]

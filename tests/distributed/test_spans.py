@@ -18,7 +18,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def spans_of(flags: str, iterations: int = 1) -> tuple[int, dict[str, int]]:
-    """Microbatches of an iteration, and the number of spans by name in `iterations` iterations after the first one."""
+    """Return the microbatches per iteration, and the number of spans by name in `iterations` after the first."""
     run = runs.build(flags)
     train_step(run)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -1,4 +1,4 @@
-"""Jobs that cannot start: every rank ends with one sentence, which names what is wrong, where, and what to do."""
+"""Jobs that cannot start: every rank ends with one sentence that names the error, its place and the remedy."""
 
 import importlib
 import os
@@ -19,11 +19,11 @@ FLAGS = f"{BASE} --expert-model-parallel-size 2 --distributed-timeout-minutes 0.
 REMEDY = "; start all with the same flags, packages, program and files (docs/running.md says what may differ)"
 
 ANSWERING: list[socket.socket] = []
-"""What listens in a rank."""
+"""Listening sockets of a rank."""
 
 
 def sentences(ended: Ended) -> list[str]:
-    """What each rank has said, and nothing else has (but for one line of torch's, about what it waited for)."""
+    """Return the one sentence that each rank printed, ignoring torch's line about what it waited for."""
     assert ended.codes == [1] * len(ended.codes), ended.text
     said = [[line for line in text.splitlines() if "waitForInput" not in line] for text in ended.output]
     assert all(len(lines) == 1 for lines in said), ended.text
@@ -31,14 +31,14 @@ def sentences(ended: Ended) -> list[str]:
 
 
 def sentence(ended: Ended) -> str:
-    """What all ranks have said."""
+    """Return the sentence that all ranks printed."""
     said = set(sentences(ended))
     assert len(said) == 1, said
     return said.pop()
 
 
 def of_two(directory: Path, other: str = "", prepare: Prepare | None = None, common: str = "") -> list[str]:
-    """What a job of two says, whose rank 1 has the `other` flags, too."""
+    """Return the sentences of a job of two ranks where rank 1 has the `other` flags, too."""
     start = time.monotonic()
     ended = Job(2, lambda rank: f"{FLAGS} {common} {other if rank else ''}", directory, prepare).wait(40)
     print(f"{time.monotonic() - start:.1f} s")
@@ -47,7 +47,7 @@ def of_two(directory: Path, other: str = "", prepare: Prepare | None = None, com
 
 @dataclass(frozen=True)
 class Odd:
-    """One rank has another version of a package, another program, or works in another directory."""
+    """Gives one rank another version of a package, another program, or another working directory."""
 
     rank: int
     directories: tuple[Path, ...] = ()
@@ -69,7 +69,7 @@ class Odd:
 
 @pytest.fixture
 def profiles(tmp_path: Path) -> tuple[Path, ...]:
-    """Directories with a `profile.json` each, which differ."""
+    """Directories, each with a different `profile.json`."""
     for name, width in (("ours", 32), ("theirs", 64)):
         (tmp_path / name).mkdir()
         cluster_profile.builtin(1, 1, width, 64).save(tmp_path / name / "profile.json")
@@ -136,7 +136,7 @@ def with_few_descriptors(rank: int) -> None:
 
 
 def of_three(directory: Path, flags: Mapping[int, str]) -> tuple[float, list[str]]:
-    """Seconds, and the last line of each rank of three that have these flags, too, and ten minutes to wait."""
+    """Run three ranks with these extra flags by rank and a timeout of ten minutes; return seconds and last lines."""
     common = f"{FLAGS.replace('0.05', '10')} --expert-model-parallel-size 3 --num-experts 6"
     start = time.monotonic()
     ended = Job(3, lambda rank: f"{common} {flags.get(rank, '')}", directory).wait(60)
@@ -178,7 +178,7 @@ def test_what_a_process_finds_by_itself(tmp_path: Path, prepare: Prepare, told: 
 def test_a_taken_port(tmp_path: Path) -> None:
     ended = Job(2, FLAGS, tmp_path, with_a_taken_port).wait(40)
     assert ended.codes == [1, 1]
-    # torch says a lot about what it cannot connect to
+    # torch logs a lot about failed connections
     ours, theirs = (text.splitlines()[-1] for text in ended.output)
     assert (
         ours.startswith("pretrain_gpt_moe.py: error: MASTER_PORT=")

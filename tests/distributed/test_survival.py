@@ -1,4 +1,4 @@
-"""A job that is killed while it saves loses at most what came after the last checkpoint, and ends as if undisturbed."""
+"""A job killed during a save loses at most the progress since the last checkpoint, and ends as if undisturbed."""
 
 import itertools
 import os
@@ -29,26 +29,26 @@ ITERATIONS = (2, 4, 6)
 
 RANK_ZERO_ONLY = {"manifest": 1, "rename": 2, "tracker": 1, "prune": 1}
 CALLS = {"serialize": 1, "plan": 1, "start writer": 2, "write": 1, "write tensor": 20, "digest": 4, "fsync": 9}
-"""Points of a save, and how often one process calls them in it (at most; `write tensor` and the like per writer)."""
+"""Points of a save, and the most calls of each by one process (`write tensor` and the like: by one writer)."""
 
 TRANSFERS = 4
-"""In the first iterations of a job whose experts change owners."""
+"""Transfers in the first iterations of a job whose experts change owners."""
 
 TRANSFER_POINTS = ("messages", "rounds", "staging", "pack", "exchange", "unpack", "own")
 ROUNDS, STAGING_BYTES = 3, 10_000
-"""At least so many rounds has each of these jobs' Transfers, with this staging."""
+"""Each Transfer of these jobs has at least `ROUNDS` rounds with this staging memory."""
 
 SAVE_POINTS = [point for point in POINTS if point not in TRANSFER_POINTS]
 
 
 def deaths(count: int, seed: int) -> list[Death]:
-    """Random places to die in, every point about as often."""
+    """Draw random deaths in a save, with every point about equally often."""
     chance = random.Random(seed)
     found = []
     for index in range(count):
         point = SAVE_POINTS[index % len(SAVE_POINTS)]
         rank = 0 if point in RANK_ZERO_ONLY else chance.randrange(RANKS)
-        # A writer digests and syncs its one file; rank 0 the common files too
+        # A writer digests and syncs only its own file; rank 0 also the common files
         once = rank and point in ("digest", "fsync")
         call = 1 if once else chance.randint(1, (RANK_ZERO_ONLY | CALLS)[point])
         # Nothing is pruned before the third save
@@ -59,7 +59,7 @@ def deaths(count: int, seed: int) -> list[Death]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    """The checkpoints of a job that nothing happened to."""
+    """The checkpoints of a job without a fault."""
     directory = tmp_path_factory.mktemp("undisturbed")
     ended = Job(RANKS, f"{FLAGS} --save {directory}", directory / "logs").wait()
     assert ended.codes == [0] * RANKS, ended.text
@@ -71,10 +71,10 @@ def tracked(directory: Path) -> int | None:
 
 
 def survive(death: Death, flags: str, directory: Path, undisturbed: Path, ranks) -> str:
-    """Kill a job, look at what it left, restart it and compare its end; returns where it resumed."""
+    """Kill a job, check what it left, restart it and compare its end; return where it resumed."""
     flags = f"{FLAGS} {flags} --save {directory} --load {directory}"
     ended = Job(RANKS, flags, directory / "killed", death).wait(grace=5)
-    # All that are there are complete, and the one before the newest is there as well: keep-last is 2
+    # All checkpoints are complete, and the one before the newest exists too, because keep-last is 2
     left = CheckpointDirectory(directory).iterations()
     for iteration in left:
         path = CheckpointDirectory(directory).path(iteration)
@@ -122,9 +122,9 @@ def test_a_killed_job_resumes_and_ends_alike(death, flags, tmp_path, undisturbed
 
 
 def under_torchrun(flags: str, kills: int, seed: int = 0) -> tuple[int, str]:
-    """The entry point under `torchrun --max-restarts`, one rank after another killed; exit status and output.
+    """Run the entry point under `torchrun --max-restarts` and kill ranks; return exit status and output.
 
-    After every kill the job must have come further than at the kill before the next one follows.
+    Each kill waits until the job has come further than at the previous kill.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [f"--max-restarts={kills}", "--monitor-interval=0.2", "pretrain_gpt_moe.py", *flags.split()]
@@ -152,7 +152,7 @@ def under_torchrun(flags: str, kills: int, seed: int = 0) -> tuple[int, str]:
 
 
 def losses(output: str) -> dict[int, set[str]]:
-    """What was printed as an iteration's loss and gradient norm; more than one value is a difference."""
+    """Return the printed losses and gradient norms by iteration; more than one value means a difference."""
     found: dict[int, set[str]] = {}
     for iteration, loss, norm in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", output):
         found.setdefault(int(iteration), set()).add(f"{loss} {norm}")
@@ -196,7 +196,7 @@ def wandering_flags(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed_transfers(tmp_path_factory, wandering_flags) -> Path:
-    """The checkpoints of a job whose experts changed owners in peace."""
+    """The checkpoints of a job whose experts changed owners without a fault."""
     directory = tmp_path_factory.mktemp("undisturbed_transfers")
     ended = Job(RANKS, f"{FLAGS} {wandering_flags} --save {directory}", directory / "logs").wait()
     assert ended.codes == [0] * RANKS and ended.text.count("exchange owners") >= TRANSFERS, ended.text
@@ -204,7 +204,7 @@ def undisturbed_transfers(tmp_path_factory, wandering_flags) -> Path:
 
 
 def transfer_deaths(count: int) -> list[Death]:
-    """Random places in a Transfer to die in, every point about as often."""
+    """Draw random deaths in a Transfer, with every point about equally often."""
     chance = random.Random(0)
     found = []
     for point in itertools.islice(itertools.cycle(TRANSFER_POINTS), count):

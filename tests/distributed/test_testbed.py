@@ -1,4 +1,4 @@
-"""tools/bench/testbed.py: links that are as slow as they are said to be, and nothing left behind, however it ends."""
+"""tools/bench/testbed.py: links have their nominal speed, and nothing is left behind after any end."""
 
 import functools
 import os
@@ -39,7 +39,7 @@ def testbed() -> Iterator:
 
 
 def transfer(source: int, target: int) -> tuple[float, float]:
-    """When this rank began and ended to take part in sending 2 MiB."""
+    """Send 2 MiB; return when this rank started and finished its part."""
     rows = torch.zeros(2 * MEGABYTE, dtype=torch.uint8)
     dist.barrier()
     start = time.monotonic()
@@ -55,9 +55,9 @@ def test_a_transfer_takes_the_time_of_its_link(testbed, source: int, target: int
     times = testbed.run(transfer, source, target)
     bytes_DD = torch.zeros(4, 4).index_put((torch.tensor(source), torch.tensor(target)), torch.tensor(2.0 * MEGABYTE))
     limit = traffic.limit(bytes_DD.numpy(), 2, LINK, BUS).seconds
-    # Queues let their burst pass at once
+    # Queues pass a burst at full speed
     assert max(end for _, end in times) - min(start for start, _ in times) > 0.92 * limit
-    # Sockets and queues hold little: for its sender a message is not over before most of it has gone
+    # Sockets and queues buffer little, so a send does not finish before most of the message is out
     start, end = times[source]
     assert end - start > 0.6 * limit
 
@@ -109,14 +109,14 @@ def test_nothing_is_left_after_an_error(testbed) -> None:
 
 @pytest.fixture
 def sleeper(testbed, tmp_path: Path) -> Iterator[subprocess.Popen]:
-    """The command with ranks that sleep; they say so first."""
+    """The command with sleeping ranks, which print their process id first."""
     script = tmp_path / "sleeper.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     flags = f"--nodes 2 --ranks-per-node 1 --link-mbit {LINK} -- {script}".split()
     command = [sys.executable, str(TOOLS / "bench" / "testbed.py"), *flags]
-    # Tests that run in the background may have been told to ignore Ctrl-C, and pass that on
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=heed)
+    # Background test runs may ignore SIGINT, and child processes would inherit that
+    accept_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=accept_interrupts)
     yield process
     process.kill()
     process.wait()
@@ -127,7 +127,7 @@ def test_nothing_is_left_after_a_signal(sleeper: subprocess.Popen, number: signa
     rank = psutil.Process(int(sleeper.stdout.readline()))
     os.kill(sleeper.pid, number)
     if number == signal.SIGKILL:
-        # The next testbed removes what this one could not, even before its exit code is asked for
+        # The next testbed cleans up after this one, even before this one's exit code is collected
         os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
         assert _of(sleeper) and rank.is_running()
         with bench.Testbed(1, 1, LINK):

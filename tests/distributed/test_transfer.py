@@ -1,4 +1,4 @@
-"""Trans and Agg of any plan: guests get their owners' bits, owners the sums in the same order every time."""
+"""Trans and Agg of random plans: guests get exact copies, and owners get sums in a fixed order."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from tests.unit.placements import random_placement
 
 SHAPES = ((3, 5), (1,), (7, 11))
-"""Some with fewer elements than an expert has pieces."""
+"""Some have fewer elements than an expert has pieces."""
 
 CASES = 8
 
 
 class Kept:
-    """Weights and gradients of one rank's slots; every expert's are drawn from its number, every rank's from both."""
+    """Weights and gradients of one rank's slots; seeds are the expert for weights, expert and rank for gradients."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         experts = [*placement.home[rank], *placement.guests[rank]]
@@ -43,7 +43,7 @@ def drawn(*seeds: int) -> list[torch.Tensor]:
 
 
 def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tensor]:
-    """A rank's own gradients and what it gets back from those that it sent to, rounded as it goes."""
+    """Return a rank's own gradients plus those from the ranks that it sent to, rounded after each addition."""
     by_rank: dict[int, list[torch.Tensor]] = {}
 
     def chunk_of(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tenso
 
 
 def run_random_plans(seed: int) -> None:
-    """Plan after plan over one ExpertTransfer, without waiting for the others in between."""
+    """Run several plans over one ExpertTransfer without waiting for other ranks in between."""
     group = dist.group.WORLD
     assert group is not None
     transfer, rank, num_ranks = ExpertTransfer(group), group.rank(), group.size()

@@ -1,7 +1,8 @@
-"""Megatron-LM's own training program on CPU ranks, patched as docs/pretrain_gpt.patch says.
+"""Megatron-LM's own training program on CPU ranks, patched according to docs/pretrain_gpt.patch.
 
-Only wheels of megatron-core 0.17 and later hold `megatron.training`, and none of them `pretrain_gpt.py`: what follows
-the patched lines in that file is done here, and so is what stands in for a GPU, on top of device/cpu.py.
+Only wheels of megatron-core 0.17 and later contain `megatron.training`, and none contains `pretrain_gpt.py`. This
+module therefore does what that file does after the patched lines. It also replaces what needs a GPU, in addition to
+device/cpu.py.
 """
 
 import contextlib
@@ -33,11 +34,11 @@ FLAGS = (
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-bias-gelu-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion"
 )
-"""The model of runs.BASE, and no kernels that only GPUs have."""
+"""The model of runs.BASE, without kernels that only GPUs have."""
 
 
 def patched_lines() -> tuple[str, str]:
-    """Python source: the imports that the patch adds, and `pretrain_gpt.py` from its parser to its call of pretrain."""
+    """Return Python source: the imports that the patch adds, and `pretrain_gpt.py` from its parser to `pretrain(`."""
     _, imports, *rest = PATCH.read_text(encoding="utf-8").split("\n@@")
     added = [line[1:] for line in imports.splitlines() if line.startswith("+")]
     after = [line[1:] for part in rest for line in part.splitlines()[1:] if not line.startswith("-")]
@@ -47,9 +48,9 @@ def patched_lines() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def on_a_cpu(argv: list[str]) -> Iterator[SimpleNamespace]:
-    """`megatron.training` with what it asks of the launcher and of a GPU answered; global state goes at the end."""
+    """Yield `megatron.training` with substitutes for the launcher and the GPU; destroy its global state at the end."""
     if not hasattr(typing, "override"):
-        typing.override = typing_extensions.override  # megatron.training asks for Python 3.12
+        typing.override = typing_extensions.override  # megatron.training needs Python 3.12
     names = ("arguments", "argument_utils", "initialize", "training", "global_vars")
     parts = SimpleNamespace(**{name: importlib.import_module(f"megatron.training.{name}") for name in names})
     ranks = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
@@ -60,7 +61,7 @@ def on_a_cpu(argv: list[str]) -> Iterator[SimpleNamespace]:
         mock.patch("sys.argv", ["pretrain_gpt.py", *argv]),
         mock.patch("torch.cuda.device_count", lambda: 1),
         mock.patch("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(major=8, minor=0)),
-        # The wheel has the compiled helpers, but no Makefile
+        # The wheel contains the compiled helpers, but no Makefile
         mock.patch.object(parts.initialize, "_compile_dependencies", lambda: None),
         mock.patch.object(parts.training, "initialize_megatron", start),
     ):
@@ -92,7 +93,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
 
 
 def pretrain(flags: str, iterations: int) -> tuple[Curve, Hosts]:
-    """Losses, gradient norms and added hosts of every iteration of Megatron-LM's `pretrain`, on this rank."""
+    """Run Megatron-LM's `pretrain`, and return this rank's losses, gradient norms and added hosts by iteration."""
     imports, main = patched_lines()
     with on_a_cpu(f"{FLAGS} --train-iters {iterations} {flags}".split()) as megatron:
         from megatron.core.enums import ModelType
@@ -103,7 +104,7 @@ def pretrain(flags: str, iterations: int) -> tuple[Curve, Hosts]:
             scope |= vars(module)
         exec(f"{imports}\n{main}", scope)
         model, args = scope["model_cfg"], scope["args"]
-        # gloo still reads an output that the schedule frees
+        # gloo still reads outputs that the schedule would free
         model.transformer.deallocate_pipeline_outputs = False
 
         def data(samples: Any, vp_stage: int | None = None) -> tuple[Tokens, Tokens, Tokens]:

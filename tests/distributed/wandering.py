@@ -11,7 +11,7 @@ from megatron_balance.profile.cluster_profile import builtin
 
 
 class Wandering:
-    """The heaviest expert is lent to the rank after its owner, which soon owns it and lends it on."""
+    """Lends the heaviest expert to the rank after its owner, which soon owns it and lends it to the next rank."""
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         hosts = [(current.owner(expert),) for expert in range(current.num_experts)]
@@ -21,7 +21,7 @@ class Wandering:
 
 
 def wandering(num_ranks: int, directory: Path, ownership: str = "transfer") -> str:
-    """Flags: on this cluster a Transfer is one slow message, and a lend two in each iteration."""
+    """Return flags for a cluster where a Transfer costs one slow message, and lending two in each iteration."""
     path = directory / f"{num_ranks}_slow_messages.json"
     if not path.exists():
         profile = builtin(num_ranks, num_ranks, 32, 64)

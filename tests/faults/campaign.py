@@ -1,4 +1,4 @@
-"""Runs a cell: the job with its fault, the job started again, and what both have left."""
+"""Runs a cell: the job with its fault, then the restarted job, and checks what both leave behind."""
 
 import getpass
 import math
@@ -19,28 +19,28 @@ from tests.faults.cells import ITERATIONS, LAYOUTS, Cell, End
 from tests.faults.faults import Inject, repair
 
 LIMIT = 75.0
-"""Seconds after which a job that has not ended counts as hanging; its own limit is 12 s."""
+"""Seconds after which a job counts as hanging; the job's own limit is 12 s."""
 
 TOLERANCE = 1e-5
-"""Relative, of printed losses and gradient norms where placements may differ."""
+"""Relative, for logged losses and gradient norms where placements may differ."""
 
 CACHES = (f"torchinductor_{getpass.getuser()}",)
-"""What torch keeps among temporary files."""
+"""Caches that torch keeps among temporary files."""
 
 Losses = dict[int, tuple[float, float]]
-"""Iteration -> (lm loss, gradient norm) as they are printed."""
+"""Iteration -> (lm loss, gradient norm) as logged."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a cell."""
+    """The outcome of a cell."""
 
     cell: Cell
     seconds: float
     """From the fault to the end of the last rank."""
     resumed_from: int | None
     equal: bool
-    """Losses and gradient norms are those of the undisturbed run digit by digit."""
+    """Whether losses and gradient norms equal those of the undisturbed run digit by digit."""
 
     def __str__(self) -> str:
         resumed = "" if self.resumed_from is None else f", again from {self.resumed_from}"
@@ -49,19 +49,19 @@ class Outcome:
 
 
 def losses(text: str) -> Losses:
-    """What the ranks of a job printed of its iterations."""
+    """Return the losses and gradient norms that the ranks of a job logged."""
     lines = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", text)
     return {int(iteration): (float(loss), float(norm)) for iteration, loss, norm in lines}
 
 
 def flags_of(layout: str, shared: Path) -> tuple[int, str]:
-    """Number of ranks and flags; `shared` is one directory for all jobs."""
+    """Return the number of ranks and the flags; `shared` is one directory for all jobs."""
     world_size, flags = LAYOUTS[layout]
     return world_size, flags.format(wandering=wandering(world_size, shared))
 
 
 def undisturbed(layout: str, directory: Path) -> Losses:
-    """What a layout learns in peace."""
+    """Train a layout without a fault, and return its losses."""
     world_size, flags = flags_of(layout, directory)
     own = directory / layout.replace(" ", "_")
     ended = Job(world_size, f"{flags} --save {own}/save", own / "logs").wait(LIMIT)
@@ -72,16 +72,16 @@ def undisturbed(layout: str, directory: Path) -> Losses:
 
 
 def run(cell: Cell, disk: Path, directory: Path, shared: Path, expected: Losses) -> Outcome:
-    """Run a cell and check how it ends.
+    """Run a cell, check how it ends, and return the outcome.
 
     Args:
-        disk: an empty file system of its own.
-        directory: for logs.
-        shared: what all jobs need.
-        expected: what the layout learns undisturbed.
+        disk: an empty file system for this cell alone.
+        directory: where the logs go.
+        shared: directory with the files that all jobs need.
+        expected: losses of the layout without a fault.
     """
     world_size, flags = flags_of(cell.layout, shared)
-    # Where the fault is the disk of logs, checkpoints lie elsewhere
+    # If the fault affects the disk with the logs, checkpoints go elsewhere
     save = (directory if "{disk}" in cell.flags else disk) / "save"
     noted, temporary = directory / "noted", directory / "temporary"
     noted.mkdir()
@@ -126,7 +126,7 @@ def run(cell: Cell, disk: Path, directory: Path, shared: Path, expected: Losses)
 def _wait(job: Job, cell: Cell) -> Ended:
     if cell.fault != "stops":
         return job.wait(LIMIT)
-    # It stays where it is until somebody ends it, once all others are gone
+    # The stopped rank stays until it is killed here, after all others have ended
     deadline = time.monotonic() + LIMIT
     for rank, process in enumerate(job.ranks):
         if rank != cell.rank:
@@ -146,7 +146,7 @@ def _check_end(cell: Cell, ended: Ended) -> None:
     else:
         others = {code for rank, code in enumerate(ended.codes) if rank not in victims}
         assert others <= {1}, f"{cell}: {ended.codes}\n{ended.text}"
-        # What a process does to itself at once nobody in it can prevent: the others make the job fail
+        # Nothing in a process can prevent its immediate exit: the other ranks make the job fail
         if cell.fault != "leaves at once with status 0":
             assert 0 not in ended.codes, f"{cell}: {ended.codes}\n{ended.text}"
     if cell.end is End.REFUSED:
@@ -158,15 +158,15 @@ def _alike(found: tuple[float, float], expected: tuple[float, float]) -> bool:
 
 
 def _others() -> set[str]:
-    """What jobs may leave outside of their directories: processes below this one, shared memory."""
+    """Return what jobs may leave outside their directories: descendants of this process, shared memory."""
     processes = {f"process {process.pid}" for process in psutil.Process().children(recursive=True)}
     return processes | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
 
 
 def _check_leavings(cell: Cell, before: set[str]) -> None:
-    """Nothing stays but what was there before; what is about to end has some seconds for it.
+    """Check that nothing new stays; processes have 10 seconds to end.
 
-    What comes and goes meanwhile is of tests that run at the same time.
+    Anything that appears later belongs to tests that run at the same time.
     """
     deadline = time.monotonic() + 10
     left = set(_new_leavings(before))

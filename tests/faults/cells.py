@@ -1,4 +1,4 @@
-"""The table of the campaign: what happens to a job, when, in which layout, and how the job has to end."""
+"""The table of the campaign: what happens to a job, when, in which layout, and how the job must end."""
 
 import random
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 
 
 class End(Enum):
-    """How a job ends that a fault has happened to."""
+    """How a job with a fault ends."""
 
     RESUMES = "it ends with an error; started again, it trains on from its last checkpoint and learns the same"
     GOES_ON = "it ends with status 0 and has learned the same"
@@ -49,7 +49,7 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One job."""
+    """One job with a fault."""
 
     layout: str
     fault: str
@@ -58,16 +58,16 @@ class Cell:
     """A name in `faults.MOMENTS`."""
     end: End = End.RESUMES
     rank: int | None = 1
-    """Where it happens; None: on all ranks."""
+    """The rank with the fault; None: all ranks."""
     call: int = 1
-    """At which call of the moment's function."""
+    """The call of the moment's function at which the fault happens."""
     delay: float = 0.0
-    """Seconds after that, while the rank goes on."""
+    """Seconds from that call to the fault, while the rank continues."""
     flags: str = ""
-    """More flags, of the job with the fault alone."""
+    """Extra flags of the job with the fault, not of the restarted job."""
     said: str = ""
-    """A regular expression that what the ranks print has to contain; by default, that the rank is named if the job
-    ends."""
+    """A regular expression that must match the ranks' output; by default, if the job ends, the output must name the
+    rank."""
 
     def __str__(self) -> str:
         where = "all ranks" if self.rank is None else f"rank {self.rank}"
@@ -76,7 +76,7 @@ class Cell:
 
 
 def at_random(count: int, layout: str, moment: str, calls: int, longest: float, fault: str = "is killed") -> list[Cell]:
-    """Any rank, any call up to `calls`, up to `longest` seconds after its beginning; always the same choice."""
+    """Draw the rank, the call (up to `calls`) and the delay (up to `longest` seconds) with a fixed seed."""
     chance = random.Random(f"{layout} {moment}")
     ranks = LAYOUTS[layout][0]
     return [
@@ -87,7 +87,7 @@ def at_random(count: int, layout: str, moment: str, calls: int, longest: float, 
             rank=chance.randrange(ranks),
             call=chance.randint(1, calls),
             delay=round(chance.uniform(0.001, longest), 3),
-            # The other ranks may notice while they start, and have not met the rank yet
+            # The other ranks may notice while they start, before they know the rank
             said=".",
         )
         for _ in range(count)
@@ -95,7 +95,7 @@ def at_random(count: int, layout: str, moment: str, calls: int, longest: float, 
 
 
 def _ends() -> list[Cell]:
-    """Ways in which a rank may end, or not go on."""
+    """A rank ends, or stops making progress."""
     cells = [
         Cell("EP2", fault, "forward", call=7)
         for fault in ("is killed", "is terminated", "crashes", "stops", "loops", "raises", "runs out of memory")
@@ -146,7 +146,7 @@ def _moments() -> list[Cell]:
 
 
 def _clocks() -> list[Cell]:
-    """Nothing depends on what time it is."""
+    """A clock that is a day off changes nothing."""
     return [
         Cell("EP2", f"finds its clock a day {way}", moment, End.GOES_ON, rank, call)
         for way in ("ahead", "back")
@@ -155,7 +155,7 @@ def _clocks() -> list[Cell]:
 
 
 def _policies() -> list[Cell]:
-    """Anybody's policy may do anything: the last placement stays."""
+    """A user's policy misbehaves: the last placement stays."""
     here = "tests.faults.policies"
     cells = [
         Cell(
@@ -180,7 +180,7 @@ def _policies() -> list[Cell]:
 
 
 def _disks() -> list[Cell]:
-    """Directories that break while the job runs."""
+    """Disks and directories that fail while the job runs."""
     logs = "--balance-log-dir {disk}/loads --tensorboard-dir {disk}/board --balance-timeline {disk}/timeline"
     return [
         Cell("EP2", "finds its disk full", "saving", rank=0, call=2, said="No space left"),
@@ -188,7 +188,7 @@ def _disks() -> list[Cell]:
         Cell("EP2", "finds its disk read-only", "saving", rank=0, call=2, said="Read-only file system"),
         Cell("EP2 async", "finds its disk read-only", "committing", rank=0, call=2, said="Read-only file system"),
         Cell("EP2", "finds its disk full", "logging", End.GOES_ON, 0, 2, flags=logs, said="--balance-log-dir"),
-        # TensorBoard keeps a file open, which a disk that is remounted does not allow
+        # TensorBoard keeps a file open, which prevents remounting the disk
         Cell(
             "EP2",
             "finds its disk read-only",
@@ -206,7 +206,7 @@ def _disks() -> list[Cell]:
 
 
 def _settings() -> list[Cell]:
-    """A rank that was started otherwise."""
+    """A rank that was started differently."""
     compared = (
         ("EP2", 1, "--seed 7"),
         ("EP2", 0, "--lr 2e-3"),
@@ -217,7 +217,7 @@ def _settings() -> list[Cell]:
         ("PP2 x EP2", 2, "--micro-batch-size 1"),
         ("TP2 x EP2", 1, "--seed 7"),
     )
-    # What a rank finds by itself, the others hear from it
+    # A rank reports an error in its own settings to the others
     its_own = (
         ("EP4", 0, "--hidden-size 31", "--hidden-size 31"),
         ("PP2 x EP2", 3, "--lr high", "argument --lr"),

@@ -1,4 +1,4 @@
-"""What may happen to a rank, and when."""
+"""The faults that may happen to a rank, and their moments."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 DAY = 86_400
 LARGE = "something large"
-"""What fills a disk."""
+"""Name of the file that fills a disk."""
 
 MOMENTS = {
     "parsing": "megatron_balance.app.launch:parse_args",
@@ -47,22 +47,22 @@ MOMENTS = {
     "committing": "megatron_balance.checkpoint.directory:CheckpointDirectory.commit",
     "the end": "megatron_balance.app.launch:_finish_together",
 }
-"""The function at whose call something happens: module and name in it."""
+"""Moment -> the function at whose call the fault happens, as module:name."""
 
 
 @dataclass(frozen=True)
 class Inject:
-    """Prepares the ranks of a job: one of them, or all, will have the cell's fault at its moment."""
+    """Prepares the ranks of a job: one of them, or every one, has the cell's fault at its moment."""
 
     cell: Cell
     disk: Path
-    """A file system of its own, with what the job writes."""
+    """A separate file system that the job writes to."""
 
     noted: Path
-    """Where is written when the fault happened: seconds of the monotonic clock, by rank."""
+    """Directory with a file per rank: when the fault happened, in seconds of the monotonic clock."""
 
     temporary: Path
-    """For the ranks' temporary files."""
+    """Directory for the ranks' temporary files."""
 
     def __call__(self, rank: int) -> None:
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.temporary)
@@ -157,7 +157,7 @@ def _few_descriptors(inject: Inject) -> None:
 
 
 def _other_content(ending: str) -> Callable[[Inject], None]:
-    """A node's own copy of a file may differ from those of others."""
+    """Make the rank see different content in one file, as if its node had another copy."""
 
     def happen(inject: Inject) -> None:
         content_digest = facts.content_digest
@@ -171,7 +171,7 @@ def _lose_directory(inject: Inject) -> None:
 
 
 def _meet_another_run(inject: Inject) -> None:
-    """It has no launcher, and its parent is the rank."""
+    """Start another run that saves to the same directory, without a launcher, as a child of the rank."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     command = [sys.executable, "pretrain_gpt_moe.py", *BASE.split(), "--save", inject.disk / "save"]
     other = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -201,4 +201,4 @@ FAULTS: dict[str, Callable[[Inject], None]] = {
     "loses its directory": _lose_directory,
     "meets another run": _meet_another_run,
 }
-"""By name; `has --FLAG VALUE` gives a rank other flags than the others have, at parsing."""
+"""Faults by name; in addition, `has --FLAG VALUE` adds a flag on that rank alone, at parsing."""

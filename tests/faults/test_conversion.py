@@ -1,4 +1,4 @@
-"""A conversion that is killed leaves nothing that looks finished; the next one makes what an undisturbed one makes."""
+"""A killed conversion leaves nothing that looks finished, and the next one equals an undisturbed one."""
 
 import hashlib
 import random
@@ -35,13 +35,13 @@ def finish(action: str, source: Path, target: Path) -> float:
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """Digests of all files but those that say when and where they were written."""
+    """Return digests of all files except those that record when and where they were written."""
     paths = (path for path in directory.rglob("*") if path.is_file() and not re.fullmatch(ABOUT, path.name))
     return {str(path.relative_to(directory)): hashlib.blake2b(path.read_bytes()).hexdigest() for path in paths}
 
 
 def wait_for_half(process: subprocess.Popen, target: Path) -> None:
-    """Return once a file is there that is not yet part of a finished conversion, or the process has ended."""
+    """Return once the target holds a file of an unfinished conversion, or the process has ended."""
     while process.poll() is None and not (any(target.glob("*.saving-*/*")) or any(target.glob(".incomplete-*/*"))):
         time.sleep(0.001)
 
@@ -60,7 +60,7 @@ def test_a_killed_conversion_is_done_again(action: str, tmp_path: Path) -> None:
         target = tmp_path / f"target{number}"
         process = convert(action, source, target)
         if number % 2:
-            # The first half of the time passes in imports
+            # Imports take the first half of the time
             time.sleep(chance.uniform(0.5, 1.0) * seconds)
         else:
             wait_for_half(process, target)
@@ -72,11 +72,11 @@ def test_a_killed_conversion_is_done_again(action: str, tmp_path: Path) -> None:
             print(f"killed with {len(found)} of {len(expected)} files there")
         if process.returncode:
             if action == "export" and target.exists():
-                # With its config.json it is whole, without it no model; a checkpoint's next owner cleans up himself
+                # Without its config.json, an export is no model. Only checkpoints are cleaned up by the next writer
                 assert contents(target) == expected or not (target / "config.json").exists()
                 shutil.rmtree(target)
             elif CheckpointDirectory(target).iterations():
-                # It was killed at its very end
+                # The conversion was killed at its very end
                 assert contents(target).items() >= expected.items()
                 continue
             finish(action, source, target)

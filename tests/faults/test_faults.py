@@ -1,4 +1,4 @@
-"""The campaign: behind --slow, but for what the table must be like and the quickest cells."""
+"""The fault campaign; without --slow, only its quickest cells and a check of the table."""
 
 import ctypes
 import subprocess
@@ -17,7 +17,7 @@ QUICK = ("has --seed 7", "raises at building")
 
 @pytest.fixture(scope="module", autouse=True)
 def orphans() -> Iterator[None]:
-    """What outlives its parent becomes a child of this process, which then finds it."""
+    """Make this process the parent of all orphans, so that it finds them."""
     set_subreaper(1)
     yield
     set_subreaper(0)
@@ -35,7 +35,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(shared: Path) -> Callable[[str], campaign.Losses]:
-    """What a layout learns undisturbed, each trained once."""
+    """`expected(layout)`: losses of the layout without a fault; each layout is trained once."""
     known: dict[str, campaign.Losses] = {}
 
     def of(layout: str) -> campaign.Losses:
@@ -48,7 +48,7 @@ def expected(shared: Path) -> Callable[[str], campaign.Losses]:
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of 24 MB where one can be had, and where the cell needs one."""
+    """A file system of 24 MB if the cell needs one; the test is skipped without permission to mount."""
     path = tmp_path / "disk"
     path.mkdir()
     if "disk" not in request.getfixturevalue("cell").fault:

@@ -1,8 +1,8 @@
-"""What a device does, kernel by kernel -> races, freed memory in use, and waits of the host.
+"""A device's activity, kernel by kernel -> races, memory freed in use, and host waits.
 
-Every kernel says which bytes it read and wrote, and in which stream. Two accesses to the same bytes, at least one of
-them a write, from two streams, are a race unless the second one's stream has waited for the first one. Which stream
-has waited for what is kept by the pure half of torch's own CUDA sanitizer.
+Every kernel reports the bytes that it read and wrote, and its stream. Two accesses to the same bytes from two streams,
+at least one of them a write, are a race unless the second access's stream has waited for the first access. The pure
+Python part of torch's own CUDA sanitizer keeps track of which stream has waited for what.
 """
 
 import os
@@ -24,11 +24,11 @@ _SKIPPED = (
     *(__file__, str(Path(__file__).with_name("torch_cuda.py")), collectives.__file__),
     str(Path(torch.__file__).parent) + os.sep,
 )
-"""Whose functions are plumbing: the device's, the recorder's of collectives, and torch's."""
+"""Files whose functions are plumbing: the device's, the collective recorder's, and torch's."""
 
 
 class Place(NamedTuple):
-    """Where the host was: functions by name, because lines move."""
+    """A place in the host program, by function name, because line numbers change."""
 
     function: str
     ours: str
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 def here() -> Place:
-    """The innermost function that is no plumbing."""
+    """Return the innermost function that is not plumbing."""
     frame: FrameType | None = sys._getframe(1)
     function: FrameType | None = None
     while frame is not None:
@@ -55,7 +55,7 @@ def here() -> Place:
 def _name(frame: FrameType | None) -> str:
     if frame is None:
         return "?"
-    # A comprehension or lambda is the function that it stands in
+    # Name the function that contains a comprehension or lambda
     function = frame.f_code.co_qualname.split(".<locals>.<")[0].removesuffix(".<listcomp>")
     return f"{Path(frame.f_code.co_filename).stem}.{function}"
 
@@ -68,13 +68,13 @@ class Access(NamedTuple):
     writes: bool
     stream: int
     number: int
-    """Of the kernel, in the order of the host."""
+    """Number of the kernel, in the host's launch order."""
     op: str
     place: Place
 
 
 class Conflict(NamedTuple):
-    """Two accesses that nothing orders."""
+    """Two unordered accesses."""
 
     first: str
     second: str
@@ -90,10 +90,10 @@ class Checker:
         self.on = False
         self.races: Counter[Conflict] = Counter()
         self.freed_in_use: Counter[str] = Counter()
-        self.synchronisations: Counter[tuple[str, Place]] = Counter()
-        """By operator and place."""
+        self.synchronizations: Counter[tuple[str, Place]] = Counter()
+        """Host waits by operator and place."""
         self.kernels: Counter[int] = Counter()
-        """By stream."""
+        """Kernels by stream."""
         self.names = {0: "the default stream"}
         self._lock = threading.RLock()
         self._order = StreamSynchronizations()
@@ -104,7 +104,7 @@ class Checker:
         self._kept: dict[int, set[int]] = defaultdict(set)
 
     def kernel(self, op: str, stream: int, ranges: list[tuple[int, int, int, bool]]) -> None:
-        """A kernel with its accesses (memory, begin, end, writes) was queued on a stream."""
+        """Record a kernel queued on a stream, with its accesses (memory, begin, end, writes)."""
         if not self.on:
             return
         place = here()
@@ -118,7 +118,7 @@ class Checker:
                 self._accesses[base].append(new)
 
     def _replaces(self, new: Access, old: Access) -> bool:
-        """Whether what comes after `new`, if ordered after it, is ordered after `old`; notes a race."""
+        """Return whether an access ordered after `new` is also ordered after `old`; record a race between the two."""
         if old.begin >= new.end or new.begin >= old.end:
             return False
         ordered = old.stream == new.stream or self._order.is_ordered_after(new.stream, old.number, old.stream)
@@ -131,19 +131,19 @@ class Checker:
         return f"{access.op} {verb} in {self.names.get(access.stream, f'stream {access.stream}')}: {access.place}"
 
     def allocated(self, base: int, stream: int) -> None:
-        """A stream has new memory."""
+        """Record memory that was allocated for a stream."""
         with self._lock:
             self._accesses.pop(base, None)
             self._kept.pop(base, None)
             self._owner[base] = stream
 
     def kept(self, base: int, stream: int) -> None:
-        """Memory is not used again before a stream has done what was queued on it."""
+        """Record that memory must not be reused before a stream has done what was queued on it."""
         with self._lock:
             self._kept[base].add(stream)
 
     def freed(self, base: int) -> None:
-        """Nobody refers to some memory any more."""
+        """Record that no reference to some memory is left."""
         with self._lock:
             owner, kept = self._owner.pop(base, None), self._kept.pop(base, set())
             for access in self._accesses.pop(base, ()):
@@ -152,20 +152,20 @@ class Checker:
                     self.freed_in_use[f"{self._text(access)}; freed in {here()}"] += 1
 
     def recorded(self, event: int, stream: int) -> None:
-        """A stream recorded an event."""
+        """Record that a stream recorded an event."""
         with self._lock:
             self._order.record_state(event, stream)
 
     def waited(self, event: int, stream: int) -> None:
-        """A stream waits for an event."""
+        """Record that a stream waits for an event."""
         with self._lock:
             self._order.stream_wait_for_event(stream, event)
 
     def synchronized(self, op: str, stream: int | None = None, event: int | None = None) -> None:
-        """The host waited for all streams, for one or for an event."""
+        """Record that the host waited for all streams, for one, or for an event."""
         with self._lock:
             if self.on:
-                self.synchronisations[op, here()] += 1
+                self.synchronizations[op, here()] += 1
             if event is not None:
                 self._order.all_streams_wait_for_event(event)
             elif stream is not None:
@@ -174,15 +174,15 @@ class Checker:
                 self._order.sync_all_streams()
 
     def named(self, stream: int, name: str) -> None:
-        """A stream for people."""
+        """Give a stream a readable name."""
         self.names[stream] = name
 
     def clear(self) -> None:
-        """Forget what was found and counted."""
-        for counter in (self.races, self.freed_in_use, self.synchronisations, self.kernels):
+        """Forget all findings and counts."""
+        for counter in (self.races, self.freed_in_use, self.synchronizations, self.kernels):
             counter.clear()
 
     def complaints(self) -> list[str]:
-        """What is wrong, each once."""
+        """Return every problem found, each once."""
         freed = [f"freed in use: {text}" for text in self.freed_in_use]
         return [*(f"race: {conflict}" for conflict in self.races), *freed]

@@ -1,4 +1,4 @@
-"""Fixtures of tests on the device in host memory, which are skipped where nothing can build it."""
+"""Fixtures for tests on the device in host memory; the tests are skipped without a C++ compiler."""
 
 import pytest
 

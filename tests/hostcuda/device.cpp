@@ -1,11 +1,11 @@
 // A device "cuda:0" in host memory for a CPU build of torch.
 //
-// To the dispatcher, to autograd with its threads, to views, streams and events it is a CUDA device; its kernels are the
-// CPU's, on aliases of the same memory, and its collectives are those of the group's backend for the CPU (gloo, fake).
-// What happens is reported through callbacks: kernels with the bytes that they read and write and their stream, waits of
-// one stream for another, waits of the host, and the life of memory. tests/hostcuda/checker.py makes sense of them.
+// The dispatcher, autograd with its threads, views, streams and events treat it as a CUDA device. Its kernels are the
+// CPU's, on aliases of the same memory. Its collectives are those of the group's CPU backend (gloo, fake).
+// Callbacks report every kernel with its stream and the bytes that it reads and writes, every wait of a stream or the
+// host, and every allocation and release of memory. tests/hostcuda/checker.py evaluates the reports.
 //
-// The library has to be loaded before torch (LD_PRELOAD): it answers functions that torch would otherwise answer itself.
+// The library must be loaded before torch (LD_PRELOAD), because it replaces functions that torch defines too.
 
 #include <ATen/ATen.h>
 #include <ATen/DeviceAccelerator.h>
@@ -33,7 +33,7 @@ using torch::jit::Stack;
 const Device DEVICE(DeviceType::CUDA, 0);
 const Device HOST(DeviceType::CPU);
 
-// What Python is told ------------------------------------------------------------------------------------------------
+// Reports to Python --------------------------------------------------------------------------------------------------
 
 struct Callbacks {
   // A kernel ran: its operator, its stream, and `count` ranges of bytes [from, to) of the memory that begins at `base`
@@ -48,7 +48,7 @@ struct Callbacks {
   void (*waited)(int64_t event, int64_t stream) = nullptr;
   // Memory is kept until a stream has done what was queued on it
   void (*kept)(int64_t base, int64_t stream) = nullptr;
-  // A stream of collectives came to be
+  // A stream for collectives was created
   void (*named)(int64_t stream, const char* name) = nullptr;
 } python;
 
@@ -104,7 +104,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 namespace at {
 
-// Memory of the host that the device can read by itself
+// Pinned host memory, which the device can read directly
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto data = c10::GetCPUAllocator()->allocate(bytes);
@@ -135,7 +135,7 @@ struct PinnedAllocator final : c10::Allocator {
   inline static std::map<uintptr_t, size_t> pinned;
 };
 
-// torch looks for the hooks of CUDA by this name
+// torch looks up CUDA's hooks by this name
 struct CUDAHooks : CUDAHooksInterface {
   CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}
@@ -166,7 +166,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
 namespace {
 
-// Memory: every storage of the device is one of the host's under another name ------------------------------------------
+// Memory: every storage of the device is a host storage under another name --------------------------------------------
 
 at::Tensor on_storage(Storage storage, c10::DispatchKeySet keys, const at::Tensor& like) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype());
@@ -176,7 +176,7 @@ at::Tensor on_storage(Storage storage, c10::DispatchKeySet keys, const at::Tenso
   return tensor;
 }
 
-// The same memory as a tensor of the host, which keeps it alive
+// A host tensor of the same memory, which it keeps alive
 at::Tensor host_alias(const at::Tensor& tensor) {
   auto* kept = new Storage(tensor.storage());
   c10::DataPtr data(kept->mutable_data(), kept, [](void* it) { delete static_cast<Storage*>(it); }, HOST);
@@ -185,7 +185,7 @@ at::Tensor host_alias(const at::Tensor& tensor) {
   return on_storage(std::move(storage), c10::DispatchKeySet(DispatchKey::CPU), tensor);
 }
 
-// The memory of a tensor of the host as the device's
+// The memory of a host tensor as a storage of the device
 Storage device_storage(const at::Tensor& host) {
   auto* owner = new at::Tensor(host.detach());
   const auto free = [](void* it) {
@@ -200,10 +200,10 @@ Storage device_storage(const at::Tensor& host) {
 
 bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().is_cuda(); }
 
-// The arguments of an operator while its kernel runs on the host
+// An operator's arguments while its kernel runs on the host
 class Call {
  public:
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // of the device, of the host
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // (device tensor, host tensor)
   std::vector<int64_t> base, from, to, writes;
 
   c10::IValue on_host(const c10::IValue& value, bool write) {
@@ -256,11 +256,11 @@ class Call {
 
 // Kernels ------------------------------------------------------------------------------------------------------------
 
-// For whose result CUDA makes the host wait
+// Operators for whose results CUDA makes the host wait
 const std::set<std::string> WAITING{"aten::_local_scalar_dense", "aten::nonzero",  "aten::masked_select",
                                     "aten::equal",               "aten::_unique2", "aten::unique_dim",
                                     "aten::unique_consecutive",  "aten::bincount", "aten::is_nonzero"};
-// Which take tensors of the host along with tensors of the device
+// Operators that take host tensors along with device tensors
 const std::set<std::string> MIXING{"aten::copy_", "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::set_"};
 
 bool begins_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
@@ -279,7 +279,7 @@ void check_devices(const std::string& name, const at::ArrayRef<c10::IValue> argu
   }
 }
 
-// What CUDA makes the host wait for in this operator: its result, or a copy from or to memory of the host
+// What CUDA makes the host wait for in this operator: its result, or a copy from or to host memory
 const char* wait_in(const std::string& name, const at::ArrayRef<c10::IValue> arguments) {
   if (WAITING.count(name)) return name.c_str();
   if (begins_with(name, "aten::index") && arguments[1].isOptionalTensorList())
@@ -314,7 +314,7 @@ void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
   }
-  // What the host resized or moved, the device has too
+  // Apply the kernel's resizes and moves of host tensors to the device tensors
   for (auto& [device, host] : call.pairs) {
     auto* impl = device.unsafeGetTensorImpl();
     if (host.storage().data() != device.storage().data()) impl->set_storage_keep_dtype(device_storage(host));
@@ -348,7 +348,7 @@ void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   }
   if (!is_view && !allocates && !begins_with(name, "aten::set_") && !begins_with(name, "aten::resize"))
     call.report(name, current_stream);
-  // After the kernel is reported: the wait is for it, too
+  // After the kernel's report, because the wait includes the kernel
   if (waits && python.synchronized) python.synchronized(waits);
 }
 
@@ -358,8 +358,8 @@ void keep_for_stream(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
   if (python.kept) python.kept(base_of(tensor), stream.id());
 }
 
-// Off the fast path of `grouped_mm` (16-bit rows on new devices), torch computes it by one product for each group, of
-// which it asks the device for the sizes. Its operators come back here one by one.
+// Off the fast path of `grouped_mm` (16-bit rows on new devices), torch computes one product for each group and reads
+// the group sizes from the device. The operators that it calls come back here one by one.
 void grouped_product(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor().scalar_type() == at::kBFloat16)
     return kernel(op, keys, stack);
@@ -368,7 +368,7 @@ void grouped_product(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
 
 // Collectives, as NCCL does them -------------------------------------------------------------------------------------
 
-// A stream for each group, and one for messages between each two members
+// One stream for each group, and one for the messages between each pair of members
 int64_t stream_of(const c10d::ProcessGroup& group, int64_t peer) {
   static std::mutex mutex;
   static std::map<std::string, int64_t> streams;
@@ -383,20 +383,20 @@ int64_t stream_of(const c10d::ProcessGroup& group, int64_t peer) {
   return place->second;
 }
 
-// The stream that waits for it goes on when it is done; the host has nothing to wait for on a device
+// A stream that waits for the work continues once it is done; on a device, the host need not wait
 class DeviceWork : public c10d::Work {
  public:
   DeviceWork(c10::intrusive_ptr<c10d::Work> work, int64_t event, int64_t stream, std::vector<int64_t> bases)
       : work_(std::move(work)), event_(event), stream_(stream), bases_(std::move(bases)) {}
 
-  // NCCL's work keeps its tensors until it is done, whether anybody waits or not
+  // NCCL's work keeps its tensors until it is done, even if nothing waits for it
   ~DeviceWork() override {
     for (const auto base : bases_)
       if (python.kept) python.kept(base, stream_);
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    // In host memory, what others send has to be there before a kernel reads it
+    // In host memory, received data must have arrived before a kernel reads it
     const bool done = work_->wait(timeout);
     ::wait(event_, current_stream);
     return done;
@@ -439,7 +439,7 @@ void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (i == 0) outputs = value;
     value = call.on_host(value, writes);
   }
-  // Without `async_op`, NCCL works in the stream of the caller
+  // Without `async_op`, NCCL uses the caller's stream
   const auto stream = asynchronous ? stream_of(*group, peer) : current_stream;
   order(current_stream, stream);
   call.report(name, stream);
@@ -458,18 +458,18 @@ void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  // Of the operators that torch can also compose of others, those with a kernel for the CPU have one here
+  // Composite operators that have a CPU kernel get a kernel here, too
   for (const auto& op : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(DispatchKey::CPU))
     if (begins_with(op.name, "aten::") && op.name != "aten::_grouped_mm")
       m.impl(c10::toString(op).substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
-  // torch has one kernel for all devices, which looks for what CUDA alone has
+  // torch's kernel serves all devices and would look for real CUDA functions
   m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&kernel>());
   m.impl("record_stream", torch::CppFunction::makeFromBoxedFunction<&keep_for_stream>());
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&grouped_product>());
 }
 
 TORCH_LIBRARY_IMPL(c10d, CUDA, m) {
-  // torch warns where somebody takes the place of its own
+  // torch warns about registrations that replace its own
   struct Silence final : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silence;

@@ -1,4 +1,4 @@
-"""Builds the device's library from its source, once for each source and version of torch."""
+"""Builds the device's library once for each version of its source and of torch."""
 
 import functools
 import hashlib
@@ -14,16 +14,16 @@ CACHE = Path(__file__).parents[2] / ".cache"
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine."""
+    """Return the C++ compiler of this machine, if any."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 @functools.cache
 def library() -> Path:
-    """The library's file; built here if it is not there yet.
+    """Return the library's file, which is built first if it does not exist.
 
     Raises:
-        subprocess.CalledProcessError: the compiler refuses the source.
+        subprocess.CalledProcessError: the compiler rejects the source.
     """
     found = compiler()
     assert found is not None, "without a compiler, these tests are skipped"

@@ -1,4 +1,4 @@
-"""What every rank on the device needs, imported once by the server that ranks are forked from."""
+"""Imports that every rank on the device needs, done once in the server that forks the ranks."""
 
 import importlib
 

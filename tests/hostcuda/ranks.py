@@ -1,6 +1,6 @@
 """Gloo ranks whose tensors are on the device in host memory: `DeviceRanks(4).run(task)` as in tests/harness.py.
 
-A machine is told by the packages that it has: those of `packages/` that are named, which stand for the real ones.
+A machine is defined by its packages: a choice of the stand-ins in `packages/`.
 """
 
 import os
@@ -15,7 +15,7 @@ from tests.hostcuda.packages import roots
 
 
 class DeviceRanks(Ranks):
-    """Ranks that are forked from a server of their own: one that has loaded the device before torch."""
+    """Ranks forked from a separate server, which has loaded the device before torch."""
 
     def __init__(self, world_size: int, machine: str = "bare") -> None:
         """`machine`: one of `packages.MACHINES`."""
@@ -27,11 +27,11 @@ class DeviceRanks(Ranks):
 
 
 def start(process: BaseProcess, machine: str = "bare") -> None:
-    """Start a process of the context `forkserver` on the device, on such a machine."""
+    """Start a process of the context `forkserver` on the device of this machine."""
     if machine not in _SERVERS:
         _SERVERS[machine] = forkserver.ForkServer()
         _SERVERS[machine].set_forkserver_preload(["tests.hostcuda.preload"])
-    # The server finds modules by its environment when it starts, and a process as this one does
+    # The server finds modules through PYTHONPATH when it starts; a forked process, through this process's sys.path
     path = [*roots(machine), *sys.path]
     with (
         mock.patch.dict(os.environ, LD_PRELOAD=str(library()), PYTHONPATH=os.pathsep.join(path)),
@@ -42,4 +42,4 @@ def start(process: BaseProcess, machine: str = "bare") -> None:
 
 
 _SERVERS: dict[str, forkserver.ForkServer] = {}
-"""What forks the processes of a machine; it starts with the first of them."""
+"""Machine -> the server that forks its processes; a server starts with its first process."""

@@ -1,4 +1,4 @@
-"""Small training runs on the device, watched: what `train_step` does there, as tasks for ranks."""
+"""Small training runs on the device, watched by the checker, as tasks for ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,22 +14,22 @@ from tests.hostcuda.checker import Checker, Place
 
 
 class Watched(NamedTuple):
-    """What one rank knows of a run."""
+    """What one rank observes in a run."""
 
     curve: Curve
     acted: float
     """Hosts added and experts moved."""
     complaints: list[str]
     """Races, and memory that was freed in use."""
-    synchronisations: Counter[tuple[str, Place]]
-    """Of the last iteration."""
+    synchronizations: Counter[tuple[str, Place]]
+    """Host waits of the last iteration."""
     streams: set[str]
-    """On which kernels ran."""
+    """Streams on which kernels ran."""
 
 
 @contextmanager
 def watching() -> Iterator[Checker]:
-    """The checker of this process's device, on."""
+    """Switch on the checker of this process's device, and yield it."""
     from tests.hostcuda.torch_cuda import CHECKER
 
     CHECKER.clear()
@@ -48,20 +48,20 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
             mutate(run)
         reports = []
         for _ in range(iterations):
-            checker.synchronisations.clear()
+            checker.synchronizations.clear()
             reports.append(train_step(run))
         streams = {checker.names.get(stream, "of the program") for stream in checker.kernels}
-        waits, complaints = Counter(checker.synchronisations), checker.complaints()
+        waits, complaints = Counter(checker.synchronizations), checker.complaints()
     acted = sum(layer.hosts_added + layer.experts_moved for report in reports for layer in report.balance.values())
     return Watched(runs.curve_of(reports), acted, complaints, waits, streams)
 
 
 SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
-"""What a CPU does not fuse, and megatron-core computes otherwise when it does."""
+"""Flags that switch off fusions, which a CPU lacks and which change megatron-core's results."""
 
 
 def as_on_cuda(run: Run) -> None:
-    """Experts compute together: slot by slot, products of half precision round otherwise."""
+    """Compute all slots together: half-precision products round differently slot by slot."""
     for chunk in run.model:
         for module in chunk.modules():
             if isinstance(module, GroupedExperts):

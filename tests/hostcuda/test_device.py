@@ -1,4 +1,4 @@
-"""The device in host memory behaves as CUDA's does, and the checker sees what is wrong: the other tests rest on it."""
+"""The device in host memory behaves as CUDA does, and the checker finds errors. All other tests depend on both."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests.hostcuda.runs import watching
 
 
 def kernels() -> None:
-    """Tensors are CUDA's, numbers the CPU's; views share memory."""
+    """Tensors look like CUDA's, their values equal the CPU's, and views share memory."""
     host = torch.randn(8, 6, dtype=torch.float64)
     tensor = host.cuda()
     assert tensor.is_cuda and tensor.type() == "torch.cuda.DoubleTensor"
@@ -32,7 +32,7 @@ def kernels() -> None:
 
 
 def autograd() -> None:
-    """Backward passes run on a thread of the device, on the streams of their forward passes."""
+    """Backward passes run on the device's thread, on the streams of their forward passes."""
     seen: list[tuple[int, int]] = []
     tensor, side = torch.ones(4, device="cuda", requires_grad=True), torch.cuda.Stream()
 
@@ -68,7 +68,7 @@ def wrong_devices() -> None:
 
 
 def races() -> None:
-    """What two streams do to the same bytes is ordered by waits alone."""
+    """Only waits order what two streams do to the same bytes."""
     side = torch.cuda.Stream()
     tensor, other = torch.ones(100, device="cuda"), torch.ones(100, device="cuda")
 
@@ -103,7 +103,7 @@ def races() -> None:
 
 
 def freed_memory() -> None:
-    """Memory goes back to its own stream, whatever others still do with it."""
+    """Memory returns to its own stream even while other streams use it."""
     side = torch.cuda.Stream()
 
     def freed(keep: bool, wait: bool) -> int:
@@ -124,14 +124,14 @@ def freed_memory() -> None:
     assert freed(keep=False, wait=True) == 0
 
 
-def synchronisations() -> None:
-    """The host waits for what it reads, for copies of host memory that nobody told it not to wait for, and if asked."""
+def synchronizations() -> None:
+    """The host waits for values that it reads, for blocking copies of host memory, and for synchronize calls."""
     tensor, event = torch.ones(4, device="cuda"), torch.cuda.Event()
 
     def counted(action) -> list[str]:
         with watching() as checker:
             action()
-            return [op for op, _ in checker.synchronisations.elements()]
+            return [op for op, _ in checker.synchronizations.elements()]
 
     assert counted(lambda: tensor.sum().item()) == ["aten::_local_scalar_dense"]
     assert counted(lambda: bool((tensor > 0).all())) == ["aten::_local_scalar_dense"]
@@ -182,7 +182,7 @@ def collectives() -> None:
     assert dist.get_backend() == "nccl"
 
 
-TASKS = (kernels, autograd, wrong_devices, races, freed_memory, synchronisations)
+TASKS = (kernels, autograd, wrong_devices, races, freed_memory, synchronizations)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=[task.__name__ for task in TASKS])

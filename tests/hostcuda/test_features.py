@@ -1,4 +1,4 @@
-"""Every feature, and every pair of them that goes together, trains on the device as it does on a CPU: to the bit."""
+"""Every feature, and every compatible pair of features, trains on the device as on a CPU, bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) 
 
 @pytest.fixture
 def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., list[Watched]]:
-    """`check(features, precision)`: a run with them has nothing to complain about, and computes what a CPU does."""
+    """`check(features, precision)`: a run with these features causes no complaint and computes what a CPU computes."""
 
     def of(names: tuple[str, ...], precision: str) -> list[Watched]:
         flags = " ".join([features.flags_of(*names), FEWER_SAMPLES, SAME_KERNELS, PRECISIONS[precision]])
@@ -47,7 +47,7 @@ TOGETHER_AT_ONCE = (
     ("capacity", "layer recomputation", "chunks"),
     ("megatron's layer",),
 )
-"""Every feature that executes something of its own, in few runs."""
+"""Every feature with code that no other feature executes, in few runs."""
 
 
 @pytest.mark.parametrize("names", TOGETHER_AT_ONCE, ids="-".join)

@@ -1,4 +1,4 @@
-"""Stand-ins take what Transformer Engine and apex take, refuse what those refuse, and compute what torch computes."""
+"""The stand-ins accept and refuse what Transformer Engine and apex do, and compute what torch computes."""
 
 import contextlib
 import importlib
@@ -58,12 +58,12 @@ CALLS: dict[str, tuple] = {
     "scaled_masked_softmax_cuda:forward": (TWO, TWO[:, :1].bool(), 1.0),
     "scaled_upper_triang_masked_softmax_cuda:forward": (TWO[0], 1.0),
 }
-"""Calls that are in order, but for the memory that their tensors are in."""
+"""Calls that would be valid if their tensors were on the device."""
 
 
 @contextlib.contextmanager
 def importable(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Both packages can be imported meanwhile; afterwards their modules are in `modules` alone."""
+    """Make both packages importable inside the context; afterwards only `modules` holds their modules."""
     paths = roots("te and apex")
     sys.path[:0] = paths
     sys.modules.update(modules)
@@ -79,7 +79,7 @@ def importable(modules: dict[str, ModuleType]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def packages() -> Callable[[str], Callable]:
-    """What is called `module:name` on a machine with both packages."""
+    """`packages("module:name")`: that object, on a machine with both packages."""
     modules: dict[str, ModuleType] = {}
 
     def found(name: str) -> Callable:
@@ -94,7 +94,7 @@ def packages() -> Callable[[str], Callable]:
 
 
 def parameters(function: Callable) -> str:
-    """Names, `=` where there is a default, `*` before those that have to be named."""
+    """Return parameter names, with `=` for a default and `*` before keyword-only parameters."""
     words, named = [], False
     for one in inspect.signature(function).parameters.values():
         if one.kind is one.KEYWORD_ONLY and not named:
@@ -168,7 +168,7 @@ def test_low_precision_is_refused_by_name_unless_it_is_off(packages, name: str):
 
 @pytest.fixture
 def on_the_host(monkeypatch) -> None:
-    """Kernels that take tensors from anywhere."""
+    """Let kernels accept tensors on any device."""
     monkeypatch.setattr(kernels, "on_device", lambda **tensors: None)
 
 
@@ -234,7 +234,7 @@ def test_permutations_are_megatron_cores():
 
 
 def test_without_rows_there_is_no_map_and_nothing_is_restored():
-    """Callers have to keep away from it: the real ones do so, too."""
+    """The real kernels do the same, so callers must avoid this case."""
     none = torch.empty(0, 4)
     output, row_id_map = permutation.moe_permute(none, torch.empty(0, 2, dtype=torch.bool), 0)
     assert output.shape == (0, 4) and row_id_map.shape == (0,)
@@ -270,7 +270,7 @@ def test_remainders_hold_what_the_parameter_lacks(cpu_for_cuda):
     multi_tensor_apply.part(whole, parameter, remainder)
     assert (parameter.float() - whole).abs().max() <= whole.abs().max() * 2**-8
     assert torch.equal(multi_tensor_apply.joined(parameter, remainder), whole)
-    # Steps with remainders are those with main parameters
+    # Steps with remainders equal steps with main parameters
     start = torch.linspace(-1, 1, 12).bfloat16()
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     optimizers = [

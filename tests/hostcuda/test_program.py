@@ -1,4 +1,4 @@
-"""What a run does besides plain steps, on the device: exchanges, codecs, balancing, resuming, measuring, failing."""
+"""Everything beyond plain steps, on the device: exchanges, codecs, balancing, resuming, measuring, failing."""
 
 import functools
 import re
@@ -65,7 +65,7 @@ def _both(first: Callable[[Run], None], second: Callable[[Run], None], run: Run)
 
 
 def wait_for_nothing(flags: str) -> Watched:
-    """A run whose side streams do not wait for the current stream."""
+    """Watch a run whose side streams do not wait for the current stream."""
 
     def start(side_stream: SideStream, *args: object) -> object:
         with mock.patch.object(side_stream._stream, "wait_stream", lambda stream: None):
@@ -77,7 +77,7 @@ def wait_for_nothing(flags: str) -> Watched:
 
 
 def leave(kept: bool) -> list[str]:
-    """Begin an exchange in two stages, drop it with its rows, and say what is wrong with that."""
+    """Start an exchange in two stages, drop it with its rows, and return the checker's complaints."""
     from megatron_balance.comm.hierarchical import TwoDimensionalAllToAll
     from megatron_balance.job.groups import new_node_groups
 
@@ -98,7 +98,7 @@ def test_a_lane_that_does_not_wait_is_noticed(device_ranks, profiles: dict[int, 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_memory_that_nobody_keeps_is_noticed(device_ranks, kept: bool) -> None:
-    """An error may drop an exchange before anybody has waited for it."""
+    """An error may drop an exchange that nothing has waited for."""
     for found in device_ranks(4).run(leave, kept):
         assert kept == (not found) and all(text.startswith("freed in use") for text in found)
 
@@ -109,14 +109,14 @@ MACHINES = {
     "te": "--moe-permute-fusion",
     "te and apex": "--moe-permute-fusion --moe-comm-chunks 2 --moe-router-dtype fp32",
 }
-"""What is installed -> flags to train with, on top of all fusions that are on by default."""
+"""Machine -> extra flags; all fusions that are on by default stay on."""
 
 
 @pytest.mark.parametrize(
     "machine", [pytest.param(machine, marks=[pytest.mark.slow] if machine == "apex" else []) for machine in MACHINES]
 )
 def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> None:
-    """A run with all fusions follows the one on a CPU, which has none."""
+    """A run with all fusions follows the run on a CPU, which has none."""
     flags = f"{PLAIN} --expert-model-parallel-size 2 --bf16 {MACHINES[machine]}"
     outcomes = device_ranks(2, machine).run(watched, flags, 3)
     assert not complaints(outcomes)
@@ -137,20 +137,20 @@ def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> N
     ],
 )
 def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: str) -> None:
-    """With Transformer Engine's optimizer, which counts steps in its groups."""
+    """The optimizer is Transformer Engine's, which counts steps in its groups."""
     flags = f"{PLAIN} --num-layers 1 --expert-model-parallel-size 2 {flags}"
     assert device_ranks(2, "te and apex").run(straight_against_resumed, flags, str(tmp_path), 20) == [[]] * 2
 
 
 def measure_small_messages(rank: int) -> None:
-    """GPUs are measured with messages that take seconds here."""
+    """Measure with small messages: the sizes for GPUs would take seconds here."""
     from megatron_balance.build import profiles
 
     profiles.LARGE_SIZES = profiles.SIZES
 
 
 def test_the_entry_point(tmp_path: Path) -> None:
-    """A profile that is measured, Transfer, validation, files of all kinds, a save, and the same from there."""
+    """A measured profile, Transfer, validation, files of all kinds, a save, and a resumed run."""
     flags = (
         f"{BASE} {PLAIN} --expert-model-parallel-size 2 --num-layers 1 --bf16 --train-iters 4 --log-interval 1 "
         f"--eval-interval 2 --eval-iters 1 --split 90,5,5 --distributed-timeout-minutes 1 "
@@ -173,13 +173,13 @@ def test_the_entry_point(tmp_path: Path) -> None:
 
 
 def oversleep(gradient: torch.Tensor) -> None:
-    """A hook on a thread of the device."""
+    """Sleep in a hook, on the device's thread."""
     assert threading.current_thread() is not threading.main_thread()
     time.sleep(3600)
 
 
 def sleep_in_a_backward_pass(rank: int) -> None:
-    """Rank 1 does so once."""
+    """Make rank 1 sleep in one backward pass."""
     from megatron_balance.flow.layer import BalancedMoELayer
 
     forward, count = BalancedMoELayer.forward, 0
@@ -196,7 +196,7 @@ def sleep_in_a_backward_pass(rank: int) -> None:
 
 
 def test_a_rank_that_hangs_in_a_backward_pass_is_named(tmp_path: Path) -> None:
-    """On the device, backward passes and what they wait for are on a thread of autograd."""
+    """On the device, backward passes and their waits run on a thread of autograd."""
     flags = (
         f"{BASE} {PLAIN} --expert-model-parallel-size 2 --train-iters 100000 --log-interval 1 "
         f"--distributed-timeout-minutes {TIMEOUT_MINUTES}"

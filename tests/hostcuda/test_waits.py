@@ -1,4 +1,4 @@
-"""How often the host waits for the device, and where: what tests/golden/waits says, as `waits.py` writes it."""
+"""How often the host waits for the device, and where: compared with tests/golden/waits, which `waits.py` writes."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ QUICK = ("bf16", "transformer_engine")
 
 
 def look_at_the_output(run: Run) -> None:
-    """One more wait in each layer."""
+    """Add one wait to each layer."""
     for module in run.model[0].modules():
         if isinstance(module, BalancedMoELayer):
             module.register_forward_hook(_look)
@@ -27,7 +27,7 @@ def _look(layer: BalancedMoELayer, inputs: tuple, output: tuple[torch.Tensor, No
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_the_host_waits_as_often_as_it_did(device_ranks, name: str) -> None:
-    """Whoever makes it wait less writes the table anew."""
+    """A change that removes waits must regenerate the table."""
     case = CASES[name]
     assert text(growth(counted(device_ranks(WORLD_SIZE, case.machine), case))) == golden(name).read_text()
 
@@ -49,7 +49,7 @@ def test_the_documented_sums_are_those_of_the_tables(name: str) -> None:
 
 
 def test_waits_grow_with_layers_and_microbatches() -> None:
-    """3 a layer and microbatch, 5 a layer, 7 a microbatch, 11 an iteration."""
+    """3 waits per layer and microbatch, 5 per layer, 7 per microbatch, 11 per iteration."""
     key = ("op", None)
     found = {size: {key: 3 * size[0] * size[1] + 5 * size[0] + 7 * size[1] + 11} for size in SIZES}
     assert growth(found) == {key: (3, 5, 7, 11)}

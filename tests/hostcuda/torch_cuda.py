@@ -1,4 +1,4 @@
-"""What programs ask of `torch.cuda`, answered for the device in host memory."""
+"""Functions of `torch.cuda` for the device in host memory."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from megatron_balance.job.collectives import COLLECTIVES, MESSAGES
 from tests.hostcuda.checker import Checker
 
 CHECKER = Checker()
-"""Of this process: there is one device."""
+"""The checker of this process, which has one device."""
 
 _Numbers = ctypes.POINTER(ctypes.c_int64)
 _TWO = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -58,11 +58,11 @@ def _callbacks() -> _Callbacks:
 
 
 _LIBRARY: list[Any] = []
-"""The library, and what it calls: those must live as long."""
+"""The library and its callbacks, which must live as long as the library."""
 
 
 class Event:
-    """`torch.cuda.Event`; its times are the host's, when it was recorded."""
+    """`torch.cuda.Event`; its time is the host's clock at the record."""
 
     _ids = itertools.count(1)
 
@@ -76,7 +76,7 @@ class Event:
         CHECKER.recorded(self.id, (stream or current_stream()).id)
 
     def wait(self, stream: "Stream | None" = None) -> None:
-        # One that was never recorded has nothing to wait for
+        # An event that was never recorded has nothing to wait for
         if self.seconds is not None:
             CHECKER.waited(self.id, (stream or current_stream()).id)
 
@@ -166,7 +166,7 @@ def _not_compiled(function: Callable | None = None, **_: Any) -> Callable:
 
 
 def _does_nothing() -> Callable:
-    """A new function every time: torch's compiler keeps a table of functions and refuses one under two names."""
+    """Return a new function every time: torch's compiler keeps a table of functions and refuses two names for one."""
     return lambda *_, **__: None
 
 
@@ -185,7 +185,7 @@ ANSWERS: dict[str, Any] = {
     "current_device": lambda: 0,
     "current_stream": current_stream,
     "default_stream": lambda device=None: Stream(id=0),
-    # One for each process of the node, whatever its number: all are this one
+    # Each process of the node gets its own number; all numbers mean this one device
     "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     "empty_cache": _does_nothing(),
     "get_device_capability": lambda device=None: (9, 0),
@@ -206,9 +206,9 @@ ANSWERS: dict[str, Any] = {
 
 
 def install(library: Path) -> None:
-    """Answer for the device in this process, which has loaded `library` before torch; before megatron.core is imported.
+    """Install the device's `torch.cuda` in this process, for the rest of its life.
 
-    It lasts for the life of the process.
+    The process must have loaded `library` before torch, and must not have imported megatron.core yet.
     """
     assert not _LIBRARY, "once is enough"
     loaded = ctypes.CDLL(str(library))
@@ -232,7 +232,7 @@ def install(library: Path) -> None:
 
 
 def _answer_for_nccl() -> None:
-    """Groups are NCCL's: by name, and in that they refuse host memory. (Their streams are device.cpp's business.)"""
+    """Make groups look like NCCL's: in name, and in refusing host memory. (device.cpp handles their streams.)"""
     core = dist.distributed_c10d
     backend_of, init_process_group = dist.get_backend, dist.init_process_group
 

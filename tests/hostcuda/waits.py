@@ -1,4 +1,4 @@
-"""Where the host waits for the device in an iteration, and what the number of these waits grows with.
+"""Where the host waits for the device in an iteration, and how the number of waits scales.
 
 python -m tests.hostcuda.waits [CASE ...]     # writes tests/golden/waits/CASE.txt
 """
@@ -25,7 +25,7 @@ OPTIMIZER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-g
 
 
 class Case(NamedTuple):
-    """A run, and the machine that it runs on."""
+    """A run and its machine."""
 
     flags: str
     machine: str = "bare"
@@ -45,24 +45,24 @@ Waits = Mapping[tuple[str, Place], int]
 """(what waits, where) -> how often in an iteration."""
 
 SIZES = ((2, 1), (3, 1), (2, 2), (3, 2))
-"""(layers, microbatches) of the runs that tell what waits grow with."""
+"""(layers, microbatches) of the runs that show how waits scale."""
 
 COLUMNS = ("layer and microbatch", "layer", "microbatch", "iteration")
 
 
 def counted(ranks: DeviceRanks, case: Case, mutate: Callable | None = None) -> dict[tuple[int, int], Waits]:
-    """The waits of the first rank's second iteration, for each of `SIZES`."""
+    """Return the waits of the first rank's second iteration, for each of `SIZES`."""
     found = {}
     for layers, microbatches in SIZES:
         size = f"--num-layers {layers} --global-batch-size {2 * WORLD_SIZE * microbatches}"
         outcome = ranks.run(watched, f"{PLAIN} {case.flags} {size}", 2, mutate)[0]
         assert not outcome.complaints, outcome.complaints
-        found[layers, microbatches] = outcome.synchronisations
+        found[layers, microbatches] = outcome.synchronizations
     return found
 
 
 def growth(found: Mapping[tuple[int, int], Waits]) -> dict[tuple[str, Place], tuple[int, ...]]:
-    """What waits for the device -> how often, by `COLUMNS`."""
+    """Return (what waits, where) -> how often, by `COLUMNS`."""
     table = {}
     for key in sorted({key for waits in found.values() for key in waits}):
         few, deep, long, large = (found[size].get(key, 0) for size in SIZES)
@@ -73,7 +73,7 @@ def growth(found: Mapping[tuple[int, int], Waits]) -> dict[tuple[str, Place], tu
 
 
 def text(table: Mapping[tuple[str, Place], tuple[int, ...]]) -> str:
-    """The table, with a sum."""
+    """Return the table as text, with a row of sums."""
     head = "  ".join((*COLUMNS, "what waits, and where"))
     rows = [
         (*counts, f"{op}: {place}")
@@ -89,7 +89,7 @@ def text(table: Mapping[tuple[str, Place], tuple[int, ...]]) -> str:
 
 
 def golden(name: str) -> Path:
-    """The table that is kept of a case: megatron-core's functions have other names in each version."""
+    """Return the file of a case's table; each version of megatron-core names its functions differently."""
     return GOLDEN / f"{name}_{'.'.join(megatron_core.split('.')[:2])}.txt"
 
 

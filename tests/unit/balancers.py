@@ -1,4 +1,4 @@
-"""Balancers on plain objects: one rank of a group whose others are made up, and a journal of all that it does.
+"""Balancers built from plain objects: one rank in a simulated group, and a journal of all its operations.
 
 No two sizes are equal: 2 model chunks, 3 ranks, 4 layers, 5 microbatches, 12 experts.
 """
@@ -30,7 +30,7 @@ from megatron_balance.timeline.runtime import Balancer
 
 RANKS, EXPERTS, SLOTS, MICROBATCHES = 3, 12, 2, 5
 RANK = 1
-"""Whose balancer it is."""
+"""The rank whose balancer is built."""
 
 BLOCKS = [[2], [4, 5, 9]]
 LAYERS = [number for chunk in BLOCKS for number in chunk]
@@ -39,14 +39,14 @@ COST = CostModel(builtin(RANKS, RANKS, 64, 96), token_bytes=128, param_bytes=12e
 OWNERS = Placement.identity(EXPERTS, RANKS, SLOTS)
 
 Load = dict[int, list[np.ndarray]]
-"""By layer number, [D, E] of each microbatch."""
+"""For each layer number, the load matrix [D, E] of each microbatch."""
 
 Journal = list[tuple]
 
 
 @dataclass
 class Group:
-    """A process group; `others` changes what each of its ranks contributes, all like this one by default."""
+    """A process group. `others` changes each rank's contribution; by default, all ranks contribute the same."""
 
     size_: int = RANKS
     rank_: int = RANK
@@ -63,7 +63,7 @@ class Group:
 
 
 class Collectives:
-    """Stands for torch.distributed."""
+    """Stand-in for torch.distributed."""
 
     @staticmethod
     def all_gather_into_tensor(output: torch.Tensor, own: torch.Tensor, group: Group) -> None:
@@ -76,7 +76,7 @@ class Collectives:
 
 @dataclass
 class Transfers:
-    """Stands for ExpertTransfer."""
+    """Stand-in for ExpertTransfer."""
 
     journal: Journal
 
@@ -89,7 +89,7 @@ class Transfers:
 
 @dataclass
 class Slots:
-    """Stands for a layer's experts."""
+    """Stand-in for a layer's experts."""
 
     number: int
     home: list[Sequence[int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Slots:
 
 
 class AtOnce:
-    """A stand-in for the side stream that does its work at once."""
+    """Stand-in for the side stream that executes its work immediately."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -120,13 +120,13 @@ class AtOnce:
 
 
 class PlansAtOnce(Planner):
-    """Does at once what it is asked."""
+    """Planner that plans as soon as it is asked."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
         self.journal = journal
         self.entries: dict[int, tuple] = {}
-        """What the journal says of the questions."""
+        """The journal entry of each asked question, by its id."""
 
     def ask(self, question: Question) -> Asked:
         asked = Asked(question, Future())
@@ -141,7 +141,7 @@ class PlansAtOnce(Planner):
 
 @dataclass
 class Hottest:
-    """The hottest expert goes to the ranks before and after its owner's, for one layer."""
+    """Policy of one layer that copies the hottest expert to the ranks before and after its owner."""
 
     number: int
     journal: Journal
@@ -152,7 +152,7 @@ class Hottest:
 
 
 def hottest(counts_DE: np.ndarray) -> Placement:
-    """What `Hottest` plans."""
+    """Return the placement that `Hottest` plans."""
     expert = int(counts_DE.sum(0).argmax())
     owner = OWNERS.owner(expert)
     return owners_host(OWNERS, [(expert, (owner + step) % RANKS) for step in (1, 2)])
@@ -160,7 +160,7 @@ def hottest(counts_DE: np.ndarray) -> Placement:
 
 @dataclass
 class World:
-    """A balancer, and what it has done."""
+    """A balancer and the journal of its operations."""
 
     balancer: Balancer
     journal: Journal
@@ -168,10 +168,10 @@ class World:
     microbatches: int = MICROBATCHES
 
     def iterate(self, number: int, load: Load, block: Callable[[], None] = lambda: None) -> dict[int, list[Placement]]:
-        """One iteration, its computations entered as hooks do, each of which calls `block`.
+        """Run one iteration: enter its computations as hooks do, and call `block` after each.
 
         Returns:
-            By layer, the placement of each microbatch.
+            The placement of each microbatch, by layer.
         """
         used: dict[int, list[Placement]] = {layer: [] for layer in LAYERS}
         balancer = self.balancer
@@ -192,12 +192,12 @@ class World:
         return used
 
     def entries(self, kind: str, layer: int) -> list[tuple]:
-        """What the journal has of this kind and layer, without both."""
+        """Return the journal's entries of this kind and layer, without these two fields."""
         return [entry[2:] for entry in self.journal if entry[:2] == (kind, layer)]
 
 
 def loads(seed: int, microbatches: int = MICROBATCHES) -> Load:
-    """Other tokens for each layer, microbatch, rank and expert."""
+    """Return loads that differ between layers, microbatches, ranks and experts."""
     generator = np.random.default_rng(seed)
     tokens = generator.lognormal(0, 1.5, (len(LAYERS), microbatches, RANKS, EXPERTS)) * 20
     return dict(zip(LAYERS, map(list, tokens.astype(np.int64)), strict=True))
@@ -208,7 +208,7 @@ def total(load: Load, layer: int) -> np.ndarray:
 
 
 def passes(microbatches: int) -> list[Pass]:
-    """Of two model chunks, some forward passes ahead."""
+    """Return the passes of two model chunks, with some forward passes ahead."""
     table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(microbatches, 2, microbatches)]
     return one_forward_one_backward(table, 2, microbatches + 1)
 
@@ -223,12 +223,12 @@ def build(
     interval: int = 1,
     **more: Any,
 ) -> World:
-    """A balancer of four layers.
+    """Build a balancer of four layers.
 
     Args:
-        threads: with a side stream and a planning thread; otherwise all work is done where it is started.
-        policy: of a layer.
-        more: arguments of Balancer.
+        threads: use a side stream and a planning thread; otherwise, the calling thread does all work.
+        policy: constructs the policy of a layer.
+        more: further arguments of Balancer.
     """
     journal: Journal = []
     monkeypatch.setattr(runtime, "dist", Collectives)

@@ -14,11 +14,11 @@ GOOD = {
     **{"--micro-batch-size": "2", "--train-iters": "20", "--lr": "1e-3", "--num-experts": "8"},
     **{"--tokenizer-type": "NullTokenizer", "--vocab-size": "127"},
 }
-"""A good command line but for the data."""
+"""A valid command line, except for the data."""
 
 
 def argv(flags: str = "", without: str = "") -> list[str]:
-    """`GOOD` and `flags`, which win; without the flags named in `without`."""
+    """Return `GOOD` without the flags named in `without`, followed by `flags`, which take precedence."""
     data = [] if "data" in flags or "data" in without.split() else ["--mock-data"]
     good = [part for flag, value in GOOD.items() if flag not in without.split() for part in (flag, value)]
     return good + data + flags.split()
@@ -29,7 +29,7 @@ def parse(flags: str = "", world_size: int = 8) -> Parsed:
 
 
 def layout_on(machine: Machine, flags: str = "", given: tuple[str, ...] = ()) -> tuple[Layout, list[str]]:
-    """`check` alone: it knows a machine's libraries by `machine` only."""
+    """Call only `check`, for which `machine` defines the available libraries."""
     return check(vars(PARSER.parse_args(argv(flags))), given, machine)
 
 

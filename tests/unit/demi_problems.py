@@ -8,7 +8,7 @@ from megatron_balance.placement.demi.problem import WEIGHTS, Problem
 
 @st.composite
 def problems(draw: st.DrawFn, most_workers: int = 4, most_experts: int = 6) -> Problem:
-    """Any problem whose owners keep within all rooms: unequal links, workers and experts, some without tokens."""
+    """Draw a problem whose owners stay within all limits: unequal links, workers and experts, some without tokens."""
     workers, experts = draw(st.integers(1, most_workers)), draw(st.integers(1, most_experts))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tokens_DE = np.rint(generator.lognormal(2, 1, (workers, experts)) * (generator.random((workers, experts)) < 0.8))
@@ -32,7 +32,7 @@ def problems(draw: st.DrawFn, most_workers: int = 4, most_experts: int = 6) -> P
 
 
 def even_problem(tokens: list[list[float]], owners: list[int], **changes: object) -> Problem:
-    """Everything has capacity 1 and plenty of room, and experts have size 1, but for what is given."""
+    """Return a problem with capacity 1, ample room and experts of size 1, except for `changes`."""
     tokens_DE = np.array(tokens, dtype=float)
     workers, experts = tokens_DE.shape
     values = {

@@ -1,4 +1,4 @@
-"""Pickles that run code when they are read freely: each touches a file of its own, its canary."""
+"""Pickles that run code if they are loaded without restrictions: each touches its own file, the canary."""
 
 import contextlib
 import copyreg
@@ -23,7 +23,7 @@ Payload = Callable[[Path], bytes]
 
 
 class Call:
-    """Is `function(*arguments)` once unpickled."""
+    """Unpickles as the result of `function(*arguments)`."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.reduced = function, arguments
@@ -32,7 +32,7 @@ class Call:
         return self.reduced
 
     def __call__(self) -> None:
-        """Only what can be called may be the function of another one."""
+        """Do nothing. Pickle requires the function of another `Call` to be callable."""
 
 
 def touch(canary: Path) -> Call:
@@ -93,7 +93,7 @@ CALLS: dict[str, Payload] = {
     "numpy runstring": lambda canary: saved(Call(np.testing._private.utils.runstring, code(canary), {})),
     "numpy object array": lambda canary: saved(np.array([touch(canary)], dtype=object)),
 }
-"""One object that is a call."""
+"""Payloads that consist of one call."""
 
 PLACES: dict[str, Payload] = {
     "key of state_dict_metadata": lambda canary: saved(Metadata({touch(canary): None})),
@@ -109,14 +109,14 @@ PLACES: dict[str, Payload] = {
     "unknown attribute": lambda canary: saved(with_attribute(Metadata({}), "mcore_data", touch(canary))),
     "what follows is fine": lambda canary: saved(touch(canary))[:-1] + b"0" + saved(Metadata({}))[2:],
 }
-"""Where in .metadata such an object may be."""
+"""Payloads with a call somewhere in .metadata."""
 
 OPCODES: dict[str, Payload] = {
     "protocol 0": lambda canary: f"cposix\nsystem\n(S'touch {canary}'\ntR.".encode(),
     "protocol 2": lambda canary: pickle.dumps(touch(canary), protocol=2),
     "protocol 5": lambda canary: pickle.dumps(touch(canary), protocol=5),
     "INST": lambda canary: f"(S'touch {canary}'\niposix\nsystem\n.".encode(),
-    # Registered by `registered`
+    # `registered` registers the code
     "EXT1": lambda canary: PROTOCOL + b"\x82\xfb" + command(canary) + b"\x85R.",
     "EXT4": lambda canary: PROTOCOL + b"\x84\xfb\x00\x00\x00" + command(canary) + b"\x85R.",
     "OBJ": lambda canary: b"(cposix\nsystem\n" + f"S'touch {canary}'\no.".encode(),
@@ -133,7 +133,7 @@ OPCODES: dict[str, Payload] = {
     "BUILD of __setstate__ as a slot": lambda canary: (
         PROTOCOL + STORAGE_INFO + b")\x81N" + SETTER + b"\x86b" + command(canary) + b"b."
     ),
-    # Poisons the class for whoever uses it next
+    # Corrupts the class for its next user
     "BUILD of a class": lambda canary: PROTOCOL + METADATA + b"N" + SETTER + b"\x86b)\x81" + command(canary) + b"b.",
     "BUILD of an enum's member": lambda canary: (
         PROTOCOL
@@ -146,12 +146,12 @@ OPCODES: dict[str, Payload] = {
     ),
     "memoized global": lambda canary: PROTOCOL + SYSTEM + b"\x940" + METADATA + b"0h\x00" + command(canary) + b"\x85R.",
 }
-"""The instructions of pickle themselves."""
+"""Payloads for single pickle opcodes."""
 
 
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
-    """While pickle's extension 251 is os.system."""
+    """Register os.system as pickle's extension 251."""
     copyreg.add_extension("posix", "system", 251)
     try:
         yield

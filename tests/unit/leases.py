@@ -1,4 +1,4 @@
-"""Who wants a lease in a test, and what is left of it."""
+"""Owners, clocks and leases for tests of leases."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from megatron_balance.checkpoint.lease_owner import Owner
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that tests advance explicitly."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -18,7 +18,7 @@ class Clock:
 
 
 def elsewhere(name: str, job: str | None = None, attempt: int = 0) -> Owner:
-    """A process on a host of its own."""
+    """Return an owner that runs on its own host."""
     return Owner(
         f"run-{name}",
         host=f"host-{name}",

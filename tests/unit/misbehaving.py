@@ -1,4 +1,4 @@
-"""Policies that misbehave, each in its own way; all plan as top2 does where they plan."""
+"""Policies that misbehave, each in a different way; otherwise, they plan like top2."""
 
 import contextlib
 import ctypes
@@ -49,7 +49,7 @@ class Exits(Good):
 
 
 class ExitsOnce(Good):
-    """In its first process, which leaves a mark."""
+    """Exits in its first process, which leaves a mark."""
 
     def plan(self, *arguments) -> Placement:
         mark = os.environ.get("MARK_OF_A_TEST", "")
@@ -71,7 +71,7 @@ class Loops(Good):
 
 
 class HoldsTheLock(Good):
-    """The interpreter's, in C."""
+    """Holds the interpreter's lock in C code."""
 
     def plan(self, *_: object) -> Placement:
         ctypes.PyDLL(None).pause()
@@ -85,7 +85,7 @@ class Prints(Good):
 
 
 def write_everywhere(data: bytes) -> None:
-    """Into everything that is open, the connection to the rank included."""
+    """Write to all open files, including the connection to the rank."""
     for descriptor in range(3, 4096):
         with contextlib.suppress(OSError):
             os.write(descriptor, data)
@@ -104,7 +104,7 @@ class Truncates(Good):
 
 
 class Floods(Good):
-    """The answer pretends to be huge."""
+    """Announces a huge answer."""
 
     def plan(self, *_: object) -> Placement:
         write_everywhere(b"\x70\0\0\0")
@@ -117,14 +117,14 @@ class Closes(Good):
         time.sleep(60)
 
 
-class Coloured(Exception):
+class Colored(Exception):
     def __str__(self) -> str:
         return "\x1b[31mred\x1b[0m\r\nand \u202elong" + "g" * 10**6
 
 
-class RaisesColours(Good):
+class RaisesColors(Good):
     def plan(self, *_: object) -> Placement:
-        raise Coloured
+        raise Colored
 
 
 class Mute(Exception):
@@ -160,7 +160,7 @@ class Hostile(Placement):
 
 
 class ReturnsASubclass(Good):
-    """Which is a good placement."""
+    """Returns a valid placement of another class."""
 
     def plan(self, *arguments) -> Placement:
         good = super().plan(*arguments)
@@ -212,7 +212,7 @@ class ConstructorLoops(Good):
 
 class ConstructorFails(Good):
     def __init__(self) -> None:
-        raise Coloured
+        raise Colored
 
 
 class NeedsArguments(Good):
@@ -250,14 +250,14 @@ class PlanRaises:
 
 
 class Stops(Good):
-    """Itself, as a debugger or a scheduler would."""
+    """Stops its own process, as a debugger or a scheduler would."""
 
     def plan(self, *_: object) -> Placement:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class IsHere(Good):
-    """Says where it was imported."""
+    """Reports the process in which it runs."""
 
     def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         heavy = sorted({"torch", "megatron.core", "scipy.optimize"} & set(sys.modules))

@@ -1,4 +1,4 @@
-"""Random Transfers, and what every rank keeps after them by a slow reference: all tensors in one place, permuted."""
+"""Random Transfers, and a slow reference for their results that permutes all ranks' tensors in one place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_balance.comm.ownership_transfer import Extent, Field, Interval, Pl
 from megatron_balance.placement.ownership import Move
 
 Choose = Callable[[int, int], int]
-"""Any number between two, both included: from hypothesis, or from a generator with a seed."""
+"""Chooses a number between two bounds, inclusive: drawn by hypothesis or by a seeded generator."""
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
@@ -21,7 +21,7 @@ class Tensors:
     dtype: torch.dtype
     slot_size: int
     kept: tuple[Interval, ...]
-    """By rank of the group."""
+    """The interval that each rank of the group keeps."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Case:
         return [[Extent.of(field) for field in self.kept_by(rank)] for rank in range(len(self.places))]
 
     def kept_by(self, rank: int, moved: bool = False) -> list[Field]:
-        """A rank's fields, before or after the moves; every expert's bytes are random."""
+        """Return a rank's fields before or after the moves; every expert's bytes are random."""
         fields = []
         for number, (dtype, slot_size, kept) in enumerate(
             (field.dtype, field.slot_size, field.kept[rank]) for field in self.fields
@@ -53,7 +53,7 @@ class Case:
 
 
 def equal(some: list[Field], others: list[Field]) -> bool:
-    """To the bit."""
+    """Return whether all fields are equal, bit for bit."""
     return all(
         one.kept == other.kept and torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8))
         for one, other in zip(some, others, strict=True)
@@ -61,7 +61,7 @@ def equal(some: list[Field], others: list[Field]) -> bool:
 
 
 def draw_case(choose: Choose, num_ranks: int, replicas: int) -> Case:
-    """Fields of any width, kept whole or in shards of any size; from no move at all to every expert's."""
+    """Draw fields of any width, whole or in shards of any size, and moves of between none and all experts."""
     slots = choose(1, 3)
     order = [(rank, slot) for rank in range(num_ranks) for slot in range(slots)]
     swapped = list(order)

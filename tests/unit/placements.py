@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from megatron_balance.placement.placement import Placement
 
-UNSHRUNK = settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-"""For slow properties of many numbers: their examples are small, and shrinking one takes minutes."""
+UNSHRUNK = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))
+"""Settings for slow properties of many numbers: examples are already small, and shrinking one takes minutes."""
 
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """Any valid placement of a small size: permuted homes, guests, several vExperts on a rank, lent experts."""
+    """Draw any small, valid placement: permuted homes, guests, several vExperts on a rank, lent experts."""
     ranks, slots, guest_slots = draw(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 3)))
     order = draw(st.permutations(range(ranks * slots)))
     home = tuple(tuple(order[rank * slots : (rank + 1) * slots]) for rank in range(ranks))
@@ -36,7 +36,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @st.composite
 def loads(draw: st.DrawFn, placement: Placement, largest: int = 10**8) -> torch.Tensor:
-    """[D, E] tokens of each source rank for each expert: many zeros, few tokens, a lot of tokens."""
+    """Draw tokens [D, E] of each source rank for each expert: many zeros, small numbers and large numbers."""
     cells = placement.num_ranks * placement.num_experts
     tokens = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, largest))
     counts = draw(st.lists(tokens, min_size=cells, max_size=cells))
@@ -44,7 +44,7 @@ def loads(draw: st.DrawFn, placement: Placement, largest: int = 10**8) -> torch.
 
 
 def random_placement(num_experts: int, num_ranks: int, guest_slots: int, seed: int) -> Placement:
-    """Owners in order; any experts as guests (at least one on rank 0), some of them lent, any host primary."""
+    """Return ordered owners with random guests (at least one on rank 0), some lent experts and any primary hosts."""
     generator = np.random.default_rng(seed)
     owners = Placement.identity(num_experts, num_ranks, guest_slots)
     hosts = [[owners.owner(expert)] for expert in range(num_experts)]

@@ -1,4 +1,4 @@
-"""config.json of published models, as far as it says what the model is, and their sizes."""
+"""Sizes of published models, and the fields of their config.json that define the model."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ DEEPSEEK: dict[str, Any] = {
     "tie_word_embeddings": False,
     "v_head_dim": 128,
 }
-"""What both of DeepSeek's say."""
+"""Fields that both DeepSeek models share."""
 
 PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "Mixtral-8x7B": (
@@ -186,4 +186,4 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         },
     ),
 }
-"""By name: 10^9 parameters, and config.json."""
+"""By name: the number of parameters in units of 10^9, and config.json."""

@@ -1,4 +1,4 @@
-"""What ranks compare before anything is built: who hears what, and with how many requests."""
+"""Comparison of the ranks' facts before anything is built: each rank's result and number of requests."""
 
 import json
 import re
@@ -43,7 +43,7 @@ class Counting:
 
 
 class Meeting:
-    """Ranks that agree, each in a thread with a connection of its own; one that has a problem, a string, declines."""
+    """Ranks that agree, each in a thread with its own connection; a rank with a problem (a string) declines."""
 
     def __init__(self, members: Sequence[tuple[Member, Facts | str]], minutes: float = 0.5) -> None:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -79,7 +79,7 @@ def test_a_rank_makes_four_requests_however_many_there_are() -> None:
     meeting = Meeting(members(*[FACTS] * 12))
     assert meeting.heard == ["agreed"] * 12
     counts = sorted(sum(store.requests.values()) for store in meeting.stores)
-    # Rank 0 says what its facts are; the last one decides
+    # Rank 0 also publishes its facts, and the last rank decides
     assert counts[:10] == [4] * 10 and sum(counts) <= 12 * 4 + 4
 
 
@@ -152,7 +152,7 @@ facts_of_a_rank = st.dictionaries(
 def test_every_difference_is_told_with_its_values_and_ranks(every: list[dict[str, str]]) -> None:
     reference = every[0]
     others = {rank: own for rank, facts in enumerate(every) if (own := _differing_facts(facts, reference))}
-    # As they come through the store
+    # As received through the store
     told = difference(reference, {rank: json.loads(json.dumps(own)) for rank, own in others.items()}, len(every))
     assert told.startswith("the ranks of this job differ: ")
     clauses = told.removeprefix("the ranks of this job differ: ").split("; ")[:-1]

@@ -18,7 +18,7 @@ from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile
 from tests.unit.commands import CPU, GPU, argv, layout_on
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 5))
-"""Nodes, ranks of a node."""
+"""Numbers of nodes and of ranks per node."""
 
 
 @given(layouts)
@@ -57,7 +57,7 @@ def test_transposed(first: int, second: int, data: st.DataObject) -> None:
 matrices = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32)).map(
     lambda drawn: (np.random.default_rng(drawn[2]).integers(0, 9, [drawn[0] * drawn[1]] * 2), drawn[1])
 )
-"""Bytes between all ranks, ranks of a node."""
+"""Bytes between all ranks, and the number of ranks per node."""
 
 
 @given(matrices)
@@ -65,15 +65,15 @@ def test_stages_carry_what_is_to_be_carried(matrix: tuple[np.ndarray, int]) -> N
     bytes_DD, size = matrix
     node = np.arange(len(bytes_DD)) // size
     crossing = np.where(node[:, None] != node, bytes_DD, 0)
-    travelling = bytes_DD - np.diag(bytes_DD.diagonal())
+    traveling = bytes_DD - np.diag(bytes_DD.diagonal())
     for name in ALL_TO_ALLS:
         found = stages(name, bytes_DD, size)
         assert all(not stage.diagonal().any() for stage in found)
         between = sum(np.where(node[:, None] != node, stage, 0) for stage in found)
-        # Between two nodes go just the bytes that the ranks of one have for those of the other
+        # Between two nodes, only bytes from one node's ranks to the other's ranks travel
         assert np.array_equal(_by_node(between, size), _by_node(crossing, size)), name
-    assert np.array_equal(sum(stages("flat", bytes_DD, size)), travelling)
-    assert np.array_equal(sum(stages("pipe", bytes_DD, size)), travelling)
+    assert np.array_equal(sum(stages("flat", bytes_DD, size)), traveling)
+    assert np.array_equal(sum(stages("pipe", bytes_DD, size)), traveling)
 
 
 def _by_node(matrix: np.ndarray, size: int) -> np.ndarray:
@@ -82,7 +82,7 @@ def _by_node(matrix: np.ndarray, size: int) -> np.ndarray:
 
 
 def profile(near: tuple[float, float], far: tuple[float, float], together: float, size: int = 2) -> ClusterProfile:
-    """Two nodes: alpha and beta inside and between them, and beta of an all-to-all among all."""
+    """Return a profile of two nodes: (alpha, beta) inside and between them, and beta of an all-to-all of all ranks."""
     lines = {"intra": Fit(*near, 0, 0), "inter": Fit(*far, 0, 0), "ep": Fit(0, together, 0, 0)}
     speed = Throughput(1, 0, 0, 0)
     links = dict.fromkeys(COLLECTIVES, lines)
@@ -90,13 +90,13 @@ def profile(near: tuple[float, float], far: tuple[float, float], together: float
 
 
 EVEN = np.full((4, 4), 6)
-"""Two nodes of two ranks, of which each has 6 bytes for each."""
+"""Two nodes of two ranks; each rank has 6 bytes for each rank."""
 
 NAMES = ("flat", "p2p", "pipe", "2dh", "1dh")
 
 
 def test_predictions_by_hand() -> None:
-    # A link per rank: together 1/3 of the bytes at beta 1 and 2/3 at beta 10
+    # With a link per rank, 1/3 of an all-to-all's bytes travel at beta 1 and 2/3 at beta 10
     cluster = profile((100, 1), (1000, 10), 1 / 3 + 20 / 3)
     assert node_share(cluster) == pytest.approx(0.5)
     near, far = 100 + 6, 2 * 1000 + 10 * 12
@@ -104,7 +104,7 @@ def test_predictions_by_hand() -> None:
         "flat": near + far,
         "p2p": max(near, far),
         "pipe": max(near, far),
-        # 12 bytes to the neighbour: 6 for it and 6 for its counterpart. Then 6 + 6 across
+        # 12 bytes to the neighbor: 6 for itself and 6 for its counterpart. Then 6 + 6 to the other node
         "2dh": (100 + 12) + (1000 + 10 * 12),
         # 24 bytes to the leader, 24 between leaders, 24 back
         "1dh": (100 + 24) + (1000 + 10 * 24) + (100 + 24),
@@ -125,7 +125,7 @@ def test_the_share_of_a_link_is_between_a_link_per_rank_and_one_link(together: f
 
 
 def test_the_choice_follows_the_size() -> None:
-    """Long messages: levels that cost alike overlap. Short ones: fewer messages between nodes."""
+    """Long messages favor overlapping levels of equal cost; short ones favor fewer messages between nodes."""
     cluster = profile((1e-6, 1e-9), (1e-3, 1e-9), 1e-9, size=4)
     chosen = []
     for row_bytes in (1, 10**9):

@@ -1,4 +1,4 @@
-"""The shape of the package: which part may import which, and how long files and functions may be."""
+"""Architecture of the package: which part may import which, and how long files and functions may be."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ LEVELS = (
 """Rooms of the package, lowest first: a room imports from its own level and from below."""
 
 STRANGERS = {("flow", "timeline"), ("timeline", "flow")}
-"""They meet in one value only, the Placement."""
+"""Rooms that do not import each other: they share only one value, the Placement."""
 
 MAX_ROOT_MODULES = 2
 MAX_FILE_LINES = 400
@@ -38,7 +38,7 @@ every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PA
 
 
 def part_of(path: Path) -> str:
-    """The package's direct member that a file belongs to."""
+    """Return the top-level member of the package that contains a file."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
@@ -49,7 +49,7 @@ def level_of(part: str) -> int:
 
 
 def imports(source: str) -> Iterator[str]:
-    """Full names of everything that a file imports, wherever in it."""
+    """Yield the full names of all imports anywhere in a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -59,7 +59,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def forbidden(part: str, source: str) -> list[str]:
-    """Imports that a file of `part` must not have."""
+    """Return the imports that a file of `part` must not have."""
     own = [name for name in imports(source) if name.split(".")[0] == NAME]
     targets = {name: name.split(".")[1] for name in own if "." in name}
     return [
@@ -68,7 +68,7 @@ def forbidden(part: str, source: str) -> list[str]:
 
 
 def uses_distributed(source: str) -> bool:
-    """Whether a file imports torch.distributed or reaches it as an attribute of torch."""
+    """Return whether a file imports torch.distributed or reaches it as an attribute of torch."""
     imported = any(name.startswith("torch.distributed") for name in imports(source))
     attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     return imported or any(ast.unparse(node) == "torch.distributed" for node in attributes)
@@ -88,7 +88,7 @@ def test_imports_point_down(path: Path) -> None:
 
 
 def circles(imported: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Modules (or rooms) that import each other, whether directly or through others."""
+    """Return the modules (or rooms) that import each other, directly or indirectly."""
     graph = networkx.DiGraph((one, other) for one, others in imported.items() for other in others if one != other)
     return sorted(
         sorted(component) for component in networkx.strongly_connected_components(graph) if len(component) > 1
@@ -96,7 +96,7 @@ def circles(imported: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def modules_imported() -> dict[str, set[str]]:
-    """Every module of the package with those that it imports, for types alone included."""
+    """Return every module of the package with its imports, including imports only for types."""
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
     found = {}
     for module, path in names.items():

@@ -1,4 +1,4 @@
-"""observe/balance.py: the log line's fields to the letter, and TensorBoard's names."""
+"""observe/balance.py: the exact fields of the log line, and TensorBoard's names."""
 
 import math
 

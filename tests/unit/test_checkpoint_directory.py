@@ -1,4 +1,4 @@
-"""The directory of checkpoints: whatever happens in between, what the tracker names is complete."""
+"""The checkpoint directory: the tracker always names a complete checkpoint, even after an interrupted save."""
 
 import os
 import shutil
@@ -14,11 +14,11 @@ from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+    """Simulates SIGKILL: nothing catches it."""
 
 
 def save(directory: CheckpointDirectory, iteration: int, keep_last: int | None = 2) -> None:
-    """What rank 0 does, with one file of data."""
+    """Save as rank 0 does, with one data file."""
     directory.root.mkdir(exist_ok=True)
     staged = directory.stage(iteration)
     (staged / "data").write_text(f"iteration {iteration}")
@@ -32,7 +32,7 @@ def origin(run: str = "this") -> manifest.Origin:
 
 
 def newest(directory: CheckpointDirectory) -> int:
-    """The tracked iteration, which must be complete."""
+    """Return the tracked iteration, whose checkpoint must be complete."""
     tracked = directory.tracked()
     assert tracked is not None
     path = directory.path(tracked)
@@ -41,7 +41,7 @@ def newest(directory: CheckpointDirectory) -> int:
 
 
 def count_operations(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch, die_at: int = 0) -> int:
-    """Run `action`, counting what it asks of the file system; it is killed just before operation `die_at`."""
+    """Run `action` and count its file system operations; kill it just before operation `die_at`."""
     count = 0
 
     def counted(original: Callable) -> Callable:
@@ -78,7 +78,7 @@ def test_death_at_any_operation_loses_nothing(tmp_path, monkeypatch, again):
         assert newest(directory) in (3, iteration)
         assert not [path for path in directory.root.iterdir() if path.name.count(".") and path.name != TRACKER
                     and not path.name.startswith(TRACKER)]  # fmt: skip
-        # The next attempt succeeds, and leaves what an undisturbed one leaves
+        # The next attempt succeeds and leaves the same files as an uninterrupted one
         save(directory, iteration)
         assert newest(directory) == iteration
         assert directory.iterations() == whole.iterations()

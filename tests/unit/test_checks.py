@@ -1,4 +1,4 @@
-"""Command lines: what is refused and how it is said, what is derived, what falls back."""
+"""Command lines: refusals and their messages, derived settings, and fallbacks."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from megatron_balance.cli.checks import Layout, Machine
 from tests.unit.commands import CPU, GPU, argv, layout_on, parse
 
 BAD = [
-    # flags, what the message says: flag, value, remedy
+    # flags; parts of the message: flag, value, remedy
     ("--train-samples 100", "--train-iters", "--train-samples", "only one"),
     ("--num-experts 1000000000", "--num-experts 1000000000", "at most 65536"),
     ("--num-layers 1000000000", "--num-layers 1000000000", "at most 4096"),
@@ -242,7 +242,7 @@ def test_virtual_pipeline_size(flags: str, expected: int | None) -> None:
     config, *_ = parse(f"{flags} --global-batch-size 32")
     assert config.transformer.virtual_pipeline_model_parallel_size == expected
     assert config.transformer.overlap_p2p_comm == (expected is not None)
-    # Gathers are aligned by the interleaved schedule alone
+    # Only the interleaved schedule aligns gathers
     assert config.ddp.align_param_gather == (expected is not None)
     assert config.transformer.batch_p2p_comm == (expected is None)
 

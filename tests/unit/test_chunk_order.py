@@ -1,4 +1,4 @@
-"""Orders of a layer's tasks: the scheduler against every feasible order, as text and back, their timeline."""
+"""Orders of a layer's tasks: the scheduler compared with every feasible order, conversion to text, timelines."""
 
 import itertools
 import random
@@ -34,7 +34,7 @@ SCALES = (0.1, 1.0, 4.0)
 
 
 def every_order(chunks: int) -> Iterator[Order]:
-    """All interleavings of the chunks' computing tasks."""
+    """Yield all interleavings of the chunks' compute tasks."""
     done, steps = [0] * chunks, []
 
     def grow() -> Iterator[Order]:
@@ -52,7 +52,7 @@ def every_order(chunks: int) -> Iterator[Order]:
 
 
 def least_makespan(times: tuple[ChunkTimes, ...]) -> float:
-    """Of every order that is no slower than Eq. 12, by looking at all states that differ in when something is free."""
+    """Return the least makespan of orders no slower than Eq. 12; states differ in the times when resources are free."""
     chunks, limit = range(len(times)), makespan(theorem_1(times), times)
     states = {((0,) * len(times), 0.0, 0.0, (0.0,) * len(times))}
     for _ in range(len(times) * len(COMPUTING)):
@@ -135,7 +135,7 @@ def test_search_finds_the_best_order_of_three_chunks(equal: bool) -> None:
         st.builds(ChunkTimes, *[st.floats(0, 10, allow_subnormal=False) for _ in range(7)]), min_size=1, max_size=6
     ).map(tuple)
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_all_orders_can_be_executed_and_keep_to_what_they_depend_on(times: tuple[ChunkTimes, ...]) -> None:
     for scheduler in (*ORDERS.values(), search):
         order = scheduler(times)
@@ -156,7 +156,7 @@ def test_all_orders_can_be_executed_and_keep_to_what_they_depend_on(times: tuple
 
 
 def test_an_order_that_nothing_can_beat_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network never waits but for the first chunk, so there is nothing to look for among 16 chunks' orders."""
+    """The network waits only for the first chunk, so no other order of 16 chunks can be faster."""
     times = (ChunkTimes(0.05, 1.6, 0.2, 1.6, 0.04, 1.8, 0.25),) * 16
     monkeypatch.setattr(order, "_grown", lambda *_: pytest.fail("it looked further"))
     assert search(times) == theorem_1(times)

@@ -1,4 +1,4 @@
-"""tools/bench/chunk_time.py: what it compares, and a table that says what was measured."""
+"""tools/bench/chunk_time.py: the compared variants, and the table of measurements."""
 
 from itertools import pairwise
 

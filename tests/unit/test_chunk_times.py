@@ -1,4 +1,4 @@
-"""Seconds of a layer's tasks by hand, on a made-up profile."""
+"""Seconds of a layer's tasks, compared with hand-computed values for an invented profile."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ PROFILE = ClusterProfile(
 )
 HIDDEN = 8
 TOKENS_DP = np.array([[6.0, 0.0, 3.0, 1.0], [0.0, 2.0, 20.0, 0.0]])
-"""Rank 0 keeps 6 rows and sends 4; rank 1 sends 2 and keeps 20. So 22 is the most that one has at first, 24 then."""
+"""Rank 0 keeps 6 rows and sends 4; rank 1 sends 2 and keeps 20. The busiest rank has 22 rows at first, then 24."""
 
 
 def task_model(profile: ClusterProfile, exchange: TokenExchange, sharding: Sharding) -> TaskModel:
@@ -52,7 +52,7 @@ def model(exchange: TokenExchange) -> TaskModel:
 def test_times_by_hand() -> None:
     wire = FlatAllToAll(GROUP)
     forward, backward = model(TokenExchange(wire, wire, wire)).times(TOKENS_DP)
-    # The busiest rank sends or gets 4 rows of 32 bytes
+    # The busiest rank sends or receives 4 rows of 32 bytes
     exchange = 100 + 4 * 32
     assert forward == ChunkTimes(0, exchange, 0, 5 + 3 * 24, 0, exchange, 0)
     assert backward == ChunkTimes(0, exchange, 0, 11 + 7 * 24, 0, exchange, 0)
@@ -68,7 +68,7 @@ def test_times_by_hand() -> None:
     ],
 )
 def test_times_of_what_is_compressed(directions: Directions, compressed: tuple[bool, ...]) -> None:
-    """Dispatch, combine, and the gradients of combine and of dispatch."""
+    """The exchanges are dispatch, combine, and the gradients of combine and of dispatch."""
     ways = model(token_exchange(FlatAllToAll(GROUP), Float8(), directions)).times(TOKENS_DP)
     legs = [leg for way in ways for leg in ((way.c1, way.a1, way.d1), (way.c2, way.a2, way.d2))]
     plain = (0, 100 + 4 * 32, 0)
@@ -100,7 +100,7 @@ def test_an_exchange_that_nobody_knows_counts_as_all_messages_at_once() -> None:
 
 
 def test_shards_exchange_more() -> None:
-    """Two hosts of two shards; every shard has three rows for each host."""
+    """There are two hosts with two shards each; every shard has three rows for each host."""
     everyone, hosts = (SimpleNamespace(size=lambda size=size: size, rank=lambda: 0) for size in (4, 2))
     tokens_SP, profile = np.full((4, 2), 3.0), replace(PROFILE, num_ranks=4, node_size=4)
     row = HIDDEN * 4
@@ -112,10 +112,10 @@ def test_shards_exchange_more() -> None:
             ("gathered", narrow, AllGather(hosts)),
         )
     }
-    # Copies of rows go to three other ranks; or rows to the other host, and twelve are gathered
+    # Either copies of rows go to three other ranks, or rows go to the other host and twelve are gathered
     assert times["dumped"].a1 == pytest.approx(3 * 100 + 3 * 3 * row)
     assert (times["gathered"].a1, times["gathered"].d1) == pytest.approx((100 + 3 * row, 100 + 12 * row))
     assert {one.e for one in times.values()} == {5 + 3 * 12}
-    # What sources of a whole host have is half as much
+    # Here a source is a whole host, with six rows for each host
     reduced = task_model(profile, narrow, AllReduce(hosts)).times(tokens_SP[:2] * 2)[0]
     assert (reduced.a1, reduced.d1, reduced.c2) == pytest.approx((100 + 6 * row, 0, 100 + 12 * row))

@@ -1,9 +1,9 @@
-"""Tokens in chunks: nothing is lost, order is kept, sizes are even; and who chooses how many."""
+"""Tokens in chunks: no token is lost, order is kept, sizes are even, and the number of chunks is chosen."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.flow.chunks.choice import DEGREES, ByMiniTasks, ByPrediction, ChunkChoice, find_degrees
@@ -19,7 +19,6 @@ from tests.unit.placements import random_placement
 
 
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 9), st.integers(0, 2**31))
-@settings(deadline=None)
 def test_chunks_are_even_and_lose_nothing(chunks: int, ranks: int, physicals: int, seed: int) -> None:
     tokens_DP = torch.from_numpy(np.random.default_rng(seed).integers(0, 20, (ranks, physicals)))
     tokens_CDP = split_evenly(tokens_DP, chunks)
@@ -35,7 +34,6 @@ def test_single_tokens_do_not_all_go_together() -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 6), st.integers(0, 2**31))
-@settings(deadline=None)
 def test_each_chunk_takes_the_next_tokens_of_every_expert(chunks: int, tokens: int, physicals: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     map_TP = torch.rand(tokens, physicals, generator=generator) < 0.5
@@ -48,13 +46,13 @@ def test_each_chunk_takes_the_next_tokens_of_every_expert(chunks: int, tokens: i
     assert torch.equal(parts.any(1), map_TP) and int(parts.sum(1).max() if tokens else 0) <= 1
     assert torch.equal((probs.view(tokens, chunks, physicals) * parts).sum(1), probs_TP)
     for physical in range(physicals):
-        # A token's chunk never comes before that of a token ahead of it
+        # No token is in an earlier chunk than a token before it
         turns = parts[:, :, physical].nonzero()[:, 1].tolist()
         assert turns == sorted(turns)
 
 
 class Model:
-    """So many seconds for everything together, and a bit for every chunk."""
+    """A time model: the time of all tokens together, plus an overhead per chunk."""
 
     def __init__(self, overhead: float) -> None:
         self.overhead, self.asked = overhead, 0
@@ -96,7 +94,7 @@ def test_a_choice_lasts_for_an_interval_and_through_a_checkpoint() -> None:
 
 
 class OneWayEach:
-    """A forward pass in which chunks only cost, and a backward pass in which they only gain."""
+    """A time model in which chunks only cost time forward and only save time backward."""
 
     def times(self, tokens_SP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
         seconds = 1.25 * float(tokens_SP.sum())
@@ -104,7 +102,7 @@ class OneWayEach:
 
 
 def test_forward_and_backward_passes_count() -> None:
-    # d chunks of 80 tokens take 5 d seconds forward and 100 (1 + 1 / d) backward: alone, 1 and 16 would be fastest
+    # d chunks of 80 tokens take 5 d seconds forward and 100 (1 + 1 / d) backward; alone, 1 and 16 would be fastest
     assert ByPrediction(DEGREES, optsche, OneWayEach())(plan_of(10))[0].chunks == 4
 
 
@@ -118,14 +116,13 @@ def test_a_users_order_is_checked() -> None:
 
 
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(0, 2**31))
-@settings(deadline=None)
 def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     placement = random_placement(2 * ranks, ranks, 2, seed)
     plan = make_dispatch_plan(torch.from_numpy(generator.integers(0, 30, (ranks, 2 * ranks))), placement)
     shares_CDE = generator.random((chunks, ranks, 2 * ranks))
     shares_CDE /= shares_CDE.sum(0)
-    # Experts that had no tokens when shares were chosen
+    # An expert that had no tokens when shares were chosen
     shares_CDE[:, :, 0] = 0.0
     tokens_CDP = split_by(shares_CDE.tolist(), plan)
     assert torch.equal(tokens_CDP.sum(0), plan.tokens_DP) and int(tokens_CDP.min()) >= 0

@@ -1,4 +1,4 @@
-"""ClusterProfile: lines through measurements, files that load or say why not, bandwidths of groups."""
+"""ClusterProfile: lines fitted to measurements, loading of files and its errors, bandwidths of groups."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""configs/clusters: every file is a cluster, and profiles follow from them as they do by hand."""
+"""configs/clusters: every file describes a cluster, and its profile has the values computed by hand."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builti
 
 FILES = {path.stem: path for path in (Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml")}
 PCIE3 = 16 * 8e9 * 128 / 130 / 8
-"""Bytes per second: 16 lanes of 8 GT/s, 128 bits in 130."""
+"""Bytes per second: 16 lanes of 8 GT/s with 128b/130b encoding."""
 
 SMALL = """
 name: small
@@ -54,7 +54,7 @@ GPUS = {
     "h100": None,
     "h200": None,
 }
-"""As many GPUs as the papers trained on."""
+"""Numbers of GPUs that the papers used for training."""
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -74,13 +74,13 @@ def test_bytes_per_second_are_those_of_the_links() -> None:
     assert profile.link("all_reduce", "inter").beta == pytest.approx(2 * 8 / 100e9)
     node = profile_of(read(FILES["h100"]), Ranks(8, 8, 8), 4096, 14336)
     assert 1 / node.link("all_to_all").beta == pytest.approx(450e9)
-    # Two matrices, a multiplication and an addition for each of their elements
+    # Two matrices; one multiplication and one addition per element
     assert node.forward.seconds_per_token == pytest.approx(4 * 4096 * 14336 / 989.5e12)
     assert node.backward.seconds_per_token == 2 * node.forward.seconds_per_token
 
 
 def test_an_all_to_all_takes_what_it_does_by_hand() -> None:
-    """32 ranks, 64 MB each to all others: 28 of 31 parts through a quarter of 12.5 GB/s, 3 over PCIe."""
+    """Each of 32 ranks sends 64 MB: 28 of 31 parts at a quarter of 12.5 GB/s, 3 parts over PCIe."""
     profile, num_bytes = profile_of(read(FILES["schemoe"]), Ranks(32, 4, 4), 1024, 1024), 64e6
     expected = num_bytes * (28 / 31 / (12.5e9 / 4) + 3 / 31 / PCIE3)
     assert profile.link("all_to_all").beta * num_bytes == pytest.approx(expected, rel=1e-4)
@@ -96,7 +96,7 @@ def test_adapters_are_shared_by_as_many_as_there_are() -> None:
     whole = profile_of(found, Ranks(16, 8, 8), 1024, 1024)
     assert 1 / whole.link("p2p", "inter").beta == pytest.approx(25e9)
     assert 1 / whole.link("all_to_all").beta == pytest.approx(1 / (7 / 15 / 300e9 + 8 / 15 / 25e9))
-    # Four expert-parallel groups of two ranks, each on two nodes, with one adapter of 6.25 GB/s for all
+    # Four expert-parallel groups of two ranks, each group on two nodes, share one adapter of 6.25 GB/s
     spread = profile_of(read(FILES["demi"]), Ranks(2, 1, 4), 1024, 1024)
     assert 1 / spread.link("p2p", "inter").beta == pytest.approx(6.25e9 / 4)
     assert 1 / spread.link("all_to_all").beta == pytest.approx(6.25e9 / 4)

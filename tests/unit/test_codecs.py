@@ -1,4 +1,4 @@
-"""Codecs: what arrives is within the stated bound of what was sent, for any floats; rows do not touch each other."""
+"""Codecs: decoded rows are within the stated error bound for any floats, and rows are independent."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -46,11 +46,11 @@ BOUNDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     ),
     "zfp": zfp_bound,
 }
-"""The docstrings' formulas: the largest error of each element of finite rows."""
+"""Bounds of the error of each element of finite rows, by the formulas in the codecs' docstrings."""
 
 
 def assert_within(bound: np.ndarray, sent: torch.Tensor, arrived: torch.Tensor, lossless: bool = False) -> None:
-    """Finite rows have arrived within `bound` and the rounding to their type."""
+    """Check that finite rows arrived within `bound`, plus the rounding to their type."""
     assert (arrived.dtype, arrived.shape) == (sent.dtype, sent.shape)
     assert bool(arrived.isfinite().all())
     got, info = arrived.double().numpy(), torch.finfo(sent.dtype)
@@ -71,20 +71,20 @@ def round_trip(codec: Codec, sent: torch.Tensor) -> torch.Tensor:
 
 
 def row_of(hidden: int) -> st.SearchStrategy[np.ndarray]:
-    """Finite float32: anything, neighbours of one number, a bell of any width around any number, steps of decades."""
+    """Draw finite float32 numbers: arbitrary, neighbors of one, normally distributed, or of mixed magnitude."""
     number = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(
         [0.0, -0.0, 1e-45, 2.0**-126, 65504.0, 65520.0, 3.39e38, LARGEST, -LARGEST]
     )
     seed, exponent = st.integers(0, 2**32 - 1), st.integers(-45, 38)
 
-    def neighbours(centre: float, spread: int, seed: int) -> np.ndarray:
+    def neighbors(center: float, spread: int, seed: int) -> np.ndarray:
         steps = np.random.default_rng(seed).integers(-spread, spread, hidden, endpoint=True, dtype=np.int32)
-        magnitude = np.abs(np.float32(centre)).view(np.int32).item() + steps.astype(np.int64)
+        magnitude = np.abs(np.float32(center)).view(np.int32).item() + steps.astype(np.int64)
         bits = np.clip(magnitude, 0, np.float32(LARGEST).view(np.int32).item()).astype(np.int32)
-        return np.copysign(bits.view(np.float32), np.float32(centre))
+        return np.copysign(bits.view(np.float32), np.float32(center))
 
-    def bell(centre: float, exponent: int, seed: int) -> np.ndarray:
-        return centre + 10.0**exponent * np.random.default_rng(seed).standard_normal(hidden)
+    def bell(center: float, exponent: int, seed: int) -> np.ndarray:
+        return center + 10.0**exponent * np.random.default_rng(seed).standard_normal(hidden)
 
     def decades(seed: int) -> np.ndarray:
         generator = np.random.default_rng(seed)
@@ -92,7 +92,7 @@ def row_of(hidden: int) -> st.SearchStrategy[np.ndarray]:
 
     kinds = (
         st.lists(number, min_size=hidden, max_size=hidden).map(np.array),
-        st.builds(neighbours, number, st.sampled_from([0, 1, 3, 252, 504, 70000]), seed),
+        st.builds(neighbors, number, st.sampled_from([0, 1, 3, 252, 504, 70000]), seed),
         st.builds(bell, number | st.just(0.0), exponent, seed),
         st.builds(decades, seed),
     )
@@ -101,7 +101,7 @@ def row_of(hidden: int) -> st.SearchStrategy[np.ndarray]:
 
 @st.composite
 def rows_of(draw: st.DrawFn, dtype: torch.dtype, min_rows: int = 0) -> torch.Tensor:
-    """[R, H] finite rows of `dtype`; float64 ones lie between float32 numbers."""
+    """Draw finite rows [R, H] of `dtype`; float64 numbers are between float32 numbers."""
     num_rows, hidden = draw(st.integers(min_rows, 4)), draw(st.integers(1, 13))
     rows = np.array([draw(row_of(hidden)) for _ in range(num_rows)], dtype=np.float64).reshape(num_rows, hidden)
     largest = torch.finfo(dtype).max
@@ -113,7 +113,7 @@ def rows_of(draw: st.DrawFn, dtype: torch.dtype, min_rows: int = 0) -> torch.Ten
 def test_errors_are_within_the_bound(name: str, dtype: torch.dtype) -> None:
     codec = load_codec(name)
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(rows_of(dtype))
     def check(sent: torch.Tensor) -> None:
         lossless = name == "none"
@@ -125,7 +125,7 @@ def test_errors_are_within_the_bound(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rate", [4, 6, 16, 24])
 def test_zfp_is_within_the_bound_at_any_rate(rate: int) -> None:
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(rows_of(torch.float32, min_rows=1))
     def check(sent: torch.Tensor) -> None:
         assert_within(zfp_bound(sent.double().numpy(), rate), sent, round_trip(Zfp(rate), sent))
@@ -138,7 +138,7 @@ def test_zfp_is_within_the_bound_at_any_rate(rate: int) -> None:
 def test_nan_and_infinity_arrive_and_spoil_nothing(name: str, dtype: torch.dtype) -> None:
     codec = load_codec(name)
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(rows_of(dtype, min_rows=2), st.data())
     def check(sent: torch.Tensor, data: st.DataObject) -> None:
         places = st.tuples(*(st.integers(0, size - 1) for size in sent.shape))
@@ -178,7 +178,7 @@ def test_a_row_has_its_bytes_wherever_it_lies(name: str, dtype: torch.dtype) -> 
         assert torch.equal(codec.decode(payload[2::3], hidden, dtype), arrived[2::3])
         assert torch.equal(codec.decode(payload.T.contiguous().T, hidden, dtype), arrived)
         for row in range(9):
-            # One row is contiguous wherever it lies
+            # A single row is contiguous at any offset
             wider = torch.nn.functional.pad(payload[row : row + 1], (1, 2))
             assert torch.equal(codec.decode(wider[:, 1:-2], hidden, dtype), arrived[row : row + 1])
         assert codec.decode(payload[:0], hidden, dtype).shape == (0, hidden)
@@ -210,8 +210,8 @@ def test_what_exceeds_float32_stays_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "zfp"])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_neighbours_of_the_largest_number(name: str, sign: int) -> None:
-    """Where an error of half a step upwards is infinity."""
+def test_neighbors_of_the_largest_number(name: str, sign: int) -> None:
+    """Half a step above the largest number is infinity."""
     steps = torch.arange(3000, dtype=torch.int32)[:, None] * torch.tensor([0, 1], dtype=torch.int32)
     near = (torch.tensor(LARGEST).view(torch.int32) - steps).view(torch.float32)
     sent = torch.cat([near, near * torch.tensor([1.0, -1.0]), near[:, 1:].expand(-1, 2)]) * sign
@@ -225,7 +225,7 @@ def test_constant_rows_are_exact_in_int8() -> None:
 
 
 def bf16_reference(sent: np.ndarray) -> np.ndarray:
-    """8 significant bits, to even; numbers below 2^-126 have fewer."""
+    """Round to 8 significant bits, ties to even; numbers below 2^-126 have fewer bits."""
     unit = 2.0 ** np.maximum(np.frexp(sent)[1] - 8, -133)
     largest = (2 - 2.0**-7) * 2.0**127
     return np.clip(np.rint(sent / unit) * unit, -largest, largest)
@@ -236,7 +236,7 @@ def fp16_reference(sent: np.ndarray) -> np.ndarray:
 
 
 def fp8_reference(sent: np.ndarray) -> np.ndarray:
-    """The nearest of all e4m3 numbers up to 416, where the largest element is 416."""
+    """Round to the nearest e4m3 number up to 416, scaled so that the largest element is 416."""
     exponent, mantissa = np.divmod(np.arange(0x7E), 8)
     numbers = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
     numbers = np.concatenate([-numbers, numbers])
@@ -245,13 +245,13 @@ def fp8_reference(sent: np.ndarray) -> np.ndarray:
 
 
 def int8_reference(sent: np.ndarray) -> np.ndarray:
-    """The nearest of 253 numbers from the least to the largest element."""
+    """Round to the nearest of 253 evenly spaced numbers from the minimum to the maximum."""
     numbers = np.linspace(sent.min(1), sent.max(1), 253, axis=1)
     return np.take_along_axis(numbers, np.abs(sent[:, :, None] - numbers[:, None, :]).argmin(2), axis=1)
 
 
 def samples(num_rows: int = 64, hidden: int = 96) -> torch.Tensor:
-    """Bells of many widths and centres, one-sided rows among them."""
+    """Return normally distributed rows of many widths and centers, including one-sided rows."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(num_rows, hidden, generator=generator) + torch.randn(num_rows, 1, generator=generator)
     rows[::3] = rows[::3].relu() + 0.1
@@ -271,7 +271,7 @@ def test_codes_are_the_nearest_of_the_reference(name: str, reference: Callable[[
     rows = samples()
     sent = rows.double().numpy()
     error = np.abs(round_trip(load_codec(name), rows).double().numpy() - sent)
-    # Errors and not numbers are compared: float32 may break a tie the other way
+    # Compare errors instead of numbers: float32 may break a tie the other way
     tolerance = 3e-6 * np.abs(sent).max(1, keepdims=True)
     assert (np.abs(error - np.abs(reference(sent) - sent)) <= tolerance).all()
 
@@ -310,7 +310,7 @@ def test_zfp_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ON_DEVICES)
 @every_dtype
 def test_nothing_depends_on_the_values(name: str, dtype: torch.dtype) -> None:
-    """Tensors without values: whoever would copy one to the host fails."""
+    """Meta tensors have no values, so copying one to the host would fail."""
     codec = load_codec(name)
     payload = codec.encode(torch.empty(5, 24, dtype=dtype, device="meta"))
     assert payload.shape == (5, codec.bytes_per_row(24, dtype))
@@ -319,7 +319,7 @@ def test_nothing_depends_on_the_values(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def no_synchronisation() -> Iterator[None]:
+def no_synchronization() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
@@ -328,7 +328,7 @@ def no_synchronisation() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_DEVICES)
 @every_dtype
-def test_cuda_is_within_the_bound(name: str, dtype: torch.dtype, no_synchronisation: None) -> None:
+def test_cuda_is_within_the_bound(name: str, dtype: torch.dtype, no_synchronization: None) -> None:
     codec = load_codec(name)
     largest = torch.finfo(dtype).max
     rows = samples().double()
@@ -344,7 +344,7 @@ def test_cuda_is_within_the_bound(name: str, dtype: torch.dtype, no_synchronisat
 
 
 class Own(NoCodec):
-    """A user's."""
+    """A user's codec."""
 
 
 class Wanting(NoCodec):

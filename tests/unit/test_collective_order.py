@@ -1,4 +1,4 @@
-"""Where ranks' collectives differ: exchanged ones, missing ones, other sizes, circles; and that orders alike pass."""
+"""Differences between ranks' collectives: order, omissions, sizes, cycles. Equal orders pass."""
 
 import random
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def texts(records: dict[int, Record]) -> list[str]:
 def test_orders_alike_pass() -> None:
     assert differences({1: record(*BUCKETS), 3: record(*BUCKETS)}) == []
     assert report({1: record(*BUCKETS), 3: record(*BUCKETS)}) is None
-    # Other groups' ranks do not count, nor does what a ring no longer has
+    # Ranks of other groups do not count, nor do operations that a ring buffer no longer has
     assert differences({1: record(*BUCKETS), 3: record(*BUCKETS[2:], first=3), 2: record(BUCKETS[1])}) == []
 
 
@@ -77,7 +77,7 @@ def test_an_operation_left_out_is_named() -> None:
     assert "operation 4: rank 1 all-gathers 8 float32 bucket 3" in text and "rank 3 did not" in text
     assert "the latest of rank 3 in group expert-data-parallel is operation 3" in text
     assert report(records) == text
-    # Left out in the middle: whatever follows is no longer the same
+    # Left out in the middle: every later operation differs
     (text,) = texts({1: record(*BUCKETS), 3: record(BUCKETS[0], *BUCKETS[2:])})
     assert "operation 2" in text
 
@@ -119,9 +119,9 @@ def test_circles() -> None:
     one, other = [("a", 1), ("b", 1)], [("b", 1), ("a", 1)]
     assert find_cycle({0: issued(*one), 1: issued(*one)}) == []
     assert set(find_cycle({0: issued(*one), 1: issued(*other)})) == {("a", 1), ("b", 1)}
-    # Threads of one rank have no order between them
+    # Operations in different threads of one rank have no order
     assert find_cycle({0: issued(*one), 1: [*issued(("b", 1)), *issued(("a", 1), thread="side")]}) == []
-    # Over three ranks, no two of which see it
+    # Three ranks form a cycle, although no two of them do
     three = {0: issued(("a", 1), ("b", 1)), 1: issued(("b", 1), ("c", 1)), 2: issued(("c", 1), ("a", 1))}
     assert len(find_cycle(three)) == 3
 
@@ -136,7 +136,7 @@ def test_messages_are_posted_ahead() -> None:
     assert len(find_cycle(waiting, messages=("in", "out"))) == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 5), st.integers(1, 6), st.integers(0, 2**31))
 def test_ranks_that_follow_one_order_have_no_circle(ranks: int, groups: int, seed: int) -> None:
     draw = random.Random(seed)
@@ -159,7 +159,7 @@ operations = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(operations, max_size=5), st.integers(1, 4))
 def test_packing_keeps_the_last_operations(found: list[Operation], last: int) -> None:
     kept = found[-last:]

@@ -1,4 +1,4 @@
-"""Hugging Face models to checkpoints and back, bit for bit, and what is said of files that are not such a model."""
+"""Hugging Face models to checkpoints and back, bit for bit, and error messages for files that are not models."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def quiet(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Callable[[str], Path]:
-    """Directories of models; each made once, to be read only."""
+    """Return directories of models; each is created once, and tests only read it."""
     made: dict[str, Path] = {}
 
     def of(name: str) -> Path:
@@ -246,7 +246,7 @@ class Hostile:
         return (pytest.fail, ("the pickle was opened",))
 
 
-def test_pickles_beside_are_never_opened(models, tmp_path) -> None:
+def test_other_pickles_in_the_directory_are_never_opened(models, tmp_path) -> None:
     source = tmp_path / "source"
     shutil.copytree(models("mixtral"), source)
     (source / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile()))
@@ -273,7 +273,7 @@ def test_damaged_checkpoints_are_not_exported(models, tmp_path) -> None:
 
 @pytest.mark.parametrize("kilobytes", range(8, 200, 48))
 def test_a_full_disk_is_named_and_nothing_is_left(models, tmp_path, kilobytes: int) -> None:
-    """Wherever in an import or an export the room ends."""
+    """The disk may become full at any point of an import or an export."""
     there = tmp_path / "there"
     import_model(models("mixtral"), there, quiet)
     with small_disk(tmp_path / "disk", kilobytes) as disk:
@@ -322,7 +322,7 @@ def test_every_tensor_has_one_place(models) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_as_many_numbers_here(name: str) -> None:
-    """At their full size, with nothing allocated: here, in `transformers`, and as their authors say."""
+    """Compare full-size parameter counts, with nothing allocated: ours, the authors' and those of `transformers`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     billions, config = PUBLISHED[name]
@@ -343,7 +343,7 @@ def test_published_models_have_as_many_numbers_here(name: str) -> None:
 
 
 def peak_bytes(*words: str) -> int:
-    """Most memory that a run of the tool held."""
+    """Return the peak memory of a run of the tool."""
     measure = "import resource as r, subprocess as s, sys; s.run(sys.argv[1:], check=True, stderr=s.DEVNULL); "
     measure += "print(r.getrusage(r.RUSAGE_CHILDREN).ru_maxrss)"
     words = (sys.executable, "-c", measure, sys.executable, "-W", "ignore", str(TOOL), *words)
@@ -352,7 +352,7 @@ def peak_bytes(*words: str) -> int:
 
 @pytest.mark.slow
 def test_memory_is_that_of_one_layer(models, tmp_path) -> None:
-    """Conversion of ten times as many layers takes as much memory, and that is little more than a layer's."""
+    """Converting ten times as many layers takes the same memory, which is little more than one layer's."""
     wide = {"hidden_size": 512, "intermediate_size": 4096, "vocab_size": 512}
     config = read_json(models("mixtral") / "config.json") | wide | {"dtype": "bfloat16"}
     peaks = []

@@ -1,4 +1,4 @@
-"""training/data.py: who reads which sample, blends, vocabulary padding."""
+"""training/data.py: which rank reads which sample, blends, vocabulary padding."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -29,7 +29,7 @@ leftovers = st.integers(0, 50)
 
 
 def samplers(micro: int, ranks: int, count: int, consumed: int, left: int) -> list[MicrobatchSampler]:
-    """Every rank's sampler of a dataset with room for `count` microbatches per rank after `consumed` samples."""
+    """Return every rank's sampler of a dataset with `count` microbatches per rank after `consumed` samples."""
     step = micro * ranks
     total = consumed + count * step + left % step
     return [
@@ -38,30 +38,27 @@ def samplers(micro: int, ranks: int, count: int, consumed: int, left: int) -> li
     ]
 
 
-@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, microbatches, starts, leftovers)
 def test_ranks_share_a_contiguous_range(micro: int, ranks: int, count: int, consumed: int, left: int) -> None:
-    """Every sample is used at most once, and none is skipped but the last incomplete microbatches."""
+    """Every sample is used at most once, and only the last incomplete microbatches are skipped."""
     batches = [list(sampler) for sampler in samplers(micro, ranks, count, consumed, left)]
     used = sorted(index for rank in batches for batch in rank for index in batch)
     assert used == list(range(consumed, consumed + count * micro * ranks))
     assert all(len(batch) == micro for rank in batches for batch in rank)
 
 
-@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, microbatches, starts, leftovers)
 def test_length_is_the_number_of_microbatches(micro: int, ranks: int, count: int, consumed: int, left: int) -> None:
     for sampler in samplers(micro, ranks, count, consumed, left):
         assert len(sampler) == len(list(sampler)) == count
 
 
-@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, microbatches, st.integers(1, 4))
 def test_global_batches_do_not_depend_on_the_number_of_ranks(micro: int, ranks: int, count: int, batches: int) -> None:
     size = micro * ranks * count
 
     def global_batches(ranks: int) -> list[list[int]]:
-        """Sorted samples of each global batch."""
+        """Return the sorted samples of each global batch."""
         readers = [
             iter(MicrobatchSampler(batches * size, micro_batch_size=micro, rank=rank, ranks=ranks))
             for rank in range(ranks)
@@ -75,7 +72,6 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(micro: int, ranks: 
     assert global_batches(ranks) == global_batches(1)
 
 
-@settings(deadline=None)
 @given(micro_batch_sizes, rank_counts, st.integers(2, 6), leftovers, st.data())
 def test_resuming_continues(micro: int, ranks: int, count: int, left: int, data: st.DataObject) -> None:
     done = data.draw(st.integers(1, count - 1))
@@ -145,7 +141,6 @@ def test_padded_vocab_size(size: int, divisible_by: int, tensor_parallel: int, e
     assert padded_vocab_size(size, divisible_by, tensor_parallel) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 8))
 def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: int) -> None:
     padded, multiple = padded_vocab_size(size, divisible_by, tensor_parallel), divisible_by * tensor_parallel
@@ -168,7 +163,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_file(name: str, token:
 
 
 def test_a_signal_to_all_processes_leaves_loaders_to_the_rank() -> None:
-    """As SLURM sends it; the worker's own parent still ends it."""
+    """SLURM signals all processes; only the worker's own parent ends the worker."""
     loader = DataLoader(range(64), num_workers=1, worker_init_fn=functools.partial(_end_with_the_rank, os.getpid()))
     others = {*multiprocessing.active_children()}
     samples = iter(loader)

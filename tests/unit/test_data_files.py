@@ -1,4 +1,4 @@
-"""training/data_files.py: files that do not hold what they should are named before megatron.core reads them."""
+"""training/data_files.py: files with invalid content are named before megatron.core reads them."""
 
 import contextlib
 import os
@@ -22,12 +22,12 @@ from tests.unit.hostile import CALLS, touch
 
 HEADER = 34
 DOCUMENTS = [[3, 1], [4], [1, 5, 0], [9]]
-"""Lengths of the sequences of each document."""
+"""Sequence lengths of each document."""
 SEQUENCES = sum(map(len, DOCUMENTS))
 
 
 def build(folder: Path, dtype: Any = np.uint16) -> Path:
-    """An indexed dataset as tools/preprocess_data.py writes it; returns its prefix."""
+    """Write an indexed dataset as tools/preprocess_data.py does, and return its prefix."""
     prefix = folder / "data"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for lengths in DOCUMENTS:
@@ -50,7 +50,7 @@ def change(prefix: Path, at: int, layout: str, value: Any) -> None:
 
 
 def read_all(prefix: Path) -> int:
-    """Read a dataset as training may; returns the number of tokens."""
+    """Read a dataset as training may, and return the number of tokens."""
     dataset = IndexedDataset(str(prefix))
     assert dataset.document_indices.tolist() == sorted(dataset.document_indices.tolist())
     return sum(len(dataset.get(index)) for index in range(len(dataset)))
@@ -75,7 +75,7 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, dtype: Any) -
 
 
 def test_both_ends_of_a_file_and_places_between_are_looked_at(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 samples of 2 tokens each see 16 of 23 tokens."""
+    """Eight samples of 2 tokens each cover 16 of 23 tokens."""
     monkeypatch.setattr(data_files, "_SAMPLE_TOKENS", 2)
     seen = {place for first in (0, 3, 6, 9, 12, 15, 18, 21) for place in (first, first + 1)}
     for place in range(23):
@@ -143,7 +143,7 @@ def test_a_wrong_number(
     monkeypatch.setattr(data_files, "_CHUNK", chunk)
     change(prefix, at, layout, value)
     check_indices([str(prefix)], thorough=False)
-    # Which of two neighbours is wrong may be said either way at the border of chunks
+    # At the border of chunks, the message may blame either of two neighbors
     reason = reason.replace("before the previous one", "(before the previous one|after one that starts at .*)")
     with pytest.raises(ValueError, match=f"data.idx: {reason}.*; build it again with tools/preprocess_data.py"):
         check_indices([str(prefix)], thorough=True)
@@ -174,14 +174,14 @@ def test_a_bin_file_cut_short(prefix: Path) -> None:
 
 
 def test_no_tokens(prefix: Path) -> None:
-    """megatron-core would look for enough epochs for ever."""
+    """megatron-core would search for enough epochs forever."""
     for index in range(SEQUENCES):
         change(prefix, HEADER + 4 * index, "<i", 0)
     with pytest.raises(ValueError, match="has no tokens"):
         check_indices([str(prefix)], thorough=True)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.data())
 def test_what_passes_can_be_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.getbasetemp() / "mutated"
@@ -257,7 +257,7 @@ def test_a_hostile_cache_is_named_and_does_not_run(
     with pytest.raises(ValueError, match=r"document_index\.npy: is not a cached index"):
         check_caches([str(prefix)], None if in_default_directory else str(directory))
     assert not canary.exists()
-    # As megatron-core does; what is returned is no array, or nothing is
+    # As megatron-core does; the result, if any, is not an array
     with contextlib.suppress(pickle.UnpicklingError):
         np.load(path, allow_pickle=True, mmap_mode="r")
     assert canary.exists()
@@ -283,10 +283,10 @@ def test_a_cache_passes(tmp_path: Path, array: np.ndarray) -> None:
 
 
 def check_on_ranks(paths: list[str], cache: str | None, lacking: int | None, directories: Sequence[Path] = ()) -> str:
-    """A task for ranks: what `_check_files` raises, where one rank lacks the files that others have.
+    """Return the error of `_check_files` if one rank lacks the files that others have; a task for ranks.
 
     Args:
-        directories: in which ranks work, if not in the same.
+        directories: the ranks' working directories, if they differ.
     """
     before = Path.cwd()
     if directories:
@@ -306,7 +306,7 @@ def check_on_ranks(paths: list[str], cache: str | None, lacking: int | None, dir
 
 @pytest.mark.parametrize(("ending", "tokens"), [("bin", 8), ("bin", 10**6), ("idx", 8)])
 def test_nodes_with_different_data(ranks, tmp_path: Path, ending: str, tokens: int) -> None:
-    """Each of two nodes has consistent files of one name, and the second one's are others."""
+    """Two nodes have consistent files with the same name but different content."""
     nodes = [tmp_path / name for name in ("one", "two")]
     lengths = [tokens, 2]
 

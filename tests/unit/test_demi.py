@@ -1,4 +1,4 @@
-"""DEMI's programs and search: bounds from both sides, cases solved by hand, placements that keep within rooms."""
+"""DEMI's programs and search: bounds from both sides, cases solved by hand, placements within all limits."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from megatron_balance.placement.demi.search import (
     FULL,
     best_pace,
     draw,
-    neighbours,
+    neighbors,
     relax_by_size,
     repair,
     round_shares,
@@ -34,7 +34,7 @@ def one_group(problem: Problem) -> np.ndarray:
 
 
 def placements_of(problem: Problem) -> np.ndarray:
-    """[B, E]: all that keep within all rooms."""
+    """Return all placements within all limits, [B, E]."""
     workers = range(problem.num_workers)
     hosts_BE = np.array(list(itertools.product(workers, repeat=problem.num_experts)))
     return hosts_BE[problem.fits(hosts_BE)]
@@ -44,28 +44,28 @@ def placements_of(problem: Problem) -> np.ndarray:
 @pytest.mark.parametrize(
     ("problem", "objective"),
     [
-        # Local tokens at once; others' are sent, computed and sent back in a slot each
+        # Local tokens are computed at once; others are sent, computed and sent back in one slot each
         (even_problem([[0.5], [0.25]], [0], guests=0), 0.5 * 1 + 0.25 * (1 + 2 + 4)),
-        # Half a token per slot is computed: others' first, whose way back would get dearer
+        # Half a token is computed per slot: remote tokens first, because sending them back later costs more
         (even_problem([[0.5], [0.5]], [0], guests=0, compute_D=[0.5, 1], slots=4), 0.5 * 1 + 0.5 * (1 + 2 + 4)),
-        # A quarter of a token per slot is computed, and sent back a slot later
+        # A quarter of a token is computed per slot and sent back one slot later
         (even_problem([[0], [0.5]], [0], guests=0, compute_D=[0.25, 1]), 0.5 * 1 + 0.25 * (2 + 4) + 0.25 * (4 + 8)),
         # The way back is slow
         (
             even_problem([[0], [0.5]], [0], guests=0, link_DD=[[1, 0.25], [1, 1]], slots=4),
             0.5 * 1 + 0.5 * 2 + 0.25 * (4 + 8),
         ),
-        # The link takes half of the tokens per slot
+        # The link carries half of the tokens per slot
         (even_problem([[0], [0.5]], [0], guests=0, link_DD=np.full((2, 2), 0.25), slots=4), 0.25 * (7 + 14)),
         # No room at the owner: the expert migrates, and its tokens wait for it
         (even_problem([[0], [1]], [0], token_room_D=[0, 1]), 1 * 1 + 1 * 2),
         (even_problem([[0], [1]], [0], token_room_D=[0, 1], weights="linear"), 1 * 1 + 1 * 2),
-        # Half of it has arrived after the first slot, and with it half of the tokens may be computed
+        # Half of the expert arrives in the first slot; from then on, half of the tokens may be computed
         (
             even_problem([[0], [1]], [0], token_room_D=[0, 1], link_DD=np.full((2, 2), 0.5)),
             0.5 * (1 + 2) + 0.5 * (2 + 4),
         ),
-        # Cheaper where its tokens are: 1 to move it and 4 to wait, against 7 each
+        # The expert is cheaper where its tokens are: 1 to move it and 4 to wait, instead of 7 per token
         (even_problem([[0], [2]], [0], link_DD=np.full((2, 2), 2.0), compute_D=[2, 2]), 1 + 2 * 2),
     ],
 )
@@ -75,7 +75,7 @@ def test_the_program_on_cases_solved_by_hand(problem: Problem, objective: float,
     assert relaxed.objective == pytest.approx(objective)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(problems(most_workers=3, most_experts=4))
 def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
     full, aggregated = relax(problem, np.arange(problem.num_experts)), relax(problem, one_group(problem))
@@ -102,7 +102,7 @@ def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
         assert (problem.size_E @ share_ED <= problem.expert_room_D * (1 + 1e-6) + 1e-6).all()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(problems(most_workers=3, most_experts=4))
 def test_without_migrations_both_forms_are_the_same(problem: Problem) -> None:
     problem = dataclasses.replace(problem, guests=0)
@@ -148,7 +148,7 @@ def test_experts_without_tokens_are_not_drawn() -> None:
     assert (hosts_BE[:, 1] == 0).all() and (hosts_BE[1:, 0] == 1).any()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_repair_makes_placements_fit(problem: Problem, seed: int) -> None:
     hosts_E = np.random.default_rng(seed).integers(0, problem.num_workers, problem.num_experts)
@@ -175,7 +175,7 @@ def test_repair_moves_the_lightest_expert_to_the_least_loaded_worker() -> None:
         solve(crowded, None)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(problems(), st.booleans())
 def test_solutions_fit_and_are_no_longer_than_the_owners(problem: Problem, with_program: bool) -> None:
     relaxed = relax_by_size(problem) if with_program else None
@@ -189,7 +189,7 @@ def test_solutions_fit_and_are_no_longer_than_the_owners(problem: Problem, with_
     assert schedule.makespan == math.ceil(found.finish_B[0]) and check(problem, schedule) == []
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_busy_times_are_bounds_and_the_same_from_anywhere(problem: Problem, seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -205,18 +205,18 @@ def test_busy_times_are_bounds_and_the_same_from_anywhere(problem: Problem, seed
 def test_busy_times_of_a_migration() -> None:
     problem = even_problem([[1, 2], [3, 4]], [0, 1], size_E=[5, 6], link_DD=[[1, 2], [4, 1]], compute_D=[1, 2])
     busy = times(problem, np.array([[1, 1]]), problem.owner_E)
-    # Expert 0 and both of its tokens' sources: worker 1 computes everything
+    # Expert 0 migrates, so worker 1 computes everything
     assert busy.link_BDD[0].tolist() == [[0, (1 + 2 + 5) / 2], [(1 + 2) / 4, 0]]
     assert busy.compute_BD[0].tolist() == [0, 5]
     assert busy.expert_BE[0].tolist() == [5 / 2 + 4 / 2, 0]
 
 
 @pytest.mark.parametrize("size", [(3, 9), (16, 64)])
-def test_neighbours_differ_by_a_move_or_an_exchange(size: tuple[int, int]) -> None:
+def test_neighbors_differ_by_a_move_or_an_exchange(size: tuple[int, int]) -> None:
     workers, experts = size
     tokens = np.random.default_rng(0).lognormal(0, 1, size).tolist()
     problem = even_problem(tokens, np.repeat(range(workers), experts // workers).tolist(), guests=2)
-    around_BE = neighbours(problem, problem.owner_E)
+    around_BE = neighbors(problem, problem.owner_E)
     changed_BE = around_BE != problem.owner_E
     assert set(changed_BE.sum(1)) == {1, 2}
     for hosts_E, changed_E in zip(around_BE, changed_BE, strict=True):
@@ -236,7 +236,7 @@ def test_solutions_are_close_to_the_least_makespan() -> None:
     assert max(ratios) <= 1.5 and np.mean(ratios) <= 1.05
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(problems(most_workers=2, most_experts=3))
 def test_the_exact_program_against_all_placements(problem: Problem) -> None:
     assume(problem.load_E.sum() > 0)
@@ -255,7 +255,7 @@ def test_the_exact_program_against_all_placements(problem: Problem) -> None:
         (even_problem([[1], [0]], [0]), 1),
         (even_problem([[1], [1]], [0]), 3),
         (even_problem([[3], [3]], [0]), 6),
-        # It migrates whole before any token is computed, however early half of it is there
+        # The whole expert migrates before any token is computed, even though half of it arrives earlier
         (even_problem([[0], [1]], [0], token_room_D=[0, 1], link_DD=np.full((2, 2), 0.5)), 3),
         (even_problem([[0], [3]], [0], link_DD=np.full((2, 2), 3.0), compute_D=[3, 3]), 2),
     ],

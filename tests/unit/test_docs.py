@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PACKAGE = ROOT / "megatron_balance"
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted(page for page in DOCS.glob("**/*.md") if page.name != "flags.md")]
-"""Every page but the generated one."""
+"""All pages except the generated one."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
@@ -50,24 +50,24 @@ def text_of(page: Path) -> str:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Code blocks of a page."""
+    """Return the code blocks of a page."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
-    """Commands of a page's shell blocks, without comments, each on one line."""
+    """Return the commands of a page's shell blocks, without comments, each on one line."""
     lines = "".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     return [line.partition(" #")[0] for line in lines if not line.startswith("#")]
 
 
 def in_backticks(text: str) -> list[str]:
-    """Inline code of a page, word by word."""
+    """Return the inline code of a page, word by word."""
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return [word for code in re.findall(r"`([^`\n]+)`", prose) for word in re.findall(r"[\w./-]+", code)]
 
 
 def declared(paths: Iterable[Path]) -> set[str]:
-    """Flags that programs declare in their source."""
+    """Return the flags that programs declare in their source."""
     return {flag for path in paths for flag in re.findall(r'\(\s*"(--[\w-]+)"', text_of(path))}
 
 
@@ -77,7 +77,7 @@ CLASSES = {name: line for path in PACKAGE.rglob("*.py") for name, line in line_l
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
-    """Words that look like files of this repository, but are none."""
+    """Return words that look like files of this repository but do not exist."""
     words = [*in_backticks(text), *(word for command in commands(text) for word in command.split() if "/" in word)]
     own = {word.rstrip(".") for word in words if OUR_FILE.fullmatch(word)} - THEIR_FILES
     bare = {path.name for name in ("megatron_balance", "tests", "tools") for path in (ROOT / name).rglob("*.*")}
@@ -86,13 +86,13 @@ def missing_files(text: str, folder: Path) -> list[str]:
 
 
 def missing_flags(text: str) -> list[str]:
-    """Flags that neither a program of this repository nor one of THEIR_FLAGS' programs has."""
+    """Return flags that neither a program of this repository nor a program of THEIR_FLAGS has."""
     flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w\b(?!-?\*|-\{)", text))
     return sorted(flag for flag in flags - OUR_FLAGS - TOOL_FLAGS - THEIR_FLAGS if not refusal(flag))
 
 
 def wrong_arguments(text: str) -> list[str]:
-    """Flags given to one of our tools that neither it nor a training run has."""
+    """Return flags given to our tools that neither the tool nor a training run has."""
     wrong = []
     for command in commands(text):
         for tool in re.findall(r"tools/[\w/]+\.py", command):
@@ -103,7 +103,7 @@ def wrong_arguments(text: str) -> list[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """Modules, classes and members that the package does not have."""
+    """Return modules, classes and members that the package does not have."""
     modules = [
         name for name in re.findall(r"\bmegatron_balance(?:\.[a-z_]\w*)+", text) if not is_module_or_member(name)
     ]
@@ -112,7 +112,7 @@ def missing_names(text: str) -> list[str]:
 
 
 def is_module_or_member(name: str) -> bool:
-    """Whether a dotted name is a module, or a definition in one."""
+    """Return whether a dotted name is a module or a definition in one."""
     path = ROOT.joinpath(*name.split("."))
     module, member = path.parent.with_suffix(".py"), path.name
     is_member = module.is_file() and member in line_links.definitions(text_of(module))
@@ -120,7 +120,7 @@ def is_module_or_member(name: str) -> bool:
 
 
 def broken_links(text: str, folder: Path) -> list[str]:
-    """Links to files or headings that do not exist."""
+    """Return links to files or headings that do not exist."""
     broken = []
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         name, _, anchor = target.partition("#")
@@ -133,7 +133,7 @@ def broken_links(text: str, folder: Path) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -210,10 +210,10 @@ def test_the_policy_in_the_docs_plans(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(example.splitlines()) <= 20
     (tmp_path / "my_policies.py").write_text(example, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    policy = load_policy("my_policies:Favourites")
+    policy = load_policy("my_policies:Favorites")
     sys.modules.pop("my_policies")
     current = Placement.identity(16, 4, guest_slots=1)
-    # Experts that are cheap to move and dear to compute
+    # Experts are cheap to move and expensive to compute
     cost = CostModel(builtin(4, 4, hidden=4096, ffn=16384), token_bytes=1, param_bytes=1, grad_bytes=1)
     planned = policy.plan(load_matrix("hot_experts", 4, 16, 2, 4096, seed=0, step=0), current, cost)
     assert planned.added_hosts == 4

@@ -1,4 +1,4 @@
-"""What is printed may be lost, but ends nothing."""
+"""Output may be lost, but a broken output stream does not end the program."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 LINES = 20000
-"""More than fit into a pipe."""
+"""More lines than fit into a pipe."""
 
 PROGRAM = f"""
 LINES = {LINES}
@@ -24,7 +24,7 @@ main()
 
 
 def end(tmp_path: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Run PROGRAM; `command` does something with its output."""
+    """Run PROGRAM, with the redirection or pipe in `command`."""
     program = f"{sys.executable} -c '{PROGRAM}' x {tmp_path}/done"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {program} {command}"], capture_output=True, text=True, timeout=60

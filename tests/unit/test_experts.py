@@ -1,4 +1,4 @@
-"""flow/experts.py: grouped products against one slot after another."""
+"""flow/experts.py: grouped products compared with one slot after another."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from megatron_balance.flow.grouped_gemm import grouped_linear
 from megatron_balance.flow.slot_weights import GroupedWeights
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
-"""Largest error allowed, as a share of the largest value."""
+"""Maximum error as a fraction of the largest value."""
 
 SIZES = {
     "even": [4, 4, 4],
@@ -41,7 +41,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def loop_linear(rows_RI: torch.Tensor, weight_SOI: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Each slot's rows times its weight in float64, one slot after another."""
+    """Multiply each slot's rows by its weight in float64, one slot after another."""
     chunks = rows_RI.double().split(sizes)
     return torch.cat([chunk @ weight.T for chunk, weight in zip(chunks, weight_SOI.double(), strict=True)])
 
@@ -54,7 +54,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 
 
 def assert_same_function(found: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    """Equal outputs, and equal gradients of the inputs for a random gradient of the output."""
+    """Check that outputs are equal, and the inputs' gradients for a random gradient of the output."""
     assert_close(found, expected, found.dtype)
     gradient = torch.randn(found.shape, dtype=torch.float64, device=DEVICE).to(found.dtype)
     ours = torch.autograd.grad(found, inputs, gradient)
@@ -75,7 +75,7 @@ def test_grouped_linear(dtype: torch.dtype, widths: tuple[int, int], sizes: list
     assert_same_function(found, loop_linear(rows, weight, sizes), [rows, weight])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=6),
     st.sampled_from([4, 8, 9]),
@@ -107,7 +107,7 @@ def new_linear(
     bias: bool = True,
     layout: tuple[int, int, int] = (1, 1, 1),
 ):
-    """A GroupedWeights with random parameters, in a layout of (tensor, expert, expert tensor) parallelism."""
+    """Return GroupedWeights with random parameters, in a layout of (tensor, expert, expert tensor) parallelism."""
     tensor, expert, shards = layout
     config = SimpleNamespace(
         params_dtype=dtype,
@@ -123,7 +123,7 @@ def new_linear(
 
 
 def loop_layer(linear: GroupedWeights, rows: torch.Tensor, sizes: list[int], scale: torch.Tensor | None):
-    """The layer in float64, one slot after another."""
+    """Compute the layer in float64, one slot after another."""
     output = loop_linear(rows, linear.weight, sizes)
     bias = torch.cat([one.expand(size, -1) for one, size in zip(linear.bias.double(), sizes, strict=True)])
     return output + (bias if scale is None else bias * scale.double().unsqueeze(1))
@@ -201,7 +201,7 @@ class Alone:
 
 
 def gate(inner: torch.Tensor, activation, clamp: float | None, offset: float) -> torch.Tensor:
-    """A gated unit, one element after another: [R, 2F] -> [R, F]."""
+    """Compute a gated unit, one element after another: [R, 2F] -> [R, F]."""
     width = inner.shape[1] // 2
     gated, linear = inner[:, :width], inner[:, width:]
     if clamp is not None:

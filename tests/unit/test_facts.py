@@ -1,4 +1,4 @@
-"""What ranks compare: everything that decides what they train, found without importing what others wrote."""
+"""Facts that ranks compare: everything that affects training, found without importing users' modules."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ def parsed(flags: str = "", cuda: bool = False) -> Parsed:
 
 
 def changed(flags: str = "", ours: str = "") -> dict[str, str]:
-    """Facts that these flags change, without those that follow from others."""
+    """Return the facts that these flags change, without consequences of other facts."""
     topology = Topology(1, 1)
     before, after = (facts.gather(parsed(one), topology) for one in (ours, f"{ours} {flags}"))
     own = {name: value for name, value in after.items() if before.get(name) != value}

@@ -1,4 +1,4 @@
-"""flags.py: dataclass fields as command-line flags; and Megatron's flags as its users know them."""
+"""flags.py: dataclass fields as command-line flags, and Megatron's flags as its users know them."""
 
 import argparse
 import enum

@@ -1,4 +1,4 @@
-"""FlexMoE: its vExperts add up, and its modifications are valid, pay, and stop where nothing is to be gained."""
+"""FlexMoE: its vExperts add up; its modifications are valid, pay off, and stop when nothing can be gained."""
 
 import math
 from collections import Counter
@@ -35,7 +35,7 @@ def cost_model(num_ranks: int, node_size: int = 8, expert_bytes: float = 8e6, sp
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel, FlexMoE]:
-    """Any placement in use, a load, experts that are cheap or dear to move, and a policy."""
+    """Draw a placement in use, a load, a cost model with cheap or expensive moves, and a policy."""
     placement = draw(placements())
     counts_DE = draw(loads(placement, largest=100_000)).numpy()
     split = draw(st.sampled_from(["proportional", "proportional", "local_first"]))
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel, FlexMoE]:
 
 
 def adjustments(before: Placement, after: Placement, cost: CostModel) -> float:
-    """Seconds until the rank with the most guests that it did not keep before has received them."""
+    """Return the seconds until every rank has received its new guests."""
     seconds = [0.0] * before.num_ranks
     for rank, (kept, row) in enumerate(zip(before.guests, after.guests, strict=True)):
         new = [expert for expert in row if expert not in (EMPTY, *kept)]
@@ -65,7 +65,7 @@ def test_modifications_are_valid_and_pay(case: tuple[np.ndarray, Placement, Cost
     for modification in modifications:
         if isinstance(modification, Shrink):
             assert len(placement.hosts[modification.expert]) > 1
-        # A placement checks guest slots and hosts itself
+        # Placement itself checks guest slots and hosts
         placement = modify(placement, [modification])
     used = Counter(rank for ranks in placement.hosts for rank in ranks)
     assert all(used[rank] <= max(limit, before[rank]) for rank in used)
@@ -92,7 +92,7 @@ def test_the_same_load_leads_to_rest(case: tuple[np.ndarray, Placement, CostMode
 
 
 def random_modification(start: Placement, generator: np.random.Generator) -> Modification:
-    """Any, whether there is room for it or not."""
+    """Return any modification, whether there is room for it or not."""
     expert, partner = generator.permutation(np.append(np.arange(start.num_experts), EMPTY))[:2].tolist()
     source, target = generator.integers(0, start.num_ranks, 2).tolist()
     expert = max(expert, 0)
@@ -127,7 +127,7 @@ def test_vexperts_count_as_the_model_does(data: st.DataObject, seed: int) -> Non
 
 
 def printed(counts: list[list[int]], current: str, **options: object) -> list[str]:
-    """The modifications of a placement that is given as text, for thousands of tokens and small experts."""
+    """Return the modifications of a placement given as text, for small experts; `counts` are thousands of tokens."""
     placement = Placement.parse(current)
     cost = cost_model(placement.num_ranks, expert_bytes=1e5)
     policy = FlexMoE(**options)
@@ -137,16 +137,16 @@ def printed(counts: list[list[int]], current: str, **options: object) -> list[st
 @pytest.mark.parametrize(
     ("counts", "current", "threshold", "expected"),
     [
-        # The heavier one of two experts goes to ranks with less to do
+        # The heavier of two experts goes to ranks with less load
         ([[9, 1, 1, 1, 1, 1]] * 3, "0 1 + . | 2 3 + . | 4 5 + .", 1.1, ["Expand 0@1", "Expand 0@2"]),
-        # No slot is free for expert 1: it takes the one where expert 0 was; guests without tokens are dropped
+        # No slot is free for expert 1, so it takes a slot of expert 0; guests without tokens are dropped
         ([[3, 10, 0]] * 3, "0 + 2 | 1 + . | 2 + 0", 1.3, ["Shrink 0@2", "Expand 1@2", "Shrink 2@0"]),
-        # A lent expert comes home, and so do the guests of an even load
+        # A lent expert returns home, and so do guests if the load is even
         ([[4, 1]] * 2, "0x0 + . | 1 + 0!", 2, ["Migrate 0@1 <->@0"]),
         ([[3, 3]] * 2, "0x2 + . | 1 + 0", 1.1, ["Shrink 0@0", "Shrink 0@1"]),
-        # An expert that one rank alone computes needs one vExpert there
+        # An expert that only one rank computes needs one vExpert there
         ([[3, 3]] * 2, "0x3 + . | 1 + .", 1.1, ["Shrink 0@0", "Shrink 0@0"]),
-        # Below the threshold too, guests are kept only where they pay
+        # Even below the threshold, guests are kept only if they pay off
         ([[9, 1, 0]] * 3, "0 + . . | 1 + 0 2 | 2 + . .", 3, ["Shrink 2@1"]),
     ],
 )
@@ -155,7 +155,7 @@ def test_small_plans(counts: list[list[int]], current: str, threshold: float, ex
 
 
 def test_without_room_the_slowest_rank_leaves_its_share_to_others() -> None:
-    # Of 30, 3 and 3 tokens ranks have 10, 23 and 3, and after it 15, 18 and 3
+    # Of the experts' 30, 3 and 3 tokens, ranks have 10, 23 and 3 before and 15, 18 and 3 after
     current = "0 + . | 1 + 0x2 | 2 + ."
     assert printed([[10, 1, 1]] * 3, current, threshold=1.6, vexperts_per_rank=1) == ["Shrink 0@1"]
 
@@ -166,18 +166,18 @@ def migrated(counts: list[list[int]], current: str, limit: int, node_size: int) 
     return list(map(str, _migrate(VExperts.of(layer, placement))))
 
 
-def test_migrate_makes_synchronisation_cheaper() -> None:
+def test_migrate_makes_synchronization_cheaper() -> None:
     assert migrated([[4, 4]] * 2, "0x0 + 1! | 1x0 + 0!", limit=1, node_size=2) == ["Migrate 0@1 <-> 1@0"]
     assert migrated([[4, 4]] * 2, "0x0 + . | 1 + 0!", limit=2, node_size=2) == ["Migrate 0@1 <->@0"]
     assert migrated([[4, 4]] * 2, "0 + . | 1 + .", limit=2, node_size=2) == []
-    # Rank 2 is on another node than the owner and the tokens
+    # Rank 2 is on a different node from the owner and the tokens
     far, counts = "0 + . | 1 + . | 2 + 0 | 3 + .", [[8, 1, 1, 1], [8, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
     assert migrated(counts, far, limit=2, node_size=2) == ["Migrate 0@2 <->@1"]
     assert migrated(counts, far, limit=2, node_size=4) == []
-    # Where rank 3 is the slowest anyway, rank 1 would save more than the owner, but the expert had to be sent there
+    # Rank 3 is the slowest anyway. Rank 1 would save more than the owner, but the expert would have to be sent
     counts = [[10, 1, 1, 12], [10, 1, 1, 12], [0, 1, 1, 12], [0, 1, 1, 12]]
     assert migrated(counts, far, limit=2, node_size=2) == ["Migrate 0@2 <->@0"]
-    # Rank 1 would be slower than any, as the owner would have been before
+    # Rank 1 would be the slowest, as the owner would have been in the first case
     counts = [[8, 9, 1, 1], [8, 9, 1, 1], [0, 9, 1, 1], [0, 9, 1, 1]]
     assert migrated(counts, far, limit=2, node_size=2) == ["Migrate 0@2 <->@0"]
 
@@ -186,7 +186,7 @@ def test_a_rank_may_take_several_vexperts_of_an_expert() -> None:
     current = Placement.identity(2, 2, 1)
     counts_DE = np.array([[90_000, 30_000]] * 2)
     planned = FlexMoE(threshold=1.01).plan(counts_DE, current, cost_model(2, expert_bytes=1e5))
-    # Two of three parts stay: 120,000 tokens on each rank
+    # Two of three parts stay, so each rank has 120,000 tokens
     assert planned.hosts == ((0, 0, 1), (1,))
 
 
@@ -203,7 +203,7 @@ def test_what_is_gained_has_to_exceed_the_adjustment() -> None:
 
 
 def test_two_experts_change_places() -> None:
-    # Each has a guest on the other's node, and most tokens on its owner's; slots are full
+    # Experts 0 and 3 have a guest on each other's node, and most tokens on their owner's; slots are full
     current = Placement.parse("0 + . | 1 + 3 | 2 + 0 | 3 + .")
     counts_DE = 1000 * np.array([[8, 0, 0, 3], [8, 0, 0, 3], [3, 0, 0, 8], [3, 0, 0, 8]])
     cost = cost_model(4, node_size=2, expert_bytes=1e5)
@@ -226,7 +226,7 @@ def test_it_acts_above_the_threshold_only(workload: str, threshold: float) -> No
     if ratio <= threshold:
         assert planned is current
     else:
-        # All that are above here are far enough above to pay
+        # Here, every ratio of 1.2 or more is high enough for modifications to pay off
         assert ratio < 1.2 or balance_ratio(cost.traffic(counts_DE, planned).sum(0)) < ratio
     assert FlexMoE(math.inf).plan(counts_DE, current, cost) is current
 
@@ -249,7 +249,7 @@ def test_it_goes_on_from_the_placement_in_use() -> None:
     drifted_DE = counts_DE.copy()
     drifted_DE[:, 0] += 200
     assert hot.added_hosts >= 8
-    # Nothing to do, while a plan from scratch makes them all again
+    # There is nothing to do, while a plan from scratch repeats all modifications
     assert policy.plan(drifted_DE, hot, cost) is hot
     assert len(policy.modifications(drifted_DE, Placement.identity(64, 16, 2), cost)) >= 8
     even_DE = load_matrix("balanced", 16, 64, 2, 4096, 0, 9)
@@ -261,7 +261,7 @@ def test_several_slowest_ranks_are_relieved_together(size: tuple[int, int]) -> N
     num_ranks, num_experts = size
     current, cost = Placement.identity(num_experts, num_ranks, 2), cost_model(num_ranks)
     counts_DE = np.full((num_ranks, num_experts), 200)
-    # Equally hot experts on a quarter of the ranks: relieving one rank alone gains nothing
+    # A quarter of the ranks have equally hot experts, so relieving only one rank gains nothing
     hot = range(0, num_experts, 4 * num_experts // num_ranks)
     counts_DE[:, hot] = 5000
     planned = FlexMoE().plan(counts_DE, current, cost)

@@ -1,4 +1,4 @@
-"""How long the non-MoE part of a block takes, in terms of the time that experts take."""
+"""The time of the non-MoE part of a block, derived from the time of experts."""
 
 from types import SimpleNamespace
 
@@ -38,9 +38,9 @@ def seconds(dense_layers: int = 0, tokens: int = 100, **changes: object) -> tupl
 
 
 def test_seconds_are_those_of_as_many_operations_of_experts() -> None:
-    # Attention of a token is 8 * 64 * 64 operations, an expert's row 4 * 64 * 128: as many
+    # Attention takes 8 * 64 * 64 operations per token; an expert takes the same number per row, 4 * 64 * 128
     assert seconds() == pytest.approx((100e-6, 300e-6))
     assert seconds(tokens=200, tensor_model_parallel_size=2) == pytest.approx((100e-6, 300e-6))
-    # A shared expert as wide as the others, and dense layers of twice the width with attention of their own
+    # A shared expert as wide as the others, and dense layers with twice the width and their own attention
     assert seconds(moe_shared_expert_intermediate_size=128)[0] == pytest.approx(200e-6)
     assert seconds(dense_layers=2)[0] == pytest.approx((3 + 2 * 2) * 100e-6)

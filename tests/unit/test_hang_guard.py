@@ -1,4 +1,4 @@
-"""job/hang_guard.py: when a wait counts as a stall, on a clock of the test's own."""
+"""job/hang_guard.py: when a wait counts as a stall, on a simulated clock."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LIMIT, RUN = 10.0, 60.0
 
 @pytest.fixture
 def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
-    """After how long the watch raises the alarm, where the main thread waits in `place(seconds)`; None: never."""
+    """Return the time until the watchdog's alarm if the main thread waits in `place(seconds)`; None: no alarm."""
 
     def of(
         place: Callable[[float], str | None],
@@ -39,7 +39,7 @@ def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
             return guard._ended
 
         def alarm() -> None:
-            # Ended, the watch does not go on to end this process
+            # Once ended, the watchdog does not end this process
             clock.alarm, guard._ended = clock.now, True
 
         monkeypatch.setattr(guard, "_wake", SimpleNamespace(wait=wait, set=alarm))
@@ -74,14 +74,14 @@ def test_neither_are_steps_and_work_of_ones_own(alarm_after) -> None:
 
 
 def test_a_device_that_hangs_blocks_any_operation(alarm_after) -> None:
-    """A full launch queue does, or a copy to the host in a line that does not say so."""
+    """An operation may block because the launch queue is full, or because it copies to the host implicitly."""
     stays = alarm_after(lambda _: None, device_hangs=True)
     assert stays == pytest.approx(LIMIT, abs=2 * hang_guard.MAX_PERIOD)
     assert alarm_after(lambda _: None, steps=lambda now: int(now // 5), device_hangs=True) is None
 
 
 def idle_after(position: Position, periods: int, steps: bool = False, seconds: float = 0.5) -> float:
-    """What a guard counts in so many periods at a position of the second iteration."""
+    """Return the idle time that a guard counts in `periods` periods at a position of the second iteration."""
     guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT)
     guard.follow(Position(1, "forward-backward"))
     guard._count_idle(True, 0.5)
@@ -95,7 +95,7 @@ def test_idle_is_who_makes_no_step_where_there_should_be_one() -> None:
     assert idle_after(Position(2, "forward-backward"), 6) == 3.0
     assert idle_after(Position(2, "evaluation"), 6) == 3.0
     assert idle_after(Position(2, "forward-backward"), 6, steps=True) == 0
-    # Stopped for an hour, and continued
+    # The process was stopped for an hour, then continued
     assert idle_after(Position(2, "forward-backward"), 1, seconds=3600.0) == LIMIT / 2
     for allowed in (Position(0, "start"), Position(1, "forward-backward"), Position(2, "checkpoint")):
         assert idle_after(allowed, 1000) == 0
@@ -122,7 +122,7 @@ def test_no_step_on_any_rank_is_a_stall(rank: int, own: float, others: float | N
 
 
 class Stream:
-    """The stream of a device that is idle, that hangs or that is broken."""
+    """The stream of an idle, hanging or broken device."""
 
     def __init__(self, state: str) -> None:
         self.state, self.end = state, threading.Event()

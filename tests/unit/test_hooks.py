@@ -1,4 +1,4 @@
-"""A model's hooks enter computations in the order of its schedule, and gradients are reduced once they are together."""
+"""A model's hooks enter computations in schedule order and reduce gradients once Agg has collected them."""
 
 from types import SimpleNamespace
 
@@ -15,13 +15,13 @@ HIDDEN, TOKENS = 3, 7
 
 
 class Experts(torch.autograd.Function):
-    """Tells when it begins and ends, as experts between two exchanges do."""
+    """Reports its start and end, like experts between two exchanges."""
 
     @staticmethod
     def forward(context, tokens, weight, begin, with_graph):
         context.begin = begin
         context.save_for_backward(tokens, weight)
-        # What recomputation repeats has gradients, which autograd switches off in here
+        # Recomputation runs with gradients, which autograd disables inside a Function
         with torch.set_grad_enabled(with_graph):
             begin("experts")
             begin("combine")
@@ -37,7 +37,7 @@ class Experts(torch.autograd.Function):
 
 
 class Layer(torch.nn.Module):
-    """Stands for an MoE layer, with what hooks need of one."""
+    """Stand-in for an MoE layer, with the members that hooks need."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Layer(torch.nn.Module):
         return self._mixture(tokens), None
 
     def _mixture(self, tokens):
-        # Another load in every pass
+        # The load differs in every pass
         counts_DE = torch.full((RANKS, EXPERTS), int(tokens.detach().abs().sum() * 1000))
         self.host(counts_DE, self.training)
         return Experts.apply(tokens, self.experts.weight[0], self.begin, torch.is_grad_enabled())
 
 
 class Chunk(torch.nn.Module):
-    """A model chunk: something dense, then MoE layers, each with something dense around it."""
+    """A model chunk: a dense layer, then MoE layers, each followed by a dense layer."""
 
     def __init__(self, numbers: list[int], recompute: str, early: bool) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Chunk(torch.nn.Module):
 
 
 class BucketGroup:
-    """Stands for DDP's group of buckets."""
+    """Stand-in for DDP's group of buckets."""
 
     def __init__(self, world: World, name: str, layers: list[Layer]) -> None:
         self.world, self.name = world, name
@@ -114,7 +114,7 @@ class Model:
     def _finalize(self, *arguments: int, **named: int) -> tuple:
         for chunk in self.chunks:
             for group in chunk.expert_parallel_bucket_groups:
-                # As DDP does for what it has not reduced yet
+                # As DDP does for groups that are not reduced yet
                 group.start_grad_sync()
         self.world.journal.append(("finalized",))
         return arguments, named
@@ -124,7 +124,7 @@ class Model:
             self.computed.append(span.name)
 
     def iterate(self, number: int) -> None:
-        """Forward and backward passes in the stage's order."""
+        """Run forward and backward passes in the stage's order."""
         self.computed.clear()
         self.balancer.begin_iteration(number)
         outputs: dict[tuple[int, int], torch.Tensor] = {}
@@ -154,13 +154,13 @@ class Model:
 @pytest.mark.parametrize("recompute", ["nothing", "layer", "block"])
 @pytest.mark.parametrize("overlap", ["none", "blockwise"])
 def test_computations_are_entered_in_the_schedules_order(monkeypatch, overlap: str, recompute: str) -> None:
-    """Microbatch after microbatch, whatever is computed again, and whatever comes between iterations."""
+    """The order is kept despite recomputation and despite passes between iterations."""
     world = build(monkeypatch, overlap)
     model = Model(world, recompute)
     order = [step.computation.name for step in world.balancer.schedule(MICROBATCHES)]
     for iteration in (1, 2):
         model.iterate(iteration)
-        # What is last ends with the iteration
+        # The last computation ends with the iteration
         assert model.computed == order[:-1]
         last = {number: state.last for number, state in world.balancer.layers.items()}
         assert all(found.microbatches == MICROBATCHES for found in last.values())
@@ -241,7 +241,7 @@ def described(stage: int, microbatches: int, **config: int | None) -> str:
 
 
 def test_the_order_of_pipeline_stages() -> None:
-    """As megatron-core's schedules compute, with fewer passes ahead the later the stage."""
+    """The order is that of megatron-core's schedules: later stages have fewer passes ahead."""
     plain = {"virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None}
     assert [described(stage, 4, **plain) for stage in range(3)] == [
         "F00 F01 F02 B00 F03 B01 B02 B03",

@@ -1,4 +1,4 @@
-"""Models and checkpoints that somebody made on purpose: links, and sizes that no file holds."""
+"""Malicious models and checkpoints: links, and sizes that exceed the files."""
 
 import json
 import pickle
@@ -22,7 +22,7 @@ def quiet(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory, to be read only."""
+    """Return a model's directory, which tests only read."""
     directory = tmp_path_factory.mktemp("hf")
     hf_models.save("mixtral", directory)
     return directory
@@ -108,7 +108,7 @@ CUT = {
 
 @pytest.mark.parametrize("name", CUT)
 def test_sizes_that_no_file_holds(model: Path, tmp_path: Path, name: str) -> None:
-    """What a checkpoint's metadata claims is compared with its files before memory is allocated."""
+    """Sizes in a checkpoint's metadata are compared with its files before memory is allocated."""
     there, (change, said) = tmp_path / "there", CUT[name]
     import_model(model, there, quiet)
     spoil_metadata(there / "iter_0000000", change)

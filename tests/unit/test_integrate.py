@@ -1,4 +1,4 @@
-"""integrate.py before there are processes: its flags, and what it refuses."""
+"""integrate.py before processes join a job: its flags and its refusals."""
 
 import argparse
 import dataclasses
@@ -21,11 +21,11 @@ MODEL = {
 
 
 def balancing(flags: str, others: dict | None = None, model: dict | None = None) -> Balancing:
-    """With these flags of ours, settings of the program around, and fields of the model's configuration."""
+    """Build Balancing from our flags, the surrounding program's settings and fields of the model's configuration."""
     args = add_balance_args(argparse.ArgumentParser()).parse_args(flags.split())
     vars(args).update({"seq_length": 16, "micro_batch_size": 2} | (others or {}))
     config = TransformerConfig(**MODEL)
-    # megatron-core's own checks would come first
+    # Changed afterwards, because megatron-core's own checks would come first
     vars(config).update(model or {})
     return Balancing(args, config)
 

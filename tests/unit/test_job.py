@@ -1,4 +1,4 @@
-"""What a launcher says: names of jobs, numbers that cannot be, addresses where nobody is."""
+"""The launcher's environment: names of jobs, impossible numbers, addresses that do not answer."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch):
-    """`environment(NAME=value)`: the launch with these variables and no others of launchers."""
+    """`environment(NAME=value)` returns the launch with these variables and no other launcher variables."""
 
     def of(**variables: str) -> Launch:
         for name in [*os.environ]:
@@ -60,7 +60,7 @@ def test_a_job_of_one_step_of_slurm_has_its_name(environment) -> None:
         *(name(TORCHELASTIC_RUN_ID="another"), name(TORCHELASTIC_RESTART_COUNT="1")),
     ]
     assert len({name(), *others}) == 6
-    # Steps that have started one node each have numbers of their own
+    # Steps that started one node each have different numbers
     one_each = {"SLURM_STEP_NUM_NODES": "1"}
     assert name(**one_each, SLURM_STEP_ID="0") == name(**one_each, SLURM_STEP_ID="1")
 
@@ -107,7 +107,7 @@ def test_a_store_that_is_not_there(
         with pytest.raises(ValueError) as error:
             job._meet(launch(port), 0.01)
     assert time.monotonic() - start < 10
-    # torch says a lot about a connection that is closed
+    # torch logs a lot about a closed connection
     time.sleep(0.2)
     assert str(error.value).startswith(
         f"127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): no key-value store of rank 0 there within 0.01 minutes "

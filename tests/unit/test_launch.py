@@ -1,4 +1,4 @@
-"""launch.py: what a user gets wrong is told before this process joins a job."""
+"""launch.py: a user's mistakes are reported before this process joins a job."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.distributed.runs import BASE
 
 @pytest.fixture
 def error_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What ends a run with these flags before it joins; `joined` if nothing does."""
+    """Return the error that ends a run with these flags before it joins; `joined` if there is none."""
 
     def join(*_: Any) -> None:
         raise Ending("joined")
@@ -71,7 +71,7 @@ def test_data_of_another_tokenizer(error_of: Callable[..., str], tmp_path: Path,
 def test_nobody_else_ends_the_program_as_if_it_were_done(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, said: str
 ) -> None:
-    """Such as a user's module that calls sys.exit()."""
+    """For example, a user's module may call sys.exit()."""
 
     def fail(*_: Any) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""A process ends when torchrun's agent, which has started it, ends; any other one goes on."""
+"""A process ends when the torchrun agent that started it ends; other processes continue."""
 
 import os
 import subprocess
@@ -32,14 +32,14 @@ print(os.getpid(), flush=True)
 
 WAIT = "time.sleep(60)"
 WITH_THE_LOCK = "sum(range(10**12))"
-"""As code that indexes a dataset: the interpreter does nothing else meanwhile."""
+"""Like code that indexes a dataset, it keeps the interpreter from doing anything else."""
 
 Start = Callable[..., tuple[subprocess.Popen, psutil.Process]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """An agent, and the rank that it starts."""
+    """Start an agent and, through it, a rank."""
     processes: list[psutil.Process] = []
 
     def of(
@@ -70,7 +70,7 @@ def seconds_until_gone(process: psutil.Process, limit: float) -> float:
     return time.monotonic() - since
 
 
-# The shell has something to do afterwards, so that it does not become the rank itself
+# The shell runs another command afterwards, so that it does not replace itself with the rank
 @pytest.mark.parametrize("wrapper", [(), ("sh", "-c", '"$@"; true', "sh")], ids=["agent", "script"])
 def test_a_rank_ends_with_the_agent(start: Start, tmp_path: Path, wrapper: tuple[str, ...]) -> None:
     agent, rank = start(VARIABLES, wrapper=wrapper)

@@ -1,4 +1,4 @@
-"""`--moe-layer-freq`: list expressions mean what they mean in Python, and nothing else is understood."""
+"""`--moe-layer-freq`: list expressions mean the same as in Python, and everything else is refused."""
 
 import argparse
 import time
@@ -11,14 +11,14 @@ from megatron_balance.cli.layer_frequency import FREQUENCY_LIMIT, parse_layer_fr
 
 Value = int | list
 Expression = tuple[str, Value | None]
-"""An expression's text and what it means; None where Python would refuse it."""
+"""An expression's text and its value; None if Python would refuse it."""
 
 integers = st.integers(0, 9).map(lambda number: (str(number), number))
 lists = st.lists(st.integers(0, 2), max_size=4).map(lambda entries: (str(entries), entries))
 
 
 def combine(parts: tuple[Expression, str, Expression]) -> Expression:
-    """`(left op right)` and its meaning, by Python's own operators on values that are no longer text."""
+    """Return `(left op right)` and its value, by Python's own operators on the operands' values."""
     (left_text, left), sign, (right_text, right) = parts
     text = f"({left_text}{sign}{right_text})"
     if left is None or right is None:
@@ -45,21 +45,21 @@ def valid(value: Value) -> bool:
 
 
 def parse(text: str) -> Value | None:
-    """The value, or None for a refusal."""
+    """Return the value, or None if the text is refused."""
     try:
         return parse_layer_frequency(text)
     except argparse.ArgumentTypeError:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(expressions.filter(lambda expression: within_limit(expression[1])))
 def test_equals_python(expression: Expression) -> None:
     text, value = expression
     assert parse(text) == (value if valid(value) else None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(expressions.filter(lambda expression: expression[1] is None))
 def test_type_errors_are_refused(expression: Expression) -> None:
     assert parse(expression[0]) is None
@@ -169,7 +169,7 @@ def test_nothing_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
 ALPHABET = "0123456789[]()+*, -._abx:'\"\\{}=<>@\n\0"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(expressions, st.data())
 def test_mutations_parse_or_are_refused(expression: Expression, data: st.DataObject) -> None:
     text = expression[0]

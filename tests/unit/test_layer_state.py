@@ -1,7 +1,7 @@
 """How a Trans or an Agg is divided among the computations that it overlaps with."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.placement.cost_model import CostModel, Overlap
@@ -33,7 +33,6 @@ def parts(state: LayerState, operation: Operation) -> list[TransferPlan]:
     return [state.part(Action(1, operation, part, 2)) for part in (1, 2)]
 
 
-@settings(deadline=None)
 @given(placements(), st.floats(0, 0.01), st.floats(0, 0.01))
 def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backward: float) -> None:
     state = layer(placement, Overlap(forward, backward))
@@ -44,7 +43,7 @@ def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backw
         cost.trans_seconds(count, chunks) for count in (len(during_others.rounds), len(during_others.rounds) + 1)
     ]
     assert seconds[0] <= forward and (seconds[1] > forward or not during_experts.rounds)
-    # Agg runs the rounds backward, and comes to the non-MoE part first
+    # Agg runs the rounds in reverse and overlaps with the non-MoE part first
     during_others, during_experts = parts(state, Operation.AGG)
     assert during_experts.rounds + during_others.rounds == rounds
     seconds = [cost.agg_seconds(count, chunks) for count in (len(during_others.rounds), len(during_others.rounds) + 1)]
@@ -53,7 +52,6 @@ def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backw
         assert state.part(Action(1, operation)) == state.transfers
 
 
-@settings(deadline=None)
 @given(placements())
 def test_bytes_of_all_ranks_and_parts_are_those_of_the_experts(placement: Placement) -> None:
     state = layer(placement, Overlap(1e-3, 1e-3))

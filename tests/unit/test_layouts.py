@@ -1,4 +1,4 @@
-"""The covering array of layouts, and what CI trains of it."""
+"""The covering array of layouts, and the layouts that CI trains."""
 
 import itertools
 
@@ -10,7 +10,7 @@ CHOICES = {"a": ("a1", "a2", "a3"), "b": ("b1", "b2"), "c": ("c1", "c2", "c3", "
 
 
 def is_possible(layout: Layout) -> bool:
-    """Neither a2 with b2, nor three choices of which any two may be together."""
+    """Exclude a2 with b2, and one triple of choices whose pairs are all possible."""
     return not {"a2", "b2"} <= {*layout.values()} and not {"a3", "c4", "d2"} <= {*layout.values()}
 
 

@@ -1,4 +1,4 @@
-"""The lease of a directory: one holder at a time, whoever wants it, dies, stops or comes back."""
+"""The lease of a directory has one holder at a time, whichever process asks, dies, stops or resumes."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ def test_a_released_lease_is_free_at_once(tmp_path: Path) -> None:
     first.release()
     second = held(tmp_path, "b")
     assert second.generation == 2 and left(tmp_path) == ["lease.000002"]
-    # What the first does now changes nothing
+    # The first holder can no longer change anything
     first.release()
     assert not first.renew()
     second.check()
@@ -103,7 +103,7 @@ def test_a_removed_directory_is_a_lost_lease(tmp_path: Path) -> None:
     root.rmdir()
     with pytest.raises(LeaseLost, match="is gone from there"):
         holder.check()
-    # Another run's of the same number, too
+    # A lease of another run with the same number does not count either
     root.mkdir()
     other = held(root, "b")
     with pytest.raises(LeaseLost, match="run-b"):
@@ -147,7 +147,7 @@ def test_who_cleans_up_a_full_disk_gets_the_lease(tmp_path: Path) -> None:
         fill(tmp_path)
         second = wanted(tmp_path, Owner.here("second"))
         assert second.attempt() and left(tmp_path) == ["fill", "lease.000002"]
-        # Both have their numbers from one file, and it is the second's
+        # Both leases take their number from one file, which is the second's
         assert not first.renew()
         with pytest.raises(LeaseLost, match="run second"):
             first.check()
@@ -156,7 +156,7 @@ def test_who_cleans_up_a_full_disk_gets_the_lease(tmp_path: Path) -> None:
 
 
 def hold(root: Path, pipe, stopping: bool) -> None:
-    """A process that holds a lease, is stopped, and tries to save when it comes to life again."""
+    """Hold a lease in this process, stop, and try to save after being continued."""
     holder = Lease(root, Owner.here("first", "job", 0), f"--save {root}")
     holder.acquire(print)
     holder.keep()
@@ -191,7 +191,7 @@ def test_on_one_host_the_process_tells(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"run first, process {process.pid} on host"):
             wanted(tmp_path, Owner.here("second")).attempt()
         process.kill()
-        # Dead, though nobody has asked for its exit status
+        # Dead, although nobody has collected its exit status
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert wanted(tmp_path, Owner.here("second")).attempt()
 
@@ -208,7 +208,7 @@ def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> N
 
 
 def test_a_slow_taker_finds_that_another_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even though the number that it takes is free again."""
+    """The number that it takes is free again, but that does not help."""
     held(tmp_path).release()
     fast, slow = wanted(tmp_path, elsewhere("fast")), wanted(tmp_path, elsewhere("slow"))
     is_free = slow._is_free

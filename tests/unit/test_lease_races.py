@@ -1,4 +1,4 @@
-"""Leases of one directory that are taken at the same moment: at most one is held."""
+"""Concurrent attempts to take the lease of a directory: at most one succeeds."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from tests.unit.leases import Clock, elsewhere, held, wanted
 
 
 class Turns:
-    """Runs functions in threads of which only one moves at a time, and only from one file operation to the next."""
+    """Runs functions in threads; only one thread runs at a time, from one file operation to the next."""
 
     def __init__(self, functions: list[Callable[[], object]]) -> None:
         self.results: list[object] = [None] * len(functions)
@@ -25,7 +25,7 @@ class Turns:
         self._number = threading.local()
 
     def pause(self) -> None:
-        """Before an operation: wait for the next turn."""
+        """Wait for the next turn; called before every file operation."""
         number = getattr(self._number, "value", None)
         if number is not None:
             self._paused.release()
@@ -41,7 +41,7 @@ class Turns:
         self._paused.release()
 
     def play(self, order: list[int]) -> list[object]:
-        """Let threads move in this order, and then each to its end."""
+        """Let threads run in this order, and then each to its end."""
         for thread in self._threads:
             thread.start()
         for number in [*order, *sorted(range(len(self._threads))) * 200]:
@@ -56,12 +56,12 @@ class Turns:
 OPERATIONS = ("_generations", "_read", "_create", "_remove", "_write")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(order=st.lists(st.integers(0, 3), max_size=60), wakes=st.booleans(), freed=st.booleans())
 def test_of_all_that_take_a_stale_lease_one_wins(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], wakes: bool, freed: bool
 ) -> None:
-    """Three takers and the old holder, who releases it, or saves once more, at any moment in between."""
+    """Three takers compete with the old holder, which may release the lease or save once more at any moment."""
     root = tmp_path_factory.mktemp("takers")
     old, clocks = held(root, "old"), [Clock() for _ in range(3)]
     takers = [wanted(root, elsewhere(f"taker{number}"), clock) for number, clock in enumerate(clocks)]

@@ -1,4 +1,4 @@
-"""What a machine does not give is told in one sentence, with what helps."""
+"""Missing resources of a machine are reported in one sentence, with a remedy."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from megatron_balance.job import limits
 
 @pytest.fixture
 def descriptors(monkeypatch: pytest.MonkeyPatch):
-    """`descriptors(soft, hard)`: the limits, and those that are set."""
+    """`descriptors(soft, hard)` simulates these limits and returns a list of all limits that are set."""
 
     def of(soft: int, hard: int) -> list[tuple[int, int]]:
         now = [(soft, hard)]
@@ -41,7 +41,7 @@ def test_the_soft_limit_is_raised_as_far_as_needed(descriptors) -> None:
     now = descriptors(1024, 4096)
     limits.open_files("gloo", 2, False)
     assert now[1:] == []
-    # Each rank has connections with the store
+    # Each rank is connected to the store
     now = descriptors(1024, 10**6)
     limits.open_files("nccl", 4096, True)
     assert now[-1][0] > 2 * 4096

@@ -1,4 +1,4 @@
-"""observe/load_log.py: what is written is read back, in order, and damage is told by its path."""
+"""observe/load_log.py: loads are read back in order, and errors name the damaged file."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def load_of(iteration: int) -> np.ndarray:
 
 
 def write(directory: Path, iterations: range, every: int = 100, rank: int = 0, first_iteration: int = 0) -> None:
-    """Iterations' loads, with a flush every so many."""
+    """Write the loads of iterations, with a flush after every `every` of them."""
     log = LoadLog(directory, rank, first_iteration)
     for iteration in iterations:
         log.add(iteration, {2: (load_of(iteration), PLAIN), 10: (load_of(iteration) + rank, LENT)})
@@ -30,7 +30,7 @@ def write(directory: Path, iterations: range, every: int = 100, rank: int = 0, f
     log.flush()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.data(), placements())
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, placement: Placement) -> None:
     directory = tmp_path_factory.mktemp("loads")

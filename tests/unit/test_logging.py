@@ -1,4 +1,4 @@
-"""training/logging.py and observe/load.py: what people and scrapers read."""
+"""training/logging.py and observe/load.py: output for people and scrapers."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def run_config(flags: str = "") -> RunConfig:
 
 @pytest.fixture
 def single_rank(tmp_path: Path) -> Iterator[None]:
-    """torch.distributed with this process alone."""
+    """Initialize torch.distributed with this process as the only rank."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -74,7 +74,7 @@ LINE = re.compile(
     r" plan \(ms\): (?P<plan>\d+\.\d) \| trans\+agg \(MB\): (?P<megabytes>\d+\.\d) \|"
     r" waited for plan/trans/agg \(ms\): \d+\.\d/\d+\.\d/\d+\.\d \|)?"
 )
-"""Megatron's training log line, as a scraper reads it, and with a policy ours after it."""
+"""Megatron's training log line as a scraper reads it; with a policy, our fields follow."""
 
 
 def fields(line: str) -> dict[str, str | None]:
@@ -131,7 +131,7 @@ def test_no_grad_norm_and_no_auxiliary_loss(single_rank: None, capsys: pytest.Ca
 
 
 def balance(**changes: float) -> LayerReport:
-    """Of a layer of which balancing made the best."""
+    """Return the report of a layer that balancing improved."""
     numbers = dict.fromkeys(LayerReport._fields, 0.0)
     numbers |= {"ratio_before": 2.5, "ratio_after": 1.25, "rb": 4.0, "hosts_added": 3.0, "plan_seconds": 2e-4}
     return LayerReport(**(numbers | {"trans_bytes": 4e6, "agg_bytes": 2e6} | changes))
@@ -256,7 +256,7 @@ OUTPUT = 8 * 32
     ],
 )
 def test_flops_per_sample(flags: str, per_token: int) -> None:
-    """Two operations per multiplication; once forward, twice backward; 4 tokens."""
+    """A sample has 4 tokens; a multiplication counts as two operations, once forward and twice backward."""
     assert flops_per_sample(run_config(flags), vocab_size=32) == 2 * 3 * 4 * per_token
 
 

@@ -1,4 +1,4 @@
-"""training/loss_guard.py and training/fault_search.py: what needs no other ranks."""
+"""training/loss_guard.py and training/fault_search.py: the parts that need no other ranks."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def steady(spikes: SpikyLoss, count: int = SpikyLoss.WINDOW) -> SpikyLoss:
-    """After `count` losses of 2.4 and 2.6 in turn: mean 2.5, deviation 0.1."""
+    """Add `count` alternating losses of 2.4 and 2.6: mean 2.5, deviation 0.1."""
     for index in range(count):
         assert spikes.describe(2.4 + 0.2 * (index % 2)) is None
     return spikes

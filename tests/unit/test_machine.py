@@ -1,4 +1,4 @@
-"""Machines with and without NVIDIA's packages: which kernels a run uses there, and what is refused."""
+"""Machines with and without NVIDIA's packages: the kernels that a run uses there, and refusals."""
 
 import dataclasses
 import tomllib
@@ -45,7 +45,7 @@ def without(computer: Machine, *modules: str) -> Machine:
         (without(APEX, *GRADIENT), "", "local", "softmax persist", NO_GRADIENT),
         (without(APEX, SOFTMAX[1]), "", "local", "gradient persist", NO_SOFTMAX),
         (without(GPU, *GRADIENT, *SOFTMAX), "", "transformer_engine", "rope persist", NO_GRADIENT),
-        # Without CUDA, packages are no use
+        # Without CUDA, the packages are not used
         (dataclasses.replace(GPU, cuda=False), "--distributed-backend gloo", "local", "", ""),
     ],
     ids=[
@@ -69,7 +69,7 @@ def test_fusions_are_those_that_the_machine_has(
 
 @pytest.mark.parametrize("computer", [NEITHER, ENGINE, without(APEX, *GRADIENT)], ids=["neither", "engine", "apex"])
 def test_models_are_built_without_the_kernel_of_weight_gradients(computer: Machine) -> None:
-    """megatron-core's layers look for it, and the output layer is one of them whatever the others are."""
+    """megatron-core's layers look for the kernel, and the output layer is always one of these."""
     flags = argv("--bf16 --no-rope-fusion")
     config = parse_args(flags, dataclasses.replace(computer, world_size=1)).config
     with imagined_run(config, 0, 1) as run:
@@ -98,7 +98,7 @@ def test_what_was_asked_for_is_refused(computer: Machine, flags: str, said: str)
 
 
 def test_a_dry_run_wants_no_kernels() -> None:
-    """On a machine that has none, it stands for one that has all."""
+    """On a machine without kernels, a dry run stands for a machine with all kernels."""
     layout, notices = layout_on(CPU, "--dry-run --moe-permute-fusion")
     assert not layout.moe_permute_fusion and not layout.gradient_accumulation_fusion
     assert not any("apex" in notice for notice in notices)
@@ -109,7 +109,7 @@ def test_apex_without_what_is_taken_for_granted(module: str) -> None:
     for computer in (without(APEX, module), without(GPU, module)):
         with pytest.raises(ValueError, match=f"apex has no {module}.*APEX_CUDA_EXT=1, or uninstall"):
             layout_on(computer, "--transformer-impl local", ("transformer_impl",))
-    # Transformer Engine has norms and an optimizer of its own
+    # Transformer Engine has its own norms and optimizer
     assert layout_on(without(GPU, module))[0].transformer_impl == "transformer_engine"
 
 
@@ -149,7 +149,7 @@ def test_versions_of_transformer_engine(installed: str | None, range: str, fits:
 
 
 def test_what_pip_installs_is_what_the_check_accepts() -> None:
-    """megatron-core says which versions it works with; the extra `gpu` must not let in others, nor leave out any."""
+    """The extra `gpu` must allow exactly the versions that megatron-core supports."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (pin,) = map(Requirement, project["optional-dependencies"]["gpu"])
     assert pin.name == "transformer-engine"
@@ -158,12 +158,12 @@ def test_what_pip_installs_is_what_the_check_accepts() -> None:
     admitted = [one for one in versions if pin.specifier.contains(one)]
     accepted = [one for one in versions if unfit_engine(one, asked) is None]
     assert admitted and set(admitted) <= set(accepted)
-    # 0.19 asks for any
+    # megatron-core 0.19 allows any version
     assert accepted in (admitted, versions)
 
 
 def test_megatron_core_is_completed_on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 0.16.1 leaves it without Transformer Engine."""
+    """The state is that of 0.16.1 without Transformer Engine."""
     monkeypatch.delattr(moe_utils, "te_general_gemm")
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
     monkeypatch.setattr(utils, "_te_version", None)

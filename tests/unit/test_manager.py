@@ -1,4 +1,4 @@
-"""The manager of one layer's placement: what it expects, when it plans, what it refuses and what a checkpoint keeps."""
+"""The manager of one layer's placement: predictions, times of planning, refusals and checkpoints."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.placement.cost_model import CostModel
@@ -24,7 +24,7 @@ COST = CostModel(builtin(RANKS, RANKS, 1024, 2048), token_bytes=2048, param_byte
 
 
 class Own:
-    """A policy that is one function of load, placement and cost."""
+    """A policy that consists of one function of load, placement and cost."""
 
     def __init__(self, plan: Callable[[np.ndarray, Placement, CostModel], Any]) -> None:
         self.plan = plan
@@ -35,7 +35,7 @@ def manager(policy: Any = None, predictor: str = "last", interval: int = 1) -> M
 
 
 def load(seed: int) -> np.ndarray:
-    """[D, E] tokens: many experts without any, a few with most."""
+    """Return tokens [D, E]: many experts have none, and a few have most."""
     return (np.random.default_rng(seed).lognormal(0, 3, (RANKS, EXPERTS)) * 10).astype(np.int64)
 
 
@@ -64,7 +64,7 @@ def test_it_tells_how_wrong_the_expectation_was() -> None:
     shifted_DE = counts_DE.copy()
     shifted_DE[0, :2] += [4, -4]
     assert one.observe(shifted_DE) == 4 / counts_DE.sum()
-    # What is expected counts, wherever that comes from
+    # The expected load counts, whatever its source
     one.expected_DE = counts_DE
     assert one.observe(counts_DE) == 0.0
 
@@ -78,7 +78,7 @@ def test_what_it_has_seen_is_its_own() -> None:
 
 @pytest.mark.parametrize(("interval", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 3, 5, 7]), (3, [1, 4, 7])])
 def test_plans_are_due_at_intervals(interval: int, due: list[int]) -> None:
-    """On the exact load of iteration 1, or after it for iteration 2, and every `interval` iterations from there."""
+    """Plans are due on the exact load of iteration 1, or after it for iteration 2; then every `interval` iterations."""
     one, exact, predicted = manager(interval=interval), [], []
     for iteration in range(1, 8):
         exact += [iteration] if one.is_due(ahead=0) else []
@@ -171,7 +171,7 @@ def test_policies_see_load_placement_and_microbatches() -> None:
 
 
 def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
-    """Whatever becomes of the manager, and of the load's array, while another thread plans."""
+    """The manager and the load's array may change while another thread plans."""
     one = Manager(mover, COST, Predictor("last"), OWNERS, transfers=True)
     one.adopt(one.decide(load(1), 1))
     one.observe(load(1))
@@ -190,7 +190,6 @@ def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
     assert question.held == held and question.cost == dataclasses.replace(COST, microbatches=3)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["top2", "fastermoe", "pro_prophet", "mover"]),
     st.sampled_from(METHODS),
@@ -211,7 +210,7 @@ def test_a_restored_manager_goes_on_as_if_nothing_had_been(
 
 
 def steps(one: Manager, seeds: list[int]) -> list[tuple[float | None, str]]:
-    """Iterations with random loads: how wrong each was expected to be, and the placement after it."""
+    """Run iterations with random loads; return the prediction error of each and the placement after it."""
     taken = []
     for seed in seeds:
         error = one.observe(load(seed))
@@ -225,7 +224,7 @@ def steps(one: Manager, seeds: list[int]) -> list[tuple[float | None, str]]:
 
 
 def _move_on(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-    """The heaviest expert of each call joins the guests that are there, until there is no room."""
+    """Add the heaviest expert to the existing guests, as long as there is room."""
     expert = int(counts_DE.sum(0).argmax())
     return current.with_hosts([(expert, (current.owner(expert) + 1) % RANKS)])
 
@@ -246,13 +245,13 @@ def test_an_unused_manager_survives_a_checkpoint(method: str) -> None:
 
 
 def lends(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-    """Expert 0 is computed by the rank after its owner."""
+    """Lend expert 0 to the rank after its owner."""
     hosts = [(current.owner(expert),) for expert in range(EXPERTS)]
     return current.rehost([((current.owner(0) + 1) % RANKS,), *hosts[1:]])
 
 
 def attempts(one: Manager, iterations: int, succeeds: Callable[[int], bool] = lambda iteration: False) -> list[int]:
-    """Iterations after which a Transfer is tried; meanwhile expert 0 is lent."""
+    """Return the iterations after which a Transfer is tried; expert 0 is lent until one succeeds."""
     tried = []
     for _ in range(iterations):
         one.observe(np.full((RANKS, EXPERTS), 100))

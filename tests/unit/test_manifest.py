@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.checkpoint import manifest
@@ -35,7 +35,7 @@ offsets = st.integers(0, 1 << 20)
 
 
 def save(directory: Path) -> Path:
-    """A complete small checkpoint."""
+    """Write a small, complete checkpoint."""
     for name, content in CONTENT.items():
         (directory / name).write_bytes(content)
     manifest.write(directory, 20, ORIGIN, {name: manifest.digest(directory / name) for name in CONTENT})
@@ -49,12 +49,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own(checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint to damage."""
+    """Return a checkpoint to damage."""
     return Path(shutil.copytree(checkpoint, tmp_path / "own"))
 
 
 def damage(checkpoint: Path, name: str, change: Callable[[bytes], bytes]) -> Damaged | None:
-    """What `verify` says of the checkpoint while one file is changed."""
+    """Return the error of `verify` while one file of the checkpoint is changed."""
     path = checkpoint / name
     before = path.read_bytes()
     path.write_bytes(change(before))
@@ -68,7 +68,7 @@ def damage(checkpoint: Path, name: str, change: Callable[[bytes], bytes]) -> Dam
 
 
 def rewritten(own: Path, change: Callable[[dict], object]) -> None:
-    """A manifest with other content, whose seal holds."""
+    """Write a manifest with other content and a valid seal."""
     path = own / manifest.NAME
     content = json.loads(path.read_text())
     change(content)
@@ -107,7 +107,6 @@ def test_a_digest_spans_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@settings(deadline=None)
 @given(names, offsets, st.integers(0, 7))
 def test_a_flipped_bit(checkpoint: Path, name: str, offset: int, bit: int) -> None:
     def flip(content: bytes) -> bytes:
@@ -119,7 +118,6 @@ def test_a_flipped_bit(checkpoint: Path, name: str, offset: int, bit: int) -> No
         assert damaged is not None and damaged.path == checkpoint / name and str(checkpoint / name) in str(damaged)
 
 
-@settings(deadline=None)
 @given(names, offsets)
 def test_truncation(checkpoint: Path, name: str, offset: int) -> None:
     if name != "empty":
@@ -127,7 +125,6 @@ def test_truncation(checkpoint: Path, name: str, offset: int) -> None:
         assert damaged is not None and damaged.path == checkpoint / name
 
 
-@settings(deadline=None)
 @given(names, st.binary(min_size=1, max_size=20), offsets)
 def test_insertion(checkpoint: Path, name: str, added: bytes, offset: int) -> None:
     def insert(content: bytes) -> bytes:
@@ -201,7 +198,7 @@ def test_a_directory_in_place_of_a_file(own: Path, name: str) -> None:
 
 
 def shapes() -> Iterator[tuple[str, Callable[[dict], object], str]]:
-    """Manifests that are sealed but not manifests: label, change, part of the reason."""
+    """Yield invalid manifests with a valid seal: label, change, part of the reason."""
     for name in ("../etc/passwd", "/etc/passwd", "a/b", "..", ".", "", "a\\b", "a\nb", "a\0b", "\ud800", manifest.NAME):
         yield f"name {name!a}", lambda m, name=name: m["files"].update({name: m["files"]["empty"]}), "is not a name"
     for size in (-1, 1.5, True, "3", None, [], 10**400):
@@ -221,7 +218,7 @@ def shapes() -> Iterator[tuple[str, Callable[[dict], object], str]]:
     yield "an entry is a list", lambda m: m["files"].update(empty=[]), "wants the keys"
     yield "an entry has more", lambda m: m["files"]["empty"].update(more=1), "wants the keys"
     yield "more", lambda m: m.update(more=1), "wants the keys"
-    # The seal holds, the rendering differs
+    # The seal is valid, but the formatting differs
     yield "another layout", lambda m: None, "was changed"
 
 

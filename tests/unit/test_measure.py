@@ -1,4 +1,4 @@
-"""Measuring, on a cluster that is made up: what was put in is found again, under its own name."""
+"""Measuring a simulated cluster recovers its parameters under the right names."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ layouts = st.integers(2, 24).flatmap(lambda ranks: st.tuples(st.just(ranks), st.
 
 
 class FakeCluster:
-    """Seconds by formula: every collective among every set of members has an alpha and a beta of its own."""
+    """Seconds by formula: every collective among every set of members has its own alpha and beta."""
 
     def line(self, collective: str, members: Members) -> tuple[float, float]:
         number = 1 + COLLECTIVES.index(collective) + 10 * len(members) + sum(members)

@@ -1,4 +1,4 @@
-"""The estimate of activations: what the paper has, what recomputation saves, what a pipeline keeps."""
+"""The estimate of activation memory: the paper's formulas, recomputation, pipelines."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_sequence_parallelism_is_that_of_the_paper() -> None:
     config = parsed()
     config.transformer.tensor_model_parallel_size = 2
     assert layer(config, False, TOKENS._replace(part=128)).stored == 256 * (34 * 64 + 5 * 4 * 128) // 2
-    # Without it, norms and dropout are on all ranks alike
+    # Without it, norms and dropout are the same on all ranks
     assert layer(config, False, TOKENS).stored == 256 * (10 * 64 + (24 * 64 + 5 * 4 * 128) // 2)
 
 

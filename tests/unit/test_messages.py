@@ -1,4 +1,4 @@
-"""Whatever others wrote, a log gets one short line of it that prints."""
+"""Any text becomes one short, printable line in a log."""
 
 import pytest
 from hypothesis import given
@@ -46,7 +46,7 @@ def test_examples(text: object, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["x" * 10**7, "\x1b[0m" * 10**6, " " * 10**7 + "x"], ids=["one word", "colours", "spaces"]
+    "text", ["x" * 10**7, "\x1b[0m" * 10**6, " " * 10**7 + "x"], ids=["one word", "colors", "spaces"]
 )
 def test_huge_texts_are_cut(text: str) -> None:
     line = cleaned(text)

@@ -1,4 +1,4 @@
-"""Command lines of mixtures of experts and of balancing: what is refused, naming flag, value and remedy."""
+"""Command lines for MoE and balancing: refusals that name flag, value and remedy."""
 
 import pytest
 
@@ -18,7 +18,7 @@ FORCED = "--moe-router-force-workload hot_rank"
 REMEDY = "or give package.module:Class"
 
 BAD = [
-    # flags, what the message says: flag, value, remedy
+    # flags; parts of the message: flag, value, remedy
     ("--expert-model-parallel-size 8 --num-experts 12", "--num-experts 12", "--expert-model-parallel-size 8"),
     ("--num-experts 0", "--num-experts 0", "multiple of"),
     ("--moe-router-topk 9", "--moe-router-topk 9", "1 to --num-experts 8"),
@@ -188,7 +188,7 @@ OPTION_VALUES = {
     "balance_demi_weights": "linear",
     "balance_capacities": "1.0 1.0 2.0 0.5",
 }
-"""Of flags that one policy reads."""
+"""Values of flags that only some policies read."""
 
 
 @pytest.mark.parametrize("policy", ["", "--balance-policy none"])

@@ -51,14 +51,16 @@ class NextRank(Policy):
 '''
 
 SHARED = {"none"}
-"""Names that are values of other flags, too: `none` is the absence of a policy, as of a codec or a workload."""
+"""Names that are values of other flags, too: `none` also means no codec and no workload."""
 
 
 @pytest.fixture(autouse=True)
 def next_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "next_rank.py").write_text(NEXT_RANK, encoding="utf-8")
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
+    build_parser.cache_clear()
     yield
+    build_parser.cache_clear()
     sys.modules.pop(f"{policies.__name__}.next_rank", None)
 
 
@@ -74,7 +76,7 @@ def test_it_is_checked() -> None:
         parse(f"{EP4} --balance-demi-slots 4")
     with pytest.raises(ValueError, match=r"^--balance-alpha: has no effect with --balance-policy next_rank"):
         parse(f"{EP4} --balance-alpha 0.1")
-    # Which is for policies with one host per expert
+    # This order is for policies with one host per expert
     assert parse(f"{EP4} --moe-comm-chunks auto --moe-comm-order demi").config.comm.moe_comm_order == "demi"
 
 
@@ -89,7 +91,7 @@ def test_it_plans() -> None:
 
 
 def policies_named(source: str, names: set[str]) -> list[str]:
-    """Names of policies among a file's strings, and modules of policies among its imports."""
+    """Return the policies' names among a file's strings, and the policies' modules among its imports."""
     strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     homes = {cls.__module__ for cls in policies.registered().values()}
     modules = {module for name in imports(source) for module in (name, name.rpartition(".")[0]) if module in homes}

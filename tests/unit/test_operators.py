@@ -1,4 +1,4 @@
-"""tests/operators.py: finds what torch documents, and only that."""
+"""tests/operators.py finds all operators that torch documents, and no others."""
 
 import re
 from collections.abc import Callable

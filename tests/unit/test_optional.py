@@ -1,4 +1,4 @@
-"""Optional files that cannot be written are warned of, once; training goes on, and so does writing, later."""
+"""An optional file that cannot be written causes one warning; training continues, and writing resumes later."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ from megatron_balance.observe.trace import Span, Timeline, load_timeline
 from megatron_balance.placement.placement import Placement
 
 ROOM = 2048
-"""Bytes of a file that a full disk has room for."""
+"""Maximum size of a file on the full disk, in bytes."""
 
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Files cannot grow beyond ROOM: the system writes what fits, and refuses the rest."""
+    """Limit files to ROOM bytes: the system writes the part that fits and refuses the rest."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, hard))
     try:
@@ -120,7 +120,7 @@ def test_a_full_disk_costs_a_warning(kind: Kind, tmp_path: Path, caplog: pytest.
     with full_disk():
         for iteration in (2, 3, 4):
             writer.step(iteration)
-            # Nothing that is half written, neither under its name nor under another one
+            # There is no incomplete file, under this or any other name
             assert sorted(tmp_path.iterdir()) == before
             assert writer.iterations() == [1]
     for iteration in (5, LAST):
@@ -228,7 +228,7 @@ def test_a_whole_file_replaces_the_one_before(tmp_path: Path) -> None:
 
 
 def test_half_a_record_is_cut_off(tmp_path: Path) -> None:
-    """A process that was killed may have left it; records before it are appended to."""
+    """A killed process may have left it; new records are appended to the complete ones."""
     file = AppendedFile(tmp_path / "file", "--flag value")
     file.add(b"one\n")
     file.flush()

@@ -1,4 +1,4 @@
-"""tools/bench/overlap_time.py: the emulated device, what the planner is told of it, and checks that can fail."""
+"""tools/bench/overlap_time.py: the emulated device, its profile for the planner, and checks that can fail."""
 
 import sys
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def test_flops_are_those_of_every_matrix_product(hidden: int, query: int, kv: in
     found, gated = (slow_runs.Flops.of(hidden, query, kv, sequence, ffn, gated) for gated in (False, True))
     products = [(hidden, query), (hidden, kv), (hidden, kv), (query, hidden)]
     projections = sum(2 * inputs * outputs for inputs, outputs in products)
-    # Token i looks at itself and all before it, once for scores and once for values
+    # Token i attends to itself and all tokens before it, once for scores and once for values
     core = sum(2 * 2 * query * (i + 1) for i in range(sequence)) / sequence
     assert found.attention == pytest.approx(projections + core - 2 * query)
     assert found.expert == 2 * (2 * hidden * ffn) and gated.expert == 3 * (2 * hidden * ffn)
@@ -77,7 +77,7 @@ def test_the_profile_is_that_of_the_device_and_the_links(tmp_path: Path) -> None
     assert cost.backward_seconds(100.0) == pytest.approx(2 * cost.forward_seconds(100.0))
     # 2 MiB at 50 MB/s
     assert profile.link("p2p").beta * cost.param_bytes == pytest.approx(0.0419, rel=0.01)
-    # Two ranks send two of their three parts each through the one link
+    # Two ranks each send two of their three parts over the same link
     assert profile.link("all_to_all").beta == pytest.approx(4 / 3 * 8 / 400e6)
 
 
@@ -115,7 +115,7 @@ def test_variants_change_the_planner_or_the_schedule_alone(monkeypatch: pytest.M
 
 
 def outcome(seconds: float, exposed: float, moved: float, estimated: float | None = None) -> Outcome:
-    """Iterations around these seconds; `exposed` is Trans's and Agg's together, as is `moved`."""
+    """Return iterations around these seconds; `exposed` and `moved` are sums of Trans and Agg."""
     middle = Sample(seconds, 0.01, exposed / 4, 3 * exposed / 4, moved / 2, moved / 2)
     around = [middle._replace(seconds=seconds * factor) for factor in (0.9, 1.0, 1.2)]
     return Outcome(around, attention_seconds=0.04, estimated_seconds=estimated)
@@ -124,7 +124,7 @@ def outcome(seconds: float, exposed: float, moved: float, estimated: float | Non
 GOOD = {
     "none": outcome(2.0, 0.0, 0.0),
     "planner": outcome(1.8, 0.8, 80e6),
-    # Nine tenths hidden, of half as much again
+    # Nine tenths are hidden, of 1.5 times the bytes
     "planner+scheduler": outcome(1.1, 0.12, 120e6),
     "full": outcome(1.3, 0.08, 80e6, estimated=0.041),
     "full, waits at issue": outcome(1.8, 0.7, 80e6, estimated=0.041),

@@ -1,4 +1,4 @@
-"""Which guests become owners, and what has to be sent for that."""
+"""Which guests become owners, and the messages that this requires."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.comm.ownership_transfer import (
@@ -61,7 +61,7 @@ def test_what_is_settled_pays(case: tuple[Placement, np.ndarray, dict]) -> None:
     assert (settlement.transfer_seconds, settlement.lifetime) == (pytest.approx(seconds), lifetime)
     assert lifetime * saved > seconds
     assert after.added_hosts < placement.added_hosts
-    # Slots stay as they are wherever owners do
+    # Slots change only where owners change
     assert {expert for move in changed for expert in [move.expert]} <= {
         expert for exchange in settlement.exchanges for expert in exchange.experts
     }
@@ -88,7 +88,7 @@ def test_moves_are_the_difference(placement: Placement, data: st.DataObject) -> 
 
 
 def lent(iterations: int, cost: CostModel) -> tuple:
-    """Expert 0, of rank 0, is computed by rank 1, which has an expert without tokens."""
+    """Settle a placement in which rank 0 lends expert 0 to rank 1, which has an expert without tokens."""
     placement = Placement.identity(4, 2, 1).rehost([(1,), (0,), (1,), (1,)])
     counts_DE = np.array([[90, 90, 80, 0], [90, 90, 80, 0]])
     return settle(placement, counts_DE, {(0, 1): iterations}, cost)
@@ -115,7 +115,7 @@ def test_lends_that_cost_nothing_stay() -> None:
 
 
 def test_a_ring_is_settled_as_a_whole() -> None:
-    """Each rank lends to the next: no single exchange saves anything, because the slowest link decides."""
+    """Each rank lends to the next; no single exchange saves time, because the slowest link decides."""
     placement = Placement.identity(4, 4, 1).rehost([(1,), (2,), (3,), (0,)])
     after, settlement = settle(placement, np.full((4, 4), 10), dict.fromkeys(lasting({}, placement), 9), cost_model(4))
     assert str(after) == "3 + . | 0 + . | 1 + . | 2 + ." and len(settlement.exchanges) == 3
@@ -134,10 +134,9 @@ def transfers(draw: st.DrawFn) -> Case:
     return draw_case(lambda low, high: draw(st.integers(low, high)), draw(st.integers(1, 4)), draw(st.integers(1, 3)))
 
 
-@settings(deadline=None)
 @given(transfers())
 def test_rounds_move_everything_once(case: Case) -> None:
-    """Executed on all ranks' tensors in one place, and compared to a permutation of the whole tensors."""
+    """Execute the rounds on all ranks' tensors in one place, and compare with a permutation of the whole tensors."""
     ranks = range(len(case.places))
     own, extents = [case.kept_by(rank) for rank in ranks], case.extents
     messages = plan_messages(case.moves, case.places, extents)
@@ -157,11 +156,10 @@ def test_rounds_move_everything_once(case: Case) -> None:
 
 
 def staged(messages: list[Message]) -> Counter[int]:
-    """Bytes that each rank stages for these messages."""
+    """Return the bytes that each rank stages for these messages."""
     return sum((Counter(dict.fromkeys((each.source, each.target), each.num_bytes)) for each in messages), Counter())
 
 
-@settings(deadline=None)
 @given(transfers())
 def test_rounds_are_full_and_no_more(case: Case) -> None:
     messages = plan_messages(case.moves, case.places, case.extents)
@@ -181,7 +179,7 @@ def test_rounds_are_full_and_no_more(case: Case) -> None:
 
 
 def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
-    """Two experts exchange slots, and a third one moves within rank 1: of each element rank 1 stages three."""
+    """Two experts exchange owners, and a third moves within rank 1, so rank 1 stages three values per element."""
     exchanged = (Move(0, 0, 0, 1, 0), Move(2, 1, 0, 1, 1), Move(3, 1, 1, 0, 0))
     extents = [[Extent(5, (0, 10), 2), Extent(3, (0, 6), 4)]] * 2
     messages = plan_messages(exchanged, [Place(0, 0), Place(1, 0)], extents)
@@ -197,7 +195,7 @@ def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
 
 
 def test_an_offset_over_the_limit_has_a_round_of_its_own() -> None:
-    """Replica 1 keeps all of the first field, replica 0 all of the second: the ranks of the two have none in common."""
+    """Replica 1 keeps the whole first field and replica 0 the whole second, so the fields share no rank."""
     exchanged = (Move(0, 0, 0, 0, 1), Move(1, 0, 1, 0, 0))
     nothing, everything = (0, 0), (0, 2)
     extents = [[Extent(1, nothing, 2), Extent(1, everything, 1)], [Extent(1, everything, 2), Extent(1, (2, 2), 1)]]

@@ -1,4 +1,4 @@
-"""parser.py: a mistyped flag is recognised, and errors are short."""
+"""parser.py: a mistyped flag is recognized, and errors are short."""
 
 import pytest
 
@@ -20,7 +20,7 @@ CPU = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
         ("--bogus", "arguments: --bogus\n"),
     ],
 )
-def test_a_mistyped_flag_is_recognised(flags: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_flag_is_recognized(flags: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(flags.split(), CPU)
     assert meant in capsys.readouterr().err

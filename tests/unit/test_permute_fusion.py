@@ -1,4 +1,4 @@
-"""--moe-permute-fusion: what Transformer Engine's kernel is given, by a stand-in that asks for what the kernel does."""
+"""--moe-permute-fusion: arguments of Transformer Engine's kernel, checked by a stand-in with its requirements."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ SIZES = torch.tensor([[2, 0, 1], [1, 3, 0]])
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The sizes and orders that the kernel was given."""
+    """Replace the kernel with the stand-in, and return the sizes and orders that it receives."""
     given: list[torch.Tensor] = []
 
     def sort(rows: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         for tensor in (sizes, order):
-            # It reads the memory behind a pointer
+            # The kernel reads the memory behind a pointer
             assert tensor.device == rows.device and tensor.is_contiguous() and not tensor.is_floating_point()
         assert rows.dim() == 2 and sizes.shape == order.shape == (sizes.numel(),)
         given.extend([sizes, order])
@@ -31,7 +31,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES.T, SIZES[:, ::2]], ids=["rows", "columns", "every second column"])
 def test_sizes_and_order_are_where_the_rows_are(kernel: list[torch.Tensor], sizes: torch.Tensor) -> None:
-    """No device of another kind is there but `meta`, whose tensors have a device and no data."""
+    """The device is `meta`, which every machine has; its tensors have no data."""
     rows = torch.empty(int(sizes.sum()), 4, device="meta")
     assert transposed(rows, sizes, (1, 0), fused=True).device == rows.device
     assert len(kernel) == 2

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.flow.plan import make_dispatch_plan
@@ -20,7 +20,6 @@ BY_HAND = Placement(
 )
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 3))
 def test_identity(ranks: int, slots: int, guest_slots: int) -> None:
     placement = Placement.identity(ranks * slots, ranks, guest_slots)
@@ -62,7 +61,6 @@ def test_by_hand() -> None:
         BY_HAND.physical(1, 0)
 
 
-@settings(deadline=None)
 @given(placements())
 def test_physical_experts_are_the_hosts(placement: Placement) -> None:
     hosted = {(index // placement.slots_per_rank, e) for index, e in enumerate(placement.expert_of_physical) if e >= 0}
@@ -77,7 +75,6 @@ def test_physical_experts_are_the_hosts(placement: Placement) -> None:
     assert sum(map(len, placement.physicals)) == len(hosted)
 
 
-@settings(deadline=None)
 @given(placements())
 def test_slots(placement: Placement) -> None:
     for rank in range(placement.num_ranks):
@@ -92,7 +89,6 @@ def test_slots(placement: Placement) -> None:
                     placement.slot(rank, expert)
 
 
-@settings(deadline=None)
 @given(placements())
 def test_trimmed_keeps_all_but_slots_that_no_rank_uses(placement: Placement) -> None:
     trimmed = placement.trimmed
@@ -104,14 +100,13 @@ def test_trimmed_keeps_all_but_slots_that_no_rank_uses(placement: Placement) -> 
     for rank in range(placement.num_ranks):
         for expert in {*placement.home[rank], *placement.guests[rank]} - {-1}:
             assert trimmed.slot(rank, expert) == placement.slot(rank, expert)
-    # The physical experts are the same up to the stride from rank to rank
+    # The physical experts are the same, except for the stride between ranks
     stride, shorter = placement.slots_per_rank, trimmed.slots_per_rank
     assert trimmed.physicals == tuple(
         tuple(index // stride * shorter + index % stride for index in indices) for indices in placement.physicals
     )
 
 
-@settings(deadline=None)
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.data())
 def test_trimmed_sends_every_token_to_the_same_slot(placement: Placement, split: str, data: st.DataObject) -> None:
     counts_DE = data.draw(loads(placement))
@@ -124,7 +119,6 @@ def test_trimmed_sends_every_token_to_the_same_slot(placement: Placement, split:
     assert not whole[:, :, trimmed.slots_per_rank :].any()
 
 
-@settings(deadline=None)
 @given(placements(), placements())
 def test_printed_form(one: Placement, other: Placement) -> None:
     assert Placement.parse(str(one)) == one
@@ -211,7 +205,6 @@ def test_guests_stay_in_their_slots() -> None:
     assert str(without.with_hosts([(5, 0)])) == "0 1 + 2 5 | 2 3 + . . | 4 5 + . ."
 
 
-@settings(deadline=None)
 @given(placements(), st.data())
 def test_more_hosts_for_any_placement(base: Placement, data: st.DataObject) -> None:
     pairs = [(expert, rank) for expert in range(base.num_experts) for rank in range(base.num_ranks)]
@@ -231,7 +224,6 @@ def test_more_hosts_for_any_placement(base: Placement, data: st.DataObject) -> N
         assert list(ranks) == sorted([*base.hosts[expert], *(r for e, r in additions if e == expert)])
 
 
-@settings(deadline=None)
 @given(placements())
 def test_the_same_hosts_again(placement: Placement) -> None:
     assert placement.rehost(placement.hosts) == placement
@@ -245,7 +237,7 @@ def test_primary_of_a_lent_expert() -> None:
     lent = base.rehost([(2, 1), (1,), (2,)])
     assert str(lent) == "0x0 + . | 1 + 0! | 2 + 0"
     assert base.rehost([(2, 1), (1,), (2,)], primary=(2, 1, 2)).primary == (2, 1, 2)
-    # A primary that hosts on stays; one that does not gives way to the owner
+    # A primary that remains a host stays primary; otherwise, the owner becomes primary
     assert lent.rehost([(0, 1), (1,), (2,)]).primary == (1, 1, 2)
     assert lent.rehost([(0, 2), (1,), (2,)]).primary == (0, 1, 2)
 

@@ -1,4 +1,4 @@
-"""The benches of planning: what they count over time, and of one plan."""
+"""The planning benches: counts over time, and measures of one plan."""
 
 import argparse
 
@@ -15,7 +15,7 @@ EXPERT_BYTES = 2 * planner.HIDDEN * planner.FFN * planner.DTYPE_BYTES
 
 
 def test_every_change_is_counted_once() -> None:
-    # The two hottest experts on all four ranks: the same ones in three iterations, then two others
+    # The two hottest experts are on all four ranks: the same pair for three iterations, then another
     counts_NDE = np.ones((6, 4, 8), dtype=np.int64)
     counts_NDE[:3, :, [0, 7]] = 100
     counts_NDE[3:, :, [3, 7]] = 100
@@ -23,7 +23,7 @@ def test_every_change_is_counted_once() -> None:
     assert [step.changes for step in steps] == [0, 6, 0, 0, 6, 0]
     assert [step.new_bytes for step in steps] == [count * EXPERT_BYTES for count in (0, 6, 0, 0, 3, 0)]
     assert [step.moved_bytes for step in steps] == [count * 2 * EXPERT_BYTES for count in (0, 6, 6, 6, 6, 6)]
-    # Tokens of the heaviest rank over the mean; iteration 4 is planned for the load before
+    # Tokens of the heaviest rank over the mean; iteration 4 is planned for the previous load
     assert [step.ratio * 206 for step in steps] == pytest.approx([404, 208, 208, 505, 208, 208])
     rarely = history.play(load_policy("top2"), counts_NDE, ARGS, interval=4)
     assert [step.changes for step in rarely] == [0, 6, 0, 0, 0, 6]
@@ -34,7 +34,7 @@ def test_flexmoe_follows_a_drifting_router() -> None:
     counts_NDE = history.sequence(history.DRIFTING, 8, 32, 4096, 20)
     assert (counts_NDE.sum(2) == planner.TOPK * 4096).all()
     assert (counts_NDE == history.sequence(history.DRIFTING, 8, 32, 4096, 20)).all()
-    # Near iterations are alike, far ones less so
+    # Near iterations are similar, distant ones less so
     near, far = (np.abs(counts_NDE[gap:] - counts_NDE[:-gap]).sum() / len(counts_NDE[gap:]) for gap in (1, 10))
     assert 0 < 2 * near < far
     seconds = {

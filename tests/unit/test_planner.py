@@ -1,4 +1,4 @@
-"""A planner does not wait for a policy for ever, and what one rank gives up, all do."""
+"""A planner does not wait forever for a policy, and if one rank gives up a policy, all do."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ AHEAD = {"blocking": {"overlap": "none"}, "blockwise": {"overlap": "blockwise"}}
 
 
 class Stalls(Hottest):
-    """From iteration 2 on, layer 5 gets no plan."""
+    """Makes no plan for layer 5 from iteration 2 on."""
 
     def plan(self, counts_DE, current, cost):
         if self.number == 5 and np.array_equal(counts_DE, total(loads(2), 5)):
@@ -25,7 +25,7 @@ class Stalls(Hottest):
 
 
 def others_give_up(world: World) -> None:
-    """Rank 2 has no plan for layer 5 in iteration 2, nor later."""
+    """Let rank 2 give up the plan for layer 5 in iteration 2."""
 
     def others(rank: int, own: torch.Tensor) -> torch.Tensor:
         if rank == 2 and world.balancer.layers[5].manager.iterations == 2:
@@ -77,7 +77,7 @@ def test_the_log_is_not_flooded_by_a_policy(monkeypatch, caplog) -> None:
 
 
 def test_all_that_is_needed_at_one_time_has_one_deadline() -> None:
-    """Ranks that wait for this one's plans do so for the patience, not for that of every plan."""
+    """Other ranks wait for all of this rank's plans until one deadline, instead of one deadline per plan."""
 
     class Slow(Hottest):
         def plan(self, *arguments):

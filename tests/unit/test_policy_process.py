@@ -1,4 +1,4 @@
-"""Whatever a policy from elsewhere does, the rank goes on and says it in one short line."""
+"""Whatever an external policy does, the rank continues and logs it in one short line."""
 
 import functools
 import io
@@ -28,7 +28,7 @@ OWNERS = Placement.identity(8, 4, 3)
 COST = CostModel(builtin(4, 4, 64, 64), token_bytes=1, param_bytes=1, grad_bytes=1)
 LOAD = np.arange(32).reshape(4, 8)
 SOON = 20.0
-"""Seconds in which a process starts, on a busy machine."""
+"""Seconds within which a process starts, even on a busy machine."""
 
 
 def policy(name: str) -> PolicyProcess:
@@ -43,7 +43,7 @@ def decide(one: PolicyProcess) -> Decision:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No process outlives its policy, which nobody keeps."""
+    """Check that no process outlives its policy, once the policy has no references."""
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
@@ -69,7 +69,7 @@ def test_it_shares_nothing_with_the_rank() -> None:
     assert problem is not None and problem.startswith("raised ValueError: ")
     process, modules, threads, files = problem.removeprefix("raised ValueError: ").rsplit(" ", 3)
     assert int(process) != os.getpid()
-    # The directory itself is open while it is listed
+    # The listed directory itself is open as well
     assert (modules, threads, files) == ("[]", "1", "5")
 
 
@@ -81,18 +81,18 @@ PLANS = {
     "Exits": "ended its process: exit status 0",
     "Crashes": "ended its process: Segmentation fault (signal 11)",
     "Babbles": "broke its connection: OSError: its answer cannot be read (UnpicklingError",
-    # Whichever the rank notices first
+    # The message depends on what the rank notices first
     "Truncates": ("broke its connection: OSError: got end of file during message", "ended its process: "),
     "Floods": "broke its connection: OSError: bad message length",
     "Closes": "broke its connection: ",
-    "RaisesColours": "raised Coloured: red and ?longggg",
+    "RaisesColors": "raised Colored: red and ?longggg",
     "RaisesMute": "raised Mute: (its text cannot be shown)",
     "ReturnsALock": "returned no Placement: a lock",
     "ReturnsAGigabyte": "returned no Placement: a bytes",
     "ReturnsAHomeless": "raised ",
     "ReturnsAnInvalid": "raised ValueError: expert 0",
 }
-"""What the log is told of a plan."""
+"""Beginning of the log message about a plan, by policy."""
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -113,7 +113,7 @@ def test_a_placement_of_another_class_counts_as_what_it_describes() -> None:
 MAKING = {
     f"{misbehaving.__name__}:ConstructorLeaves": "cannot be made: SystemExit: 0",
     f"{misbehaving.__name__}:ConstructorExits": "ended its process: exit status 0",
-    f"{misbehaving.__name__}:ConstructorFails": "cannot be made: Coloured: red and ?longggg",
+    f"{misbehaving.__name__}:ConstructorFails": "cannot be made: Colored: red and ?longggg",
     f"{misbehaving.__name__}:NeedsArguments": "cannot be made with options []: ",
     f"{misbehaving.__name__}:SplitIsATuple": "SplitIsATuple.split is ('local_first',): choose from local_first",
     f"{misbehaving.__name__}:SplitIsCalled": "SplitIsCalled.split is <bound method",
@@ -130,7 +130,7 @@ MAKING = {
     "math:pi": "cannot be made with options []: 'float' object is not callable",
     "collections:Counter": "has no method plan",
 }
-"""What a policy is that cannot be made, and what is said of it."""
+"""Policies that cannot be constructed, and the beginning of the message."""
 
 
 @pytest.mark.parametrize("name", MAKING)
@@ -139,7 +139,7 @@ def test_a_policy_that_cannot_be_made_is_a_users_mistake(
 ) -> None:
     (tmp_path / "leaves_at_import.py").write_text("import sys; sys.exit(0)")
     (tmp_path / "exits_at_import.py").write_text("import os; os._exit(0)")
-    # Found as the rank would find it
+    # Imported as the rank would import it
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError) as raised:
         start_policy(name).ready(SOON)

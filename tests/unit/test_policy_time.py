@@ -1,4 +1,4 @@
-"""tools/bench/policy_time.py: workloads that differ, whole periods of them, and a table that says what was measured.
+"""tools/bench/policy_time.py: different workloads, whole periods, and the table of measurements.
 
 Shape suffixes: D expert-parallel ranks, E logical experts.
 """
@@ -38,18 +38,18 @@ def samples(seconds: list[float], **sums: float) -> list:
 
 
 def job(policy: float, none: float = 2.0, ceiling: float = 1.0, **sums: float) -> dict:
-    """One iteration of each."""
+    """Return one iteration of each variant."""
     return {NONE: samples([none]), CEILING: samples([ceiling]), "a policy": samples([policy], **sums)}
 
 
 @functools.cache
 def load(workload: str, step: int) -> np.ndarray:
-    """[D, E] of the benched size."""
+    """Return a load matrix [D, E] of the benched size."""
     return load_matrix(workload, RANKS, EXPERTS, TOPK, 256, seed=1235, step=step)
 
 
 def ranks_load(workload: str, step: int) -> np.ndarray:
-    """[D] tokens that each rank's experts get."""
+    """Return the tokens [D] that each rank's experts receive."""
     return load(workload, step).sum(0).reshape(RANKS, -1).sum(1)
 
 

@@ -1,10 +1,10 @@
-"""Predictors: what they expect, that they conserve tokens, and that their state survives a checkpoint."""
+"""Predictors: expected loads, conservation of tokens, and state that survives a checkpoint."""
 
 import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.placement.predictor import METHODS, History, Predictor, prediction_error
@@ -45,7 +45,6 @@ def test_nothing_seen_and_another_shape(method: str) -> None:
     assert predictor.predict(state).tolist() == [[1, 2, 3]]
 
 
-@settings(deadline=None)
 @given(st.sampled_from(METHODS), st.integers(0, 2**32 - 1), st.integers(1, 6))
 def test_tokens_are_conserved_and_states_survive_json(method: str, seed: int, steps: int) -> None:
     generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py: datasets as megatron-core reads them, any worker count, and input that goes wrong."""
+"""tools/preprocess_data.py: datasets as megatron-core reads them, any worker count, and invalid input."""
 
 import io
 import json
@@ -62,13 +62,13 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """A prefix in a folder that does not exist yet."""
+    """Return a prefix in a folder that does not exist yet."""
     return tmp_path / "out" / "of" / "run"
 
 
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A file of several chunks, and its documents."""
+    """Return a file of several chunks, and its documents."""
     generator = np.random.default_rng(0)
     documents = [generator.integers(100, size=size).tolist() for size in generator.integers(1, 900, size=1000)]
     lines = [json.dumps({"text": " ".join(map(str, document))}) for document in documents]
@@ -79,7 +79,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[i
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece model from the tool that trains them."""
+    """Return a SentencePiece model trained by tools/train_tokenizer.py."""
     folder = tmp_path_factory.mktemp("model")
     corpus = write(
         folder / "corpus.jsonl", *(json.dumps({"text": line}) for line in Path(__file__).read_text().splitlines())

@@ -18,7 +18,7 @@ printf '%q ' "$(basename "$0")" "$@" >>commands; echo >>commands
 
 
 def commands(folder: Path, *arguments: str) -> list[list[str]]:
-    """Commands that the script runs if the corpus exists."""
+    """Return the commands that the script runs if the corpus exists."""
     (folder / "scripts").mkdir()
     (folder / "data" / "quickstart").mkdir(parents=True)
     (folder / "data" / "quickstart" / "english_text_document.idx").touch()
@@ -53,7 +53,7 @@ def test_flags_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arg
     assert after.balance.balance_overlap == "blockwise" and after.comm.moe_comm_alltoall == "pipe"
     for run in (before, after):
         assert run.train.train_iters == (7 if arguments else 100)
-    # The report reads what the runs write
+    # The report reads the output of the runs
     assert last[:2] == ["python", "tools/report.py"]
     given = dict(zip(last[2::2], last[3::2], strict=True))
     assert given["--before-tensorboard-dir"] == before.log.tensorboard_dir

@@ -1,4 +1,4 @@
-"""Files of others: what is refused whatever the reader, at once and by name, and that spoilt ones are."""
+"""Users' files: every reader refuses special, large and damaged files immediately and by name."""
 
 import json
 import os
@@ -63,7 +63,7 @@ SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_only_small_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     make, said = SPECIAL[kind]
-    # The name of a socket is short
+    # A socket's path must be short
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "file")
     with pytest.raises(ValueError) as refused:
@@ -195,7 +195,7 @@ def test_numbers_out_of_range(value: object) -> None:
 
 
 def cache(root: Path) -> Path:
-    """One model as Hugging Face's cache keeps it: a snapshot of links."""
+    """Write one model as in Hugging Face's cache: a snapshot of links."""
     snapshot = root / "models--a--b" / "snapshots" / "0123"
     for folder in (root / "models--a--b" / "blobs", snapshot / "deeper"):
         folder.mkdir(parents=True)
@@ -249,7 +249,7 @@ KINDS = {
     **{"yaml": 300, "moe-layer-freq": 300, "config": 100, "saved-flags": 60},
     **{"profile": 200, "cluster": 100, "timeline": 200, "loads": 520},
 }
-"""Inputs of each; tools/bench/mutate_inputs.py takes more of them."""
+"""Numbers of inputs; tools/bench/mutate_inputs.py uses more."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

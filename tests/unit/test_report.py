@@ -1,4 +1,4 @@
-"""tools/report.py: all that a run wrote is in one file that needs nothing else, and damage is told by its path."""
+"""tools/report.py: one self-contained file shows all output of a run, and errors name the damaged file."""
 
 import base64
 import re
@@ -23,7 +23,7 @@ SECTIONS = ["training", "balance", "ranks", "experts", "decisions", "traffic", "
 
 
 def counts(iteration: int) -> np.ndarray:
-    """[D, E]: 40 tokens of every rank for expert 0, 8 for each of the others."""
+    """Return [D, E]: every rank has 40 tokens for expert 0 and 8 for each other expert."""
     counts_DE = np.full((RANKS, EXPERTS), 8)
     counts_DE[:, 0] = 40
     return counts_DE
@@ -66,7 +66,7 @@ def write_timeline(directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Flag -> what a run with balancing and one without it wrote."""
+    """Return the output of a run with balancing and of one without it, by flag."""
     folder = tmp_path_factory.mktemp("runs")
     return {
         "--tensorboard-dir": write_events(folder / "after", balanced=True),
@@ -82,7 +82,7 @@ def make(output: Path, given: dict[str, Path], *more: str) -> str:
 
 
 def pictures(html: str) -> dict[str, str]:
-    """Section -> its picture, decoded if it is text; sections that say why they have none are left out."""
+    """Return the pictures by section, decoded if they are text, without sections that explain why theirs is missing."""
     found = {}
     for name, body in re.findall(r'<section id="(\w+)">(.*?)</section>', html, re.DOTALL):
         for kind, content in re.findall(r'<img src="data:image/(png|svg\+xml);base64,([^"]+)"', body):
@@ -121,7 +121,7 @@ def test_the_summary(written: dict[str, Path]) -> None:
         "hosts added per iteration": ("", "4.0"),
         "experts moved per iteration": ("", "2.00"),
         "Trans and Agg per iteration, MB": ("", "24.0"),
-        # Of two layers. Each rank sends 6 experts' tokens away; copies keep two ranks' 40 tokens at home
+        # For two layers: each rank sends away the tokens of 6 experts; copies keep two ranks' 40 tokens local
         "all-to-alls per iteration, tokens": ("576.0", f"{2 * (288 - 80 * 11 / 12):.1f}"),
         "iteration time, median, ms": ("500", "500"),
         "lm loss, last iteration": ("0.6667", "0.6667"),
@@ -134,7 +134,7 @@ def test_loads_of_ranks(tmp_path: Path) -> None:
     write_loads(tmp_path, rank=0)
     write_loads(tmp_path, rank=4, last=10)
     own = report.read_run(None, tmp_path, None, "local_first").loads[3]
-    # Of two groups of four ranks, the iterations that both have
+    # Only iterations that both groups of four ranks logged
     assert own.iterations_N.tolist() == list(range(1, 11)) and own.num_ranks == 8
     assert own.computed_by_owners_NR.tolist() == [[192, 64, 64, 64] * 2] * 10
     assert own.computed_NR.tolist() == [[192, 64, 64, 64] * 2] + [[112, 64, 104, 104] * 2] * 9
@@ -249,7 +249,7 @@ def test_wrong_input(tmp_path: Path, written: dict[str, Path]) -> None:
 
 def test_a_run_that_was_killed(tmp_path: Path) -> None:
     (events,) = write_events(tmp_path, balanced=True).iterdir()
-    # In the middle of the last iteration's figures, of which there are four of each kind
+    # Cut in the middle of the last iteration's figures; there are four of each kind
     events.write_bytes(events.read_bytes()[: -30 * 55])
     run = runs.read_run(tmp_path, None, None, "local_first")
     ends = {tag: series.iterations_N[-1] for tag, series in run.scalars.items()}

@@ -1,8 +1,8 @@
-"""Reroute: every token keeps its weights, and as many tokens go to each physical expert as the plan says."""
+"""Reroute: every token keeps its weights, and each physical expert receives its planned number of tokens."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
@@ -12,12 +12,12 @@ from tests.unit.placements import placements
 
 
 def routing(placement: Placement, seed: int, largest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The router's maps [T, E] on every source rank, with 0 to `largest` tokens, and their load matrix [D, E]."""
+    """Return router maps [T, E] for every source rank, with 0 to `largest` tokens, and their load matrix [D, E]."""
     generator = torch.Generator().manual_seed(seed)
     maps = []
     for _ in range(placement.num_ranks):
         tokens = int(torch.randint(largest + 1, (), generator=generator))
-        # Experts of very different popularity
+        # Experts have very different popularity
         popularity_E = torch.rand(placement.num_experts, generator=generator).square()
         maps.append(torch.rand(tokens, placement.num_experts, generator=generator) < popularity_E)
     return maps, torch.stack([map_TE.sum(0) for map_TE in maps])
@@ -28,7 +28,7 @@ def weights(map_TE: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.T
 
 
 def reference(map_TE: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tensor:
-    """map_TP token by token: each takes the first host of its expert to which the plan grants another token."""
+    """Compute map_TP token by token: each takes its expert's first host with tokens left in the plan."""
     left = plan.tokens_DP[rank].tolist()
     map_TP = torch.zeros(len(map_TE), plan.placement.num_physical, dtype=torch.bool)
     for token, expert in map_TE.nonzero().tolist():
@@ -39,7 +39,6 @@ def reference(map_TE: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tens
     return map_TP
 
 
-@settings(deadline=None)
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6), st.integers(0, 40))
 def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> None:
     maps, counts_DE = routing(placement, seed, tokens)
@@ -55,7 +54,6 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
             assert torch.equal(probs_TP[:, list(physicals)].sum(1), probs_TE[:, expert])
 
 
-@settings(deadline=None)
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6))
 def test_gradients_are_those_of_the_logical_map(placement: Placement, split: str, seed: int) -> None:
     maps, counts_DE = routing(placement, seed, largest=30)

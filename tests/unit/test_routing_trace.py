@@ -1,4 +1,4 @@
-"""observe/routing_trace.py: the format to the byte, what is recorded, and resumed traces."""
+"""observe/routing_trace.py: the exact format, which passes are recorded, and resumed traces."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def routing_map(*choices: tuple[int, ...]) -> torch.Tensor:
 
 
 def route(trace: RoutingTrace, map_TE: torch.Tensor, layer: int = 3, topk: int = 2, training: bool = True) -> None:
-    """One router call, as its forward hook sees it."""
+    """Make one router call, as its forward hook sees it."""
     router = SimpleNamespace(layer_number=layer, topk=topk, training=training)
     trace._note(router, None, (map_TE.float(), map_TE))
 

@@ -1,4 +1,4 @@
-"""flow/rows.py: rows of tokens and their sums against dense ones and megatron-core's, and what they do not do."""
+"""flow/rows.py: rows and their sums equal dense ones and megatron-core's, are deterministic, and cause no waits."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def dense_mixture(tokens_TH: torch.Tensor, probs_TP: torch.Tensor, routing_TP: torch.Tensor) -> torch.Tensor:
-    """Each token's copy for a column times the column's number plus one, times its weight, summed."""
+    """Sum each token's copies, multiplied by the column's number plus one and by the weight."""
     factor_P = torch.arange(1, routing_TP.shape[1] + 1, device=DEVICE)
     return tokens_TH * (probs_TP * routing_TP * factor_P).sum(1, keepdim=True)
 
@@ -29,7 +29,7 @@ def routings(draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(chosen, dtype=torch.bool).view(tokens, columns)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(routings(), st.integers(1, 3))
 def test_rows_and_sums_equal_dense_ones(routing_TP: torch.Tensor, hidden: int) -> None:
     (tokens, columns), routing_TP = routing_TP.shape, routing_TP.to(DEVICE)
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_the_functions() -> None:
 
 
 def with_chunks(tokens: int, columns: int, topk: int, seed: int) -> torch.Tensor:
-    """Every token chooses so many columns, some of which are then dropped, and those of one token in six all."""
+    """Let every token choose `topk` columns; drop some of these, and all columns of one token in six."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.rand(tokens, columns, generator=generator).topk(topk).indices
     routing_TP = torch.zeros(tokens, columns, dtype=torch.bool).scatter(1, chosen, True)
@@ -70,7 +70,7 @@ def with_chunks(tokens: int, columns: int, topk: int, seed: int) -> torch.Tensor
 
 
 def forward_and_backward(ours: bool, routing_TP: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Rows, weights, output and gradients of one pass whose rows are scaled."""
+    """Return rows, weights, output and gradients of one pass with scaled rows."""
     torch.manual_seed(1)
     tokens_TH, probs_TP = random(len(routing_TP), 40, dtype=dtype), random(*routing_TP.shape, dtype=torch.float32)
     count = int(routing_TP.sum())
@@ -101,7 +101,7 @@ def test_sums_of_bfloat16_are_rounded_once() -> None:
     order = RowOrder.of(routing_TP, count)
     rows_RH = random(count, 24, dtype=torch.bfloat16)
     exact_TH = combine(rows_RH.float(), order)
-    # Where two numbers are equally near, kernels differ in which one they take
+    # Kernels may choose differently between two equally near numbers
     error_TH, least_TH = ((one.float() - exact_TH).abs() for one in (combine(rows_RH, order), exact_TH.bfloat16()))
     assert torch.equal(error_TH, least_TH)
     (gradient_RH,) = torch.autograd.grad(combine(rows_RH, order), rows_RH, exact_TH.bfloat16())

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run comes back to the bit, and only what is asked for."""
+"""A checkpoint restores the requested parts of a run's state, bit for bit, and no others."""
 
 import random
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.unit.balancers import LAYERS, build, loads
 
 
 def draws() -> list[float]:
-    """A few numbers of every generator; an odd number of normal ones leaves half a pair in numpy's."""
+    """Draw from every generator; an odd number of normal values leaves half a pair in numpy's."""
     return [random.random(), float(np.random.normal()), float(np.random.rand()), float(torch.rand(()))]
 
 
@@ -58,7 +58,7 @@ class Recorder:
 
 
 def restored(monkeypatch: pytest.MonkeyPatch, parts: set[str], weights_only: bool) -> tuple[Any, list[tuple]]:
-    """A run with two model chunks after `restore`, and what it was told."""
+    """Return a run with two model chunks after `restore`, and the calls of its members."""
     calls: list[tuple] = []
     monkeypatch.setattr(run_state, "set_random_states", lambda states: calls.append(("rng", states)))
     monkeypatch.setattr(run_state, "unwrap_model", lambda model: model)
@@ -102,7 +102,7 @@ def test_a_run_gets_the_parts_that_are_asked_for(monkeypatch, left_out: str | No
     parts = {"optimizer", "chunks", "rng", "balancer"} - {left_out}
     run, calls = restored(monkeypatch, parts, weights_only=False)
     told = [call for part, calls_of in TOLD.items() if part != left_out for call in calls_of]
-    # Main parameters are made from the weights where they are not loaded
+    # Main parameters are copied from the weights if they are not loaded
     instead = [("optimizer", "reload_model_params")] if left_out == "optimizer" else []
     assert calls == [*WEIGHTS, *instead, *told, SCHEDULE]
     assert vars(run.progress) == {"iteration": 23, "consumed_samples": 29, "consumed_valid_samples": 31}

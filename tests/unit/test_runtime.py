@@ -1,4 +1,4 @@
-"""The runtime of schedules: what it starts and waits for, which load it plans on, and when plans come into force."""
+"""The runtime of schedules: starts and waits, the loads that it plans for, and when plans take effect."""
 
 import copy
 import dataclasses
@@ -41,13 +41,13 @@ AHEAD = {name: mode for name, mode in MODES.items() if name != "exact"}
 
 
 def planned_for(world: World, exact: bool, seed: int, layer: int) -> np.ndarray:
-    """The load that the policy is to plan for in iteration `seed`."""
+    """Return the load that the policy must plan for in iteration `seed`."""
     load = loads(seed)
     return load[layer][0] * MICROBATCHES if exact else total(load, layer)
 
 
 def expected_journal(world: World) -> list[tuple]:
-    """What the schedule says for the iteration that is over, with the rounds of every Trans and Agg."""
+    """Return the schedule's entries for the latest iteration, with the rounds of every Trans and Agg."""
     found = []
 
     def noted(action: Action, *kind: str) -> list[tuple]:
@@ -74,7 +74,7 @@ def expected_journal(world: World) -> list[tuple]:
 
 
 def told(entry: tuple) -> tuple:
-    """What of a journal's entry the schedule decides; Trans and Agg without rounds do nothing."""
+    """Return the part of a journal entry that the schedule decides. Trans and Agg without rounds do nothing."""
     if entry[0] == "waited":
         return ("waited", *told(entry[1:]))
     if entry[0] in ("TRANS", "AGG"):
@@ -100,7 +100,7 @@ def test_everything_is_started_and_waited_for_where_the_schedule_says(monkeypatc
 
 @pytest.mark.parametrize("mode", MODES)
 def test_plans_are_made_for_the_whole_iteration(monkeypatch, mode: str) -> None:
-    """On the exact load, the first microbatch stands for all; else all are counted."""
+    """With the exact load, the first microbatch represents all; otherwise, all are counted."""
     world = build(monkeypatch, **MODES[mode])
     for iteration in (1, 2):
         world.journal.clear()
@@ -114,7 +114,7 @@ def test_plans_are_made_for_the_whole_iteration(monkeypatch, mode: str) -> None:
 @pytest.mark.parametrize("slow", [False, True], ids=["quick", "slow"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plan_is_in_force_from_the_iteration_on_that_it_is_for(monkeypatch, mode: str, slow: bool) -> None:
-    """Also if every plan takes longer than an iteration."""
+    """This holds even if every plan takes longer than an iteration."""
     seconds, iterations = (0.02, 3) if slow else (0.0, 5)
 
     class Policy(Hottest):
@@ -153,7 +153,7 @@ def test_plans_come_at_intervals(monkeypatch) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_all_microbatches_are_observed_and_reported(monkeypatch, mode: str) -> None:
-    """Also where iterations have other numbers of them."""
+    """This holds even if their number differs between iterations."""
     world = build(monkeypatch, **MODES[mode])
     for iteration, world.microbatches in enumerate((5, 7, 4), 1):
         load = loads(iteration, world.microbatches)
@@ -185,7 +185,7 @@ def test_predictions_are_compared_with_the_iteration_that_they_were_for(monkeypa
 
 @pytest.mark.parametrize("mode", AHEAD)
 def test_replicas_with_one_placement_plan_for_their_mean(monkeypatch, mode: str) -> None:
-    """Half a token is rounded up, and all replicas come to the same."""
+    """Half a token is rounded up, and all replicas compute the same mean."""
     replicas = [{1: loads(1), 2: loads(2)}, {1: loads(11), 2: loads(12)}]
     seen = []
     for replica in (0, 1):
@@ -228,7 +228,7 @@ def test_without_ownership_each_replica_plans_for_itself(monkeypatch) -> None:
 
 
 class Fails(Hottest):
-    """In iteration 2, layer 5 gets no plan."""
+    """Returns no valid plan for layer 5 in iteration 2."""
 
     problem = "raises"
 
@@ -246,7 +246,7 @@ class Returns(Fails):
 
 
 def change_layer_5(world: World, digests: dict[int, int]) -> None:
-    """In iteration 2, other ranks come to digests of these bytes for layer 5."""
+    """Let other ranks have digests of these bytes for layer 5 in iteration 2."""
 
     def others(rank: int, own: torch.Tensor) -> torch.Tensor:
         if rank in digests and world.balancer.layers[5].manager.iterations == 2:
@@ -266,7 +266,7 @@ FAILURES = {
     "differs-from-rank-0": (Hottest, {2: 77}, 0, DIFFERS),
     "differs": (Hottest, {2: 77}, 1, None),
 }
-"""The policy, what other ranks come to, which rank this is, and what it says."""
+"""The policy, the bytes of other ranks' digests, this rank's number, and its log message."""
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -298,7 +298,7 @@ def test_guests_get_their_weights_anew_for_an_evaluation_after_a_step(monkeypatc
         for _ in range(2):
             for layer, state in world.balancer.layers.items():
                 assert world.balancer.host(layer, counts_DE, training=False) == state.placement.trimmed
-        # Once for all passes, and whole
+        # Sent once for all passes, and as a whole
         sent = [entry for entry in world.journal if entry[0] != "waited"]
         assert sent == [
             ("TRANS", layer, COST.transfers(state.placement), state.placement)
@@ -313,7 +313,7 @@ def test_guests_get_their_weights_anew_for_an_evaluation_after_a_step(monkeypatc
 
 
 def test_a_placement_adopted_after_an_evaluation_gets_its_weights(monkeypatch) -> None:
-    """The search for a fault evaluates between the end of an iteration and a Transfer of its experts."""
+    """The fault search evaluates between the end of an iteration and a Transfer of its experts."""
     world = build(monkeypatch)
     world.iterate(1, loads(1))
     layer, counts_DE = LAYERS[0], torch.ones(RANKS, EXPERTS, dtype=torch.int64)
@@ -359,7 +359,7 @@ def test_a_restored_balancer_goes_on_as_if_nothing_had_been(monkeypatch, predict
         one.iterate(iteration, loads(iteration))
     state = json.loads(json.dumps(one.balancer.state()))
     if saved == 1:
-        # What the fresh one has done before is forgotten
+        # Earlier iterations of the fresh balancer are forgotten
         fresh.iterate(1, loads(77))
     fresh.balancer.restore(state)
     assert fresh.balancer.state() == one.balancer.state()

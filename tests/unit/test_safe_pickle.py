@@ -1,4 +1,4 @@
-"""checkpoint/safe_pickle.py: what megatron-core saves passes, what would run code does not, and does not run."""
+"""checkpoint/safe_pickle.py: megatron-core's files pass; files that would run code are refused and do not run."""
 
 import dataclasses
 import io
@@ -42,12 +42,12 @@ WITH_COMMON = WITHOUT_COMMON | {"common_backend": "torch", "common_backend_versi
 """Contents of metadata.json."""
 
 SECONDS = 5.0
-"""Of processor time, for what a hostile file of a few bytes may take."""
+"""CPU time that a hostile file of a few bytes may take."""
 
 
 def save(path: Path, as_path: bool) -> None:
-    """A task for ranks: a checkpoint with everything that megatron-core may put into one."""
-    # Its queue is a server process otherwise
+    """Save a checkpoint with everything that megatron-core may put into one; a task for ranks."""
+    # Otherwise, the queue would be a server process
     filesystem_async._results_queue = queue.SimpleQueue()
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     weights = {
@@ -77,7 +77,7 @@ def checkpoint(ranks, request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 @pytest.fixture
 def own(checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint to change, with the common.pt that megatron-core wrote before 0.19."""
+    """Return a checkpoint to change, with the common.pt that megatron-core wrote before 0.19."""
     directory = Path(shutil.copytree(checkpoint, tmp_path / "own"))
     torch.save({"iteration": 20, "optimizer": {"step": torch.tensor(3)}}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(WITH_COMMON))
@@ -85,7 +85,7 @@ def own(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def runs(read: Callable[[], object], canary: Path) -> bool:
-    """Whether reading it in another process touches the canary."""
+    """Return whether `read` touches the canary in another process."""
     if (child := os.fork()) == 0:
         try:
             read()
@@ -150,7 +150,7 @@ PROPERTIES = find("torch.distributed.checkpoint.metadata", "TensorProperties")
 INDEX = find("torch.distributed.checkpoint.metadata", "MetadataIndex")
 SIZE = find("torch", "Size")
 DOUBLED = b")" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(50))
-"""A tuple of the same tuple twice, and so on."""
+"""A tuple that contains the same tuple twice, nested 50 levels deep."""
 
 INERT = {
     "nothing": b"",
@@ -187,11 +187,11 @@ INERT = {
     "sets an item of a list": PROTOCOL + b"]NNs.",
     "below the stack": PROTOCOL + b"\x87.",
     "memo of nothing": PROTOCOL + b"h\x07.",
-    # What pickle itself would give gigabytes for
+    # Pickle itself would allocate gigabytes for these
     "a memo of gigabytes": PROTOCOL + b"Nr\xff\xff\xff\x7f.",
     "a string of gigabytes": PROTOCOL + b"X\xff\xff\xff\xff.",
     "bytes of terabytes": PROTOCOL + b"\x8e" + (1 << 40).to_bytes(8, "little") + b".",
-    # What would take for ever, or overflow the stack of C, when hashed
+    # Hashing these would take forever or overflow the C stack
     "a key of 2^50 parts": PROTOCOL + b"}" + DOUBLED + b"Ns.",
     "a key 200,000 deep": PROTOCOL + b"})" + b"\x85" * 200_000 + b"Ns.",
     "arguments of 2^50 parts": PROTOCOL + SIZE + DOUBLED + b"\x85R.",
@@ -211,7 +211,7 @@ def test_what_is_no_metadata(tmp_path: Path, content: bytes) -> None:
     assert time.process_time() - start < SECONDS
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, data: st.DataObject
@@ -225,7 +225,7 @@ def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
         metadata = check_metadata(path)
     except Damaged:
         return
-    # What passes is what pickle makes of it
+    # Accepted metadata equals the result of pickle
     with open(path, "rb") as file:
         assert vars(metadata) == vars(pickle.load(file))
 
@@ -280,7 +280,7 @@ OBJECTS: dict[str, hostile.Payload] = {
 
 
 def replace_object(directory: Path, name: str, content: bytes) -> Path:
-    """Put other content in place of an object; returns the file it is in."""
+    """Replace the content of an object, and return the file that contains it."""
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     info = metadata.storage_data[MetadataIndex(name)]
     path = directory / info.relative_path
@@ -300,7 +300,7 @@ def test_a_hostile_object_is_named_and_does_not_run(own: Path, payload: hostile.
         check_pickles(own)
     assert not canary.exists()
     assert error.value.path == path
-    # As torch.distributed.checkpoint's load planner does
+    # torch.distributed.checkpoint's load planner reads like this
     assert runs(lambda: torch.load(io.BytesIO(content), weights_only=False), canary)
 
 
@@ -310,7 +310,7 @@ def test_a_hostile_common_is_named_and_does_not_run(
 ) -> None:
     path, canary = own / "common.pt", own / "canary"
     path.write_bytes(payload(canary))
-    # megatron-core's own call reads freely under this variable
+    # With this variable, megatron-core's own call reads without restrictions
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(Damaged, match=r"common\.pt: is not safe to read: UnpicklingError") as error:
         check_common(own)
@@ -383,7 +383,7 @@ def test_another_metadata_json(own: Path, content: str) -> None:
 
 
 def test_what_a_class_of_metadata_consists_of() -> None:
-    """A field that torch adds would be refused: then `FIELDS` must list it."""
+    """If torch adds a field, it is refused until `FIELDS` lists it."""
     for known, fields in metadata_schema.FIELDS.items():
         names = {field.name for field in dataclasses.fields(known)} - {"transform_descriptors"}
         assert fields.keys() - {"all_local_plans"} == names, known

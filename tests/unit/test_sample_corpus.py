@@ -1,4 +1,4 @@
-"""tools/make_sample_corpus.py: what the domains hold, determinism, the cap, and failures that leave nothing."""
+"""tools/make_sample_corpus.py: content of the domains, determinism, the cap, and failures that leave no files."""
 
 import json
 from pathlib import Path

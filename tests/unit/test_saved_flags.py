@@ -1,4 +1,4 @@
-"""What a checkpoint's flags are, and that none of those that make the model what it is goes unseen."""
+"""The flags in a checkpoint, which include every flag that defines the model."""
 
 import argparse
 import json
@@ -14,10 +14,10 @@ from megatron_balance.cli.arguments import GROUPS, Parsed, build_parser, parse_a
 from megatron_balance.cli.checks import Machine
 
 OF_MODELS = ("model", "tokenizer", "transformer (megatron-core)", "multi-latent attention (megatron-core)")
-"""Titles of the groups of flags that may say what the model or its tokenizer is."""
+"""Titles of the groups of flags that may define the model or its tokenizer."""
 
 NEWER = {"mla_down_proj_fusion"}
-"""Flags of a model that not every megatron-core has."""
+"""Flags of a model that only some versions of megatron-core have."""
 
 OTHER_FIELDS = {
     "how many ranks there are and what each holds": """
@@ -50,7 +50,7 @@ OTHER_FIELDS = {
     "synthetic loads and tests": "moe_router_force_load_balancing test_mode",
     "leave to run a tokenizer's code is given on this machine, never by a checkpoint": "trust_remote_code",
 }
-"""Fields of models and tokenizers that do not say what the model is, and what they say instead."""
+"""Fields of models and tokenizers that do not define the model, and what they define instead."""
 
 OTHERS = {name for names in OTHER_FIELDS.values() for name in names.split()}
 
@@ -65,7 +65,7 @@ def parsed(flags: str) -> Parsed:
 
 
 def checkpoint(directory: Path, flags: str) -> Path:
-    """A checkpoint that has nothing but its flags."""
+    """Write a checkpoint that contains only its flags."""
     path = directory / "iter_0000003"
     path.mkdir()
     (path / saved_flags.FILE).write_text(saved_flags.to_json(parsed(flags).config))
@@ -73,7 +73,7 @@ def checkpoint(directory: Path, flags: str) -> Path:
 
 
 def flags_of_models() -> set[str]:
-    """Fields of models and tokenizers that a flag sets."""
+    """Return the fields of models and tokenizers that a flag sets."""
     groups = [group for group in build_parser()._action_groups if group.title in OF_MODELS]
     assert len(groups) == len(OF_MODELS) <= len(GROUPS)
     return {action.dest for group in groups for action in group._group_actions if action.help is not argparse.SUPPRESS}
@@ -93,7 +93,7 @@ def test_no_field_of_checkpoints_is_without_a_flag() -> None:
 
 
 def another(value: Any) -> Any:
-    """Any other value; only equality counts."""
+    """Return any different value; only equality counts."""
     return not value if isinstance(value, bool) else [value, "another"]
 
 

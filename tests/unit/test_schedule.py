@@ -1,11 +1,11 @@
-"""training/schedule.py: how long a run is, its batch sizes, its learning rate and weight decay."""
+"""training/schedule.py: the length of a run, its batch sizes, learning rate and weight decay."""
 
 import dataclasses
 import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -16,7 +16,7 @@ PEAK, FLOOR, DECAY = 1.0, 0.1, 0.05
 
 
 def model_batch_sizes(train: TrainConfig) -> list[int]:
-    """Batch size of every iteration, by the definition of the ramp: equal shares of its samples for each size."""
+    """Return every iteration's batch size by the definition of the ramp: equal shares of its samples for each size."""
     final, ramp = train.global_batch_size, train.rampup_batch_size
     sizes: list[int] = []
     while train.train_iters is None or len(sizes) < train.train_iters:
@@ -33,7 +33,7 @@ def model_batch_sizes(train: TrainConfig) -> list[int]:
 
 @st.composite
 def trainings(draw: st.DrawFn) -> tuple[TrainConfig, int]:
-    """A training of a few dozen iterations and its data-parallel size."""
+    """Draw a training of a few dozen iterations and its data-parallel size."""
     micro, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     step = micro * ranks
     ramp, batch = None, step * draw(st.integers(1, 6))
@@ -53,7 +53,6 @@ def trainings(draw: st.DrawFn) -> tuple[TrainConfig, int]:
     return train, ranks
 
 
-@settings(deadline=None)
 @given(trainings())
 def test_run_length_equals_the_model(training: tuple[TrainConfig, int]) -> None:
     train, ranks = training
@@ -61,7 +60,6 @@ def test_run_length_equals_the_model(training: tuple[TrainConfig, int]) -> None:
     assert run_length(train, ranks) == Length(len(sizes), sum(sizes))
 
 
-@settings(deadline=None)
 @given(trainings())
 def test_batch_schedule_follows_the_model(training: tuple[TrainConfig, int]) -> None:
     train, ranks = training
@@ -83,7 +81,7 @@ def test_batch_schedule_follows_the_model(training: tuple[TrainConfig, int]) -> 
         (4, None, [4, 4, 8], Length(4, 4 + 4 + 8 + 8)),
         (None, 24, [4, 4, 8], Length(4, 24)),
         (None, 7, [4, 4, 8], Length(1, 4)),
-        # More than could be counted one by one
+        # Too many to count one by one
         (10**15, None, None, Length(10**15, 8 * 10**15)),
         (10**15, None, [4, 4, 8 * 10**12], Length(10**15, 8 * 10**15 - 8 * 10**12)),
     ],
@@ -122,7 +120,7 @@ def test_impossible_ramps(ramp: list[int]) -> None:
 def scheduler(
     iterations: int = 10, train_samples: int | None = None, min_lr: float = FLOOR, **settings: object
 ) -> OptimizerParamScheduler:
-    """The schedule of a run with global batches of 4 samples."""
+    """Return the schedule of a run with global batches of 4 samples."""
     train = TrainConfig(
         micro_batch_size=2,
         global_batch_size=4,
@@ -139,7 +137,7 @@ def scheduler(
 
 
 def values(schedule: OptimizerParamScheduler, iterations: int, name: str) -> list[float]:
-    """A parameter group's value before each iteration."""
+    """Return a parameter group's value before each iteration."""
     found = []
     for _ in range(iterations + 1):
         found.append(schedule.optimizer.param_groups[0][name])

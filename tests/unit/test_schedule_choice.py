@@ -1,4 +1,4 @@
-"""Parm's volumes (Eq. 1, 2, 7 and 11) and Algorithm 1 by hand."""
+"""Parm's volumes (Eq. 1, 2, 7 and 11) and Algorithm 1, computed by hand."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def test_lines_of_another_layout_are_not_taken() -> None:
 @pytest.mark.parametrize("rows", [1 << 10, 1 << 26])
 @pytest.mark.parametrize("node_size", [1, 4, 8])
 def test_simultaneous_exchanges_from_the_lines_of_links(node_size: int, rows: int) -> None:
-    """The gather shares the links of the tensor-parallel ranks, and hides under what the other links carry."""
+    """The gather shares the links of the tensor-parallel ranks and overlaps with traffic on the other links."""
     shape, size = SHAPE._replace(rows=rows), 2.0 * rows * SHAPE.hidden
     y = size * SHAPE.esp / SHAPE.mp
     near, far = (10e-6, 1 / 150e9), (25e-6, 1 / 25e9)
@@ -87,7 +87,7 @@ def test_simultaneous_exchanges_from_the_lines_of_links(node_size: int, rows: in
         all_to_all = line(far, 7, 7 / 8 * y)
         together = all_to_all + line(far, 1, size)
     else:
-        # By the profile's all-to-all a node's link carries 13/32 of what its four ranks send one after the other
+        # By the profile's all-to-all, a node's link carries 13/32 of its four ranks' bytes in sequence
         inside, all_to_all = line(near, 3, 3 / 8 * y), line(far, 4, 13 / 32 * 4 * 4 / 8 * y)
         together = max(inside + line(near, 1, size), all_to_all)
     model = ScheduleModel(builtin(8, node_size, hidden=8, ffn=16), SHAPE.mp, SHAPE.esp)
@@ -95,7 +95,7 @@ def test_simultaneous_exchanges_from_the_lines_of_links(node_size: int, rows: in
 
 
 def test_simultaneous_exchanges_last_as_long_as_the_slower_level() -> None:
-    """Between nodes that are as fast as the links inside, what is inside takes longer with the gather."""
+    """If links between nodes take no time, the traffic inside nodes takes longer, because of the gather."""
     free = Fit(0.0, 0.0, 0, 0)
     links = {kind: lines | {"inter": free} for kind, lines in PROFILE.links.items()}
     model, y = ScheduleModel(replace(PROFILE, links=links), 2, 4), 2 * ETM * 4 / 2
@@ -104,8 +104,8 @@ def test_simultaneous_exchanges_last_as_long_as_the_slower_level() -> None:
 
 
 @pytest.mark.parametrize("mp", [2, 8])
-def test_few_rows_favour_s2_and_many_s1(mp: int) -> None:
-    """Parm, section IV-B; tensor-parallel ranks inside a node, and on both."""
+def test_few_rows_favor_s2_and_many_s1(mp: int) -> None:
+    """This is Parm, section IV-B, with tensor-parallel ranks inside a node and across both nodes."""
     model = ScheduleModel(PROFILE, mp, 1)
     for rows, expected in ((1 << 10, "s2"), (1 << 24, "s1")):
         shape = Shape(tokens=1 << 20, hidden=4096, rows=rows, mp=mp, esp=1)

@@ -1,4 +1,4 @@
-"""tools/bench/schedule_time.py: what it compares, and tables that say what was measured."""
+"""tools/bench/schedule_time.py: the compared variants, and the tables of measurements."""
 
 import itertools
 

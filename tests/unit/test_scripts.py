@@ -34,7 +34,7 @@ NODES = {
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Path:
-    """A stand-in for torchrun that prints its arguments, each followed by a zero byte."""
+    """Return a stand-in for torchrun that prints its arguments, each followed by a zero byte."""
     path = tmp_path / "torchrun"
     path.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     path.chmod(0o755)
@@ -98,7 +98,7 @@ def test_an_unknown_model_is_named(torchrun: Path) -> None:
 
 
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Flags of torchrun, and arguments of the training script."""
+    """Return torchrun's flags and the training script's arguments."""
     at = arguments.index("pretrain_gpt_moe.py")
     return dict(zip(arguments[:at:2], arguments[1:at:2], strict=True)), arguments[at + 1 :]
 
@@ -117,7 +117,7 @@ def test_tokenizers_and_slurm(torchrun: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def slurm(tmp_path: Path, torchrun: Path) -> Path:
-    """A directory of stand-ins for SLURM's commands: srun exits with STATUS, scontrol records its arguments."""
+    """Return a directory of stand-ins for SLURM's commands: srun exits with STATUS, scontrol records its arguments."""
     commands = {
         "srun": 'shift && "$@" && exit "${STATUS}"',
         "scontrol": f'[ "$1" = show ] && printf "first\\nsecond\\n" || echo "$@" >>{tmp_path}/told',
@@ -169,7 +169,7 @@ def smoke(directory: Path, gpus: int, broken: str = "nothing", *flags: str) -> s
 
 
 def table(directory: Path) -> dict[str, str]:
-    """Result of each step of gpu_smoke.sh."""
+    """Return the result of each step of gpu_smoke.sh."""
     rows = (line.split() for line in (directory / "out" / "summary.txt").read_text().splitlines())
     return {name: " ".join(became) for name, *became, _, _ in rows}
 

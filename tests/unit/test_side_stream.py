@@ -1,4 +1,4 @@
-"""A side stream does one task after another while the thread that started them goes on."""
+"""A side stream executes tasks one after another while the thread that started them continues."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ def test_work_runs_in_order_while_the_caller_goes_on() -> None:
         stream.start(lambda number=number: work(number), lambda: prepared.append(threading.current_thread().daemon))
         for number in range(3)
     ]
-    # Prepared at once, here; done later, there
+    # Preparation runs immediately in this thread, the work later in the other
     assert prepared == [False] * 3 and done == []
     gate.set()
     spans = [one.wait() for one in reversed(works)][::-1]

@@ -1,4 +1,4 @@
-"""Who holds up a job: the verdict, and what counts as waiting."""
+"""Which rank holds up a job: the verdict, and what counts as waiting."""
 
 import _thread
 import queue
@@ -18,7 +18,7 @@ from megatron_balance.job.stacks import deciding_frame, error_place, is_communic
 from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Position, Report, verdict
 
 STRANGERS = sys._current_frames().keys() - {threading.get_ident()}
-"""Threads of the program that runs the tests, which may look like autograd's."""
+"""Threads of the test runner, which may look like autograd's."""
 
 NOW, LIMIT = 1000.0, 600.0
 PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
@@ -87,7 +87,7 @@ def test_a_position_shows_progress() -> None:
 
 
 class Handle:
-    """Stops in `wait`, below Python as the waits of a backend are."""
+    """Blocks in `wait`, below Python like a backend's waits."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -110,7 +110,7 @@ def finish(handle: Handle) -> None:
 
 
 def place_of(target, *args) -> str | None:
-    """Where a thread in `target` waits, shortly after its start."""
+    """Return where a thread in `target` waits, shortly after its start."""
     thread = threading.Thread(target=target, args=args, daemon=True)
     thread.start()
     thread.join(0.2)
@@ -168,7 +168,7 @@ def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
 
 
 def device_thread(target: Callable[..., object], *args: object) -> None:
-    """Run `target` in a thread that is none of Python's, as autograd's threads of devices are."""
+    """Run `target` in a thread that `threading` does not know, like autograd's device threads."""
     thread = _thread.start_new_thread(target, args)
     while thread not in sys._current_frames():
         time.sleep(0.01)
@@ -179,17 +179,17 @@ ENGINES: dict[str, Callable[[torch.Tensor], object]] = {
     "_engine_run_backward": torch.autograd.backward,
     "custom_backward": lambda output: custom_backward(output, None),
 }
-"""Who calls autograd's engine, torch's functions or the schedules of megatron-core: by the innermost function."""
+"""Callers of autograd's engine (torch's functions and megatron-core's schedules), by their innermost function."""
 
 
 def in_the_engine(ask: Callable[[FrameType], object], caller: str = "_engine_run_backward") -> object:
-    """What `ask` says of the deciding frame while this thread is in autograd's engine, without a frame above it."""
+    """Return `ask(deciding frame)` while this thread is in autograd's engine, with no frame above the engine's."""
     main, leave, answer = threading.get_ident(), queue.SimpleQueue[None](), queue.SimpleQueue[object]()
 
     def look() -> None:
         while sys._current_frames()[main].f_code.co_name != caller:
             time.sleep(0.01)
-        # The hook has let go of the interpreter's lock
+        # By now, the hook has released the interpreter's lock
         time.sleep(0.1)
         frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in STRANGERS}
         answer.put(ask(deciding_frame(frames, main)))
@@ -197,7 +197,7 @@ def in_the_engine(ask: Callable[[FrameType], object], caller: str = "_engine_run
 
     x = torch.ones(1, requires_grad=True)
     y = x * 2
-    # Written in C, so that no frame lies above the engine's
+    # The hook is written in C, so there is no frame above the engine's
     y.register_hook(leave.get)
     threading.Thread(target=look, daemon=True).start()
     ENGINES[caller](y)
@@ -236,7 +236,7 @@ def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) 
 
 
 def test_a_device_that_works_in_the_engine_does_not_wait(handle: Handle) -> None:
-    """Its own thread sleeps; what waits is the thread of a side stream."""
+    """The device's own thread sleeps; only the thread of a side stream waits."""
     threading.Thread(target=finish, args=(handle,), daemon=True).start()
     time.sleep(0.1)
     assert in_the_engine(lambda frame: frame.f_code.co_name) == "_engine_run_backward"

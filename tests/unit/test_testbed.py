@@ -1,11 +1,11 @@
-"""tools/bench: the slow network as data, what links allow at best, and mistakes that end before anything is built."""
+"""tools/bench: the slow network as data, the limits of its links, and mistakes found before anything is built."""
 
 import os
 import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import alltoall
@@ -15,7 +15,7 @@ import traffic
 
 
 def seconds(megabytes: float) -> float:
-    """At 1 Mbit/s, with headers, beyond what a link lets pass at once."""
+    """Return the seconds at 1 Mbit/s, with headers, without the burst that passes without delay."""
     return 8 * (megabytes / 0.9938 - 0.131072)
 
 
@@ -79,7 +79,6 @@ def test_a_failed_command_says_which_and_why() -> None:
         namespaces.build([["true"], ["ls", "--nonsense"]])
 
 
-@settings(deadline=None)
 @given(layouts, st.sampled_from(traffic.SPLITS), st.integers(0, 5000), st.integers(0, 9))
 def test_every_split_sends_all_rows(layout: tuple[int, int], kind: str, rows: int, seed: int) -> None:
     nodes, node_size = layout
@@ -114,22 +113,21 @@ def test_the_busiest_link_sets_the_limit() -> None:
     assert found.largest_speedup == pytest.approx((seconds(12) + 2 * seconds(3)) / seconds(12))
     free = traffic.limit(bytes_DD, 2, 1, None)
     assert free.intra == 0 and free.largest_speedup == 1
-    # Three ranks send to the last: a node's way in is limited like its way out
+    # Three ranks send to the last one: a node's incoming traffic is limited like its outgoing traffic
     bytes_DD = np.zeros((4, 4))
     bytes_DD[:3, 3] = 1e6
     assert traffic.limit(bytes_DD, 1, 1, None).seconds == pytest.approx(seconds(3))
-    # What a link lets pass at once takes no time
+    # The burst that passes without delay takes no time
     assert traffic.limit(bytes_DD / 100, 1, 1, None).seconds == 0
 
 
 def test_limits_of_even_splits_are_those_known() -> None:
-    """8 MiB per rank at 400 Mbit/s, less 2.6 ms for what passes at once."""
+    """Each rank sends 8 MiB at 400 Mbit/s, which takes 2.6 ms less because of the burst."""
     for layout, known in (((2, 4), 0.335), ((4, 2), 0.2505)):
         rows_DD = traffic.split_rows("even", 8, layout[1], 8 << 20)
         assert traffic.limit(rows_DD, layout[1], 400, 400).seconds == pytest.approx(known, abs=5e-4)
 
 
-@settings(deadline=None)
 @given(layouts, st.integers(0, 9), st.floats(1, 1e4), st.floats(1, 1e4))
 def test_largest_speedup_is_between_one_and_two(layout: tuple[int, int], seed: int, link: float, bus: float) -> None:
     nodes, node_size = layout

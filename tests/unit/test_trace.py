@@ -1,4 +1,4 @@
-"""observe/trace.py: what was added is in the file, where and when it was; the picture shows it there."""
+"""observe/trace.py: the file has every added span, on its stream and at its time, and the picture shows it there."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from megatron_balance.observe.trace import STREAMS, Record, Span, Timeline, lane
 
 NOW = time.perf_counter()
 times = st.floats(-5, 5) | st.integers(-20, 20).map(lambda step: step * 1.7e-5)
-"""Seconds from `NOW`; those on a grid often end where another begins."""
+"""Seconds from `NOW`; times on a grid often end one span where another begins."""
 
 
 @st.composite
@@ -47,7 +47,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 def in_nanoseconds(event: dict[str, Any]) -> tuple[int, int]:
-    """Start and length as Perfetto reads them: cut off, not rounded."""
+    """Return start and length as Perfetto reads them: truncated, not rounded."""
     return int(event["ts"] * 1000), int(event["dur"] * 1000)
 
 
@@ -55,7 +55,7 @@ def span_at(iteration: int, start: float, seconds: float = 0.25, name: str = "L0
     return Span(iteration, others.pop("stream", "computation"), name, NOW + start, NOW + start + seconds, **others)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(spans(), min_size=1, max_size=15))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, added: list[Span]) -> None:
     named = {f"{number} {span.name}": span for number, span in enumerate(added)}
@@ -74,7 +74,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, added: list[Span])
         ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(spans(), max_size=15))
 def test_events_are_as_perfetto_wants_them(tmp_path_factory: pytest.TempPathFactory, added: list[Span]) -> None:
     path = written(tmp_path_factory.mktemp("timeline"), *added)
@@ -95,7 +95,7 @@ def test_events_are_as_perfetto_wants_them(tmp_path_factory: pytest.TempPathFact
     assert process["args"]["name"] == "rank 3"
 
 
-def test_neighbours_never_seem_to_overlap(tmp_path: Path) -> None:
+def test_neighbors_never_seem_to_overlap(tmp_path: Path) -> None:
     marks = NOW + np.cumsum(np.random.default_rng(0).uniform(0, 5e-5, 500))
     path = written(tmp_path, *(Span(0, "computation", "L0 FEC", *ends) for ends in pairwise(marks.tolist())))
     own = [event for event in events_of(path) if event["ph"] == "X"]
@@ -145,7 +145,7 @@ def test_ranks_lie_on_one_axis_whenever_they_flush(tmp_path: Path) -> None:
 
 
 class FakeEvent:
-    """A device's mark: it cannot be told from the host's time but by another one, and then as CUDA does."""
+    """A device's mark; only its distance from another mark is known, with CUDA's precision."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -160,7 +160,7 @@ def test_days_of_device_time_do_not_blur(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(clock, "mark", lambda: FakeEvent(time.perf_counter() + offset))
     monkeypatch.setattr(clock, "seconds", fake_seconds)
     timeline = Timeline(tmp_path, 0)
-    # A week later, and long iterations: a float32 of milliseconds would be off by tens of microseconds
+    # A week later, with long iterations: a float32 of milliseconds would be off by tens of microseconds
     offset += 7 * 24 * 3600.0
     for iteration in range(2):
         start = time.perf_counter() + offset - 500
@@ -181,7 +181,7 @@ def test_days_of_device_time_do_not_blur(tmp_path: Path, monkeypatch: pytest.Mon
     assert plan.start_us == pytest.approx(computed[0].start_us, abs=1e6)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40))
 def test_growth_is_bounded(tmp_path_factory: pytest.TempPathFactory, keep: int, steps: list[tuple[int, bool]]) -> None:
     timeline = Timeline(tmp_path_factory.mktemp("timeline"), 0, iterations=keep)
@@ -287,7 +287,7 @@ def test_spans_of_a_device(tmp_path: Path) -> None:
 
 
 def made_up() -> list[Record]:
-    """Two ranks, 100 ms: a forward and a backward pass, a transfer during an all-to-all, a wait of rank 1 alone."""
+    """Return 100 ms of two ranks: forward and backward pass, transfer during an all-to-all, wait of rank 1 alone."""
     return [
         Record(0, 4, "computation", "L0 FEC m0", 0, 50_000, None, 0),
         Record(0, 4, "computation", "L0 BEC m0", 50_000, 100_000, None, 0),
@@ -299,7 +299,7 @@ def made_up() -> list[Record]:
     ]
 
 
-def colour_at(image: Image.Image, x: int, y: int) -> str:
+def color_at(image: Image.Image, x: int, y: int) -> str:
     pixel = image.getpixel((x, y))
     assert isinstance(pixel, tuple)
     return "#{:02x}{:02x}{:02x}".format(*pixel)
@@ -315,8 +315,8 @@ def test_the_picture_shows_what_was_where() -> None:
     def at(rank: int, stream: str, milliseconds: float, lane: int = 0) -> str:
         # Near the upper edge, where no letter reaches
         y = rows[rank, stream].top + lane * draw.LANE + 3
-        found = colour_at(image, left + round(width * milliseconds / 100), y)
-        return {colour: name for name, colour in draw.COLOURS.items()}.get(found, found)
+        found = color_at(image, left + round(width * milliseconds / 100), y)
+        return {color: name for name, color in draw.COLORS.items()}.get(found, found)
 
     assert [at(0, "computation", time) for time in (1, 49, 51, 99)] == ["FEC", "FEC", "BEC", "BEC"]
     trans = [at(0, "communication", time) for time in (19, 21, 59, 61)]
@@ -327,7 +327,6 @@ def test_the_picture_shows_what_was_where() -> None:
     assert at(0, "waits", 51) == at(1, "communication", 51) == draw.ROW_PAPER
 
 
-@settings(deadline=None)
 @given(st.floats(0.125, 1e9), st.floats(0, 1e12))
 def test_ticks_are_round_and_few(length_us: float, start_us: float) -> None:
     ticks = draw.Scale(start_us, start_us + length_us).ticks_ms()
@@ -356,8 +355,8 @@ def test_the_tool(tmp_path: Path) -> None:
         draw.main([*files, "--iteration", "4", "--output", str(tmp_path / "none" / "picture.png")])
 
 
-def test_every_operation_has_its_colour() -> None:
-    names = [name for name in draw.COLOURS if name not in ("wait", "other")]
+def test_every_operation_has_its_color() -> None:
+    names = [name for name in draw.COLORS if name not in ("wait", "other")]
     for name in names:
         for text in (f"L3 {name}.1/2", f"{name}", f"j+1:L3 {name} m0"):
             assert draw.operation(Record(0, 0, "communication", text, 0, 1, None, 0)) == name

@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py: lossless round trips, the same bytes again, and errors that say what to change."""
+"""tools/train_tokenizer.py: lossless round trips, reproducible bytes, and errors that say what to change."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import train_tokenizer as tool
 from tests.disks import small_disk
 
-# SentencePiece itself marks spaces with U+2581. Surrogates are no text.
+# SentencePiece itself marks spaces with U+2581. Surrogates are not text.
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
 whitespace = st.sampled_from(["\n", "\t", " ", "  ", "        ", "\r\n", "\n\n", "\x00", "\u00a0", "\u2028"])
 code = st.lists(st.one_of(whitespace, st.text(characters, max_size=8), st.sampled_from(sorted(topics)))).map("".join)

@@ -1,4 +1,4 @@
-"""Transfer plans: every piece gets to every guest once, along the expert's route, in few rounds."""
+"""Transfer plans: every piece reaches every guest once, along the expert's route, in few rounds."""
 
 from collections import Counter
 from itertools import pairwise
@@ -22,13 +22,13 @@ node_sizes, chunk_numbers, fanouts = st.integers(1, 6), st.integers(1, 9), st.in
 
 
 def one_to_all(num_ranks: int, experts: int = 1) -> Placement:
-    """The first experts, which rank 0 owns, on every other rank."""
+    """Place the first experts, which rank 0 owns, on every other rank."""
     plain = Placement.identity(num_ranks * experts, num_ranks, experts)
     return plain.with_hosts((expert, rank) for expert in range(experts) for rank in range(1, num_ranks))
 
 
 def check_rounds(plan: TransferPlan, holders: set[tuple[int, int, int]]) -> None:
-    """Each rank sends one message and receives one per round at most, and has (expert, rank, chunk) before it sends."""
+    """Check that a rank sends and receives at most one message per round, and has each piece before it sends it."""
     for messages in plan.rounds:
         assert messages
         assert max(Counter(message.source for message in messages).values()) == 1
@@ -37,7 +37,7 @@ def check_rounds(plan: TransferPlan, holders: set[tuple[int, int, int]]) -> None
         holders |= {(message.expert, message.target, message.chunk) for message in messages}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(placements(), node_sizes, chunk_numbers, fanouts)
 def test_invariants(placement: Placement, node_size: int, chunks: int, fanout: int) -> None:
     plan = plan_transfers(placement, node_size, chunks, fanout)
@@ -50,7 +50,6 @@ def test_invariants(placement: Placement, node_size: int, chunks: int, fanout: i
     assert plan.chunks == chunks and plan.experts_sent == len(slots)
 
 
-@settings(deadline=None)
 @given(placements(), node_sizes, chunk_numbers, fanouts)
 def test_backward_a_rank_has_all_sums_before_it_sends_its_own(
     placement: Placement, node_size: int, chunks: int, fanout: int
@@ -58,13 +57,13 @@ def test_backward_a_rank_has_all_sums_before_it_sends_its_own(
     plan = plan_transfers(placement, node_size, chunks, fanout)
     gone = set()
     for messages in reversed(plan.rounds):
-        # What comes to a rank in this round can be added before the next round only
+        # Messages received in this round are added only after it
         assert not any((message.expert, message.source, message.chunk) in gone for message in messages)
         gone |= {(message.expert, message.target, message.chunk) for message in messages}
         assert not any((message.expert, message.source, message.chunk) in gone for message in messages)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(placements(), node_sizes, chunk_numbers, fanouts)
 def test_links_are_those_of_the_routes(placement: Placement, node_size: int, chunks: int, fanout: int) -> None:
     plan = plan_transfers(placement, node_size, chunks, fanout)
@@ -118,14 +117,14 @@ def test_a_tree_reaches_the_nodes_before_it_works_inside_them() -> None:
 @pytest.mark.parametrize("node_size", [1, 8, 64])
 def test_a_whole_expert_doubles(num_ranks: int, node_size: int) -> None:
     rounds = len(plan_transfers(one_to_all(num_ranks), node_size, chunks=1, fanout=16).rounds)
-    # Nodes double first, then the ranks of each
+    # First the nodes with the expert double, then the ranks of each node
     nodes = -(-num_ranks // node_size)
     assert rounds <= (nodes - 1).bit_length() + (min(node_size, num_ranks) - 1).bit_length()
 
 
 @pytest.mark.parametrize("num_ranks", [8, 13, 64])
 def test_two_sends_per_rank_reach_many_in_few_rounds(num_ranks: int) -> None:
-    # Who has the expert in round n: those of the round before, and one more for each rank of the two rounds before it
+    # Ranks with the expert in round n: all of the round before, plus one for each rank reached in the two rounds before
     holders = [1, 2]
     while holders[-1] < num_ranks:
         holders.append(holders[-1] + (holders[-1] - holders[-3] if len(holders) > 2 else 2))
@@ -145,7 +144,7 @@ def test_experts_of_one_owner_follow_each_other() -> None:
 
 
 def test_the_most_urgent_piece_goes_first() -> None:
-    # Rank 0 owns experts 0 and 1; expert 1 has the longer way
+    # Rank 0 owns experts 0 and 1; expert 1 has the longer route
     placement = Placement.identity(8, 4, 2).with_hosts([(0, 1), (1, 1), (1, 2), (1, 3)])
     plan = plan_transfers(placement, 4, 1)
     assert plan.rounds[0] == (Message(expert=1, source=0, target=1, chunk=0),)
@@ -182,7 +181,7 @@ def least_rounds(loads: LinkLoads, chunks: int) -> int:
     return max((experts * chunks + extra for experts, extra in loads.lines), default=0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(placements(), node_sizes, chunk_numbers, fanouts)
 def test_rounds_are_counted_from_below(placement: Placement, node_size: int, chunks: int, fanout: int) -> None:
     loads = loads_of(placement.num_ranks, list(routes(placement, node_size, fanout).values()))

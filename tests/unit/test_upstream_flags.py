@@ -1,4 +1,4 @@
-"""Every flag of Megatron-LM: it means the same here, or it is accepted with a notice, or refused with a reason."""
+"""Every flag of Megatron-LM means the same here, is accepted with a notice, or is refused with a reason."""
 
 import dataclasses
 import json
@@ -34,11 +34,11 @@ CHANGED = {
     "--moe-flex-dispatcher-backend": "choices",
     "--moe-router-score-function": "choices",
 }
-"""Flags that are not what they were in all megatron-core versions since the copy."""
+"""Flags that differ in some megatron-core version after the copied one."""
 
 
 def as_copied(flags: Iterable[str]) -> list:
-    """Parameters of a test that compares the installed megatron-core with the copy."""
+    """Return parameters of a test that compares the installed megatron-core with the copy."""
     skip = pytest.mark.skipif(__shortversion__ != COPIED_FROM, reason=f"changed since megatron-core {COPIED_FROM}")
     return [pytest.param(flag, marks=skip if flag in CHANGED else ()) for flag in flags]
 
@@ -64,7 +64,7 @@ OTHER_TYPES = {
 OTHER_CHOICES = {"--exit-signal": "upstream's are the numbers of one machine's signals"}
 
 OURS = ("--dry-run", "--balance-*", "--moe-comm-*", "--no-moe-parallel-*", "--moe-router-force-*", "--moe-routing-*")
-"""Refused flags of our own features that are still to come."""
+"""Patterns for flags of our own features; REFUSED may list these although upstream has no such flags."""
 
 SIZE = {"num-layers": 4, "hidden-size": 48, "num-attention-heads": 4, "seq-length": 32, "num-experts": 8}
 TRAINING = {"micro-batch-size": 2, "train-iters": 20, "lr": 1e-3, "tokenizer-type": "NullTokenizer", "vocab-size": 127}
@@ -108,7 +108,7 @@ def test_supported_flags_are_upstreams(flag: str) -> None:
     action, facts = ACTIONS[flag], UPSTREAM[flag]
     assert sorted(action.option_strings) == sorted(facts["all"])
     assert action.nargs == facts.get("nargs")
-    # A switch has no default that a user could see: upstream gives None, False or, under another name, True
+    # A switch has no visible default: upstream's is None, False or, under another name, True
     assert action.nargs == 0 or str(action.default) == facts["default"]
     kind = getattr(action.type, "__name__", "str") if action.nargs != 0 else None
     expected = facts.get("type", "str") if facts.get("nargs") != 0 else None
@@ -166,7 +166,7 @@ def test_accepted_flags_are_noticed_and_change_nothing() -> None:
 
 
 def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Every setting but the functions that megatron-core derives, which are new for every config."""
+    """Return all settings except the functions that megatron-core derives, which are new for every config."""
     sections = {field.name: vars(getattr(config, field.name)) for field in dataclasses.fields(config)}
     return {
         name: {key: value for key, value in section.items() if not callable(value)}

@@ -1,4 +1,4 @@
-"""Wiring on one rank of an imagined job: the profile is found once, when needed, and by every rank of the job."""
+"""Wiring on one rank of a simulated job: the profile is found once, if needed, and by every rank of the job."""
 
 from pathlib import Path
 from unittest import mock

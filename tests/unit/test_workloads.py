@@ -1,8 +1,8 @@
-"""Synthetic workloads: legal choices, the same at any layout, and as unbalanced as their names say."""
+"""Synthetic workloads: valid choices, the same in any layout, and as unbalanced as their names say."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix, workload_choices
@@ -10,7 +10,6 @@ from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix, workloa
 names = st.sampled_from(sorted(WORKLOADS))
 
 
-@settings(deadline=None)
 @given(names, st.integers(1, 40), st.data(), st.integers(0, 2**40), st.integers(0, 1000))
 def test_every_token_has_topk_different_experts(
     name: str, num_experts: int, data: st.DataObject, seed: int, step: int
@@ -41,7 +40,7 @@ def test_layouts_see_the_same_tokens(name: str) -> None:
 
 
 def shares(name: str, step: int = 0) -> np.ndarray:
-    """[E] share of tokens of each of 32 experts."""
+    """Return the share of tokens of each of 32 experts, [E]."""
     counts_DE = load_matrix(name, 8, 32, 2, 512, seed=1, step=step)
     return counts_DE.sum(0) / counts_DE.sum()
 

@@ -1,4 +1,4 @@
-"""Output that appears when it is whole, and failures that name the path and the reason."""
+"""Output that appears only when it is complete, and failures that name the path and the reason."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def test_the_last_file_is_the_last_to_move(tmp_path: Path, monkeypatch: pytest.M
         for name in "bac":
             (folder / name).write_text(name)
     assert moved == ["b", "c", "a"] and sorted(os.listdir(tmp_path / "new")) == ["a", "b", "c"]
-    # All files are on disk before the first moves, and the directory after the last has moved
+    # All files are synced before the first moves, and the directory after the last has moved
     assert synced == [0, 0, 0, 3]
 
 

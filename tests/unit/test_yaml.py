@@ -1,4 +1,4 @@
-"""`--yaml-cfg`: a file means what the same flags mean on the command line, and nothing else is understood."""
+"""`--yaml-cfg`: a file means the same as its flags on the command line, and everything else is refused."""
 
 import time
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_forms(file: Path, text: str, expected: list[str]) -> None:
 
 
 REFUSED = {
-    # text: what the message says besides the file
+    # text: parts of the message, in addition to the file
     "num-layer: 3": ("line 1: num-layer", "not a flag that a file can give (did you mean --num-layers?)"),
     "a:\n  b: 3": ("line 2: b", "not a flag"),
     "--lr: 3": ("--lr", "not a flag"),
@@ -183,14 +183,14 @@ SETTINGS = {
 
 
 def as_arguments(name: str, value: Any) -> list[str]:
-    """What a user would write on the command line."""
+    """Return the same setting as command-line arguments."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else []
     return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given_flags=st.fixed_dictionaries({}, optional=SETTINGS), sections=st.booleans())
 def test_equals_the_command_line(file: Path, given_flags: dict[str, Any], sections: bool) -> None:
     document = {f"section {index}": {name: value} for index, (name, value) in enumerate(given_flags.items())}
@@ -199,7 +199,7 @@ def test_equals_the_command_line(file: Path, given_flags: dict[str, Any], sectio
     assert vars(PARSER.parse_args(flags_of(file, text))) == vars(PARSER.parse_args(expected))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text())
 def test_any_text_is_understood_or_refused(file: Path, text: str) -> None:
     try:

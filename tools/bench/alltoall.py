@@ -4,9 +4,9 @@
                                    [--splits even skewed one-hot-node] [--implementations NAME ...] [--repeats 9]
 
 All implementations take turns in one job and send the same rows with the same splits; the result of a first, untimed
-exchange of each has to equal that of flat. Times are from the first rank's start to the last rank's end. `sequential`
+exchange of each must equal that of flat. Times are from the first rank's start to the last rank's end. `sequential`
 is p2p within nodes, followed by p2p between nodes: the baseline of ScheMoE's Eq. 18. The limit is that of the flat
-traffic, see traffic.py. CPU time is in cores: `own` for our ranks, `kernel` for interrupts, which forward packets, and
+traffic (traffic.py). CPU time is in cores: `own` for our ranks, `kernel` for interrupts, which forward packets, and
 `foreign` for all other processes.
 """
 
@@ -45,7 +45,7 @@ Run = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters of one table, except the links' rates, which the ranks do not know."""
+    """Parameters of one table, except the links' rates, which the ranks do not need."""
 
     node_size: int
     splits: str

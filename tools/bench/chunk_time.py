@@ -5,9 +5,9 @@
 
 Each row is for one speed of the emulated device (GFLOP/s), with the ratio of a layer's exchange time to its experts'
 time, by the model. All variants are in the same processes and take turns, one iteration each. The first column has the
-milliseconds without chunks, the others ratios to them: medians over jobs of ratios of medians over iterations (in
-brackets, lowest and highest job); for `auto` also its choice, and its ratio to the best of the others. The time of an
-iteration is that of its slowest rank.
+milliseconds without chunks. The others have ratios to these: medians over jobs of ratios of medians over iterations,
+with the lowest and highest job in brackets. The column of `auto` also has its choice, and its ratio to the best of the
+others. The time of an iteration is that of its slowest rank.
 
 The ablation is ScheMoE's Table 10: the backend's all-to-all, a codec, Pipe-A2A, and chunks in the optimal order, each
 in addition to the previous ones.

@@ -6,8 +6,8 @@
 Without flags, the run is that of scripts/quickstart.sh, which must have built its corpus; flags are added to it. A
 variant is a set of additional flags. The models of all variants are in the same processes and take turns, one iteration
 each. For each variant this prints the ratio of its median iteration to the first variant's, the megabytes that a node's
-link carries in an iteration (gradients of non-expert parameters included), and whether the losses and gradient norms of
-all iterations equal the first variant's, bit for bit. All ranks really compute, on this machine's cores: the ratio is
+link carries in an iteration (including gradients of non-expert parameters), and whether the losses and gradient norms
+of all iterations equal the first variant's, bit for bit. All ranks compute on this machine's cores, so the ratio is
 smaller than on devices that compute faster.
 """
 

@@ -12,7 +12,7 @@ class Kind:
     """A reader and its inputs."""
 
     read: Callable[[bytes], None]
-    """Reads one input. It returns if it accepts it, raises `Refused` to refuse it; any other exception is a failure."""
+    """Reads one input: returns to accept it, or raises `Refused` to refuse it; any other exception is a failure."""
 
     valid: list[bytes]
     hostile: list[bytes]

@@ -18,8 +18,8 @@ from traffic import BURST
 NAMESPACES = Path("/run/netns")
 
 MTU, SEGMENT_BYTES = 9000, BURST // 2
-"""A packet's segments together must stay below the burst, otherwise tbf splits them again, which costs CPU time. Short
-segments also cost more CPU time."""
+"""The segments of a packet must together stay below the burst; otherwise tbf splits them again, which costs CPU time.
+Short segments also cost more CPU time."""
 
 QUEUE_BYTES = 16 << 20
 

@@ -1,4 +1,4 @@
-"""The minimum modelled time of a layer over all placements of small cases, with which policies are compared.
+"""The minimum modeled time of a layer over all placements of small cases, with which policies are compared.
 
 In the shapes, W counts the ways that Trans may take, P placements, N distinct cases of them, and C numbers of pieces.
 """

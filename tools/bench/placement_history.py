@@ -8,7 +8,7 @@ row shows:
 - max/mean: the balance ratio (FlexMoE Eq. 6) with the placement in use, its mean over iterations and at four of them;
 - changes: number of vExperts added or removed in all iterations, and the fraction of iterations with a change;
 - moved: bytes of Trans and Agg; new: the part of Trans to guests that did not have the expert before;
-- time: the modelled time of the layer in all iterations over that without balancing;
+- time: the modeled time of the layer in all iterations over that without balancing;
 - plan ms: CPU time of this process per plan, mean over iterations.
 
 The last rows are FlexMoE's comparisons: Fig. 6(a), the metric variance instead of max, and Fig. 6(b), plans at fixed

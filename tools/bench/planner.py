@@ -6,8 +6,8 @@ Every policy is evaluated with its own split of tokens. Planning time is CPU tim
 of the cost model, for the built-in cluster with nodes of eight. Measures of the ranks' loads: max/mean is FlexMoE's
 balance ratio (Eq. 6), RB is Pro-Prophet's spread before balancing over that after it, and D is DEMI's degree of
 imbalance, the root of the sum of squares over the sum: 1 if one rank has all tokens, 1 / sqrt(ranks) if loads are even.
-`guests` is the number of guests, `moved` that of experts with hosts other than the owner, `lent` that of experts that
-their owners do not compute. Every number is a median over loads: over seeds of a workload, or iterations of a trace.
+`guests` counts guests, `moved` experts with hosts other than the owner, and `lent` experts that their owners do not
+compute. Every number is a median over loads: over seeds of a workload, or iterations of a trace.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel
 
 
 def _against_optimum(traces: dict[tuple[int, int], Loads], args: argparse.Namespace) -> None:
-    print(f"\nmodelled layer time over the least of any placement and split, links {args.links}")
+    print(f"\nmodeled layer time over the least of any placement and split, links {args.links}")
     if args.links == "relay":
         print("the least one's links are counted from below, so the true ratios are these or smaller")
     print(f"'{COPIES}': the best copies of experts, where owners compute too and the split is local_first")

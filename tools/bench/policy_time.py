@@ -3,18 +3,22 @@
     python tools/bench/policy_time.py [--workloads NAME ...] [--variants NAME ...] [--balance="FLAGS"]
                                       [--markdown FILE] [flags of the run ...]
 
-A job has all variants of a workload, which take turns, one iteration each. Each row is for one workload: the
-milliseconds of an iteration without a policy, and with even routing; then, for each variant,
+A job has all variants of a workload, which take turns, one iteration each. Each row is for one workload. It starts with
+the milliseconds of an iteration without a policy, and with even routing. A cell of a variant, such as
 
     0.887 (0.880-0.905), 45%, 52.4 MB
 
-its iteration time over that without a policy, as the mean over iterations of medians over jobs (in brackets, the lowest
-and highest job); the closed part of the gap between none and even routing, above 100% if guests also save messages; the
-bytes that Trans and Agg move in an iteration over all links; the number of experts that change their owner in an
-iteration, if any. The time of an iteration is that of its slowest rank.
+has:
+- its iteration time over that without a policy, as the mean over iterations of medians over jobs, with the lowest and
+  highest job in brackets;
+- the closed part of the gap between none and even routing, which is above 100% if guests also save messages;
+- the bytes that Trans and Agg move in an iteration over all links;
+- the number of experts that change their owner in an iteration, if any.
 
-A second table has the planning time over the iteration time, mean and maximum, summed over layers, mean over ranks,
-which share this machine's cores.
+The time of an iteration is that of its slowest rank.
+
+A second table has the mean and maximum of the planning time over the iteration time. Planning times are summed over
+layers and averaged over ranks, which share this machine's cores.
 """
 
 import argparse

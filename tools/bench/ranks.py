@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from megatron_balance.training.run import Run
 
 WARMUP = 10
-"""Number of iterations before measuring: routing varies, and the allocator has to see all sizes of tensors."""
+"""Number of iterations before measuring: routing varies, and the allocator must see all sizes of tensors."""
 
 Task = dict[str, Any]
 """Parameters of a job, passed as JSON."""
 
 
 def add_worker_option(parser: argparse.ArgumentParser) -> None:
-    """Add the flag by which `job` tells a process of its script that it is a rank."""
+    """Add the flag with which `job` starts a process of its script as a rank."""
     parser.add_argument("--worker", help=argparse.SUPPRESS)
 
 

@@ -39,7 +39,7 @@ SHAPES = {"chain": 1, "tree": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters of one table, except the links' rates, which the ranks do not know."""
+    """Parameters of one table, except the links' rates, which the ranks do not need."""
 
     num_ranks: int
     node_size: int

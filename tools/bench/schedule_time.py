@@ -7,10 +7,11 @@ A layout is N_MP x N_ESP; all ranks share the experts. Without --model, the shap
 to this network: one MoE layer, padded to its capacity. Attention does nothing and gradients are not reduced, because
 the paper excludes them. With --model, it is Table V's whole GPT-2 with N_MP = N_ESP = 4, scaled.
 
-All variants are in the same processes and take turns. Each row is for one shape: the milliseconds of `baseline`, then
-the speedups of the others, by medians over iterations, whose time is that of the slowest rank; the choice of `auto`,
-and its time over that of the faster one of s1 and s2, by its own iterations and by all iterations with that schedule.
-The second table is the paper's Table IV: means over shapes, in brackets the slowest and the fastest.
+All variants are in the same processes and take turns. Each row is for one shape: the milliseconds of `baseline`, the
+speedups of the others, and the choice of `auto`. Times are medians over iterations, whose time is that of the slowest
+rank. The row ends with the time of `auto` over that of the faster one of s1 and s2, by its own iterations and by all
+iterations with its schedule. The second table is the paper's Table IV: means over shapes, with the slowest and the
+fastest in brackets.
 """
 
 import argparse

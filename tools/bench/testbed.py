@@ -4,7 +4,7 @@
 
 runs a script on all ranks with the environment that torchrun would set, prints the output of the last rank, and exits
 with the highest exit code of all ranks. Ranks of one node share a namespace and communicate over its loopback, which is
-fast unless limited by --bus-mbit. Needs root, `ip`, and `tc` with tbf; exit code 2 means that one of them is missing.
+fast unless limited by --bus-mbit. This needs root, `ip`, and `tc` with tbf; exit code 2 means that one is missing.
 """
 
 import argparse

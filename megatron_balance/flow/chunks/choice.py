@@ -33,7 +33,7 @@ class ChunkChoice:
     ) -> None:
         """
         Args:
-            iteration: returns the number of the present iteration.
+            iteration: returns the number of the current iteration.
             log: called with a line for each choice that differs from the last one.
         """
         self.decide, self.iteration, self.interval, self.log = decide, iteration, interval, log
@@ -80,7 +80,7 @@ class ByPrediction:
     model: TaskModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """Decide for a plan, see `Decide`; among numbers of equal time, take the smallest.
+        """Decide for a plan (see `Decide`); among numbers of equal time, take the smallest.
 
         Raises:
             ValueError: the scheduler's order is impossible.
@@ -109,12 +109,12 @@ class ByMiniTasks:
     """
 
     policy: Policy
-    """One that orders chunks, `Policy.schedule`."""
+    """A policy that implements `Policy.schedule`."""
 
     cost: CostModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """Decide for a plan in which every expert has one host, see `Decide`."""
+        """Decide for a plan in which every expert has one host (see `Decide`)."""
         ranks, placement = plan.placement.num_ranks, plan.placement
         # A host with several sources is one worker
         tokens_DP = by_host(plan.tokens_DP, ranks).numpy()
@@ -138,14 +138,14 @@ class ByMiniTasks:
 
 
 MOST_CHUNKS = 1024
-"""Each chunk is a round of exchanges; more rounds would only cost time."""
+"""Maximum number of chunks. Each chunk is a round of exchanges; more rounds would only cost time."""
 
 
 def find_degrees(chunks: str) -> tuple[int, ...]:
     """Return the numbers of chunks to choose from, given the value of `--moe-comm-chunks`.
 
     Raises:
-        ValueError: neither `auto` nor a number from 1 to `MOST_CHUNKS`.
+        ValueError: the value is neither `auto` nor a number from 1 to `MOST_CHUNKS`.
     """
     if chunks == "auto":
         return DEGREES

@@ -1,4 +1,4 @@
-"""The dispatched tokens of a layer in chunks, so that one chunk's exchange hides under another's computation.
+"""The dispatched tokens of a layer in chunks, so that one chunk's exchange overlaps with another's computation.
 
 Every source splits the tokens that it sends to each physical expert, and keeps their order. All ranks know all sizes.
 """
@@ -11,7 +11,7 @@ from megatron_balance.flow.chunks.order import Order, parse
 from megatron_balance.flow.plan import DispatchPlan
 
 Shares = tuple[tuple[tuple[float, ...], ...], ...]
-"""[C, D, E]: the part of each source's tokens for each expert that goes with each chunk."""
+"""[C, D, E]: the fraction of each source's tokens for each expert that each chunk carries."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Chunking:
         return 1 + max(chunk for _, chunk in self.forward)
 
     def split(self, plan: DispatchPlan) -> torch.Tensor:
-        """Return [C, D, P], the tokens from each source to each physical expert with each chunk; sums to the plan's."""
+        """Return [C, D, P], tokens from each source to each physical expert in each chunk; the sum is the plan's."""
         if self.shares is None:
             return split_evenly(plan.tokens_DP, self.chunks)
         return split_by(self.shares, plan)

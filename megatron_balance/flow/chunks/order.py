@@ -139,12 +139,12 @@ _INDEX = {task: index for index, task in enumerate(ChunkTask)}
 
 
 def sequential(times: TaskTimes) -> Order:
-    """One chunk after the other; nothing overlaps with exchanges."""
+    """Return the order of one chunk after the other, in which nothing overlaps with exchanges."""
     return tuple(ChunkStep(task, chunk) for chunk in range(len(times)) for task in COMPUTING)
 
 
 def interleaved(times: TaskTimes) -> Order:
-    """The pipeline of FasterMoE: a chunk computes after the next chunk has left and before the last one returns."""
+    """Return FasterMoE's pipeline: a chunk computes after the next chunk has left and before the last one returns."""
     chunks, steps = len(times), []
     for beat in range(chunks + 2):
         for tasks, chunk in ((COMPUTING[:1], beat), (COMPUTING[1:4], beat - 1), (COMPUTING[4:], beat - 2)):
@@ -153,7 +153,7 @@ def interleaved(times: TaskTimes) -> Order:
 
 
 def theorem_1(times: TaskTimes) -> Order:
-    """Eq. 12: all compressions, each chunk's computation as one, all decompressions."""
+    """Return Eq. 12: all compressions, each chunk's computation as one, all decompressions."""
     chunks = range(len(times))
     first = [ChunkStep(ChunkTask.C1, chunk) for chunk in chunks]
     middle = [ChunkStep(task, chunk) for chunk in chunks for task in COMPUTING[1:4]]
@@ -161,7 +161,7 @@ def theorem_1(times: TaskTimes) -> Order:
 
 
 def optsche(times: TaskTimes) -> Order:
-    """Eq. 12 where Theorem 1 holds; elsewhere the order that `search` finds, unless its gain is not worthwhile."""
+    """Return Eq. 12 where Theorem 1 holds; elsewhere the order that `search` finds, if its gain is worthwhile."""
     order = theorem_1(times)
     if theorem_holds(times):
         return order
@@ -187,7 +187,7 @@ EXACT_CHUNKS = 3
 """Largest number of chunks for which `search` considers every order; more chunks pass each stage in turn."""
 
 WIDTHS = ((8, 32), (math.inf, 4))
-"""(largest number of chunks, beginnings that `search` keeps among those that have done the same tasks). With 16 chunks
+"""(largest number of chunks, number of beginnings that `search` keeps for each set of finished tasks). With 16 chunks,
 the search takes seconds at most."""
 
 
@@ -266,7 +266,7 @@ class _Rest(NamedTuple):
     computing: float
     network: float
     chain: float
-    """Seconds until its end, if it were alone."""
+    """Seconds until the chunk ends if it runs alone."""
 
 
 def _remaining(times: ChunkTimes) -> list[_Rest]:
@@ -327,7 +327,7 @@ def find_order(name: str) -> Scheduler | None:
     """Return a scheduler by its name in `ORDERS` or by `package.module:function`; None for a policy that orders chunks.
 
     Raises:
-        ValueError: no such name, module or function.
+        ValueError: there is no such name, module or function.
     """
     policies = {policy: None for policy, known in registered().items() if known.orders_chunks}
     found: Scheduler | None = named("--moe-comm-order", name, ORDERS | policies)

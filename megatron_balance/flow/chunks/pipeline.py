@@ -24,7 +24,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.plan import DispatchPlan
 
 Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
-"""What begins: the computation of the first chunk, or the steps after that of the last one; forward and backward."""
+"""The work that begins: computation of the first chunk, or the steps after the last chunk's; forward and backward."""
 
 Begin = Callable[[Moment], None]
 """Called at each `Moment` of a layer's passes."""
@@ -117,7 +117,7 @@ def mixture(
         rows_RH: by member of the share, then by chunk, then by physical expert.
         probs_R: combine weight of each row.
         chunked: where the rows go.
-        experts: those of this rank.
+        experts: this rank's experts.
         begin: called at each `Moment`.
     """
     weights = _weights(chunked, experts)
@@ -130,13 +130,13 @@ def _weights(chunked: ChunkedDispatch, experts: GroupedExperts) -> list[torch.Te
 
 
 def _sent_CHS(chunked: ChunkedDispatch) -> torch.Tensor:
-    """[C, hosts, S]: rows of each chunk that this rank sends to each slot of each host."""
+    """Return [C, hosts, S]: rows of each chunk that this rank sends to each slot of each host."""
     hosts = chunked.plans[0].placement.num_ranks
     return torch.stack([plan.tokens_DP[chunked.source].view(hosts, -1) for plan in chunked.plans])
 
 
 def _tokens_CDS(chunked: ChunkedDispatch) -> torch.Tensor:
-    """[C, D, S]: rows of each chunk that this rank receives from each source for each of its slots."""
+    """Return [C, D, S]: rows of each chunk that this rank receives from each source for each of its slots."""
     return torch.stack([plan.received_DS(chunked.host) for plan in chunked.plans])
 
 
@@ -165,7 +165,7 @@ def execute(
     back: Start,
     compute: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Send the rows of every chunk there, through `compute`, and back, in the given order.
+    """Send every chunk's rows to their experts, through `compute` and back, in the given order.
 
     Args:
         order: the computing tasks; the same on every rank.

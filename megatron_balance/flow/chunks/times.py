@@ -59,13 +59,13 @@ class TaskModel:
         return ChunkTimes(c1, a1, d1 + spreading, computing, c2 + collecting, a2, d2)
 
     def _among_shards(self, collective: str | None, rows: float) -> float:
-        """Seconds of a collective among an expert's shards, which share a node, over `rows` rows."""
+        """Return the seconds of a collective over `rows` rows among an expert's shards, which share a node."""
         if collective is None or not rows:
             return 0.0
         return self.profile.link(collective, "intra").seconds(rows * self.hidden * self.dtype.itemsize)
 
     def _leg(self, all_to_all: AllToAll, wires: Sequence[np.ndarray]) -> tuple[float, float, float]:
-        """Compression on the rank that sends most, exchange, decompression on the rank that receives most."""
+        """Return the seconds of compression on the busiest sender, exchange, decompression on the busiest receiver."""
         compressed = isinstance(all_to_all, CompressedAllToAll)
         wire, row_bytes = all_to_all, self.hidden * self.dtype.itemsize
         if compressed:

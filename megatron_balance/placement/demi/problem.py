@@ -12,7 +12,7 @@ MOST_DOUBLINGS = 40
 """Slot from which pow2 is constant, so that long schedules do not overflow."""
 
 FEWEST_SLOTS = 3
-"""Least T: a token needs one slot each to be sent, computed and sent back (6a and 6c)."""
+"""Minimum T: a token needs one slot each to be sent, computed and sent back (6a and 6c)."""
 
 TOLERANCE = 1e-8
 """Relative rounding error that sums of sizes and capacities may have."""

@@ -199,7 +199,7 @@ class _Program:
         self.most.put(by_expert[..., None], self.trans_EDT[:, None, :, None, :], factors)
 
     def solve(self) -> Relaxed | None:
-        """Minimise (7) and return the optimum; None if there is none."""
+        """Minimize (7) and return the optimum; None if there is none."""
         tasks = (self.dispatch_GDDT, self.trans_EDT, self.compute_GDDT, self.combine_GDDT)
         weight_T = self.problem.weight_T
         costs = np.zeros(self.count)

@@ -18,7 +18,7 @@ DRAWS = 8
 SEED = 0
 
 FULL = 600
-"""Most variables for tokens (E * D^2 * T) for which the linear program has one group per expert."""
+"""Maximum number of variables for tokens (E * D^2 * T) for which the linear program has one group per expert."""
 
 AGGREGATED = 4000
 """Approximate number of variables up to which the aggregated program is solved, which takes about 20 ms."""
@@ -30,22 +30,22 @@ STARTS = 1
 """Number of placements that `improve` starts from, the best ones."""
 
 TRIED = 8
-"""Number of neighbours whose schedules are timed in each step of `improve`."""
+"""Number of neighbors whose schedules are timed in each step of `improve`."""
 
 PATH = 16
 """Number of placements on the descent whose schedules are timed."""
 
 LISTED = 200_000
-"""Most mini-tasks of all placements that are timed at once."""
+"""Maximum number of mini-tasks, over all placements, that are timed at once."""
 
-NEIGHBOURS = 512
-"""Most neighbours for which all are examined; above, only some experts of BUSY and LIGHT workers."""
+NEIGHBORS = 512
+"""Maximum number of neighbors that are all examined; above it, only some experts of BUSY and LIGHT workers are."""
 
 BUSY, LIGHT, EXPERTS = 1, 4, 4
-"""Number of workers that neighbours relieve, of workers that they load, and of experts that they move."""
+"""Number of workers that neighbors relieve, of workers that they load, and of experts that they move."""
 
 MOST_STEPS = 256
-"""Most steps of a descent."""
+"""Maximum number of steps of a descent."""
 
 GAIN = 1e-9
 """Relative improvement below which a step is rounding."""
@@ -162,7 +162,7 @@ def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
 class Times(NamedTuple):
     """Busy time of links, workers and migrated experts, in slots: lower bounds on the end of a schedule.
 
-    An expert is busy for its migration and then for its computation.
+    An expert is busy during its migration and then during its computation.
     """
 
     link_BDD: np.ndarray
@@ -198,10 +198,10 @@ def times(problem: Problem, hosts_BE: np.ndarray, near_E: np.ndarray) -> Times:
     return Times(crossing_BDD / problem.passage_DD, load_BDD.sum(-1) / problem.compute_D, expert_BE)
 
 
-def neighbours(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
+def neighbors(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
     """Return [B, E]: placements with one expert moved or two exchanged that respect all bounds."""
     workers, experts = problem.num_workers, problem.num_experts
-    if experts * (workers + experts) <= NEIGHBOURS:
+    if experts * (workers + experts) <= NEIGHBORS:
         moved, others = np.arange(experts), np.arange(experts)
         targets = np.broadcast_to(np.arange(workers), (experts, workers))
     else:
@@ -225,9 +225,9 @@ def neighbours(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
 
 
 def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
-    """Return the descent from a placement, inclusive, over neighbours with ever smaller soft maxima of busy times."""
+    """Return the descent from a placement, inclusive, over neighbors with ever smaller soft maxima of busy times."""
     descent, best = [hosts_E], float(times(problem, hosts_E[None], hosts_E).soft_maximum[0])
-    while len(descent) <= MOST_STEPS and len(around_BE := neighbours(problem, descent[-1])):
+    while len(descent) <= MOST_STEPS and len(around_BE := neighbors(problem, descent[-1])):
         busy_B = times(problem, around_BE, descent[-1]).soft_maximum
         chosen = busy_B.argmin()
         if busy_B[chosen] >= best * (1 - GAIN):
@@ -240,13 +240,13 @@ def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
 def improve(
     problem: Problem, hosts_E: np.ndarray, finish: float, *, pace: Pace, tried: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Step to the neighbour with the shortest schedule among the most promising ones, while that shortens it.
+    """Step to the neighbor with the shortest schedule among the most promising ones, while that shortens it.
 
     Returns:
         The placements timed in each step, and the ends of their schedules.
     """
     seen = []
-    while len(around_BE := neighbours(problem, hosts_E)):
+    while len(around_BE := neighbors(problem, hosts_E)):
         order_B = np.argsort(times(problem, around_BE, hosts_E).soft_maximum, kind="stable")
         promising_BE = around_BE[order_B[:tried]]
         finish_B = finishes(problem, promising_BE, pace)

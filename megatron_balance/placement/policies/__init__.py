@@ -1,4 +1,4 @@
-"""Placement policies, one file each: the next placement from an expected load and the present placement.
+"""Placement policies, one file each: the next placement from an expected load and the current placement.
 
     interface        Policy, the base class, and what several policies share
     none             no balancing: owners compute their experts
@@ -12,10 +12,12 @@
 A new policy is a new file: the functions below find every class of this package that has a `name`.
 """
 
+import functools
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron_balance.config.flags import named
@@ -24,15 +26,20 @@ from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.splits import SPLITS
 
 
-def registered() -> dict[str, type[Policy]]:
+def registered() -> Mapping[str, type[Policy]]:
     """Return the policies in the modules of this package, by name."""
+    return _policies_in(*__path__)
+
+
+@functools.cache
+def _policies_in(*directories: str) -> Mapping[str, type[Policy]]:
     found: dict[str, type[Policy]] = {}
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    for module in pkgutil.iter_modules(directories, f"{__name__}."):
         for _, cls in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             if cls.__module__ == module.name and issubclass(cls, Policy) and "name" in vars(cls):
                 assert cls.name not in found, f"two policies are named {cls.name}"
                 found[cls.name] = cls
-    return dict(sorted(found.items()))
+    return MappingProxyType(dict(sorted(found.items())))
 
 
 def option_fields() -> frozenset[str]:
@@ -59,7 +66,7 @@ def load_policy(name: str, **options: Any) -> Policy:
         options: arguments of the policy's constructor, such as alpha.
 
     Raises:
-        ValueError: no such name, module or class, options that the class does not take, or no method `plan`.
+        ValueError: there is no such name, module, class or method `plan`, or the class does not take these options.
     """
     flag, known = f"--balance-policy {name}", registered()
     factory = named("--balance-policy", name, known)
@@ -78,10 +85,10 @@ def load_policy(name: str, **options: Any) -> Policy:
 
 
 def split_of(policy: Policy) -> str:
-    """Return the policy's `split`, `local_first` for a class that has none.
+    """Return the policy's `split`, or `local_first` for a class without one.
 
     Raises:
-        ValueError: not a name in SPLITS.
+        ValueError: it is not a name in SPLITS.
     """
     split = getattr(policy, "split", Policy.split)
     if type(split) is not str or split not in SPLITS:

@@ -15,10 +15,10 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.interface import Policy, lend, owners_host
 
 MOST_SLOTS = 20
-"""Most slots: weights 2^t of more slots differ too much for a linear program's tolerances."""
+"""Maximum number of slots: weights 2^t of more slots differ too much for a linear program's tolerances."""
 
 LEAST_SECONDS = 1e-15
-"""Least seconds per byte of a link or rank: a line through noisy times may be flat."""
+"""Minimum seconds per byte of a link or rank: a line through noisy times may be flat."""
 
 CONFIRMED = 16
 """Number of placements that the cost model times; those with the shortest schedules first."""
@@ -27,7 +27,7 @@ MIN_GAIN = 0.001
 """Share of the layer's time that lending must save, because the cost model omits part of its cost."""
 
 MOVE_GAIN = 0.05
-"""Share of the layer's time that a change of the present lends must save. Loads change a little in every iteration, and
+"""Share of the layer's time that a change of the current lends must save. Loads change a little in every iteration, and
 many lends are about equally good; lends that stay can become Transfers."""
 
 
@@ -35,9 +35,9 @@ many lends are about equally good; lends that stay can become Transfers."""
 class Demi(Policy):
     """Lends experts to the ranks where dispatch, expert transfer and computation together finish soonest.
 
-    The linear program and the search minimise the length of a schedule of mini-tasks, in which computation and
+    The linear program and the search minimize the length of a schedule of mini-tasks, in which computation and
     transfers of one layer overlap. Execution overlaps less. So the plan is the fastest by the cost model among the
-    placements with the shortest schedules, the present placement and owners alone; the present placement wins if it is
+    placements with the shortest schedules, the current placement and owners alone; the current placement wins if it is
     nearly as fast.
     """
 

@@ -14,15 +14,15 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.policies.interface import Policy, lend
 
 EXACT = 256
-"""Most (expert, rank) pairs for which S3 is solved exactly."""
+"""Maximum number of (expert, rank) pairs for which S3 is solved exactly."""
 
 NODES = 500
-"""Most nodes of the exact search for S3; unlike a limit in seconds, it is reproducible."""
+"""Maximum number of nodes of the exact search for S3; unlike a limit in seconds, it is reproducible."""
 
 
 @dataclass(frozen=True)
 class DemiS1(Policy):
-    """Minimises the number of tokens sent: each expert goes to the rank with most of its tokens."""
+    """Minimizes the number of tokens sent: each expert goes to the rank with most of its tokens."""
 
     name = "demi_s1"
     single_host = True
@@ -34,7 +34,7 @@ class DemiS1(Policy):
 
 @dataclass(frozen=True)
 class DemiS2(Policy):
-    """Minimises the bytes of tokens sent and of migrating experts."""
+    """Minimizes the bytes of tokens sent and of migrating experts."""
 
     name = "demi_s2"
     single_host = True
@@ -48,7 +48,7 @@ class DemiS2(Policy):
 
 @dataclass(frozen=True)
 class DemiS3(Policy):
-    """Minimises the bytes of tokens sent, plus those of migrating experts and of the most loaded rank's tokens.
+    """Minimizes the bytes of tokens sent, plus those of migrating experts and of the most loaded rank's tokens.
 
     Up to EXACT pairs, a mixed-integer program is exact. Above, experts leave the most loaded rank of S2's placement,
     one at a time, while the sum falls.
@@ -94,7 +94,7 @@ def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.nd
 
 
 def _saved_tokens(counts_DE: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
-    """Return [E, D] float64: number of tokens less to send if a rank computes an expert instead of its owner."""
+    """Return [E, D] float64: how many fewer tokens are sent if a rank computes an expert instead of its owner."""
     return (counts_DE - counts_DE[owner_E, np.arange(len(owner_E))]).T.astype(np.float64)
 
 

@@ -21,7 +21,7 @@ CANDIDATES = 16
 """Number of ranks that an Expand may go to, the lightest first."""
 
 MOVES = 16
-"""Number of moves that are timed as a Migrate with every partner; those that save most synchronisation first."""
+"""Number of moves that are timed as a Migrate with every partner; those that save most synchronization first."""
 
 TRIED = 4
 """Number of Migrates whose adjustments are counted; those that save the ranks most time first."""
@@ -42,18 +42,18 @@ class FlexMoE(Policy):
     """Changes the placement in use, one vExpert at a time, while the change shortens the layer.
 
     A vExpert is an even share of its expert's tokens; vExperts of one expert on one rank share a slot. At first every
-    expert has one vExpert, on its owner, and the rest are free. Expand takes a free vExpert of the rank, or that of the
-    smallest expert there which has another one (in the paper none is free, and each Expand comes with a Shrink). A plan
-    is greedy:
+    expert has one vExpert, on its owner, and the rest are free. Expand takes a free vExpert of the rank, or else one
+    of the smallest expert there that has several (in the paper none is free, and each Expand comes with a Shrink). A
+    plan is greedy:
 
     0. Start from owners alone if they are faster by Eq. 5 than the placement in use, for example once loads are even.
     1. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
        can help; the one with the most tokens per vExpert comes first. It goes to the rank that makes times most even,
        or the slowest rank gives it up to its other hosts (Shrink). No rank involved may become as slow as the slowest
-       was; this rule passes ranks that are equally slow. Keep the state with the least Eq. 5 plus adjustments.
+       was; this rule gets past ranks that are equally slow. Keep the state with the least Eq. 5 plus adjustments.
     2. Drop guests that no longer help, also below the threshold: without them Eq. 5 is not longer, and the sum over
        ranks is shorter. The paper keeps them; here each costs a Trans and an Agg in every iteration.
-    3. Migrate while it makes synchronisation (Eq. 9) cheaper, and Eq. 5 plus adjustments not longer.
+    3. Migrate while it makes synchronization (Eq. 9) cheaper, and Eq. 5 plus adjustments not longer.
 
     So Eq. 5 plus adjustments never exceeds Eq. 5 without the plan, nor that of owners alone. An expert may leave its
     owner; it is lent until a Migrate brings it back.
@@ -187,7 +187,7 @@ def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.n
 def _most_even(state: VExperts, slowest: int, change_AD: np.ndarray) -> int | None:
     """Return the candidate with the most even times among those that leave all ranks involved faster than the slowest.
 
-    Evenness is a small sum of squares, which also favours a small total.
+    Evenness is a small sum of squares, which also favors a small total.
     """
     seconds_AD = state.seconds_D + change_AD
     involved_AD = change_AD != 0
@@ -228,7 +228,7 @@ def _migrate(state: VExperts) -> Sequence[Modification]:
 
 
 def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [A] experts, sources and targets of the moves that save most synchronisation (Eq. 9).
+    """Return [A] experts, sources and targets of the moves that save most synchronization (Eq. 9).
 
     With each move a rank gives up a guest, so that fewer ranks or fewer nodes have the expert.
     """
@@ -244,8 +244,8 @@ def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return row_A, row_A, row_A
     ranks_M, nodes_M = others_MD.sum(1), (others_MN > 0).sum(1)
     ranks_A, nodes_A = ranks_M[row_A] + ~others_MD[row_A, target_A], nodes_M[row_A]
-    now_M = (ranks_M + 1) * cost.synchronisation_seconds(ranks_M + 1, nodes_M + node_left_M)
-    saved_A = now_M[row_A] - ranks_A * cost.synchronisation_seconds(ranks_A, nodes_A)
+    now_M = (ranks_M + 1) * cost.synchronization_seconds(ranks_M + 1, nodes_M + node_left_M)
+    saved_A = now_M[row_A] - ranks_A * cost.synchronization_seconds(ranks_A, nodes_A)
     order_A = np.argsort(-saved_A, kind="stable")[:MOVES]
     return expert_M[row_A[order_A]], source_M[row_A[order_A]], target_A[order_A]
 

@@ -55,7 +55,7 @@ class Policy(ABC):
             owners: every expert on its owner alone, and the guest slots to fill.
 
         Raises:
-            ValueError: names the flag, its value and the remedy.
+            ValueError: the policy cannot plan for it; the message names the flag, its value and the remedy.
         """
 
     def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:

@@ -11,7 +11,7 @@ from megatron_balance.placement.policies.interface import Policy, owners_host
 
 @dataclass(frozen=True)
 class NoPolicy(Policy):
-    """Keeps every expert on its owner only, whatever the load."""
+    """Keeps every expert on its owner only, regardless of the load."""
 
     name = "none"
     single_host = True

@@ -57,7 +57,7 @@ class ProProphet(Policy):
         limit, left, found = _Search(start, cost).seconds(), self.budget, []
         runs = _runs(current, cost.links)
         for index, (everywhere, bound) in enumerate(runs):
-            # The first search has no bound and may need the most
+            # The first search has no bound and may examine the most experts
             share = left // 2 if index == 0 and len(runs) > 1 else left // (len(runs) - index)
             search = _Search(start, cost, bound, everywhere)
             found += search.run(spread, limit, share, self.min_gain)
@@ -67,7 +67,7 @@ class ProProphet(Policy):
         for estimate, guests in sorted(found, key=itemgetter(0)):
             if estimate >= limit or confirmed >= CONFIRMED:
                 break
-            # The search counts tokens by Pro-Prophet's rule, whatever the split
+            # The search counts tokens by Pro-Prophet's rule, regardless of the split
             planned = owners_host(current, [(expert, rank) for expert, ranks in guests for rank in ranks])
             best, limit = min((best, limit), (planned, cost.layer_seconds(counts_DE, planned)), key=itemgetter(1))
             confirmed += planned.added_hosts
@@ -150,7 +150,7 @@ class _Search:
         return float(self.cost.time_of(0.0, self.mean, *self.sent).total)
 
     def seconds(self) -> float:
-        """Return the seconds of Eq. 6 or 8 for the present loads."""
+        """Return the seconds of Eq. 6 or 8 for the current loads."""
         exchanged = max(self.received_D.max(), self.sent_D.max())
         return float(self.cost.time_of(exchanged, self.computed_D.max(), *self.sent).total)
 
@@ -181,7 +181,7 @@ class _Search:
         return False
 
     def _choose_guests(self, owner: int, expert: int) -> np.ndarray:
-        """Return the guests that minimise the time of owner and guests: the ranks with most of the expert's tokens.
+        """Return the guests that minimize the time of owner and guests: the ranks with most of the expert's tokens.
 
         Ties go to fewer guests. Other ranks are not counted: with several heavy ranks, relieving one alone would not
         change the maximum.

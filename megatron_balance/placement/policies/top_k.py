@@ -11,7 +11,7 @@ from megatron_balance.placement.policies.interface import Policy, everywhere, ho
 
 @dataclass(frozen=True)
 class TopK(Policy):
-    """Copies the k experts with the most tokens to every rank with a free guest slot, whatever the cost."""
+    """Copies the k experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     k: int
 

@@ -1,11 +1,11 @@
 """Stand-ins for NVIDIA's Transformer Engine and apex, for runs on a device in host memory.
 
-Each directory below is a root for `sys.path`. With both, one or none of them there before megatron-core is imported, a
-process takes its machine for one that has the packages. They compute with plain operators of torch, in the order in
-which megatron-core's own modules do where both compute the same, so that losses can be compared; they raise where the
-real ones raise, or would read memory that is not theirs; they take the arguments of the real ones and no others.
+Each directory below is a root for `sys.path`. A process that adds a root before it imports megatron-core appears to
+run on a machine with that package. The stand-ins compute with plain operators of torch. Where megatron-core's own
+modules compute the same, they use the same order of operations, so that losses can be compared. They take exactly the
+arguments of the real packages. They raise where the real packages raise or would read memory out of bounds.
 
-Nothing in them reads a tensor's values on the host, but where the real one does.
+They read a tensor's values on the host only where the real packages do.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 MACHINES = {"bare": (), "apex": ("apex",), "te": ("te",), "te and apex": ("te", "apex")}
-"""Roots by the name of a machine."""
+"""Machine name -> roots."""
 
 
 def roots(machine: str) -> list[str]:
-    """What a process puts in front of `sys.path` to find itself on `machine`."""
+    """Return the entries that put a process on `machine` when prepended to `sys.path`."""
     return [str(HERE / name) for name in MACHINES[machine]]

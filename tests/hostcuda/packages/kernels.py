@@ -1,7 +1,7 @@
-"""What kernels of both packages ask of their arguments, and those with many tensors, which both have.
+"""Argument checks for the kernels of both packages, and the multi-tensor kernels that both packages have.
 
-A kernel takes addresses: it refuses little, and computes nonsense with what is elsewhere or strided. All of that is
-refused here.
+A real kernel takes addresses. It refuses little, and computes nonsense from tensors that are strided or not on the
+device. The stand-ins refuse all of those.
 """
 
 import torch
@@ -12,26 +12,26 @@ Lists = list[list[torch.Tensor]]
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise what a kernel's own checks raise."""
+    """Raise the error of a kernel's own checks unless `condition` holds."""
     if not condition:
         raise RuntimeError(message)
 
 
 def on_device(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors on the host, by name; None is left out."""
+    """Refuse tensors on the host, by name; ignore None."""
     for name, tensor in tensors.items():
         require(tensor is None or tensor.is_cuda, f"{name}: a CUDA kernel cannot read memory of the host")
 
 
 def dense(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors on the host and strided ones, by name; None is left out."""
+    """Refuse tensors on the host and strided tensors, by name; ignore None."""
     on_device(**tensors)
     for name, tensor in tensors.items():
         require(tensor is None or tensor.is_contiguous(), f"{name}: the kernel takes contiguous memory")
 
 
 def check_lists(overflow: torch.Tensor, lists: Lists, depth: int) -> None:
-    """Refuse what a kernel over lists of tensors does not take: each list has a tensor of each place's size."""
+    """Refuse lists that a multi-tensor kernel does not take; tensors at one position must have equal sizes."""
     on_device(overflow=overflow)
     require(overflow.dtype == torch.int32 and overflow.numel() == 1, "the overflow buffer holds one int32")
     require(len(lists) == depth, f"{len(lists)} lists of tensors, not {depth}")
@@ -47,7 +47,7 @@ def check_lists(overflow: torch.Tensor, lists: Lists, depth: int) -> None:
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None, /
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all tensors, shape [1], and none of each."""
+    """Return the norm of all tensors, shape [1], and an empty tensor instead of the norm of each."""
     check_lists(noop_flag, tensor_lists, 1)
     if per_tensor_python:
         raise NotImplementedError("multi_tensor_l2norm: a norm of each tensor")
@@ -57,7 +57,7 @@ def multi_tensor_l2norm(
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float, /) -> None:
-    """Write the first list's tensors, times `scale`, into those of the second."""
+    """Write the first list's tensors, times `scale`, into the second list's tensors."""
     check_lists(noop_flag, tensor_lists, 2)
     for source, target in zip(*tensor_lists, strict=True):
         target.copy_(source.float() * scale if source.dtype in HALVES else source * scale)
@@ -77,7 +77,7 @@ def adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step of Adam (mode 0) or AdamW (1), in single precision and in the order of `torch.optim`, in place."""
+    """Take one step of Adam (mode 0) or AdamW (1) in place, in single precision and in the order of `torch.optim`."""
     single, gradient = parameter.float(), gradient.float()
     if mode == 1:
         single.mul_(1 - lr * weight_decay)
@@ -105,7 +105,7 @@ def sgd(
     first: bool,
     decay_after_momentum: bool,
 ) -> None:
-    """One step of SGD, in single precision, in place; in the `first` one the momentum is the gradient."""
+    """Take one step of SGD in place, in single precision; in the `first` step the momentum is the gradient."""
     single, gradient = parameter.float(), gradient.float()
     if weight_decay and not decay_after_momentum:
         gradient = gradient.add(single, alpha=weight_decay)

@@ -22,7 +22,7 @@ def multi_tensor_adam(
     weight_decay: float,
     /,
 ) -> None:
-    """A step with lists of gradients, parameters and both moments."""
+    """Take a step with lists of gradients, parameters and both moments."""
     kernels.check_lists(noop_flag, tensor_lists, 4)
     for gradient, parameter, mean, square in zip(*tensor_lists, strict=True):
         kernels.require(gradient.dtype == parameter.dtype, "gradients have the parameters' type")
@@ -57,7 +57,7 @@ def multi_tensor_sgd(
     scale: float,
     /,
 ) -> None:
-    """A step with lists of gradients, parameters and momenta."""
+    """Take a step with lists of gradients, parameters and momenta."""
     kernels.check_lists(noop_flag, tensor_lists, 3)
     for gradient, parameter, buffer in zip(*tensor_lists, strict=True):
         kernels.sgd(

@@ -1,1 +1,1 @@
-"""Stands for the kernels that `apex.normalization` is compiled with; the stand-in computes without them."""
+"""Stands for the compiled kernels of `apex.normalization`; the stand-in computes without them."""

@@ -8,11 +8,11 @@ TYPES = (torch.float32, *kernels.HALVES)
 
 
 def wgrad_gemm_accum_fp32(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor, /) -> None:
-    """Add to a `d_weight` in single precision.
+    """Add the weight's gradient to `d_weight`, which is in single precision.
 
     Args:
         input: [..., columns].
-        d_output: gradient of the output, [..., rows], of the input's type.
+        d_output: gradient of the output, [..., rows], in the input's dtype.
         d_weight: [rows, columns].
     """
     kernels.require(d_weight.dtype == torch.float32, "d_weight is in single precision")
@@ -20,7 +20,7 @@ def wgrad_gemm_accum_fp32(input: torch.Tensor, d_output: torch.Tensor, d_weight:
 
 
 def wgrad_gemm_accum_fp16(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor, /) -> None:
-    """As `wgrad_gemm_accum_fp32`, with all three in one half-precision type."""
+    """Do as `wgrad_gemm_accum_fp32`, with all three tensors in one half-precision dtype."""
     kernels.require(d_weight.dtype == input.dtype, "d_weight is of the input's type")
     _accumulate(input, d_output, d_weight, kernels.HALVES)
 

@@ -7,7 +7,7 @@ from tests.hostcuda.packages import kernels
 
 
 def forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
-    """The softmax of `input` times `scale_factor` where `mask` is not set, in half precision.
+    """Return the softmax of `input` times `scale_factor` where `mask` is not set, in half precision.
 
     Args:
         input: [batch, heads, queries, keys].
@@ -24,12 +24,12 @@ def forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float, /) -> 
 
 
 def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
-    """The gradient of `forward`'s input."""
+    """Return the gradient of `forward`'s input."""
     check(output_grads, 4)
     check(softmax_results, 4)
     return gradient(output_grads, softmax_results, scale_factor)
 
 
 def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int, /) -> int:
-    """What the number of rows has to be a multiple of."""
+    """Return the number that must divide the number of rows."""
     return rows_per_block(key_seq_len)

@@ -9,7 +9,7 @@ MASKED = -10000.0
 
 
 def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
-    """The softmax of `input` times `scale_factor`, in half precision.
+    """Return the softmax of `input` times `scale_factor`, in half precision.
 
     Args:
         input: [batch, heads, queries, keys].
@@ -19,14 +19,14 @@ def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
 
 
 def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
-    """The gradient of `forward`'s input."""
+    """Return the gradient of `forward`'s input."""
     check(output_grads, 4)
     check(softmax_results, 4)
     return gradient(output_grads, softmax_results, scale_factor)
 
 
 def check(scores: torch.Tensor, dimensions: int) -> None:
-    """Refuse what none of the kernels takes."""
+    """Refuse scores that none of the kernels accepts."""
     kernels.dense(scores=scores)
     kernels.require(scores.dim() == dimensions, f"expected {dimensions}D tensor")
     kernels.require(scores.dtype in kernels.HALVES, "Only fp16 and bf16 are supported")
@@ -35,13 +35,13 @@ def check(scores: torch.Tensor, dimensions: int) -> None:
 
 
 def rows_per_block(keys: int) -> int:
-    """How many rows of that many keys a block of threads computes: their number is a multiple of it."""
+    """Return the rows of `keys` keys that a thread block computes; the number of rows must be a multiple of it."""
     elements = 1 << (keys - 1).bit_length() if keys > 1 else 1
     return 128 // min(elements, 32) * (2 if elements <= 128 else 1)
 
 
 def softmax(scores: torch.Tensor, scale_factor: float, mask: torch.Tensor | None) -> torch.Tensor:
-    """In single precision, rounded at the end; rows that are masked as a whole are zero."""
+    """Return the softmax, computed in single precision and rounded; fully masked rows are zero."""
     scaled = scores.float() * float(scale_factor)
     if mask is None:
         return scaled.softmax(-1).to(scores.dtype)
@@ -50,7 +50,7 @@ def softmax(scores: torch.Tensor, scale_factor: float, mask: torch.Tensor | None
 
 
 def gradient(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """Of the scores."""
+    """Return the gradient of the scores."""
     output, found = output_grads.float(), softmax_results.float()
     scaled = torch._softmax_backward_data(output, found, -1, torch.float32) * float(scale_factor)
     return scaled.to(output_grads.dtype)

@@ -7,7 +7,7 @@ from tests.hostcuda.packages import kernels
 
 
 def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
-    """The causal softmax of `input` times `scale_factor`, in half precision.
+    """Return the causal softmax of `input` times `scale_factor`, in half precision.
 
     Args:
         input: [batch times heads, sequence, sequence].
@@ -20,7 +20,7 @@ def forward(input: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
 
 
 def backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float, /) -> torch.Tensor:
-    """The gradient of `forward`'s input."""
+    """Return the gradient of `forward`'s input."""
     check(output_grads, 3)
     check(softmax_results, 3)
     kernels.require(output_grads.shape[1] == output_grads.shape[2], "as many queries as keys")

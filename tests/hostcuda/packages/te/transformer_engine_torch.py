@@ -1,6 +1,6 @@
-"""Transformer Engine's extension module: megatron-core imports it at load, and calls it for context parallelism."""
+"""Transformer Engine's extension module: megatron-core imports it at startup, and calls it for context parallelism."""
 
 
 def thd_get_partitioned_indices(cu_seqlens: object, total_tokens: int, world_size: int, rank: int) -> None:
-    """Tokens of packed sequences by context-parallel rank."""
+    """Partition the tokens of packed sequences over context-parallel ranks."""
     raise NotImplementedError("thd_get_partitioned_indices")

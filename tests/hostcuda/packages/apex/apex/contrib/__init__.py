@@ -1,1 +1,1 @@
-"""apex's extensions that megatron-core asks for."""
+"""The apex extensions that megatron-core uses."""

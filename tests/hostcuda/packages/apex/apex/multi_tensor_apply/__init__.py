@@ -1,4 +1,4 @@
-"""apex's way to call kernels over lists of tensors."""
+"""apex's interface to kernels over lists of tensors."""
 
 from .multi_tensor_apply import MultiTensorApply
 

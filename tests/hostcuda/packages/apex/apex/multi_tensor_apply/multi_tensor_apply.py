@@ -7,7 +7,7 @@ import torch
 
 
 class MultiTensorApply:
-    """Gives a kernel the size of its chunks."""
+    """Passes a kernel the size of its chunks."""
 
     available = True
 

@@ -1,1 +1,1 @@
-"""apex's norms that megatron-core asks for."""
+"""The apex norms that megatron-core uses."""

@@ -1,4 +1,4 @@
-"""apex's optimizers that megatron-core asks for."""
+"""The apex optimizers that megatron-core uses."""
 
 from .fused_adam import FusedAdam
 from .fused_sgd import FusedSGD

@@ -9,7 +9,7 @@ from ..multi_tensor_apply import multi_tensor_applier
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW in single precision; groups count their steps, and have no `step` before the first one."""
+    """Adam or AdamW in single precision; groups count their steps and have no `step` before the first step."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def zero_grad(self) -> None:
-        """Without an argument, unlike torch's."""
+        """Reset the gradients; unlike torch's method, this one takes no argument."""
         super().zero_grad(set_to_none=self.set_grad_none)
 
     @torch.no_grad()
@@ -49,7 +49,7 @@ class FusedAdam(torch.optim.Optimizer):
         grad_norms: None = None,
         grad_scaler: None = None,
     ) -> None:
-        """One step of every group that has parameters; a parameter without gradient gets no state."""
+        """Step every group that has parameters; a parameter without a gradient gets no state."""
         assert closure is None and grads is output_params is scale is grad_norms is grad_scaler is None
         for group in self.param_groups:
             if not group["params"]:

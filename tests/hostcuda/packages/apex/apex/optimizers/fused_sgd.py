@@ -30,12 +30,12 @@ class FusedSGD(torch.optim.Optimizer):
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def zero_grad(self) -> None:
-        """Without an argument, unlike torch's."""
+        """Reset the gradients; unlike torch's method, this one takes no argument."""
         super().zero_grad(set_to_none=self.set_grad_none)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:

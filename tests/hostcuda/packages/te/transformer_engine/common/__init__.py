@@ -1,4 +1,4 @@
-"""What does not depend on the framework."""
+"""The framework-independent part."""
 
 from . import recipe
 

@@ -1,4 +1,4 @@
-"""Transformer Engine for torch: what megatron-core asks for."""
+"""The part of Transformer Engine for torch that megatron-core uses."""
 
 from . import ops, optimizers
 from .attention import DotProductAttention

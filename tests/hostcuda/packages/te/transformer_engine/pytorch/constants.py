@@ -9,7 +9,7 @@ TE_DType = {
         *(torch.float32, torch.float16, torch.bfloat16),
     )
 }
-"""Types that kernels take, by torch's."""
+"""torch dtype -> the kernels' type."""
 
 AttnMaskTypes = (
     *("no_mask", "padding", "causal", "padding_causal"),

@@ -1,4 +1,4 @@
-"""Kernels that are called as they are."""
+"""Kernels that megatron-core calls directly."""
 
 from typing import Any
 
@@ -29,10 +29,10 @@ def general_gemm(
     extra_output: torch.Tensor | None = None,
     bulk_overlap: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-    """In rows: `B A^T` with layout TN, `B A` with NN, `B^T A` with NT; in single precision, rounded at the end.
+    """Multiply row-major matrices in single precision and round: `B A^T` in layout TN, `B A` in NN, `B^T A` in NT.
 
     Returns:
-        The product, the bias's gradient (with `grad` and a bias), and two that are for what is not computed here.
+        The product, the bias's gradient (with `grad` and a bias), and two placeholders for results not computed here.
     """
     assert layout in ("TN", "NN", "NT"), f"GEMM layout {layout} not supported."
     if quantization_params is not None or gelu or ub is not None or bulk_overlap or alpha != 1.0:

@@ -1,4 +1,4 @@
-"""Activations in the host's memory."""
+"""Offloading of activations to host memory."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: Any = None,
 ) -> tuple[contextlib.AbstractContextManager, Callable]:
-    """A context and what to call after each layer; both do nothing unless `enabled`."""
+    """Return a context and a function to call after each layer; both do nothing unless `enabled`."""
     if enabled or manual_synchronization:
         raise NotImplementedError("get_cpu_offload_context, enabled")
     return contextlib.nullcontext(), lambda output: output

@@ -1,1 +1,1 @@
-"""Activations in the host's memory, as they were before version 2.10."""
+"""Offloading of activations to host memory, as before version 2.10."""

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are divided over the vocabulary."""
+"""Cross entropy of logits that are sharded over the vocabulary."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.hostcuda.packages import kernels
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """In single precision; the gradient is of the input's type, and in its memory."""
+    """Computes in single precision; the gradient has the input's dtype and overwrites its memory."""
 
     @staticmethod
     def forward(
@@ -51,7 +51,7 @@ class CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         (gradient,) = ctx.saved_tensors
         kernels.on_device(grad_output=grad_output)
-        # The real one waits for the device here, too
+        # The real function waits for the device here, too
         if ctx.is_cg_capturable or not torch.equal(grad_output, torch.tensor(1.0, device=grad_output.device)):
             gradient.mul_(grad_output.contiguous()[..., None])
         return gradient, None, None, None, None
@@ -68,10 +68,10 @@ def parallel_cross_entropy(
     *,
     _input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of each token, of the shape of `target`.
+    """Return the loss of each token, in the shape of `target`.
 
     Args:
-        inp: [rows, columns, this rank's part of the vocabulary]; its memory becomes the gradient's.
+        inp: [rows, columns, this rank's part of the vocabulary]; the gradient overwrites it.
         target: [rows, columns].
     """
     if label_smoothing or reduce_loss or _input is not None:

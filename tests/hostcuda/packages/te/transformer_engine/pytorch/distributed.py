@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 
 def get_distributed_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """1 without torch.distributed."""
+    """Return the group's size, or 1 if torch.distributed is not initialized."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a parameter that has none of the marks."""
+    """Set the tensor-parallel attributes of a parameter that has none of them."""
     marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     assert not any(hasattr(tensor, name) for name in marks)
     for name, value in marks.items():
@@ -24,7 +24,7 @@ def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool
 def gather_along_first_dim(
     inp: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool = False, quantizer: None = None
 ) -> tuple[torch.Tensor, None]:
-    """All ranks' rows."""
+    """Return all ranks' rows."""
     if async_op or quantizer is not None:
         raise NotImplementedError("gather_along_first_dim: async_op, quantizer")
     size = get_distributed_world_size(process_group)
@@ -38,7 +38,7 @@ def gather_along_first_dim(
 def reduce_scatter_along_first_dim(
     inp: torch.Tensor, tp_group: dist.ProcessGroup, async_op: bool = False
 ) -> tuple[torch.Tensor, None]:
-    """This rank's rows of the sum."""
+    """Return this rank's rows of the sum."""
     if async_op:
         raise NotImplementedError("reduce_scatter_along_first_dim: async_op")
     size = get_distributed_world_size(tp_group)
@@ -52,7 +52,7 @@ def reduce_scatter_along_first_dim(
 
 @contextlib.contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
-    """State of low precision in recomputation: there is none."""
+    """Do nothing: recomputation has no low-precision state."""
     yield
 
 
@@ -71,7 +71,7 @@ class CudaRNGStatesTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget all states."""
         self.states_: dict[str, torch.Tensor] = {}
         self.seeds_: set[int] = set()
 
@@ -82,7 +82,7 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """A state of that seed; neither was there before."""
+        """Add a state from a seed; both the name and the seed must be new."""
         if seed in self.seeds_:
             raise RuntimeError(f"seed {seed} already exists")
         if name in self.states_:
@@ -95,7 +95,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from that state meanwhile."""
+        """Draw random numbers from the named state inside the context."""
         if name not in self.states_:
             raise KeyError(f"cuda rng state {name} is not added")
         before = torch.cuda.get_rng_state()
@@ -108,12 +108,12 @@ class CudaRNGStatesTracker:
 
 
 def get_all_rng_states() -> None:
-    """States of all trackers, for CUDA graphs."""
+    """Return the states of all trackers, for CUDA graphs."""
     raise NotImplementedError("get_all_rng_states")
 
 
 class _Checkpoint(torch.autograd.Function):
-    """Runs a function again in the backward pass, with the random states of the first time."""
+    """Runs a function again in the backward pass, with the random states of its first run."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable, tracker: Callable | None, kwargs: dict, *args: Any) -> Any:
@@ -161,8 +161,8 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Recompute `function` in the backward pass.
 
     Args:
-        kwargs: `distribute_saved_activations`, `tp_group`, `get_rng_state_tracker` and `use_reentrant` are this
-            function's, all others are `function`'s.
+        kwargs: `distribute_saved_activations`, `tp_group`, `get_rng_state_tracker` and `use_reentrant` belong to this
+            function; all others are passed to `function`.
     """
     tracker = kwargs.pop("get_rng_state_tracker", None)
     kwargs.pop("tp_group", None)

@@ -1,4 +1,4 @@
-"""Of `tensor`, under its older name."""
+"""The tensor class of `tensor`, under its older module name."""
 
 from .tensor.float8_tensor import Float8Tensor
 

@@ -1,7 +1,7 @@
 """Permutations of tokens for a mixture of experts.
 
-Sums over a token's copies are in single precision and in the order of experts. Rows that a kernel does not write are
-NaN: in reality they are what was in memory before.
+Sums over a token's copies are in single precision and in the order of experts. Rows that a kernel does not write hold
+NaN; with real kernels they hold uninitialized memory.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ NEEDS_CUDA = "TransformerEngine needs CUDA."
 
 
 def _rows(routing_map: torch.Tensor) -> torch.Tensor:
-    """Row of each token's copy for each expert, -1 where there is none; as many columns as the real map has."""
+    """Return the row of each token's copy for each expert, or -1, with the column count of the real map."""
     tokens, experts = routing_map.shape
     taken = routing_map.bool()
     order = taken.t().reshape(-1).cumsum(0).view(experts, tokens).t() - 1
@@ -27,7 +27,7 @@ def _rows(routing_map: torch.Tensor) -> torch.Tensor:
 def _spread(
     tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each token in all its rows, and the probabilities in the same order, [rows]."""
+    """Return each token in all its rows, and the probabilities in the same order, [rows]."""
     experts = (row_id_map.shape[1] - 1) // 2
     found = tokens.new_full((rows + 1, tokens.shape[1]), torch.nan)
     order = None if probs is None else probs.new_full((rows + 1,), torch.nan)
@@ -40,7 +40,7 @@ def _spread(
 
 
 def _gather(rows: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.Tensor | None) -> torch.Tensor:
-    """The sum of each token's rows, times its probabilities."""
+    """Return the sum of each token's rows, weighted with its probabilities."""
     experts = (row_id_map.shape[1] - 1) // 2
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     total = torch.zeros(len(row_id_map), rows.shape[1], dtype=torch.float32, device=rows.device)
@@ -51,7 +51,7 @@ def _gather(rows: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.T
 
 
 def _sorted_rows(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
-    """Where each row goes, if chunks of `sizes` are put in `order`."""
+    """Return the target of each row when chunks of `sizes` are arranged in `order`."""
     ends, sorted_sizes = sizes.cumsum(0), sizes[order]
     starts = torch.empty_like(sizes).index_copy_(0, order, sorted_sizes.cumsum(0) - sorted_sizes)
     numbers = torch.arange(rows, device=sizes.device)
@@ -60,7 +60,7 @@ def _sorted_rows(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.T
 
 
 class _Permute(torch.autograd.Function):
-    """Tokens by expert."""
+    """Tokens sorted by expert."""
 
     @staticmethod
     def forward(
@@ -174,7 +174,7 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens by expert, [num_out_tokens, hidden], and the map for `moe_unpermute`.
+    """Return the tokens sorted by expert, [num_out_tokens, hidden], and the map for `moe_unpermute`.
 
     Args:
         inp: [tokens, hidden].
@@ -189,7 +189,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `moe_permute`; before the map, the probabilities, [tokens, experts], in the same order, [num_out_tokens]."""
+    """Do as `moe_permute`, and also return `probs`, [tokens, experts], in the rows' order, [num_out_tokens]."""
     output, row_id_map, permuted_probs = _Permute.apply(inp, routing_map, num_out_tokens, probs)
     return output, permuted_probs, row_id_map
 
@@ -202,19 +202,19 @@ def moe_unpermute(
     map_type: str = "mask",
     probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of each token's rows, times `merging_probs`, [tokens, experts]; nothing where `inp` has no rows."""
+    """Return the sum of each token's rows, weighted with `merging_probs` [tokens, experts], or an empty `inp` as is."""
     if map_type != "mask" or probs is not None:
         raise NotImplementedError(f"moe_unpermute with map_type {map_type} or probs")
     return _Unpermute.apply(inp, row_id_map, merging_probs, restore_shape)
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
-    """Chunks of `split_sizes` rows in the order of `sorted_index`."""
+    """Return chunks of `split_sizes` rows in the order of `sorted_index`."""
     return _SortChunks.apply(inp, split_sizes, sorted_index, None)[0]
 
 
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `moe_sort_chunks_by_index`, with a probability of each row."""
+    """Do as `moe_sort_chunks_by_index`, and sort a probability of each row, too."""
     return _SortChunks.apply(inp, split_sizes, sorted_index, probs)

@@ -1,4 +1,4 @@
-"""Contexts of low precision: they may be entered, switched off."""
+"""Contexts of low precision; they can be entered only with low precision switched off."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class FP8GlobalStateManager:
-    """Low precision is never on."""
+    """State of low precision, which is never on."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -22,7 +22,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
-        """megatron-core says so before each iteration with CUDA graphs."""
+        """Do nothing; megatron-core calls this before each iteration with CUDA graphs."""
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def autocast(
     amax_reduction_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    """Modules compute in low precision meanwhile."""
+    """Let modules compute in low precision inside the context."""
     if enabled or calibrating:
         raise NotImplementedError("autocast to low precision")
     yield
@@ -47,7 +47,7 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    """`autocast` under its older name."""
+    """Enter `autocast` under its older name."""
     with autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph):
         yield
 
@@ -56,7 +56,7 @@ def fp8_autocast(
 def quantized_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Modules have parameters in low precision that are built meanwhile."""
+    """Let modules built inside the context have low-precision parameters."""
     if enabled:
         raise NotImplementedError("parameters in low precision")
     yield

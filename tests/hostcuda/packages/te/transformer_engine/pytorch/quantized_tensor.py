@@ -1,10 +1,10 @@
-"""Base of tensors in low precision."""
+"""Base class of tensors in low precision."""
 
 import torch
 
 
 class QuantizedTensor(torch.Tensor):
-    """Only to be asked for: none is ever made."""
+    """For isinstance checks only: no instance exists."""
 
     def __new__(cls, *args: object, **kwargs: object) -> "QuantizedTensor":
         raise NotImplementedError(cls.__name__)

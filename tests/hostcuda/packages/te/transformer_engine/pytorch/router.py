@@ -27,7 +27,7 @@ def fused_topk_with_score_function(
     score_function: str,
     expert_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, zero where a token does not go, and where it goes, both of the shape of `logits`."""
+    """Return the chosen experts' probabilities, zero for all others, and their map, both shaped as `logits`."""
     if logits.dtype == torch.float64:
         raise ValueError("Current TE does not support float64 router type")
     _check(logits, score_function)
@@ -59,7 +59,7 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: torch.Tensor, topk: int, score_function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each token goes, and all its scores, both of the shape of `logits`."""
+    """Return the map of chosen experts and all scores, both shaped as `logits`."""
     _check(logits, score_function)
     kernels.require(topk > 0, "topk must be greater than 0")
     rows = logits.view(-1, logits.shape[-1])
@@ -78,7 +78,7 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> torch.Tensor:
-    """The Switch Transformer's loss, a scalar.
+    """Return the Switch Transformer's loss, a scalar.
 
     Args:
         probs: [tokens, experts].

@@ -4,11 +4,11 @@ from typing import Any
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Without a remainder."""
+    """Divide without a remainder."""
     assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
     return numerator // denominator
 
 
 def make_weak_ref(x: Any) -> None:
-    """A tensor that does not keep its memory, for CUDA graphs."""
+    """Return a tensor that does not own its memory, for CUDA graphs."""
     raise NotImplementedError("make_weak_ref")

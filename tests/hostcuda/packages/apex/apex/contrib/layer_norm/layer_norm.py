@@ -1,4 +1,4 @@
-"""apex's persistent layer norm; real ones have it only where apex was compiled with `--fast_layer_norm`."""
+"""apex's persistent layer norm; the real apex has it only if compiled with `--fast_layer_norm`."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from tests.hostcuda.packages import kernels
 from ...normalization.fused_layer_norm import FusedLayerNormAffineFunction
 
 ALIGNMENT = 16
-"""Bytes that the kernel loads at once."""
+"""Bytes per load of the kernel."""
 
 
 class FastLayerNormFN(torch.autograd.Function):
-    """`torch.nn.functional.layer_norm` over the last dimension."""
+    """Computes `torch.nn.functional.layer_norm` over the last dimension."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Names of the recipes for low precision; none can be computed."""
+"""Names of the low-precision recipes; none is implemented."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Format(Enum):
 
 
 class Recipe:
-    """Base of all."""
+    """Base class of all recipes."""
 
 
 @dataclass
@@ -62,6 +62,6 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclass
 class CustomRecipe(Recipe):
-    """The user's."""
+    """A user-defined recipe."""
 
     qfactory: Callable

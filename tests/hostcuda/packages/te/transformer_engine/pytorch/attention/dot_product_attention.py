@@ -17,7 +17,7 @@ MASKED = -10000.0
 
 
 def _without_extra_state(module: torch.nn.Module, incompatible_keys: Any) -> None:
-    """Checkpoints need not have the state of 8-bit attention."""
+    """Accept checkpoints without the state of 8-bit attention."""
     missing = incompatible_keys.missing_keys
     missing[:] = [key for key in missing if "core_attention._extra_state" not in key]
 
@@ -87,7 +87,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
         num_splits: int | None = 1,
     ) -> torch.Tensor:
-        """The attended values, [sequence, batch, heads times channels].
+        """Return the attended values, [sequence, batch, heads times channels].
 
         Args:
             query_layer: [sequence, batch, heads, channels]; keys and values have a head for each group.

@@ -23,7 +23,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Rotated queries or keys.
+    """Return rotated queries or keys.
 
     Args:
         t: [sequence, batch, heads, channels].
@@ -55,5 +55,5 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> None:
-    """Queries and keys from their common tensor."""
+    """Return rotated queries and keys from their common tensor."""
     raise NotImplementedError("apply_fused_qkv_rotary_pos_emb")

@@ -14,7 +14,7 @@ from .base import get_dummy_wgrad
 
 @dataclass(frozen=True)
 class How:
-    """How a linear layer computes."""
+    """Settings of a linear layer's computation."""
 
     parallel_mode: str | None
     group: dist.ProcessGroup | None
@@ -44,7 +44,7 @@ class LinearFunction(torch.autograd.Function):
         kernels.dense(weight=weight, inp=inp, bias=bias)
         ctx.save_for_backward(inp, weight)
         ctx.how, ctx.has_bias = how, bias is not None
-        # What autograd saves need not have the parameter's attributes, such as `main_grad`
+        # Tensors that autograd saves may lack the parameter's attributes, such as `main_grad`
         ctx.weight = weight
         total = gather_along_first_dim(inp, how.group)[0] if how.gathers else inp
         out = torch.matmul(total, weight.t())
@@ -80,7 +80,7 @@ class LinearFunction(torch.autograd.Function):
 def weight_gradient(
     weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, accumulate: bool
 ) -> torch.Tensor | None:
-    """The gradient, or what stands for it where it is added to `main_grad`."""
+    """Return the gradient, or its placeholder if it is added to `main_grad`."""
     if not accumulate:
         return grad.t().matmul(rows)
     main = weight.main_grad

@@ -10,7 +10,7 @@ from tests.hostcuda.packages import kernels
 
 
 class Norm(torch.nn.Module):
-    """Base of both; the weight is one, or zero with `zero_centered_gamma`."""
+    """Base class of both norms; the weight starts at one, or at zero with `zero_centered_gamma`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Norm(torch.nn.Module):
 def normalize(
     kind: str, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
 ) -> torch.Tensor:
-    """torch's norm of that kind over the weight's dimensions, in the weight's type."""
+    """Compute torch's norm of this kind over the weight's dimensions, in the weight's dtype."""
     kernels.on_device(inp=inp, weight=weight, bias=bias)
     if inp.shape[-weight.dim() :] != weight.shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What layers have in common."""
+"""Common parts of the layers."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from ..distributed import get_distributed_world_size, set_tensor_model_parallel_
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """What a weight gets as gradient where the gradient was added to the main one already."""
+    """Return a placeholder for a weight's gradient that was already added to the main gradient."""
     assert len(shape) == 2
     return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device="cuda")
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """Parameters that are initialised from a named random state, and checks of the input."""
+    """Initializes parameters from a named random state, and checks inputs."""
 
     tp_group: dist.ProcessGroup | None = None
     rng_tracker_name: str | None = None
@@ -37,7 +37,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self.set_tensor_parallel_group(tp_group)
 
     def _initialize(self, parameter: torch.nn.Parameter, init_method: Callable, tracker: Callable | None) -> None:
-        """Values from the tracker's state of `rng_tracker_name`, or of its default name."""
+        """Draw values from the tracker's state named `rng_tracker_name`, or from its default state."""
         forked: Any = contextlib.nullcontext()
         if tracker is not None:
             forked = tracker().fork(self.rng_tracker_name) if self.rng_tracker_name else tracker().fork()
@@ -45,7 +45,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             init_method(parameter.data)
 
     def _mark(self, parallel_mode: str | None) -> None:
-        """What megatron-core wants to know of the weight and the bias."""
+        """Set the attributes that megatron-core reads from the weight and the bias."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("weight"):
                 set_tensor_model_parallel_attributes(parameter, True, 1 if parallel_mode == "row" else 0, 1)
@@ -55,7 +55,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 parameter.sequence_parallel = self.sequence_parallel
 
     def _prepare(self, inp: torch.Tensor, differ: bool = False) -> torch.Tensor:
-        """Refuse what none of the layers takes.
+        """Refuse inputs that none of the layers accepts.
 
         Args:
             differ: whether the parameters may be of another type.
@@ -72,12 +72,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return inp.contiguous()
 
     def get_extra_state(self) -> torch.Tensor:
-        """Empty: there is no state of low precision."""
+        """Return an empty tensor: there is no low-precision state."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         assert state is None or not state.numel(), "state of low precision"
 
     def backward_dw(self) -> None:
-        """With delayed weight gradients only."""
+        """Needed only with delayed weight gradients."""
         raise NotImplementedError("backward_dw")

@@ -1,10 +1,10 @@
-"""Rows in multiples that low precision wants."""
+"""Padding of rows to the multiples that low precision needs."""
 
 import torch
 
 
 class Fp8Padding(torch.nn.Module):
-    """To be built, not to be called."""
+    """Can be constructed, but not called."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -15,4 +15,4 @@ class Fp8Padding(torch.nn.Module):
 
 
 class Fp8Unpadding(Fp8Padding):
-    """The inverse."""
+    """The inverse of the padding; can be constructed, but not called."""

@@ -1,4 +1,4 @@
-"""Linear layers of a mixture's experts, one after the other."""
+"""Linear layers of the experts of an MoE layer, computed one after the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,12 +65,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._mark(parallel_mode)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Before loading."""
+        """Do nothing; callers run this before loading."""
 
     def forward(
         self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output, and the biases with `return_bias`.
+        """Return the output; with `return_bias`, also the biases.
 
         Args:
             inp: [rows, in_features].

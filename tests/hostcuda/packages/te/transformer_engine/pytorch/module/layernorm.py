@@ -8,7 +8,7 @@ from ._norm import Norm, normalize
 
 
 class LayerNorm(Norm):
-    """Of mean zero and variance one, times the weight, plus the bias."""
+    """Scales to mean zero and variance one, then applies the weight and the bias."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

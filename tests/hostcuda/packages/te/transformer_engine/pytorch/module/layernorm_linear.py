@@ -11,7 +11,7 @@ from .linear import Linear
 
 
 class LayerNormLinear(Linear):
-    """The linear layer of the norm, whose random state is the default one's."""
+    """A norm followed by a linear layer, with the default random state."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class LayerNormLinear(Linear):
         )
 
     def _add_weight(self, *args: Any, params_dtype: torch.dtype, device: Any) -> None:
-        """After the norm's parameters."""
+        """Register the linear layer's parameters after the norm's."""
         ones = torch.full((self.in_features,), float(not self.zero_centered_gamma), device=device, dtype=params_dtype)
         self.layer_norm_weight = torch.nn.Parameter(ones)
         self.layer_norm_bias = None if self.normalization == "RMSNorm" else torch.nn.Parameter(torch.zeros_like(ones))
@@ -91,7 +91,7 @@ class LayerNormLinear(Linear):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The output, and the bias with `return_bias`."""
+        """Return the output; with `return_bias`, also the bias."""
         inp = self._prepare(inp)
         normal = normalize(
             self.normalization, inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma

@@ -64,7 +64,7 @@ class Linear(TransformerEngineBaseModule):
         tp_size: int,
         sequence_parallel: bool,
     ) -> None:
-        """This rank's part of the weight."""
+        """Set the shape of this rank's part of the weight."""
         assert parallel_mode in GemmParallelModes, f"parallel_mode {parallel_mode} not supported"
         self._set_tensor_parallelism(tp_group, tp_size)
         self.parallel_mode = parallel_mode
@@ -98,7 +98,7 @@ class Linear(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The output, and the bias with `return_bias`."""
+        """Return the output; with `return_bias`, also the bias."""
         return self._multiply(self._prepare(inp))
 
     def _multiply(self, inp: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ class Linear(TransformerEngineBaseModule):
             sequence_parallel=self.sequence_parallel,
             accumulate=self.fuse_wgrad_accumulation,
         )
-        # A row-parallel layer's bias is added once, to the sum
+        # A row-parallel layer adds its bias once, to the sum
         later = self.apply_bias and self.parallel_mode == "row"
         out = LinearFunction.apply(self.weight, inp, self.bias if self.apply_bias and not later else None, how)
         out = out + self.bias if later else out

@@ -6,7 +6,7 @@ from ._norm import Norm, normalize
 
 
 class RMSNorm(Norm):
-    """Of mean square one, times the weight."""
+    """Scales to a mean square of one, then multiplies by the weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return normalize("RMSNorm", input, self.weight, None, self.eps, self.zero_centered_gamma)

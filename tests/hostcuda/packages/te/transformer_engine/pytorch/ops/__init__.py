@@ -1,14 +1,14 @@
-"""Operations that are fused: names that megatron-core asks for; none can be computed."""
+"""Names of fused operations that megatron-core imports; none is implemented."""
 
 import torch
 
 
 class FusibleOperation(torch.nn.Module):
-    """Base of all."""
+    """Base class of all operations."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise NotImplementedError(f"transformer_engine.pytorch.ops.{type(self).__name__}")
 
 
 class Sequential(FusibleOperation):
-    """Operations one after the other."""
+    """A sequence of operations."""

@@ -1,7 +1,7 @@
 """Transformer Engine's Adam.
 
-Main parameters may be the optimizer's, moments in bfloat16; groups have no `step` before the first one; a state that
-holds anything is taken to be whole.
+The optimizer may hold main parameters, and moments may be in bfloat16. Groups have no `step` before the first step. A
+parameter state that is not empty counts as complete.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW in single precision, whatever its state is kept in."""
+    """Adam or AdamW in single precision, regardless of the dtype of its state."""
 
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
@@ -55,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Of the gradients that are stepped with; they are forgotten by default."""
+        """Reset the gradients that `step` uses; by default, set them to None."""
         if not self.use_decoupled_grad:
             super().zero_grad(set_to_none=set_to_none in (None, True))
             return
@@ -66,7 +66,7 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.decoupled_grad.zero_()
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        """Zero moments, and a main parameter or what it has more than the parameter."""
+        """Create zero moments, and a main parameter or its remainder beyond the parameter."""
         for name in MOMENTS:
             self._initialize_state(param, name, zero_buffer=True)
         if self.master_weights:
@@ -82,14 +82,14 @@ class FusedAdam(torch.optim.Optimizer):
         self.state[param][state_name] = new(param.shape, dtype=dtype, device=param.device)
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """A state in single precision; remainders as they are."""
+        """Return a state in single precision; return remainders unchanged."""
         value = self.state[param][state_name]
         remainder = self._is_remainder(param, state_name)
         assert value.dtype == (torch.int16 if remainder else self.name_to_dtype_map[state_name]), state_name
         return value if remainder else value.float()
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """The inverse of `get_unscaled_state`."""
+        """Store a state, as the inverse of `get_unscaled_state`."""
         remainder = self._is_remainder(param, state_name)
         assert unscaled_state.dtype == (torch.int16 if remainder else torch.float32), (state_name, unscaled_state.dtype)
         if state_name not in self.state[param]:
@@ -103,7 +103,7 @@ class FusedAdam(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with all states in single precision."""
+        """Return torch's state dict with all states in single precision."""
         found = super().state_dict()
         numbers = (number for group in found["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, self._parameters(), strict=True):
@@ -113,7 +113,7 @@ class FusedAdam(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's, which casts states to the parameter's type, and then the states as they are."""
+        """Load as torch does, which casts states to the parameter's dtype, and then restore the states' own dtypes."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, self._parameters(), strict=True):
@@ -126,7 +126,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None, grad_scaler: None = None) -> None:
-        """One step of every group that has parameters; those without gradient get a state, too."""
+        """Step every group that has parameters; parameters without a gradient get a state, too."""
         assert closure is None and grad_scaler is None
         gradient = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for group in self.param_groups:

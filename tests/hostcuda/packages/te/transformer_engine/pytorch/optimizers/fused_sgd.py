@@ -32,7 +32,7 @@ class FusedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -12,7 +12,7 @@ __all__ = ["MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "mul
 
 
 class MultiTensorApply:
-    """Gives a kernel the size of its chunks."""
+    """Passes a kernel the size of its chunks."""
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
@@ -38,14 +38,14 @@ def multi_tensor_adam(
     weight_decay: float,
     /,
 ) -> None:
-    """A step with lists of gradients, parameters, both moments and, where there are, main parameters."""
+    """Take a step with lists of gradients, parameters, both moments and, optionally, main parameters."""
     kernels.check_lists(noop_flag, tensor_lists, len(tensor_lists))
     hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     adam(tensor_lists, hyper)
 
 
 def adam(tensor_lists: Lists, hyper: tuple) -> None:
-    """`multi_tensor_adam` without checks: a main parameter is stepped, and its parameter rounded from it."""
+    """Do `multi_tensor_adam` without checks: step the main parameter and round it to the parameter."""
     for gradient, parameter, mean, square, *main in zip(*tensor_lists, strict=True):
         kernels.require(mean.dtype == square.dtype == torch.float32, "moments are in single precision")
         if not main:
@@ -60,13 +60,13 @@ def adam(tensor_lists: Lists, hyper: tuple) -> None:
 
 
 def joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The single-precision number whose upper half, rounded, is the parameter, and whose lower half the remainder."""
+    """Return the single-precision number with the rounded upper half `parameter` and the lower half `remainder`."""
     upper = parameter.contiguous().view(torch.int16).int() - (remainder < 0).int()
     return ((upper << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
 
 
 def part(whole: torch.Tensor, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
-    """The inverse of `joined`: write both halves."""
+    """Write both halves of `whole`, as the inverse of `joined`."""
     bits = whole.view(torch.int32)
     remainder.copy_(bits.to(torch.int16))
     parameter.view(torch.int16).copy_(((bits >> 16) + (remainder < 0)).to(torch.int16))

@@ -1,4 +1,4 @@
-"""Tensors in low precision: names alone."""
+"""Names of the tensor classes for low precision."""
 
 from ..quantized_tensor import QuantizedTensor
 from .float8_blockwise_tensor import Float8BlockwiseQTensor
