@@ -215,8 +215,8 @@ QUICK = {
 """Layouts with each policy, and with everything that affects the order of collectives. They share few references."""
 
 FEWEST = (
-    *("replicas-gather", "replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer"),
-    *("replicas-tensor-parallel", "stages", "interleaved", "8-ranks-shards"),
+    *("replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer"),
+    *("replicas-tensor-parallel", "interleaved", "8-ranks-shards"),
 )
 """Layouts of `QUICK` that are trained without `--slow`."""
 

@@ -127,6 +127,20 @@ def straight_against_resumed(
     return differences(straight, _resumed(flags, directory, half, iterations - half, [None, spoil]))
 
 
+def straight_against_spoiled(
+    flags: str, directory: str, iterations: int, spoil: Callable[[Run], None]
+) -> tuple[list[str], list[str]]:
+    """Return `straight_against_resumed` without and with `spoil`, from one straight run and one checkpoint."""
+    half = iterations // 2
+    straight = train_and_save(flags, None, iterations)
+    resumed = _resumed(flags, directory, half, iterations - half, [None, None])
+    _forget()
+    spoiled = train_and_save(flags, Path(directory), iterations - half, spoil=spoil)
+    spoiled.losses = straight.losses[:half] + spoiled.losses
+    spoiled.placements = straight.placements[:half] + spoiled.placements
+    return differences(straight, resumed), differences(straight, spoiled)
+
+
 def disturbed(
     flags: str, directory: str, iterations: int, save_at: int, disturb: Callable[[int, Run], None]
 ) -> tuple[Outcome, list[str], list[str]]:

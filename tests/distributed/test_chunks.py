@@ -241,10 +241,11 @@ WAYS = ("--moe-comm-chunks 2", "--moe-comm-chunks 3 --moe-comm-order interleaved
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RUNS]
 )
-def test_runs_in_chunks_follow_those_without(ranks, curve_of, name: str) -> None:
+def test_runs_in_chunks_follow_those_without(ranks, curve_of, length, name: str) -> None:
+    iterations = length(4)
     way = WAYS[list(RUNS).index(name) % len(WAYS)]
-    plain = curve_of(RUNS[name], 10)
-    curves = ranks(4).run(runs.train_curve, f"{RUNS[name]} {way}", 10)
+    plain = curve_of(RUNS[name], iterations)
+    curves = ranks(4).run(runs.train_curve, f"{RUNS[name]} {way}", iterations)
     assert all(curve == curves[0] for curve in curves)
     assert curves[0] != plain, "no sum was made in another order"
     # A codec turns last-bit differences into quantization steps

@@ -254,11 +254,12 @@ def test_shards_and_tensor_parallel_ranks_are_measured(ranks, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
-        "--bf16 --swiglu --disable-bias-linear",
-        "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act",
+        pytest.param("", id="plain", marks=pytest.mark.slow),
+        pytest.param("--bf16 --swiglu --disable-bias-linear", id="bf16-swiglu"),
+        pytest.param(
+            "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act", id="recompute"
+        ),
     ],
-    ids=["plain", "bf16-swiglu", "recompute"],
 )
 def test_the_projects_experts_are_measured_and_left_alone(ranks, flags: str) -> None:
     results = ranks(4).run(measure_the_runs_experts, flags)

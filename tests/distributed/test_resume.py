@@ -144,6 +144,21 @@ def test_flags_choose_what_is_loaded(saved, ranks):
         assert len(other[2].moments) < len(newest[2].moments)
 
 
+def random_state(flags: str) -> torch.Tensor:
+    """Return the state of the random number generator right after loading."""
+    Checkpoints(build(f"{EP2} {flags}"), Said(), patience=30.0).load()
+    return torch.get_rng_state()
+
+
+def test_random_states_are_loaded_unless_a_flag_says_otherwise(saved, ranks):
+    loaded, fresh, other_seed = (
+        ranks(2).run(random_state, f"--load {saved} {flags}")[0]
+        for flags in ("--seed 7", "--seed 7 --no-load-rng", "--seed 8")
+    )
+    assert torch.equal(loaded, other_seed)
+    assert not torch.equal(loaded, fresh)
+
+
 def resave(load: str, save: str, flags: str) -> None:
     """Load with the given flags, such as another layer implementation or way of reading, and save again."""
     run = build(f"{EP2} {flags} --load {load} --save {save}")

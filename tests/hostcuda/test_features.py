@@ -42,9 +42,8 @@ TOGETHER_AT_ONCE = (
     ("sequence parallelism", "expert shards", "all-to-all", "codec", "chunks", "blockwise overlap"),
     ("s1", "ownership", "distributed optimizer"),
     ("s2", "exact plans", "full recomputation"),
-    ("interleaved pipeline", "blockwise overlap", "distributed optimizer"),
+    ("interleaved pipeline", "blockwise overlap", "distributed optimizer", "capacity", "layer recomputation", "chunks"),
     ("allgather", "policy"),
-    ("capacity", "layer recomputation", "chunks"),
     ("megatron's layer",),
 )
 """Every feature with code that no other feature executes, in few runs."""

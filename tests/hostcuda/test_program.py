@@ -113,7 +113,11 @@ MACHINES = {
 
 
 @pytest.mark.parametrize(
-    "machine", [pytest.param(machine, marks=[pytest.mark.slow] if machine == "apex" else []) for machine in MACHINES]
+    "machine",
+    [
+        pytest.param(machine, marks=[] if machine in ("bare", "te and apex") else [pytest.mark.slow])
+        for machine in MACHINES
+    ],
 )
 def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> None:
     """A run with all fusions follows the run on a CPU, which has none."""
@@ -139,7 +143,7 @@ def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> N
 def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: str) -> None:
     """The optimizer is Transformer Engine's, which counts steps in its groups."""
     flags = f"{PLAIN} --num-layers 1 --expert-model-parallel-size 2 {flags}"
-    assert device_ranks(2, "te and apex").run(straight_against_resumed, flags, str(tmp_path), 20) == [[]] * 2
+    assert device_ranks(2, "te and apex").run(straight_against_resumed, flags, str(tmp_path), 8) == [[]] * 2
 
 
 def measure_small_messages(rank: int) -> None:

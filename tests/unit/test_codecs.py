@@ -138,7 +138,7 @@ def test_zfp_is_within_the_bound_at_any_rate(rate: int) -> None:
 def test_nan_and_infinity_arrive_and_spoil_nothing(name: str, dtype: torch.dtype) -> None:
     codec = load_codec(name)
 
-    @settings(max_examples=50)
+    @settings(max_examples=25)
     @given(rows_of(dtype, min_rows=2), st.data())
     def check(sent: torch.Tensor, data: st.DataObject) -> None:
         places = st.tuples(*(st.integers(0, size - 1) for size in sent.shape))

@@ -37,6 +37,18 @@ def test_linear_uses_its_window_only() -> None:
     assert predictor.predict(state).tolist() == [[60, 40]]
 
 
+def test_the_largest_remainders_are_rounded_up() -> None:
+    predictor = Predictor("ema", decay=0.5)
+    state = observed(predictor, [[2, 1, 0]], [[1, 2, 0]])
+    assert predictor.predict(state).tolist() == [[2, 1, 0]]
+
+
+def test_a_rank_whose_load_would_become_negative_spreads_its_tokens_evenly() -> None:
+    predictor = Predictor("linear", window=2)
+    state = observed(predictor, [[40, 60]], [[0, 3]])
+    assert predictor.predict(state).tolist() == [[2, 1]]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_seen_and_another_shape(method: str) -> None:
     predictor = Predictor(method)
