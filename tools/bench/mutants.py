@@ -258,10 +258,11 @@ def reach(mutants: list[Mutant], work: pathlib.Path) -> None:
     tree = work / "reach"
     copy_tree(tree)
     instrument(tree, mutants, work)
-    (work / "reach.log").write_text(pytest_in(tree, "-q").stdout)
+    (work / "reach.log").write_text(pytest_in(tree, "-q", "-n", "2", "--dist", "worksteal").stdout)
     names: dict[tuple[str, str], str] = {}
     seconds: dict[str, float] = collections.defaultdict(float)
-    for file in work.glob("durations-*"):
+    # The controller of pytest's workers receives all reports a second time
+    for file in work.glob("durations-gw*"):
         for line in file.read_text().splitlines():
             name, duration, outcome = line.rsplit("\t", 2)
             seconds[name] += float(duration)
