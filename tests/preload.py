@@ -1,5 +1,6 @@
 """Imports that every rank needs, done once in the server that forks the ranks."""
 
+import gc
 import importlib
 
 from megatron_balance.device import cpu, quiet
@@ -19,3 +20,7 @@ build_parser()
 
 # The default of 100,000 documents makes millions of short samples, whose shuffling would dominate building a run
 MockGPTLowLevelDataset.size = 1000
+
+# The collector of a rank need not scan, and thereby copy, what all ranks share
+gc.collect()
+gc.freeze()

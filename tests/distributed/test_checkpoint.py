@@ -110,7 +110,7 @@ def test_a_resumed_run_needs_and_keeps_its_placements(ranks, tmp_path, flags):
     [pytest.param(*case, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, case in LAYOUTS.items()],
 )
 def test_a_resumed_run_is_the_straight_run(ranks, tmp_path, world_size, flags):
-    differing = ranks(world_size).run(straight_against_resumed, flags, str(tmp_path), ITERATIONS)
+    differing = ranks(world_size).run(straight_against_resumed, flags, str(tmp_path), FEW)
     assert differing == [[]] * world_size
 
 
@@ -132,9 +132,13 @@ OTHER_LAYOUTS = {
 }
 
 
+AWAY = 2
+"""Iterations on another layout."""
+
+
 @dataclass(frozen=True)
 class Home:
-    """A run's checkpoint after `FEW` iterations, and the losses of `FEW` more on the same layout."""
+    """A run's checkpoint after `AWAY` iterations, and the losses of `AWAY` more on the same layout."""
 
     flags: str
     start: str
@@ -149,8 +153,8 @@ def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
     def of(more: str) -> Home:
         flags = f"--expert-model-parallel-size 4 --global-batch-size 8 --train-iters 40 {more}"
         start, stayed = (str(tmp_path_factory.mktemp(name)) for name in ("start", "stayed"))
-        ranks(4).run(losses_of, flags, None, start, FEW)
-        return Home(flags, start, ranks(4).run(losses_of, flags, start, stayed, FEW)[0])
+        ranks(4).run(losses_of, flags, None, start, AWAY)
+        return Home(flags, start, ranks(4).run(losses_of, flags, start, stayed, AWAY)[0])
 
     return of
 
@@ -203,7 +207,7 @@ def check_there_and_back(
 ) -> None:
     other = f"{other} --global-batch-size 8 --train-iters 40"
     there, back = str(directory / "there"), str(directory / "back")
-    moved = ranks(world_size).run(losses_of, other, home.start, there, FEW, f"{there} unchanged")[0]
+    moved = ranks(world_size).run(losses_of, other, home.start, there, AWAY, f"{there} unchanged")[0]
     ranks(4).run(losses_of, home.flags, there, back, 1, f"{back} unchanged")
 
     for left, right in ((home.start, f"{there} unchanged"), (there, f"{back} unchanged")):
