@@ -115,22 +115,20 @@ def differences(left: Outcome, right: Outcome) -> list[str]:
     return found + [f"moment {index}" for index, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
 
 
-def straight_against_resumed(
-    flags: str, directory: str, iterations: int, spoil: Callable[[Run], None] | None = None
-) -> list[str]:
+def straight_against_resumed(flags: str, directory: str, iterations: int) -> list[str]:
     """Train without a stop, then with a stop in the middle; return what differs on this rank.
 
-    The second run trains half, saves, is rebuilt, loads, is changed by `spoil`, and trains the rest.
+    The second run trains half, saves, is rebuilt, loads, and trains the rest.
     """
     half = iterations // 2
     straight = train_and_save(flags, None, iterations)
-    return differences(straight, _resumed(flags, directory, half, iterations - half, [None, spoil]))
+    return differences(straight, _resumed(flags, directory, half, iterations - half, [None, None]))
 
 
 def straight_against_spoiled(
     flags: str, directory: str, iterations: int, spoil: Callable[[Run], None]
 ) -> tuple[list[str], list[str]]:
-    """Return `straight_against_resumed` without and with `spoil`, from one straight run and one checkpoint."""
+    """Return `straight_against_resumed`, and the same for a run that `spoil` changes after it has loaded."""
     half = iterations // 2
     straight = train_and_save(flags, None, iterations)
     resumed = _resumed(flags, directory, half, iterations - half, [None, None])

@@ -284,13 +284,13 @@ def test_search_repeats_the_iteration_exactly(ranks, flags: str) -> None:
 def poisoned_training(good_after: int) -> dict[str, Any]:
     """Run `train` with a fault from the second iteration that lasts for `good_after` iterations."""
     run = build(f"{EP4} --train-iters 6 --log-interval 1 --max-consecutive-bad-iterations 3")
-    mends: list[Callable[[], None]] = []
+    repairs: list[Callable[[], None]] = []
 
     def after_step(report: loop.StepReport) -> None:
         if report.iteration == 1:
-            mends.append(on_rank(2, one_weight)(run))
+            repairs.append(on_rank(2, one_weight)(run))
         if report.iteration == 1 + good_after:
-            mends.pop()()
+            repairs.pop()()
 
     error = None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
