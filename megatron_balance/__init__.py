@@ -24,7 +24,9 @@ Rooms
     convert      checkpoints from and to other formats
     flow         where a token goes: one layer, one iteration
     timeline     when experts' weights and gradients move: one iteration to the next
-    placement    which ranks host which experts: policies and the cost model
+    planning     which placement comes next: predictions, policies, Transfers
+    cost         how long a layer, an exchange or a Trans takes, from a cluster's profile
+    placement    which ranks own and host which experts, and the messages that follow
     comm         how rows and experts travel: all-to-alls, codecs, transfers
     measure      how fast this cluster communicates and computes
     profile      the same as data
@@ -57,9 +59,9 @@ _HOMES = {
     "AllToAll": "comm.alltoall",
     "Balancing": "app.integrate",
     "Codec": "comm.codecs",
-    "CostModel": "placement.cost_model",
+    "CostModel": "cost.model",
     "Placement": "placement.placement",
-    "Policy": "placement.policies.interface",
+    "Policy": "planning.policies.interface",
     "add_balance_args": "app.integrate",
     "attach": "app.integrate",
     "balanced_layer_spec": "app.integrate",

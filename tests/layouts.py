@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
-from megatron_balance.placement.policies import registered
+from megatron_balance.planning.policies import registered
 from tests.distributed.runs import BASE
 
 Layout = Mapping[str, str]

@@ -30,7 +30,7 @@ from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.trace import Timeline
-from megatron_balance.placement.policy_process import PolicyProcess
+from megatron_balance.planning.policy_process import PolicyProcess
 from megatron_balance.training.data import batch_bytes, prefixes_of
 from megatron_balance.training.data_files import check_samples
 from megatron_balance.training.logging import RunLog

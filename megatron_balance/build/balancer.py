@@ -16,16 +16,16 @@ from megatron_balance.comm.alltoall import connect
 from megatron_balance.comm.ownership_transfer import OwnershipTransfer, Place
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
-from megatron_balance.placement.cost_model import CostModel, Overlap
-from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import policy_options, split_of
-from megatron_balance.placement.policies.interface import Policy
-from megatron_balance.placement.policy_process import PolicyProcess, start_policy
-from megatron_balance.placement.predictor import Predictor
+from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies import policy_options, split_of
+from megatron_balance.planning.policies.interface import Policy
+from megatron_balance.planning.policy_process import PolicyProcess, start_policy
+from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.flops import non_expert_seconds
 from megatron_balance.timeline import hooks

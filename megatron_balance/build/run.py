@@ -40,7 +40,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.job.layout import build_groups
-from megatron_balance.placement.policies.interface import Policy
+from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.progress import Progress

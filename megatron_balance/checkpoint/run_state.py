@@ -29,7 +29,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.placement.policies import policy_options
+from megatron_balance.planning.policies import policy_options
 from megatron_balance.training.optimizer_state import allocate, optimizers
 from megatron_balance.training.run import Run
 

@@ -30,7 +30,7 @@ from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import run_config as ours
 from megatron_balance.config.flags import add_flags, build, field_docs, flag_names
 from megatron_balance.device.machine import Machine
-from megatron_balance.placement.policies import registered
+from megatron_balance.planning.policies import registered
 
 INTERNAL_FIELDS = {
     *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import post
-from megatron_balance.placement.ownership import Move
+from megatron_balance.planning.ownership import Move
 
 STAGING_BYTES = 64 * 2**20
 """Maximum number of bytes that a rank sends and receives in one round; at this size, latency no longer matters."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.placement.cost_model import balance_gain, balance_ratio
+from megatron_balance.cost.model import balance_gain, balance_ratio
 
 PERCENTILES = (50, 90)
 """Percentiles over layers that TensorBoard shows."""

@@ -8,13 +8,13 @@ import numpy as np
 
 from megatron_balance.comm.ownership_transfer import Field
 from megatron_balance.comm.trans_agg import Slots
+from megatron_balance.cost.model import Overlap
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import LayerReport, evenness
-from megatron_balance.placement.cost_model import Overlap
-from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.planning.manager import Manager
 from megatron_balance.timeline.actions import Action, Operation
 
 logger = logging.getLogger(__name__)

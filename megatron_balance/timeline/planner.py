@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch.profiler import record_function
 
-from megatron_balance.placement.manager import Decision, Question
 from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.planning.manager import Decision, Question
 
 
 class Plan(NamedTuple):

@@ -36,10 +36,10 @@ from megatron_balance.device import clock
 from megatron_balance.device.side_stream import AsyncWork, SideStream
 from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.trace import Span, Stream, Timeline
-from megatron_balance.placement.manager import GIVEN_UP, INVALID
-from megatron_balance.placement.ownership import moves
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.planning.manager import GIVEN_UP, INVALID
+from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.planner import Asked, Plan, Planner

@@ -13,8 +13,8 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.placement.manager import Manager
-from megatron_balance.placement.policies.interface import owners_host
+from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests.distributed.runs import build

@@ -12,7 +12,7 @@ from megatron_balance.build.run import build_run
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.placement.policies.none import NoPolicy
+from megatron_balance.planning.policies.none import NoPolicy
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.run import Run

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_balance.comm import ownership_transfer
 from megatron_balance.comm.ownership_transfer import Extent, Field, Moved, OwnershipTransfer, Place, plan_messages
-from megatron_balance.placement.ownership import Move
+from megatron_balance.planning.ownership import Move
 from tests.unit.ownership_cases import Case, Tensors, draw_case, equal
 
 SECONDS = 30.0

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.flexmoe import FlexMoE
+from megatron_balance.planning.policies.flexmoe import FlexMoE
 from megatron_balance.training.run import Run
 from tests.distributed.checkpoints import disturbed
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.side_stream import AsyncWork
-from megatron_balance.placement.cost_model import CostModel, Overlap
-from megatron_balance.placement.manager import Manager, Question
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import Policy, owners_host
-from megatron_balance.placement.predictor import Predictor
 from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.planning.manager import Manager, Question
+from megatron_balance.planning.policies.interface import Policy, owners_host
+from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.timeline import runtime
 from megatron_balance.timeline.actions import Operation

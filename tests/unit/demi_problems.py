@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_balance.placement.demi.problem import WEIGHTS, Problem
+from megatron_balance.planning.demi.problem import WEIGHTS, Problem
 
 
 @st.composite

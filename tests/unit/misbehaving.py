@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.top_k import Top2
+from megatron_balance.planning.policies.top_k import Top2
 
 
 class Good:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_balance.comm.ownership_transfer import Extent, Field, Interval, Place
-from megatron_balance.placement.ownership import Move
+from megatron_balance.planning.ownership import Move
 
 Choose = Callable[[int, int], int]
 """Chooses a number between two bounds, inclusive: drawn by hypothesis or by a seeded generator."""

@@ -15,8 +15,9 @@ NAME = PACKAGE.name
 LEVELS = (
     {"messages"},
     {"files", "config", "job", "device"},
-    {"profile", "placement", "observe", "workloads"},
-    {"comm"},
+    {"profile", "placement", "workloads"},
+    {"cost"},
+    {"planning", "observe", "comm"},
     {"flow", "timeline"},
     {"measure", "training"},
     {"checkpoint"},
@@ -127,8 +128,11 @@ def test_sizes(path: Path) -> None:
     assert long_functions(source, MAX_FUNCTION_LINES) == []
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "placement").rglob("*.py")), ids=lambda path: path.name)
-def test_placement_is_pure(path: Path) -> None:
+PURE = [path for room in ("placement", "cost", "planning") for path in sorted((PACKAGE / room).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PURE, ids=[str(path.relative_to(PACKAGE)) for path in PURE])
+def test_decisions_are_pure(path: Path) -> None:
     assert not uses_distributed(path.read_text(encoding="utf-8"))
 
 

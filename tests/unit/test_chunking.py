@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.chunks.choice import DEGREES, ByMiniTasks, ByPrediction, ChunkChoice, find_degrees
 from megatron_balance.flow.chunks.chunking import UNSPLIT, in_chunks, split_by, split_evenly
 from megatron_balance.flow.chunks.order import ChunkTimes, Order, TaskTimes, optsche, parse, sequential, theorem_1
 from megatron_balance.flow.plan import make_dispatch_plan
-from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.planning.policies.demi import Demi
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import load_matrix
 from tests.unit.placements import random_placement

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.profile.cluster import Cluster, Ranks, load_profile, profile_of, read
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.placement.cost_model import (
+from megatron_balance.cost.model import (
     FANOUTS,
     LINKS,
     MOST_CHUNKS,

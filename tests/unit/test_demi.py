@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import demi as bench
-from megatron_balance.placement.demi.listing import Pace, finishes, list_schedule
-from megatron_balance.placement.demi.problem import Problem
-from megatron_balance.placement.demi.program import relax
-from megatron_balance.placement.demi.schedule import check
-from megatron_balance.placement.demi.search import (
+from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
+from megatron_balance.planning.demi.problem import Problem
+from megatron_balance.planning.demi.program import relax
+from megatron_balance.planning.demi.schedule import check
+from megatron_balance.planning.demi.search import (
     AGGREGATED,
     FULL,
     best_pace,

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.placement.cost_model import CostModel, Overlap, owners
-from megatron_balance.placement.demi import search
-from megatron_balance.placement.demi.schedule import MiniTaskKind, check
+from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import demi as demi_module
-from megatron_balance.placement.policies import demi_baselines, load_policy, registered
-from megatron_balance.placement.policies.demi import Demi
-from megatron_balance.placement.policies.demi_baselines import assign
-from megatron_balance.placement.policies.interface import lend
+from megatron_balance.planning.demi import search
+from megatron_balance.planning.demi.schedule import MiniTaskKind, check
+from megatron_balance.planning.policies import demi as demi_module
+from megatron_balance.planning.policies import demi_baselines, load_policy, registered
+from megatron_balance.planning.policies.demi import Demi
+from megatron_balance.planning.policies.demi_baselines import assign
+from megatron_balance.planning.policies.interface import lend
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 

@@ -12,9 +12,9 @@ import pytest
 import megatron_balance
 from megatron_balance.cli.arguments import build_parser
 from megatron_balance.cli.upstream_flags import refusal
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy
+from megatron_balance.planning.policies import load_policy
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import load_matrix
 from tests import features, line_links

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.placement.cost_model import CostModel, balance_ratio
+from megatron_balance.cost.model import CostModel, balance_ratio
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.policies.flexmoe import METRICS, FlexMoE, _migrate
-from megatron_balance.placement.policies.interface import owners_host
 from megatron_balance.placement.splits import SPLITS
-from megatron_balance.placement.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies.flexmoe import METRICS, FlexMoE, _migrate
+from megatron_balance.planning.policies.interface import owners_host
+from megatron_balance.planning.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from tests.unit.commands import parse

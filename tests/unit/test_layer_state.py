@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.placement.cost_model import CostModel, Overlap
-from megatron_balance.placement.manager import Manager
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.predictor import Predictor
 from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.timeline.actions import Action, Operation
 from megatron_balance.timeline.layer_state import LayerState

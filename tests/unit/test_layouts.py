@@ -2,7 +2,7 @@
 
 import itertools
 
-from megatron_balance.placement.policies import registered
+from megatron_balance.planning.policies import registered
 from tests import layouts
 from tests.layouts import Layout
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.manager import INVALID, Decision, Manager
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.policies.interface import owners_host
-from megatron_balance.placement.predictor import METHODS, Predictor
+from megatron_balance.planning.manager import INVALID, Decision, Manager
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies.interface import owners_host
+from megatron_balance.planning.predictor import METHODS, Predictor
 from megatron_balance.profile.cluster_profile import builtin
 
 RANKS, EXPERTS, SLOTS = 4, 8, 2
@@ -273,7 +273,7 @@ def transferring() -> Manager:
 
 
 def test_failed_transfers_are_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_balance.placement.manager.LONGEST_PAUSE", 8)
+    monkeypatch.setattr("megatron_balance.planning.manager.LONGEST_PAUSE", 8)
     # The first plan lends the expert, and the second one would move it
     assert attempts(transferring(), 40) == [2, 3, 5, 9, 17, 25, 33]
     # Once the expert has moved, the next one is tried as if nothing had failed

@@ -5,7 +5,7 @@ import pytest
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.config.flags import flag_of
-from megatron_balance.placement.policies import registered
+from megatron_balance.planning.policies import registered
 from megatron_balance.workloads.synthetic import WORKLOADS
 from tests.unit.commands import CPU, argv, parse
 
@@ -235,7 +235,7 @@ def test_mini_tasks_order_experts_with_one_host(policy: str) -> None:
     assert parse(flags).config.comm.moe_comm_order == "demi"
 
 
-@pytest.mark.parametrize("policy", [*registered(), "megatron_balance.placement.policies.top_k:Top3"])
+@pytest.mark.parametrize("policy", [*registered(), "megatron_balance.planning.policies.top_k:Top3"])
 def test_policies(policy: str) -> None:
     slots = "--balance-guest-slots 3" if "op3" in policy else ""
     assert parse(f"{EP4} --balance-policy {policy} {slots}").config.balance.balance_policy == policy

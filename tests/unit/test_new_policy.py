@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_balance.cli.arguments import build_parser
-from megatron_balance.placement import policies
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policy_process import start_policy
+from megatron_balance.planning import policies
+from megatron_balance.planning.policy_process import start_policy
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.test_architecture import FILES, imports
 from tests.unit.test_checks import parse
@@ -25,8 +25,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import owners
-from megatron_balance.placement.policies.interface import Policy, lend
+from megatron_balance.cost.model import owners
+from megatron_balance.planning.policies.interface import Policy, lend
 
 
 @dataclass(frozen=True)
@@ -107,5 +107,5 @@ def test_no_other_file_names_a_policy() -> None:
 
 
 def test_the_rule_about_names_itself() -> None:
-    source = "from megatron_balance.placement.policies.demi import Demi\nif policy == 'top2': pass"
-    assert policies_named(source, {"top2", "demi"}) == ["top2", "megatron_balance.placement.policies.demi"]
+    source = "from megatron_balance.planning.policies.demi import Demi\nif policy == 'top2': pass"
+    assert policies_named(source, {"top2", "demi"}) == ["top2", "megatron_balance.planning.policies.demi"]

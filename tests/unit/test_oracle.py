@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 import oracle
-from megatron_balance.placement.cost_model import LINKS, CostModel, Overlap
+from megatron_balance.cost.model import LINKS, CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy, registered
 from megatron_balance.placement.splits import SPLITS
+from megatron_balance.planning.policies import load_policy, registered
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.placements import random_placement
 

@@ -16,9 +16,9 @@ import slow_runs
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.placement.cost_model import CostModel, Overlap
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.pro_prophet import ProProphet
+from megatron_balance.planning.policies.pro_prophet import ProProphet
 from megatron_balance.profile.cluster_profile import builtin, load
 from megatron_balance.workloads.synthetic import load_matrix
 

@@ -18,9 +18,9 @@ from megatron_balance.comm.ownership_transfer import (
     plan_messages,
     plan_rounds,
 )
-from megatron_balance.placement.cost_model import CostModel, Overlap
-from megatron_balance.placement.ownership import Move, lasting, moves, settle
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.ownership import Move, lasting, moves, settle
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.ownership_cases import Case, draw_case, equal
 from tests.unit.placements import UNSHRUNK, loads, placements

@@ -7,8 +7,8 @@ import pytest
 
 import placement_history as history
 import planner
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.policies.flexmoe import FlexMoE
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies.flexmoe import FlexMoE
 
 ARGS = argparse.Namespace(guest_slots=2, predictor="last")
 EXPERT_BYTES = 2 * planner.HIDDEN * planner.FFN * planner.DTYPE_BYTES

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_balance.placement.manager import GIVEN_UP, Manager
-from megatron_balance.placement.predictor import Predictor
+from megatron_balance.planning.manager import GIVEN_UP, Manager
+from megatron_balance.planning.predictor import Predictor
 from megatron_balance.timeline.planner import Planner
 from tests.unit.balancers import COST, LAYERS, OWNERS, Hottest, World, build, hottest, loads, total
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import oracle
 import planner
+from megatron_balance.cost.model import LINKS, CostModel, Overlap
 from megatron_balance.observe.load_log import LoadLog
-from megatron_balance.placement.cost_model import LINKS, CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy, registered
-from megatron_balance.placement.policies.pro_prophet import _Search, _Start
 from megatron_balance.placement.splits import SPLITS, traffic_of
+from megatron_balance.planning.policies import load_policy, registered
+from megatron_balance.planning.policies.pro_prophet import _Search, _Start
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
@@ -190,7 +190,7 @@ def test_policies_name_their_split() -> None:
 
 def test_policies_by_path() -> None:
     assert load_policy("pro_prophet", alpha=0.1).alpha == 0.1
-    path = "megatron_balance.placement.policies.top_k:TopK"
+    path = "megatron_balance.planning.policies.top_k:TopK"
     assert load_policy(path, k=4).k == 4
     for name, message in [
         ("best", "choose from demi, .*, none, pro_prophet, top2"),

@@ -15,12 +15,12 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.manager import Decision, Manager
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.policy_process import MOST_DEATHS, PolicyProcess, _Plain, start_policy
-from megatron_balance.placement.predictor import Predictor
+from megatron_balance.planning.manager import Decision, Manager
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policy_process import MOST_DEATHS, PolicyProcess, _Plain, start_policy
+from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit import misbehaving
 
@@ -97,7 +97,7 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_failed_plan_is_a_problem_of_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_balance.placement.policy_process._LAST_SECONDS", 0.5)
+    monkeypatch.setattr("megatron_balance.planning.policy_process._LAST_SECONDS", 0.5)
     decision = decide(policy(name))
     assert decision.placement is None and not decision.final
     assert decision.problem is not None and decision.problem.startswith(PLANS[name])

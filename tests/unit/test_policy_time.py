@@ -16,8 +16,8 @@ import policy_table
 import policy_time
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
-from megatron_balance.placement.cost_model import balance_ratio
-from megatron_balance.placement.policies import registered
+from megatron_balance.cost.model import balance_ratio
+from megatron_balance.planning.policies import registered
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
 Sample, NONE, CEILING = policy_table.Sample, policy_table.NONE, policy_table.CEILING

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.placement.predictor import METHODS, History, Predictor, prediction_error
+from megatron_balance.planning.predictor import METHODS, History, Predictor, prediction_error
 
 
 def observed(predictor: Predictor, *counts: list[list[int]]) -> History:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_balance.observe.balance import evenness
-from megatron_balance.placement.manager import INVALID, Decision
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.manager import INVALID, Decision
 from megatron_balance.timeline.actions import Action, Operation
 from megatron_balance.timeline.planner import Plan
 from tests.unit.balancers import (

@@ -16,11 +16,11 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure.probes import slot_passes
 from megatron_balance.measure.stopwatch import Stopwatch
-from megatron_balance.placement.cost_model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
 from megatron_balance.workloads.synthetic import load_matrix

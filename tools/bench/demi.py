@@ -20,15 +20,15 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import milp
 
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.demi.listing import Pace, finishes, list_schedule
-from megatron_balance.placement.demi.problem import Problem
-from megatron_balance.placement.demi.program import ABSENT, Relaxed, Rows, relax
-from megatron_balance.placement.demi.schedule import check
-from megatron_balance.placement.demi.search import best_pace, draw, relax_by_size, repair, solve
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.policies.demi import Demi
+from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
+from megatron_balance.planning.demi.problem import Problem
+from megatron_balance.planning.demi.program import ABSENT, Relaxed, Rows, relax
+from megatron_balance.planning.demi.schedule import check
+from megatron_balance.planning.demi.search import best_pace, draw, relax_by_size, repair, solve
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies.demi import Demi
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from planner import cost_model
 

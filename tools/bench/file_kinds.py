@@ -201,9 +201,9 @@ def cluster_kind(folder: Path, canary: Path) -> Kind:
 
 def _plan(profile: Any) -> None:
     """Make the decisions of a run that depend on a profile."""
-    from megatron_balance.placement.cost_model import CostModel
+    from megatron_balance.cost.model import CostModel
     from megatron_balance.placement.placement import Placement
-    from megatron_balance.placement.policies import load_policy
+    from megatron_balance.planning.policies import load_policy
 
     counts_DE = np.random.default_rng(0).integers(0, 50, (4, 8)) ** 3
     cost, current = CostModel(profile, token_bytes=128, param_bytes=1e5, grad_bytes=1e5), Placement.identity(8, 4, 2)

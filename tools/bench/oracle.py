@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import Bounds, milp
 
-from megatron_balance.placement.cost_model import MOST_CHUNKS, CostModel, Overlap, owners
+from megatron_balance.cost.model import MOST_CHUNKS, CostModel, Overlap, owners
 from megatron_balance.placement.placement import Placement
 
 Term = tuple[np.ndarray, ArrayLike]

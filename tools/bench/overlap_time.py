@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ranks
-from megatron_balance.placement.cost_model import Overlap
+from megatron_balance.cost.model import Overlap
 from namespaces import TestbedUnavailable
 from overlap_checks import (
     FULL,

@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.model import CostModel, balance_ratio
 from megatron_balance.observe.load_log import read_loads
-from megatron_balance.placement.cost_model import CostModel, balance_ratio
-from megatron_balance.placement.manager import Manager
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.policies import load_policy, registered
-from megatron_balance.placement.policies.flexmoe import FlexMoE
-from megatron_balance.placement.policies.interface import Policy
-from megatron_balance.placement.predictor import METHODS, Predictor
+from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies import load_policy, registered
+from megatron_balance.planning.policies.flexmoe import FlexMoE
+from megatron_balance.planning.policies.interface import Policy
+from megatron_balance.planning.predictor import METHODS, Predictor
 from megatron_balance.workloads.synthetic import load_matrix
 from planner import TOPK, cost_model
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_balance.cost.model import LINKS, CostModel, balance_gain, balance_ratio
 from megatron_balance.observe.load_log import read_loads
-from megatron_balance.placement.cost_model import LINKS, CostModel, balance_gain, balance_ratio
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy, registered
+from megatron_balance.planning.policies import load_policy, registered
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from oracle import best_seconds, least_seconds

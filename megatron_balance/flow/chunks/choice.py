@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.order import ChunkTimes, Scheduler, check, interleaved, makespan, parse, text
 from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.flow.plan import DispatchPlan, by_host
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.demi.schedule import MiniTaskKind as MiniTask
-from megatron_balance.placement.policies.interface import Policy
+from megatron_balance.planning.demi.schedule import MiniTaskKind as MiniTask
+from megatron_balance.planning.policies.interface import Policy
 
 DEGREES = (1, 2, 4, 8, 16)
 """Numbers of chunks among which `--moe-comm-chunks auto` chooses."""

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_balance.config.flags import named
-from megatron_balance.placement.policies import registered
+from megatron_balance.planning.policies import registered
 
 
 class ChunkTask(StrEnum):

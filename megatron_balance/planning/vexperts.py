@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel, ExpertTimes, owners
+from megatron_balance.cost.model import CostModel, ExpertTimes, owners
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import vexperts
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.placement.demi.problem import TOLERANCE, Problem
+from megatron_balance.planning.demi.problem import TOLERANCE, Problem
 
 
 class MiniTaskKind(StrEnum):

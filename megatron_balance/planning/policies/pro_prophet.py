@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel, owners
+from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import Policy, hottest_first, owners_host
 from megatron_balance.placement.transfers import LinkLoads, route_of
+from megatron_balance.planning.policies.interface import Policy, hottest_first, owners_host
 
 CONFIRMED = 20
 """Number of guests, over all placements that are timed exactly; the most promising placements come first."""

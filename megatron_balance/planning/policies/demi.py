@@ -6,13 +6,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel, owners
-from megatron_balance.placement.demi.listing import list_schedule
-from megatron_balance.placement.demi.problem import FEWEST_SLOTS, WEIGHTS, Problem
-from megatron_balance.placement.demi.schedule import MiniTaskSchedule
-from megatron_balance.placement.demi.search import best_pace, relax_by_size, solve
+from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import Policy, lend, owners_host
+from megatron_balance.planning.demi.listing import list_schedule
+from megatron_balance.planning.demi.problem import FEWEST_SLOTS, WEIGHTS, Problem
+from megatron_balance.planning.demi.schedule import MiniTaskSchedule
+from megatron_balance.planning.demi.search import best_pace, relax_by_size, solve
+from megatron_balance.planning.policies.interface import Policy, lend, owners_host
 
 MOST_SLOTS = 20
 """Maximum number of slots: weights 2^t of more slots differ too much for a linear program's tolerances."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.placement.demi.listing import Pace, finishes
-from megatron_balance.placement.demi.problem import Problem
-from megatron_balance.placement.demi.program import Relaxed, relax
+from megatron_balance.planning.demi.listing import Pace, finishes
+from megatron_balance.planning.demi.problem import Problem
+from megatron_balance.planning.demi.program import Relaxed, relax
 
 DRAWS = 8
 """Number of placements drawn from the shares."""

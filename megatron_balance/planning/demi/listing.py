@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_balance.placement.demi.problem import Problem
-from megatron_balance.placement.demi.schedule import MiniTask, MiniTaskKind, MiniTaskSchedule
+from megatron_balance.planning.demi.problem import Problem
+from megatron_balance.planning.demi.schedule import MiniTask, MiniTaskKind, MiniTaskSchedule
 
 CRUMB = 1e-9
 """Share of a mini-task below which the rest is rounding, and is done at once."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 
-from megatron_balance.placement.cost_model import CostModel, owners
+from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import Policy, lend
+from megatron_balance.planning.policies.interface import Policy, lend
 
 EXACT = 256
 """Maximum number of (expert, rank) pairs for which S3 is solved exactly."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 
-from megatron_balance.placement.demi.listing import Pace
-from megatron_balance.placement.demi.problem import Problem
+from megatron_balance.planning.demi.listing import Pace
+from megatron_balance.planning.demi.problem import Problem
 
 ABSENT = -1
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.demi.schedule import MiniTaskSchedule
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.demi.schedule import MiniTaskSchedule
 
 
 class Policy(ABC):
@@ -17,7 +17,7 @@ class Policy(ABC):
 
     Every rank runs the policy on the same values and must get the same result.
 
-    A class in a module of `placement/policies` that sets `name` is a value of `--balance-policy`. No other line of the
+    A class in a module of `planning/policies` that sets `name` is a value of `--balance-policy`. No other line of the
     package names it.
     """
 

@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.messages import cleaned, described
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.manager import PolicyFailure
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy
-from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.splits import SPLITS
+from megatron_balance.planning.manager import PolicyFailure
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies.interface import Policy
 
-SERVER = "megatron_balance.placement.policy_server"
+SERVER = "megatron_balance.planning.policy_server"
 
 MOST_BYTES = 2**24
 """Maximum number of bytes of an answer; a placement of 256 experts on 64 ranks has 5,000."""

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import Policy, everywhere, hottest_first, owners_host
+from megatron_balance.planning.policies.interface import Policy, everywhere, hottest_first, owners_host
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import EMPTY, Placement
 
 BUDGET = 100

@@ -6,7 +6,7 @@
     fastermoe        FasterMoE: the hottest experts on every rank, as long as the cost model predicts a gain
     pro_prophet      Pro-Prophet: the heaviest ranks' experts on the ranks that hold most of their tokens
     flexmoe          FlexMoE: Expand, Shrink and Migrate vExperts, starting from the placement in use
-    demi             DEMI: one host per expert, by the schedule of mini-tasks (placement/demi)
+    demi             DEMI: one host per expert, by the schedule of mini-tasks (planning/demi)
     demi_baselines   demi_s1 to demi_s3: the strategies that DEMI's paper compares with
 
 A new policy is a new file: the functions below find every class of this package that has a `name`.
@@ -22,8 +22,8 @@ from typing import Any
 
 from megatron_balance.config.flags import named
 from megatron_balance.messages import cleaned, described
-from megatron_balance.placement.policies.interface import Policy
 from megatron_balance.placement.splits import SPLITS
+from megatron_balance.planning.policies.interface import Policy
 
 
 def registered() -> Mapping[str, type[Policy]]:

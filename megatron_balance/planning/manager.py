@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.messages import cleaned, described
-from megatron_balance.placement.cost_model import CostModel
-from megatron_balance.placement.ownership import Guest, Settlement, lasting, settle
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies.interface import Policy
-from megatron_balance.placement.predictor import History, Predictor, prediction_error
+from megatron_balance.planning.ownership import Guest, Settlement, lasting, settle
+from megatron_balance.planning.policies.interface import Policy
+from megatron_balance.planning.predictor import History, Predictor, prediction_error
 
 INVALID = bytes(16)
 """Digest of a decision without a placement."""

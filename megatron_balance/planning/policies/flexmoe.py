@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron_balance.placement.cost_model import CostModel, balance_ratio, owners
+from megatron_balance.cost.model import CostModel, balance_ratio, owners
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.policies.interface import Policy
-from megatron_balance.placement.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
+from megatron_balance.planning.policies.interface import Policy
+from megatron_balance.planning.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 
 TOLERANCE = 1e-9
 """Share of a layer's time below which differences are rounding."""

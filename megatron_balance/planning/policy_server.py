@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 
 from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.policies import load_policy, split_of
-from megatron_balance.placement.policies.interface import Policy
+from megatron_balance.planning.policies import load_policy, split_of
+from megatron_balance.planning.policies.interface import Policy
 
 _FIELDS = [field.name for field in dataclasses.fields(Placement)]
 _PR_SET_PDEATHSIG = 1

@@ -1,0 +1,13 @@
+"""Decides the next placement of each layer. Arrays in, values out.
+
+    predictor        the next iteration's load, from past iterations
+    manager          the placement of one layer over time: asks the policy, validates and adopts its answer
+    ownership        which experts change their owner (Transfer)
+    vexperts         FlexMoE's vExperts: modifications, and their cost
+    policies/        one file per policy
+    demi/            DEMI's scheduling problem: linear program, search, list scheduling
+    policy_process   a user's policy in its own process, as the rank sees it
+    policy_server    the program of that process
+
+Read policies/interface first.
+"""
