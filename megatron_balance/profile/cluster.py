@@ -15,7 +15,7 @@ import yaml
 
 from megatron_balance.files.reading import number_in, read_yaml, shown
 from megatron_balance.messages import cleaned
-from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, Fit, Throughput, builtin
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, builtin, from_links
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,11 @@ def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: i
 def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
     """Return the profile of a job on this cluster; numbers missing in the file, mostly latencies, are `builtin`'s.
 
-    - Experts compute at the rate of the slowest kind of GPU; a backward pass takes as long as two forward passes
-      (Pro-Prophet Eq. 3).
+    - Nodes have the kinds of GPUs in the order of the file, and a job takes the first nodes; without numbers of nodes,
+      all have the slowest kind. A backward pass takes as long as two forward passes (Pro-Prophet Eq. 3).
     - Within its node, a rank sends at the link's rate. The messages of all expert-parallel groups that leave a node
       share its adapters, and a message uses at most one adapter.
-    - In an all-to-all, the fraction (D - node_size) / (D - 1) of the bytes that a rank sends leaves the node; the two
-      levels follow each other, as in ScheMoE's Eq. 17. All other operations of a group pass each link once, an
-      all-reduce twice, and take as long as on the slowest link.
+    - The operations of a group follow from these links as in `from_links`.
 
     Args:
         hidden: width of the model.
@@ -200,20 +198,18 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     if cluster.network is not None:
         groups = ranks.ranks_per_node / ranks.node_size
         far, shared = (_line(cluster.network, far.alpha, senders) for senders in (groups, ranks.ranks_per_node))
-    links = {kind: {"intra": near, "inter": far, "ep": near} for kind in COLLECTIVES}
-    if ranks.num_ranks > ranks.node_size:
-        crossing = (ranks.num_ranks - ranks.node_size) / (ranks.num_ranks - 1)
-        for lines in links.values():
-            lines["ep"] = far._replace(beta=max(near.beta, far.beta))
-        links["all_to_all"]["ep"] = far._replace(beta=(1 - crossing) * near.beta + crossing * shared.beta)
-    links["all_reduce"] = {kind: line._replace(beta=2 * line.beta) for kind, line in links["all_reduce"].items()}
-    per_token = 4 * hidden * ffn / (1e12 * _tflops(cluster, dtype_bytes))
-    return ClusterProfile(
-        num_ranks=ranks.num_ranks,
-        node_size=ranks.node_size,
-        links=links,
+    tflops_D = _tflops(cluster, ranks, dtype_bytes)
+    mean = sum(tflops_D) / len(tflops_D)
+    per_token = 4 * hidden * ffn / (1e12 * mean)
+    return from_links(
+        ranks.num_ranks,
+        ranks.node_size,
+        near,
+        far,
+        shared=shared,
         forward=Throughput(per_token, base.forward.overhead, 0.0, 0.0),
         backward=Throughput(2 * per_token, base.backward.overhead, 0.0, 0.0),
+        rates=() if len(set(tflops_D)) == 1 else tuple(tflops / mean for tflops in tflops_D),
     )
 
 
@@ -237,7 +233,8 @@ def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
     return Fit(latency, sharers / (link.gb_per_second.value * 1e9), 0.0, 0.0)
 
 
-def _tflops(cluster: Cluster, dtype_bytes: int) -> float:
+def _tflops(cluster: Cluster, ranks: Ranks, dtype_bytes: int) -> list[float]:
+    """Return the TFLOP/s of each rank's GPU."""
     name = "half_tflops" if dtype_bytes <= 2 else "fp32_tflops"
     rates: list[float] = []
     for index, gpu in enumerate(cluster.gpus):
@@ -245,4 +242,8 @@ def _tflops(cluster: Cluster, dtype_bytes: int) -> float:
         if rate is None:
             raise ValueError(f"gpus[{index}].{name}: is missing, but experts compute with {8 * dtype_bytes} bits")
         rates.append(rate.value)
-    return min(rates)
+    if cluster.num_nodes is None:
+        return [min(rates)] * ranks.num_ranks
+    counts = [int(gpu.nodes.value) for gpu in cluster.gpus if gpu.nodes is not None]
+    by_node = [rate for rate, count in zip(rates, counts, strict=True) for _ in range(count)]
+    return [by_node[rank // ranks.node_size] for rank in range(ranks.num_ranks)]

@@ -1,6 +1,7 @@
 """Speed of a cluster's communication and computation: the constants of all cost models.
 
-Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b seconds. Nothing here measures.
+Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b seconds. Nothing here measures; `cost/`
+derives the seconds of exchanges, transfers and layers.
 """
 
 import dataclasses
@@ -16,10 +17,13 @@ import numpy as np
 from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.messages import cleaned
 
-VERSION = 2
-COLLECTIVES = ("p2p", "all_to_all", "broadcast", "reduce", "all_gather", "all_reduce")
+VERSION = 3
+COLLECTIVES = ("p2p", "trans", "agg", "all_to_all", "all_gather", "all_reduce")
 GROUPS = ("intra", "inter", "ep")
 """Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
+
+LEVELS = ("intra", "inter")
+"""Kinds of links: within a node, and between nodes."""
 
 MAX_BYTES = 4 * MIB
 """Maximum size of a file; a profile for 64 ranks has 60 kB."""
@@ -30,7 +34,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "beta": (0, 1e-3, "seconds per byte"),
     "overhead": _SECONDS,
     "seconds_per_token": _SECONDS,
-    "bytes_per_second": (1e3, 1e14, "bytes per second"),
+    "rate": (1e-3, 1e3, "of the mean"),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "ranks", "nodes", "mp", "esp"), _COUNT),
 }
@@ -125,15 +129,6 @@ UNMEASURED = CodecTimes(_QUICK, _QUICK)
 """Times of an unmeasured codec: a kernel that reads and writes rows of a few kilobytes at some hundred GB/s."""
 
 
-class Bandwidth(NamedTuple):
-    """All-reduce bandwidth of a device group, by its numbers of ranks and nodes."""
-
-    ranks: int
-    nodes: int
-    bytes_per_second: float
-    """Size of the reduced buffer divided by the time of the collective."""
-
-
 class ParallelLines(NamedTuple):
     """Times of exchanges among tensor-parallel ranks and sharded experts, for Parm's Algorithm 1."""
 
@@ -169,13 +164,24 @@ class ClusterProfile:
 
     links: Mapping[str, Mapping[str, Fit]]
     """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all, those
-    that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer."""
+    that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer.
+
+    p2p is a batch in which every rank sends one message and receives one; trans and agg are a round of Trans and of
+    Agg, in which every rank sends and receives a piece of an expert. In the group `ep`, all these messages go to
+    another node at the same time, if there are several nodes. all_to_all is the default all-to-all."""
+
+    messages: Mapping[str, Fit]
+    """messages[intra or inter]: seconds of a batch of small messages as a function of their number: alpha is the
+    launch, beta the seconds of each message. The number is that of the rank that sends or receives the most."""
 
     forward: Throughput
     backward: Throughput
 
-    all_reduce: tuple[Bandwidth, ...] = ()
-    """Bandwidth of the measured device groups, FlexMoE's BPS (Eq. 9)."""
+    rates: tuple[float, ...] = ()
+    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all have the same."""
+
+    all_to_alls: Mapping[str, Fit] = field(default_factory=dict)
+    """Lines of the measured members of `--moe-comm-alltoall`, like that of `all_to_all` in the group `ep`."""
 
     codecs: Mapping[str, CodecTimes] = field(default_factory=dict)
     """Times of the measured codecs, which are those of `--moe-comm-codec`."""
@@ -190,33 +196,10 @@ class ClusterProfile:
         """Return the times of `--moe-comm-codec name`; an unmeasured codec is assumed to be as fast as possible."""
         return self.codecs.get(name, UNMEASURED)
 
-    def group_kind(self, ranks: Sequence[int]) -> str:
-        """Return `intra` if the ranks share a node, otherwise `inter`."""
-        return "intra" if len({rank // self.node_size for rank in ranks}) <= 1 else "inter"
-
-    def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Return the seconds to all-reduce a buffer over a device group: FlexMoE Eq. 9 with BPS from the profile.
-
-        Groups are distinguished by their numbers of ranks and nodes. For a group that was not measured, the seconds per
-        byte are interpolated linearly by the number of ranks among the measured groups of its kind (one node, or
-        several); outside their range, the nearest group is used. If no group of its kind was measured, the time is
-        alpha + beta * bytes of the profile's all-reduce for that kind.
-        """
-        distinct = set(ranks)
-        return self.group_seconds(len(distinct), len({rank // self.node_size for rank in distinct}), num_bytes)
-
-    def group_seconds(self, ranks: int, nodes: int, num_bytes: float) -> float:
-        """Return `all_reduce_seconds` of a group with this number of ranks and nodes."""
-        if ranks < 2:
-            return 0.0
-        exact = [group for group in self.all_reduce if (group.ranks, group.nodes) == (ranks, nodes)]
-        if exact:
-            return num_bytes / exact[0].bytes_per_second
-        kin = sorted(group for group in self.all_reduce if (group.nodes > 1) == (nodes > 1))
-        if not kin:
-            return self.link("all_reduce", "inter" if nodes > 1 else "intra").seconds(num_bytes)
-        slowness = [1 / group.bytes_per_second for group in kin]
-        return num_bytes * float(np.interp(ranks, [group.ranks for group in kin], slowness))
+    @property
+    def rate_D(self) -> np.ndarray:
+        """[D] `rates`, or ones."""
+        return np.array(self.rates) if self.rates else np.ones(self.num_ranks)
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON; the file appears only when complete.
@@ -229,7 +212,8 @@ class ClusterProfile:
             kind: {group: line._asdict() for group, line in groups.items()} for kind, groups in self.links.items()
         }
         content |= {"forward": self.forward._asdict(), "backward": self.backward._asdict()}
-        content["all_reduce"] = [group._asdict() for group in self.all_reduce]
+        content["messages"] = {level: line._asdict() for level, line in self.messages.items()}
+        content["all_to_alls"] = {name: line._asdict() for name, line in self.all_to_alls.items()}
         content["codecs"] = {
             name: {way: line._asdict() for way, line in times._asdict().items()} for name, times in self.codecs.items()
         }
@@ -270,12 +254,14 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
 def _parse(content: Any) -> ClusterProfile:
     _keys(content, ("version", *(field.name for field in dataclasses.fields(ClusterProfile))), "the file")
     links = _keys(content["links"], COLLECTIVES, "links")
-    codecs, groups = content["codecs"], content["all_reduce"]
-    if not isinstance(codecs, dict) or not isinstance(groups, list):
-        raise ValueError("codecs, all_reduce: are not an object and a list")
-    parallel = content["parallel"]
+    codecs, members, rates = content["codecs"], content["all_to_alls"], content["rates"]
+    if not (isinstance(codecs, dict) and isinstance(members, dict) and isinstance(rates, list)):
+        raise ValueError("codecs, all_to_alls, rates: are not two objects and a list")
+    parallel, num_ranks = content["parallel"], _number(content["num_ranks"], "num_ranks")
+    if len(rates) not in (0, num_ranks):
+        raise ValueError(f"rates: has {len(rates)} numbers for {num_ranks} ranks")
     return ClusterProfile(
-        num_ranks=_number(content["num_ranks"], "num_ranks"),
+        num_ranks=num_ranks,
         node_size=_number(content["node_size"], "node_size"),
         links={
             kind: {
@@ -286,7 +272,14 @@ def _parse(content: Any) -> ClusterProfile:
         },
         forward=_numbers(Throughput, content["forward"], "forward"),
         backward=_numbers(Throughput, content["backward"], "backward"),
-        all_reduce=tuple(_numbers(Bandwidth, group, f"all_reduce[{at}]") for at, group in enumerate(groups)),
+        messages={
+            level: _numbers(Fit, line, f"messages.{level}")
+            for level, line in _keys(content["messages"], LEVELS, "messages").items()
+        },
+        rates=tuple(_number(rate, f"rates[{rank}].rate") for rank, rate in enumerate(rates)),
+        all_to_alls={
+            name: _numbers(Fit, line, f"all_to_alls.{cleaned(name)}") for name, line in members.items()
+        },
         codecs={
             name: CodecTimes(
                 **{
@@ -334,24 +327,77 @@ def _number(value: Any, where: str) -> Any:
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
     """Return constants of a plausible GPU cluster, so that runs without a measured profile repeat on any machine.
 
-    Within a node: 150 GB/s and 10 us per message; between nodes: 25 GB/s and 25 us. An expert's two matrix products run
-    at 200 TFLOP/s with 2-byte numbers, and at half of that with wider ones; a backward pass takes as long as two
-    forward passes (Pro-Prophet Eq. 3). The whole expert-parallel group has one kind of link: the slower one if it spans
-    nodes.
+    Within a node: 150 GB/s, and 10 us for a batch of one message; between nodes: 25 GB/s and 25 us. Each further
+    message of a batch takes a tenth of that. An expert's two matrix products run at 200 TFLOP/s with 2-byte numbers,
+    and at half of that with wider ones; a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). Every
+    rank has its own adapter.
 
     Args:
         hidden: width of the model.
         ffn: inner width of one expert.
         dtype_bytes: size of the numbers that experts compute with.
     """
-    intra, inter = Fit(10e-6, 1 / 150e9, 0.0, 0.0), Fit(25e-6, 1 / 25e9, 0.0, 0.0)
-    ring = [line._replace(beta=2 * line.beta) for line in (intra, inter)]
-    # An all-reduce is a reduce and a broadcast: every byte passes each link twice
-    links = {}
-    for kind in COLLECTIVES:
-        near, far = ring if kind == "all_reduce" else (intra, inter)
-        links[kind] = {"intra": near, "inter": far, "ep": near if num_ranks <= node_size else far}
     flops = 200e12 if dtype_bytes <= 2 else 100e12
     per_token = 4 * hidden * ffn / flops
-    forward, backward = Throughput(per_token, 20e-6, 0.0, 0.0), Throughput(2 * per_token, 40e-6, 0.0, 0.0)
-    return ClusterProfile(num_ranks=num_ranks, node_size=node_size, links=links, forward=forward, backward=backward)
+    near, far = Fit(10e-6, 1 / 150e9, 0.0, 0.0), Fit(25e-6, 1 / 25e9, 0.0, 0.0)
+    return from_links(
+        num_ranks,
+        node_size,
+        near,
+        far,
+        shared=far,
+        forward=Throughput(per_token, 20e-6, 0.0, 0.0),
+        backward=Throughput(2 * per_token, 40e-6, 0.0, 0.0),
+    )
+
+
+MESSAGE = 0.1
+"""Share of a lone message's latency that each further message of its batch adds, where nothing was measured."""
+
+
+def from_links(
+    num_ranks: int,
+    node_size: int,
+    near: Fit,
+    far: Fit,
+    *,
+    shared: Fit,
+    forward: Throughput,
+    backward: Throughput,
+    rates: tuple[float, ...] = (),
+) -> ClusterProfile:
+    """Return the profile that follows from the links of a cluster, without measurements.
+
+    Operations of the whole group pass the slowest link once, an all-reduce twice: it is a reduce and a broadcast. In an
+    all-to-all, the messages of both levels travel at the same time, and the fraction (D - node_size) / (D - 1) of the
+    bytes that a rank sends leaves its node.
+
+    Args:
+        near, far: a message within a node, and between nodes while no other rank of the node sends.
+        shared: a message between nodes while all ranks of the node send.
+    """
+    far, shared = (far, shared) if num_ranks > node_size else (near, near)
+    crossing = (num_ranks - node_size) / max(1, num_ranks - 1) if num_ranks > node_size else 0.0
+    beta = max((1 - crossing) * near.beta, crossing * shared.beta)
+    later = [MESSAGE * (count - 1) for count in (min(node_size, num_ranks) - 1, max(1, num_ranks - node_size))]
+    alpha = max(near.alpha * (1 + max(0.0, later[0])), far.alpha * (1 + later[1]) if crossing else 0.0)
+    links: dict[str, dict[str, Fit]] = {}
+    for kind in COLLECTIVES:
+        times = 2 if kind == "all_reduce" else 1
+        slowest = near if near.beta > shared.beta and kind != "p2p" else shared
+        lines = zip(GROUPS, (near, far, slowest), strict=True)
+        links[kind] = {group: line._replace(beta=times * line.beta) for group, line in lines}
+    links["all_to_all"]["ep"] = Fit(alpha, beta, 0.0, 0.0)
+    messages = {
+        level: Fit((1 - MESSAGE) * line.alpha, MESSAGE * line.alpha, 0.0, 0.0)
+        for level, line in zip(LEVELS, (near, far), strict=True)
+    }
+    return ClusterProfile(
+        num_ranks=num_ranks,
+        node_size=node_size,
+        links=links,
+        messages=messages,
+        forward=forward,
+        backward=backward,
+        rates=rates,
+    )

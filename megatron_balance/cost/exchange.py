@@ -1,0 +1,105 @@
+"""Seconds of the all-to-alls of `--moe-comm-alltoall`.
+
+The messages of an all-to-all are described by matrices, one for each of its consecutive stages:
+
+    default  all in one stage, as the backend sends them
+    flat     within nodes, then between nodes      p2p, pipe  all in one stage
+    2dh      within nodes, then between nodes      1dh        to the leaders, between leaders, from the leaders
+
+A stage takes the seconds of `Network.batch_seconds`. If a member was measured in an even exchange, its line takes
+precedence: alpha is its latency, and the seconds of its bytes are scaled so that an even exchange takes the measured
+time. So an uneven exchange differs from a measured one by what its busiest resource carries.
+
+In the shapes, L counts the ranks of a node. Matrices [D, D] hold the bytes from rank i to rank j.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.cost.network import Crossing, Network
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
+
+DEFAULT = "default"
+"""The member that `profile.link("all_to_all")` describes."""
+
+
+@dataclass(frozen=True)
+class ExchangeModel:
+    """Predicts the seconds of one member of the family of all-to-alls."""
+
+    name: str
+    network: Network
+    line: Fit | None
+    """Seconds of an even exchange, by the bytes that a rank sends to others; None: not measured."""
+
+    @classmethod
+    def of(cls, profile: ClusterProfile, name: str = DEFAULT) -> "ExchangeModel":
+        """Return the model of `name`; an unknown all-to-all is assumed to send all messages in one stage."""
+        line = profile.link("all_to_all") if name == DEFAULT else profile.all_to_alls.get(name)
+        return cls(name, Network.of(profile), line)
+
+    def seconds(self, bytes_DD: np.ndarray) -> float:
+        """Return the seconds of one exchange; 0 if no bytes leave their rank."""
+        found = stages(self.name, bytes_DD, self.network.node_size)
+        stages_BDD = np.stack(found)
+        if not stages_BDD.any():
+            return 0.0
+        if self.line is None:
+            return float(self.network.batch_seconds(stages_BDD).sum())
+        carried = self.network.byte_seconds(self.network.crossing(stages_BDD)).sum()
+        return self.line.alpha + self.scale * float(carried)
+
+    @functools.cached_property
+    def scale(self) -> float:
+        """Measured seconds per byte over those of the network; 1 if nothing was measured."""
+        if self.line is None:
+            return 1.0
+        even_DD = np.ones((self.network.num_ranks, self.network.num_ranks)) / max(1, self.network.num_ranks - 1)
+        stages_BDD = np.stack(stages(self.name, even_DD, self.network.node_size))
+        carried = self.network.byte_seconds(self.network.crossing(stages_BDD)).sum()
+        return self.line.beta / float(carried) if carried else 1.0
+
+    @functools.cached_property
+    def latency(self) -> float:
+        """Seconds of an exchange among all ranks, without bytes."""
+        if self.line is not None:
+            return self.line.alpha
+        ones_BDD = np.stack(stages(self.name, np.ones((self.network.num_ranks,) * 2), self.network.node_size))
+        return float(self.network.latency(self.network.crossing((ones_BDD > 0) * 1.0)).sum())
+
+    def one_stage_seconds(self, bytes_: Crossing) -> np.ndarray:
+        """Return [...] the seconds beyond `latency` of exchanges in one stage, in which ranks send these bytes."""
+        return self.scale * self.network.byte_seconds(bytes_)
+
+
+def predict(names: Iterable[str], bytes_DD: np.ndarray, profile: ClusterProfile) -> dict[str, float]:
+    """Return the seconds that each member takes to exchange bytes_DD."""
+    return {name: ExchangeModel.of(profile, name).seconds(bytes_DD) for name in names}
+
+
+def stages(name: str, bytes_DD: np.ndarray, node_size: int) -> list[np.ndarray]:
+    """Return the bytes that the member `name` sends in each of its stages, as matrices [D, D] with zero diagonals."""
+    ranks = np.arange(len(bytes_DD))
+    node, local, firsts = ranks // node_size, ranks % node_size, ranks[::node_size]
+    same_node, same_local = node[:, None] == node, local[:, None] == local
+    if name == "flat":
+        found = [bytes_DD * same_node, bytes_DD * ~same_node]
+    elif name == "2dh":
+        by_local_DL = bytes_DD.reshape(len(ranks), -1, node_size).sum(1)
+        from_node_ND = bytes_DD.reshape(-1, node_size, len(ranks)).sum(1)
+        found = [by_local_DL[:, local] * same_node, from_node_ND[node] * same_local]
+    elif name == "1dh":
+        leader = local == 0
+        from_node_ND = np.add.reduceat(bytes_DD, firsts, axis=0)
+        between_NN = np.add.reduceat(from_node_ND, firsts, axis=1)
+        found = [
+            bytes_DD.sum(1)[:, None] * (same_node & leader),
+            between_NN[np.ix_(node, node)] * (leader[:, None] & leader),
+            bytes_DD.sum(0) * (same_node & leader[:, None]),
+        ]
+    else:
+        found = [bytes_DD]
+    return [np.where(ranks[:, None] == ranks, 0, stage_DD) for stage_DD in found]

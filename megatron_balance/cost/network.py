@@ -1,0 +1,116 @@
+"""What messages cost on a cluster whose ranks share nodes, and nodes share adapters.
+
+The ranks of a node exchange messages over its fabric. Messages to other nodes use the node's adapters instead, which
+its ranks share. A batch of messages takes a launch, a little for each message of its busiest rank, and the time in which
+its busiest resource carries its bytes:
+
+    a rank's link into the fabric     bytes within the node, each way
+    a rank's share of an adapter      bytes to and from other nodes, each way
+    all adapters of a node            the same bytes of all ranks of the node, each way
+
+In the shapes, `_XD` are amounts of each rank, with any leading dimensions X; `_XDD` are [source rank, target rank].
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.profile.cluster_profile import ClusterProfile
+
+
+class Level(NamedTuple):
+    """One kind of link."""
+
+    launch: float
+    """Seconds of a batch, independent of its messages."""
+
+    message: float
+    """Seconds for each message of the rank that sends or receives the most."""
+
+    beta: float
+    """Seconds per byte that a rank sends or receives."""
+
+
+class Crossing(NamedTuple):
+    """Amounts that ranks send to and receive from other ranks, such as tokens, bytes or messages."""
+
+    near_2XD: np.ndarray
+    """[2, ..., D] sent to and received from ranks of the same node."""
+
+    far_2XD: np.ndarray
+    """[2, ..., D] sent to and received from other nodes."""
+
+    def __mul__(self, factor: float) -> "Crossing":  # type: ignore[override]
+        return Crossing(self.near_2XD * factor, self.far_2XD * factor)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links and adapters of the ranks of one expert-parallel group."""
+
+    num_ranks: int
+    node_size: int
+    near: Level
+    """Links within a node."""
+    far: Level
+    """Links between nodes, for a rank that shares its adapter with no other rank of the group."""
+    adapters: float
+    """Number of ranks of a node that can send to other nodes at their full rate at the same time; 1 to node_size."""
+
+    @classmethod
+    def of(cls, profile: ClusterProfile) -> "Network":
+        """Return the network that a profile describes."""
+        levels = [
+            Level(profile.messages[kind].alpha, profile.messages[kind].beta, profile.link("p2p", kind).beta)
+            for kind in ("intra", "inter")
+        ]
+        size, shared = profile.node_size, profile.link("p2p", "ep").beta
+        adapters = size * levels[1].beta / shared if shared and profile.num_ranks > size else size
+        return cls(profile.num_ranks, size, *levels, adapters=min(max(adapters, 1.0), size))
+
+    @cached_property
+    def node_D(self) -> np.ndarray:
+        """[D] the node of each rank."""
+        return np.arange(self.num_ranks) // self.node_size
+
+    @cached_property
+    def first_N(self) -> np.ndarray:
+        """[N] the first rank of each node."""
+        return np.arange(0, self.num_ranks, self.node_size)
+
+    @cached_property
+    def is_near_DD(self) -> np.ndarray:
+        """[D, D] bool: whether two ranks share a node."""
+        return self.node_D[:, None] == self.node_D
+
+    def crossing(self, amounts_XDD: np.ndarray) -> Crossing:
+        """Return what each rank sends and receives; amounts on the diagonal stay on their rank."""
+        diagonal_XD = amounts_XDD.diagonal(axis1=-2, axis2=-1)
+        total_2XD = np.stack([amounts_XDD.sum(-1), amounts_XDD.sum(-2)]) - diagonal_XD
+        if len(self.first_N) == 1:
+            return Crossing(total_2XD, np.zeros_like(total_2XD))
+        near_XDD = amounts_XDD * self.is_near_DD
+        near_2XD = np.stack([near_XDD.sum(-1), near_XDD.sum(-2)]) - diagonal_XD
+        return Crossing(near_2XD, total_2XD - near_2XD)
+
+    def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
+        """Return [...] the seconds in which the busiest resource carries these bytes."""
+        seconds = self.near.beta * bytes_.near_2XD.max((0, -1))
+        if len(self.first_N) == 1:
+            return seconds
+        far_2XD = bytes_.far_2XD
+        node_2XN = np.add.reduceat(far_2XD, self.first_N, axis=-1)
+        far = np.maximum(far_2XD.max((0, -1)), node_2XN.max((0, -1)) / self.adapters)
+        return np.maximum(seconds, self.far.beta * far)
+
+    def latency(self, messages: Crossing) -> np.ndarray:
+        """Return [...] the seconds of a batch of empty messages; 0 without messages."""
+        near, far = (amounts_2XD.max((0, -1)) for amounts_2XD in messages)
+        launch = np.maximum(self.near.launch * (near > 0), self.far.launch * (far > 0))
+        return launch + self.near.message * near + self.far.message * far
+
+    def batch_seconds(self, bytes_XDD: np.ndarray) -> np.ndarray:
+        """Return [...] the seconds of batches of one message for each pair of ranks with bytes."""
+        return self.latency(self.crossing((bytes_XDD > 0) * 1.0)) + self.byte_seconds(self.crossing(bytes_XDD))
