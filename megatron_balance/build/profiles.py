@@ -46,6 +46,13 @@ class Profiles:
         `auto` keeps its measurement in `--save`, and looks for one there and in `--load`, so that a resumed run makes
         the same plans.
         """
+        profile, capacities = self._read_or_measured(), self.config.balance.balance_capacities
+        if capacities is None:
+            return profile
+        mean = sum(capacities) / len(capacities)
+        return dataclasses.replace(profile, rates=tuple(capacity / mean for capacity in capacities))
+
+    def _read_or_measured(self) -> ClusterProfile:
         config, groups, num_ranks = self.config, self.groups, self.groups.ep.size()
         wanted, node_size, shards = config.balance.balance_profile, self.node_size(groups.ep), groups.expt_tp.size()
         shape = _expert_shape(config, shards)
@@ -64,7 +71,9 @@ class Profiles:
 
     def of(self, group: dist.ProcessGroup) -> ClusterProfile:
         """Return the profile of the same links for the ranks of `group`; collective like `experts`."""
-        return dataclasses.replace(self.experts, num_ranks=group.size(), node_size=self.node_size(group))
+        profile, size = self.experts, group.size()
+        rates = profile.rates if size == profile.num_ranks else ()
+        return dataclasses.replace(profile, num_ranks=size, node_size=self.node_size(group), rates=rates)
 
     def node_size(self, group: dist.ProcessGroup) -> int:
         """Return how many ranks of `group` share a node.

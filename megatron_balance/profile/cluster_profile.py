@@ -178,7 +178,7 @@ class ClusterProfile:
     backward: Throughput
 
     rates: tuple[float, ...] = ()
-    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all have the same."""
+    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all 1."""
 
     all_to_alls: Mapping[str, Fit] = field(default_factory=dict)
     """Lines of the measured members of `--moe-comm-alltoall`, like that of `all_to_all` in the group `ep`."""
@@ -277,9 +277,7 @@ def _parse(content: Any) -> ClusterProfile:
             for level, line in _keys(content["messages"], LEVELS, "messages").items()
         },
         rates=tuple(_number(rate, f"rates[{rank}].rate") for rank, rate in enumerate(rates)),
-        all_to_alls={
-            name: _numbers(Fit, line, f"all_to_alls.{cleaned(name)}") for name, line in members.items()
-        },
+        all_to_alls={name: _numbers(Fit, line, f"all_to_alls.{cleaned(name)}") for name, line in members.items()},
         codecs={
             name: CodecTimes(
                 **{
