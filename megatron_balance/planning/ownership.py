@@ -4,8 +4,8 @@ A guest costs Trans and Agg in every iteration (a lend). Moving the expert's par
 rank costs messages once (a Transfer). Every home slot holds an expert, so owners are exchanged in pairs.
 
 A Transfer is proposed for a guest that stays on its rank, and for two experts that their owners compute, where the
-layer is faster if each computes the other's (DEMI's migration). It happens at break-even: once it would have saved, since
-it was first proposed, the seconds that it costs. For any later load, both together cost at most twice as much as the
+layer is faster if each computes the other's (DEMI's migration). It happens at break-even: once it would have saved the
+seconds that it costs, since it was first proposed. For any later load, both together cost at most twice as much as the
 better of the two (ski rental).
 """
 

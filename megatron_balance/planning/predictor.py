@@ -36,8 +36,8 @@ class Predictor:
         """Return the history after one more iteration.
 
         Args:
-            counts_BDE: [B, D, E] tokens of the iteration's microbatches, or of groups of them. Other numbers of ranks or
-                of experts than before start a new history.
+            counts_BDE: [B, D, E] tokens of the iteration's microbatches, or of groups of them. A new number of ranks or
+                of experts starts a new history.
         """
         parts = np.array(counts_BDE, dtype=np.int64)
         latest = parts.sum(0)
