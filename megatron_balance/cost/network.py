@@ -1,8 +1,8 @@
 """What messages cost on a cluster whose ranks share nodes, and nodes share adapters.
 
 The ranks of a node exchange messages over its fabric. Messages to other nodes use the node's adapters instead, which
-its ranks share. A batch of messages takes a launch, a little for each message of its busiest rank, and the time in which
-its busiest resource carries its bytes:
+its ranks share. A batch of messages takes a launch, a little for each message of its busiest rank, and the time in
+which its busiest resource carries its bytes:
 
     a rank's link into the fabric     bytes within the node, each way
     a rank's share of an adapter      bytes to and from other nodes, each way
