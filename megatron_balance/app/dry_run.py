@@ -204,7 +204,7 @@ def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
     layers = [module for chunk in run.model for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
     splits = any(layer.parallel.splits_tokens or layer.parallel.splits_rows for layer in layers[:1])
     rows = layer_shape(config, run.groups).rows * run.groups.expt_tp.size()
-    return Tokens(whole, part, rows // tensor if splits or transformer.sequence_parallel else rows)
+    return Tokens(whole, part, rows // tensor if splits else rows)
 
 
 def _groups(collection: ProcessGroupCollection, topology: Topology) -> list[str]:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.cost.exchange import resized
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
-from megatron_balance.flow.schedule_choice import ranges
+from megatron_balance.flow.schedule_choice import choices, ranges
 from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank, world
 from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measure, measure_parallel, measured_once
 from megatron_balance.measure.probes import codec_passes, expert_passes, schedule_call
-from megatron_balance.measure.stopwatch import Stopwatch
+from megatron_balance.measure.stopwatch import Call, Stopwatch
 from megatron_balance.profile.cluster import Ranks, load_profile
 from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin, load
 
@@ -63,7 +63,7 @@ class Profiles:
             return on_first_rank(lambda: load_profile(Path(wanted), ranks, *shape))
         if wanted != "auto":
             return on_first_rank(lambda: load(Path(wanted), num_ranks, node_size))
-        split = f"_tp_{groups.tp.size()}_etp_{shards}" if has_schedule_choice(config, groups) else ""
+        split = f"_tp_{groups.tp.size()}_etp_{shards}" if len(schedule_choices(config, groups)) > 1 else ""
         name = f"cluster_profile_{num_ranks}_in_nodes_of_{node_size}{split}.json"
         paths = [Path(directory) / name for directory in (config.checkpoint.save, config.checkpoint.load) if directory]
         measure_now = functools.partial(measure_cluster, config, groups, node_size, first_rank_log())
@@ -71,9 +71,7 @@ class Profiles:
 
     def of(self, group: dist.ProcessGroup) -> ClusterProfile:
         """Return the profile of the same links for the ranks of `group`; collective like `experts`."""
-        profile, size = self.experts, group.size()
-        rates = profile.rates if size == profile.num_ranks else ()
-        return dataclasses.replace(profile, num_ranks=size, node_size=self.node_size(group), rates=rates)
+        return resized(self.experts, group.size(), self.node_size(group))
 
     def node_size(self, group: dist.ProcessGroup) -> int:
         """Return how many ranks of `group` share a node.
@@ -109,19 +107,20 @@ def microbatch_tokens(config: RunConfig) -> int:
 
 
 def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
-    """Return the shape of a microbatch in an MoE layer under even routing."""
-    transformer, tokens = config.transformer, microbatch_tokens(config)
+    """Return the shape of a rank's part of a microbatch in an MoE layer under even routing."""
+    transformer, tokens, copies = config.transformer, microbatch_tokens(config), groups.tp.size()
+    if transformer.sequence_parallel:
+        tokens, copies = tokens // copies, 1
     factor = transformer.moe_expert_capacity_factor or 1.0
     if not transformer.moe_pad_expert_input_to_capacity:
         factor = min(factor, 1.0)
     rows = round(tokens * transformer.moe_router_topk * factor)
-    return Shape(tokens, transformer.hidden_size, rows, groups.tp.size(), groups.expt_tp.size())
+    return Shape(tokens, transformer.hidden_size, rows, copies, groups.expt_tp.size())
 
 
-def has_schedule_choice(config: RunConfig, groups: ProcessGroupCollection) -> bool:
-    """Return whether the parallel schedules s1 and s2 differ and s2 is possible."""
-    copies = 1 if config.transformer.sequence_parallel else groups.tp.size()
-    return copies > 1 and groups.tp_ep.size() % copies == 0
+def schedule_choices(config: RunConfig, groups: ProcessGroupCollection) -> tuple[str, ...]:
+    """Return the parallel schedules that `auto` chooses from."""
+    return choices(layer_shape(config, groups), groups.tp_ep.size())
 
 
 def new_saa_group(config: RunConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
@@ -165,41 +164,47 @@ def measure_cluster(
         tokens=[load // 8, load // 4, load // 2, load, 2 * load],
         device=device,
         dtype=transformer.params_dtype,
+        shares=_shares(experts.weights_of(0)),
         sizes_bytes=LARGE_SIZES if device.type == "cuda" else SIZES,
         codecs=codecs,
         log=log,
     )
-    if not has_schedule_choice(config, groups):
+    if len(schedule_choices(config, groups)) == 1:
         return profile
     return dataclasses.replace(profile, parallel=measure_schedules(config, groups, log))
 
 
-def measure_schedules(config: RunConfig, groups: ProcessGroupCollection, log: Log | None = None) -> ParallelLines:
-    """Measure the terms in which s1 and s2 differ (Parm, section V-A); every rank of the job calls it.
+def _shares(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return each tensor's share of all elements."""
+    whole = sum(tensor.numel() for tensor in tensors)
+    return [tensor.numel() / whole for tensor in tensors]
 
-    It requires `has_schedule_choice`.
-    """
-    saa_group, transformer, shape = new_saa_group(config, groups), config.transformer, layer_shape(config, groups)
-    dispatch = ParallelDispatch(SCHEDULES["s2"], groups, transformer.sequence_parallel, saa_group)
-    device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    calls = functools.partial(
-        schedule_call,
-        dispatch,
-        default_all_to_all(dispatch.wire),
-        hidden=transformer.hidden_size,
-        dtype=transformer.params_dtype,
-        device=device,
+
+def measure_schedules(config: RunConfig, groups: ProcessGroupCollection, log: Log | None = None) -> ParallelLines:
+    """Measure the terms in which `schedule_choices` differ (Parm, section V-A); every rank of the job calls it."""
+    saa_group, transformer, shape = None, config.transformer, layer_shape(config, groups)
+    if "s2" in schedule_choices(config, groups):
+        saa_group = new_saa_group(config, groups)
+    direct, gathering = (
+        ParallelDispatch(SCHEDULES[name], groups, transformer.sequence_parallel, saa_group)
+        for name in ("s1" if saa_group is None else "s2", "megatron")
     )
-    stopwatch = Stopwatch(groups.tp_ep, device, REPEATS)
+    device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def call(line: str, num_bytes: int) -> Call:
+        rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": device}
+        return schedule_call(gathering if line == "gathered" else direct, line, num_bytes, **rows)
+
     try:
         return measure_parallel(
-            stopwatch,
+            Stopwatch(groups.tp_ep, device, REPEATS),
             world(),
             mp=shape.mp,
             esp=shape.esp,
-            calls=calls,
+            calls=call,
             ranges=ranges(shape, transformer.params_dtype.itemsize),
             log=log,
         )
     finally:
-        dist.destroy_process_group(saa_group)
+        if saa_group is not None:
+            dist.destroy_process_group(saa_group)

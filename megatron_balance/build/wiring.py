@@ -10,10 +10,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_balance.build.profiles import (
     Profiles,
     first_rank_log,
-    has_schedule_choice,
     layer_shape,
     new_saa_group,
+    schedule_choices,
 )
+from megatron_balance.comm.auto import exchange_models
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.compressed import TokenExchange, token_exchange
 from megatron_balance.comm.registry import load_all_to_all
@@ -91,18 +92,15 @@ def _is_simultaneous(config: RunConfig) -> bool:
 
 
 def _faster_schedule(profiles: Profiles) -> str:
-    """Return s1 or s2, whichever is predicted to be faster for the run's MoE layers, which all have one shape."""
+    """Return the schedule that is predicted to be the fastest for the run's MoE layers, which all have one shape."""
     config, groups = profiles.config, profiles.groups
-    log = first_rank_log() or (lambda line: None)
-    if not has_schedule_choice(config, groups):
-        log(
-            "--moe-parallel-schedule auto: s1, because s2 needs tensor-parallel ranks with the same tokens, as many as "
-            "divide the experts' ranks"
-        )
-        return "s1"
+    log, names = first_rank_log() or (lambda line: None), schedule_choices(profiles.config, profiles.groups)
+    if len(names) == 1:
+        log(f"--moe-parallel-schedule auto: {names[0]}, because the schedules do not differ in this layout")
+        return names[0]
     shape, itemsize = layer_shape(config, groups), config.transformer.params_dtype.itemsize
     model, overlapped = ScheduleModel(profiles.of(groups.tp_ep), shape.mp, shape.esp), _is_simultaneous(config)
-    seconds = {name: model.seconds(name, shape, itemsize, overlapped) for name in ("s1", "s2")}
+    seconds = {name: model.seconds(name, shape, itemsize, overlapped) for name in names}
     chosen = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())
     log(f"--moe-parallel-schedule auto: {chosen} (predicted exchanges of a layer's forward pass: {times})")
@@ -137,9 +135,11 @@ def _chunk_choice(
         cost = CostModel(profile=profiles.experts, token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
         decide = ByMiniTasks(load_policy(order, **policy_options(order, vars(config.balance))), cost)
     else:
+        profile = profiles.of(dispatch.wire)
         model = TaskModel(
-            profile=profiles.of(dispatch.wire),
+            profile=profile,
             exchange=exchange,
+            models=exchange_models(exchange.probs, profile),
             sharding=dispatch.sharding(),
             hosts=dispatch.groups.ep.size(),
             codec=comm.moe_comm_codec,

@@ -13,6 +13,7 @@ time. So an uneven exchange differs from a measured one by what its busiest reso
 In the shapes, L counts the ranks of a node. Matrices [D, D] hold the bytes from rank i to rank j.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,6 +79,22 @@ class ExchangeModel:
 def predict(names: Iterable[str], bytes_DD: np.ndarray, profile: ClusterProfile) -> dict[str, float]:
     """Return the seconds that each member takes to exchange bytes_DD."""
     return {name: ExchangeModel.of(profile, name).seconds(bytes_DD) for name in names}
+
+
+def resized(profile: ClusterProfile, num_ranks: int, node_size: int) -> ClusterProfile:
+    """Return the profile of the same links for other ranks: their all-to-all follows from the links.
+
+    Lines of all-to-alls and rates of ranks are those of the measured ranks.
+    """
+    if (num_ranks, node_size) == (profile.num_ranks, profile.node_size):
+        return profile
+    found = dataclasses.replace(profile, num_ranks=num_ranks, node_size=node_size, rates=(), all_to_alls={})
+    network = Network.of(found)
+    even_DD = np.ones((num_ranks, num_ranks)) / max(1, num_ranks - 1)
+    alpha = float(network.latency(network.crossing((even_DD > 0) * 1.0)))
+    line = Fit(alpha, float(network.byte_seconds(network.crossing(even_DD))), 0.0, 0.0)
+    links = {**found.links, "all_to_all": {**found.links["all_to_all"], "ep": line}}
+    return dataclasses.replace(found, links=links)
 
 
 def stages(name: str, bytes_DD: np.ndarray, node_size: int) -> list[np.ndarray]:

@@ -14,6 +14,6 @@ slot_bias.py           the bias of each slot
 expert_shards.py       how a checkpoint stores experts: by logical expert, whoever owns it
 
 parallel_schedule.py   the orders of steps with tensor parallelism and sharded experts: megatron, baseline, s1, s2
-schedule_choice.py     predicts whether s1 or s2 takes less time
+schedule_choice.py     predicts which schedule takes the least time
 reference.py           a mixture of experts by its definition, for tests
 """

@@ -79,7 +79,8 @@ class Shape(NamedTuple):
     """E * T: rows that experts compute, from `tokens` tokens."""
 
     mp: int
-    """N_MP: tensor-parallel ranks."""
+    """N_MP: tensor-parallel ranks with the same tokens; 1 with sequence parallelism."""
+
     esp: int
     """N_ESP: shards of an expert."""
 

@@ -1,92 +1,141 @@
-"""Predicts whether s1 or s2 takes less time: Parm's Algorithm 1, from a cluster profile, the same on all ranks.
+"""Predicts which parallel schedule takes the least time, from a cluster profile, the same on all ranks.
 
-Experts compute the same rows in both; the exchanges differ. Two slips of the paper are corrected. The rows of all
-experts are E * T = k * f * B * L (line 2 of Algorithm 1 multiplies them by M). The overlapped part is `y / N_MP`, as in
-Eq. 14, and its all-gather is part of the overlapped time, as in line 5. If the profile
-has it, a time that the paper omits is added: every tensor-parallel rank sorts all tokens' rows in s2, a part in s1.
+For s1 and s2, this is Parm's Algorithm 1. Two slips of the paper are corrected. The rows of all experts are
+E * T = k * f * B * L (line 2 of Algorithm 1 multiplies them by M). The overlapped part is `y / N_MP`, as in Eq. 14, and
+its all-gather is part of the overlapped time, as in line 5. If the profile has it, a time that the paper omits is
+added: every tensor-parallel rank sorts all tokens' rows in s2 and megatron, a part in s1.
+
+megatron sends a row once to its host, whose shards then gather it; s1 and s2 send it to every shard. Where
+tensor-parallel ranks have the same tokens, megatron computes each token once for each of them.
+
+`baseline` is never chosen: its hosts send the same rows as megatron's, from all of their shards.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.comm.auto import predict
+from megatron_balance.cost.exchange import ExchangeModel
+from megatron_balance.cost.network import Network
 from megatron_balance.flow.parallel_schedule import Shape, TokenStep, volumes
-from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
+
+
+def choices(shape: Shape, ranks: int) -> tuple[str, ...]:
+    """Return the schedules to choose from: those that differ for this shape and are possible.
+
+    Args:
+        ranks: number of all shards of all hosts.
+    """
+    found = ["s1"]
+    if shape.mp > 1 and ranks % shape.mp == 0:
+        found.append("s2")
+    if shape.mp > 1 or shape.esp > 1:
+        found.append("megatron")
+    return tuple(found)
 
 
 def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
     """Return, for each line of ParallelLines, the fewest and the most bytes for which ScheduleModel needs its time."""
     s1, s2 = (dict(volumes(schedule, shape)) for schedule in ("s1", "s2"))
-    gathered = sorted(found[TokenStep.MP_ALL_GATHER] * element_bytes for found in (s1, s2))
     exchanged, rows = s1[TokenStep.EP_ESP_ALL_TO_ALL] * element_bytes, shape.rows * shape.hidden * element_bytes
-    return {
-        "all_gather": (gathered[0], gathered[1]),
-        "all_to_all": (exchanged, exchanged),
-        "simultaneous": (exchanged, exchanged),
-        "sorting": (rows / shape.mp, rows),
-    }
+    found: dict[str, tuple[float, float]] = {"all_to_all": (exchanged, exchanged), "gathered": (rows, rows)}
+    if shape.mp > 1:
+        low, high = sorted(found[TokenStep.MP_ALL_GATHER] * element_bytes for found in (s1, s2))
+        found |= {"all_gather": (low, high), "simultaneous": (exchanged, exchanged), "sorting": (rows / shape.mp, rows)}
+    return found
 
 
 @dataclass(frozen=True)
 class ScheduleModel:
-    """Predicts the seconds of one layout's exchanges, from measured lines or else from the lines of its links."""
+    """Predicts the seconds of one layout's schedules, from measured lines or else from the lines of its links."""
 
     profile: ClusterProfile
     """Profile of the ranks of all shards of all hosts."""
+
     mp: int
+    """Number of ranks with the same tokens."""
+
     esp: int
 
     def seconds(self, schedule: str, shape: Shape, element_bytes: int, simultaneous: bool) -> float:
-        """Return the seconds of a forward pass; a backward pass does the same in reverse.
+        """Return the seconds of a forward pass beyond the experts of s1; a backward pass does the same in reverse.
 
         Args:
-            schedule: s1 (Eq. 13) or s2 (Eq. 14).
+            schedule: s1 (Eq. 13), s2 (Eq. 14) or megatron.
             simultaneous: whether s2 gathers rows while it receives others (SAA).
         """
-        sizes = [(step, elements * element_bytes) for step, elements in volumes(schedule, shape)]
-        total = self._sorting(shape.rows * shape.hidden * element_bytes / (self.mp if schedule == "s1" else 1))
+        sizes, rows_bytes = dict(volumes(schedule, shape)), shape.rows * shape.hidden * element_bytes
+        if schedule == "megatron":
+            repeated = (self.mp - 1) * shape.rows * self.esp / self.mp
+            return (
+                self._sorting(rows_bytes)
+                + self._there_and_back(rows_bytes)
+                + self.profile.forward.seconds_per_token * repeated
+            )
+        exchanged = sizes[TokenStep.EP_ESP_ALL_TO_ALL] * element_bytes
+        gathered = sizes.get(TokenStep.MP_ALL_GATHER, 0) * element_bytes
+        there = self._sorting(rows_bytes / (self.mp if schedule == "s1" else 1)) + self._all_to_all(exchanged)
         if schedule == "s2" and simultaneous:
-            *sizes, (_, rows_bytes), _ = sizes
-            total += self._simultaneous(rows_bytes)
-        of = {TokenStep.EP_ESP_ALL_TO_ALL: self._all_to_all, TokenStep.MP_ALL_GATHER: self._all_gather}
-        return total + sum(of[step](num_bytes) for step, num_bytes in sizes)
+            return there + self._simultaneous(exchanged)
+        return there + self._all_to_all(exchanged) + (self._all_gather(gathered) if gathered else 0.0)
 
-    @property
-    def _measured(self) -> ParallelLines | None:
+    def _measured(self, line: str) -> Fit | None:
         lines = self.profile.parallel
-        return lines if lines is not None and (lines.mp, lines.esp) == (self.mp, self.esp) else None
+        return getattr(lines, line) if lines is not None and (lines.mp, lines.esp) == (self.mp, self.esp) else None
 
     def _all_gather(self, num_bytes: float) -> float:
-        if self._measured is not None:
-            return self._measured.all_gather.seconds(num_bytes)
-        return self.profile.link("all_gather", "intra" if self._in_node else "inter").seconds(num_bytes)
+        line = self._measured("all_gather") or self._gather_line(self.mp)
+        return line.seconds(num_bytes)
 
     def _all_to_all(self, num_bytes: float) -> float:
-        if self._measured is not None:
-            return self._measured.all_to_all.seconds(num_bytes)
-        return max(self._levels(num_bytes))
+        if (line := self._measured("all_to_all")) is not None:
+            return line.seconds(num_bytes)
+        ranks = self.profile.num_ranks
+        return ExchangeModel.of(self.profile).seconds(np.full((ranks, ranks), num_bytes / ranks))
+
+    def _there_and_back(self, num_bytes: float) -> float:
+        """Return the seconds in which rows go to one shard each and on to the others, and their results return."""
+        if (line := self._measured("gathered")) is not None:
+            return line.seconds(num_bytes)
+        ranks = np.arange(self.profile.num_ranks)
+        counterparts = ranks[:, None] % self.esp == ranks % self.esp
+        each = num_bytes * self.esp / self.profile.num_ranks
+        one_way = float(self._network.batch_seconds(np.where(counterparts, each, 0.0) * (ranks[:, None] != ranks)))
+        if self.esp > 1:
+            one_way += self._gather_line(self.esp).seconds(num_bytes * self.esp)
+        return 2 * one_way
 
     def _simultaneous(self, num_bytes: float) -> float:
-        if self._measured is not None:
-            return self._measured.simultaneous.seconds(num_bytes)
+        if (line := self._measured("simultaneous")) is not None:
+            return line.seconds(num_bytes)
         near, far = self._levels(num_bytes)
         gathering = self._all_gather(num_bytes * self.mp / self.esp)
-        return max(near + gathering, far) if self._in_node else max(near, far + gathering)
+        together = max(near + gathering, far) if self._in_node(self.mp) else max(near, far + gathering)
+        return self._all_to_all(num_bytes) + together - max(near, far)
 
     def _sorting(self, num_bytes: float) -> float:
         """Return half of the measured time, which covers both directions."""
-        return 0.0 if self._measured is None else self._measured.sorting.seconds(num_bytes) / 2
+        line = self._measured("sorting")
+        return 0.0 if line is None else line.seconds(num_bytes) / 2
 
-    @property
-    def _in_node(self) -> bool:
-        """Whether tensor-parallel ranks, which have consecutive numbers, share a node."""
-        return self.profile.node_size % self.mp == 0
+    def _gather_line(self, members: int) -> Fit:
+        return self.profile.link("all_gather", "intra" if self._in_node(members) else "inter")
+
+    def _in_node(self, members: int) -> bool:
+        """Return whether so many ranks with consecutive numbers share a node."""
+        return self.profile.node_size % members == 0
 
     def _levels(self, num_bytes: float) -> tuple[float, float]:
-        """Return the seconds of an even all-to-all inside nodes, and between nodes."""
-        ranks = self.profile.num_ranks
-        bytes_DD, node = np.full((ranks, ranks), num_bytes / ranks), np.arange(ranks) // self.profile.node_size
-        same_node = node[:, None] == node
-        near, far = (predict(["p2p"], bytes_DD * level, self.profile)["p2p"] for level in (same_node, ~same_node))
-        return near, far
+        """Return the seconds of an even all-to-all's messages inside nodes, and between nodes."""
+        network = self._network
+        crossing = network.crossing(np.full((network.num_ranks, network.num_ranks), num_bytes / network.num_ranks))
+        nothing_2D = 0 * crossing.near_2XD
+        near = network.byte_seconds(crossing._replace(far_2XD=nothing_2D))
+        far = network.byte_seconds(crossing._replace(near_2XD=nothing_2D))
+        return float(near), float(far)
+
+    @functools.cached_property
+    def _network(self) -> Network:
+        return Network.of(self.profile)

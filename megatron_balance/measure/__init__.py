@@ -2,5 +2,6 @@
 
 measure      a ClusterProfile from times, and where it is kept
 stopwatch    the times: collectives among groups, and passes of experts and codecs
+rounds       Trans and Agg in which all links are busy
 probes       experts, codecs and exchanges on synthetic tokens, ready to be timed
 """

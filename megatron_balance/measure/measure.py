@@ -1,4 +1,4 @@
-"""Measures a cluster: alpha and beta of every collective, all-reduce bandwidths, and the experts' throughput."""
+"""Measures a cluster: alpha and beta of every collective, and the speed of every rank's experts."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +8,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_balance.comm.auto import members_of
+from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.job.groups import on_first_rank
-from megatron_balance.measure.stopwatch import Bench, Call, GroupBench, Members, Passes, Stopwatch, sub_groups
+from megatron_balance.measure.stopwatch import (
+    ROUND_OPERATIONS,
+    Bench,
+    Call,
+    GroupBench,
+    Members,
+    Passes,
+    Stopwatch,
+    node_groups,
+    sub_groups,
+)
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
-    Bandwidth,
+    LEVELS,
     ClusterProfile,
     CodecTimes,
     Fit,
@@ -28,6 +40,15 @@ SIZES = tuple(4**power << 14 for power in range(6))
 
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
 """Sizes for fast links, on which 16 MiB take hardly longer than an empty message."""
+
+LARGEST_PIECE = 4 << 20
+"""Maximum bytes of a piece of an expert that is timed: its expert and a guest have `ROUNDS` of them each."""
+
+COUNTS = (1, 2, 4, 8, 16)
+"""Numbers of small messages in a batch that is timed."""
+
+SAME_RATE = 0.1
+"""Ranks whose rates differ by less from the mean are equally fast: the difference may be noise."""
 
 PARALLEL_SIZES = 5
 """Number of sizes for each line of `measure_parallel`."""
@@ -50,6 +71,7 @@ def measure(
     dtype: torch.dtype,
     sizes_bytes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
+    shares: Sequence[float] = (1.0,),
     codecs: Mapping[str, Callable[[int], Passes]] | None = None,
     log: Log | None = None,
 ) -> ClusterProfile:
@@ -69,6 +91,7 @@ def measure(
         dtype: data type of the messages.
         sizes_bytes: at least four sizes of messages.
         repeats: number of measurements; their median counts.
+        shares: share of each tensor in the weights of an expert.
         codecs: by the codec's name, a function that returns compression and decompression of a number of rows.
         log: receives a line of progress per collective; None on ranks that do not log.
 
@@ -81,19 +104,25 @@ def measure(
             f"--expert-model-parallel-size {num_ranks}: there is nobody to communicate with; "
             "use --balance-profile builtin"
         )
-    wanted = [*group_kinds(num_ranks, node_size).values(), *device_groups(num_ranks, node_size)]
-    with sub_groups(ep_group, job, wanted) as groups:
+    with (
+        sub_groups(ep_group, job, group_kinds(num_ranks, node_size).values()) as groups,
+        node_groups(ep_group, job, node_size) as nodes,
+    ):
         bench = GroupBench(
             stopwatch=Stopwatch(ep_group, device, repeats),
             groups=groups,
             passes=passes,
             dtype=dtype,
+            node_size=node_size,
+            shares=shares,
+            all_to_alls={name: member for name, member in members_of(nodes).items() if name != DEFAULT},
             codecs=codecs or {},
         )
+        names = {"all_to_alls": tuple(bench.all_to_alls), "codecs": tuple(bench.codecs)}
         fit_to_bench = functools.partial(
             fit_profile, bench, num_ranks, node_size, sizes_bytes=sizes_bytes, tokens=tokens
         )
-        return _of_first_rank(functools.partial(fit_to_bench, codecs=tuple(codecs or ()), log=log), job)
+        return _of_first_rank(functools.partial(fit_to_bench, **names, log=log), job)
 
 
 def _of_first_rank(measure_profile: Callable[[], ClusterProfile], job: dist.ProcessGroup) -> ClusterProfile:
@@ -125,18 +154,6 @@ def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
     return {kind: found[kind] if len(found[kind]) > 1 else everyone for kind in GROUPS}
 
 
-def device_groups(num_ranks: int, node_size: int) -> list[Members]:
-    """Return the device groups to measure all-reduces in: 2, half and all ranks of a node and of the whole group.
-
-    Device groups of the whole group take one rank of every node before they take a second rank of any node.
-    """
-    everyone = range(num_ranks)
-    across = sorted(everyone, key=lambda rank: (rank % node_size, rank // node_size))
-    pools = [everyone[:node_size], across]
-    chosen = {tuple(sorted(pool[:count])) for pool in pools for count in (2, len(pool) // 2, len(pool))}
-    return sorted(members for members in chosen if len(members) > 1)
-
-
 def fit_profile(
     bench: Bench,
     num_ranks: int,
@@ -144,12 +161,14 @@ def fit_profile(
     *,
     sizes_bytes: Sequence[int],
     tokens: Sequence[int],
+    all_to_alls: Sequence[str] = (),
     codecs: Sequence[str] = (),
     log: Log | None = None,
 ) -> ClusterProfile:
     """Return the profile of the cluster that `bench` times. `fit` draws lines over bytes, and over tokens for experts.
 
     Args:
+        all_to_alls: names of the all-to-alls to time, besides the default one.
         codecs: names of the codecs to time.
         log: receives a line of progress per collective.
 
@@ -158,27 +177,27 @@ def fit_profile(
     """
     report = log or (lambda line: None)
     kinds = group_kinds(num_ranks, node_size)
+    pieces_bytes = [size for size in sizes_bytes if size <= LARGEST_PIECE]
     links = {}
     for collective in COLLECTIVES:
+        sizes = pieces_bytes if collective in ROUND_OPERATIONS else sizes_bytes
         lines = {
-            members: fit(sizes_bytes, bench.communicate(collective, members, sizes_bytes))
-            for members in sorted(set(kinds.values()))
+            members: fit(sizes, bench.communicate(collective, members, sizes)) for members in sorted({*kinds.values()})
         }
         links[collective] = {kind: lines[members] for kind, members in kinds.items()}
         report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in links[collective].items())}")
+    batches = {level: fit(COUNTS, bench.send(kinds[level], COUNTS)) for level in LEVELS}
+    launches = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in batches.items())
+    report(f"a batch + each of its messages: {'; '.join(launches)}")
+    exchanges = {name: fit(sizes_bytes, bench.exchange(name, sizes_bytes)) for name in all_to_alls}
+    for name, line in exchanges.items():
+        report(f"{name}: {_text(line)}")
 
-    bandwidths, largest = [], max(sizes_bytes)
-    for members in device_groups(num_ranks, node_size):
-        nodes = len({member // node_size for member in members})
-        (seconds,) = bench.communicate("all_reduce", members, [largest])
-        bandwidths.append(Bandwidth(len(members), nodes, largest / seconds))
-    shapes = (f"{group.ranks} on {group.nodes}: {group.bytes_per_second / 1e9:.3g} GB/s" for group in bandwidths)
-    report(f"all_reduce by ranks and nodes: {'; '.join(shapes)}")
-
-    forward, backward = (throughput(tokens, seconds) for seconds in bench.compute(tokens))
+    rates, forward, backward = experts_speed(tokens, *bench.compute(tokens))
     report(
         f"experts: {forward.seconds_per_token * 1e6:.3g} us per token forward, "
-        f"{backward.seconds_per_token * 1e6:.3g} us backward"
+        f"{backward.seconds_per_token * 1e6:.3g} us backward; rates "
+        f"{', '.join(f'{rate:.2f}' for rate in rates) or 'equal'}"
     )
     coded = {}
     for name in codecs:
@@ -192,11 +211,34 @@ def fit_profile(
         num_ranks=num_ranks,
         node_size=node_size,
         links=links,
+        messages=batches,
         forward=forward,
         backward=backward,
-        all_reduce=tuple(bandwidths),
+        rates=rates,
+        all_to_alls=exchanges,
         codecs=coded,
     )
+
+
+def experts_speed(
+    tokens: Sequence[int], forward_TD: np.ndarray, backward_TD: np.ndarray
+) -> tuple[tuple[float, ...], Throughput, Throughput]:
+    """Return the ranks' rates, and the forward and backward pass of a rank with the rate 1.
+
+    If all rates are equal within the noise, there are none, and the passes are those of the slowest rank.
+
+    Args:
+        tokens: [T] numbers of tokens per rank.
+        forward_TD, backward_TD: [T, D] seconds of each rank.
+    """
+    speed_D = np.median(
+        1 / (forward_TD + backward_TD) / (1 / (forward_TD + backward_TD)).mean(1, keepdims=True), axis=0
+    )
+    rate_D = np.where(np.abs(speed_D - 1) < SAME_RATE, 1.0, speed_D)
+    if (rate_D == 1).all():
+        return (), throughput(tokens, forward_TD.max(1).tolist()), throughput(tokens, backward_TD.max(1).tolist())
+    forward, backward = (throughput(tokens, (seconds_TD * rate_D).mean(1)) for seconds_TD in (forward_TD, backward_TD))
+    return tuple(rate_D.tolist()), forward, backward
 
 
 def measure_parallel(

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_balance.comm.alltoall import AllToAll
+from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.codecs import Codec
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -49,41 +49,53 @@ def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, 
 
 
 def schedule_call(
-    dispatch: ParallelDispatch,
-    wire: AllToAll,
-    line: str,
-    num_bytes: int,
-    *,
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    dispatch: ParallelDispatch, line: str, num_bytes: int, *, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> Call:
     """Return the operation whose time a line of ParallelLines predicts, on about `num_bytes` bytes.
 
     Args:
-        dispatch: the dispatch of s2, with a group for simultaneous exchanges.
-        wire: the all-to-all among all shards of all hosts.
+        dispatch: the dispatch of megatron for the line `gathered`, of s2 with a group for simultaneous exchanges for
+            the lines of tensor-parallel ranks, of s1 or s2 for `all_to_all`.
         line: a name in ParallelLines.
     """
     groups = dispatch.groups
     if line == "all_gather":
         buffer = torch.zeros(-(-num_bytes // dtype.itemsize), dtype=dtype, device=device)
-        return OPERATIONS["all_gather"](groups.tp, buffer)
-    sources, hosts, row_bytes = wire.group.size(), groups.ep.size(), hidden * dtype.itemsize
+        return OPERATIONS["all_gather"](groups.tp, buffer, 1)
+    sources, hosts, row_bytes = groups.tp_ep.size(), groups.ep.size(), hidden * dtype.itemsize
+
+    def rows_of(number: int) -> torch.Tensor:
+        return torch.zeros(number, hidden, dtype=dtype, device=device)
+
     if line == "sorting":
-        rows = torch.zeros(-(-num_bytes // row_bytes), hidden, dtype=dtype, device=device, requires_grad=True)
-        routing = torch.arange(len(rows), device=device)[:, None] % hosts == torch.arange(hosts, device=device)
+        return _sorting(rows_of(-(-num_bytes // row_bytes)), hosts)
+    wire, sharding = default_all_to_all(dispatch.wire), dispatch.sharding()
+    each = -(-num_bytes // (row_bytes * (hosts if line == "gathered" else sources)))
+    splits_DH = torch.full((sources, hosts), each)
+    results = rows_of(each * sources)
+    if line == "gathered":
+        rows = rows_of(each * hosts)
 
         def there_and_back() -> None:
-            rows.grad = None
-            order = RowOrder.of(routing, len(rows))
-            output = combine(gather_rows(rows, order), order)
-            output.backward(output.detach())
+            sharding.spread(wire, rows, splits_DH).wait()
+            sharding.collect(wire, results, splits_DH).wait()
 
         return there_and_back
-    each = -(-num_bytes // (row_bytes * sources))
-    splits_DH = torch.full((sources, hosts), each)
-    sharding = dispatch.simultaneous if line == "simultaneous" else dispatch.sharding()
-    assert sharding is not None
-    results = torch.zeros(int(splits_DH[:, groups.ep.rank()].sum()), hidden, dtype=dtype, device=device)
+    if line == "simultaneous":
+        assert dispatch.simultaneous is not None
+        sharding = dispatch.simultaneous
     return lambda: sharding.collect(wire, results, splits_DH).wait()
+
+
+def _sorting(rows: torch.Tensor, hosts: int) -> Call:
+    """Return a call that copies rows by host and sums them again, forward and backward."""
+    rows.requires_grad_()
+    routing = torch.arange(len(rows), device=rows.device)[:, None] % hosts == torch.arange(hosts, device=rows.device)
+
+    def there_and_back() -> None:
+        rows.grad = None
+        order = RowOrder.of(routing, len(rows))
+        output = combine(gather_rows(rows, order), order)
+        output.backward(output.detach())
+
+    return there_and_back

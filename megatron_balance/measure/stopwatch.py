@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import default_all_to_all
-from megatron_balance.job.groups import Members, new_sub_groups
+from megatron_balance.comm.alltoall import AllToAll, default_all_to_all
+from megatron_balance.job.groups import Members, NodeGroups, new_node_groups, new_sub_groups
+from megatron_balance.measure.rounds import ROUNDS, agg_rounds, trans_rounds
 
 Call = Callable[[], object]
 """An operation to time; it can be called any number of times."""
@@ -35,8 +37,16 @@ class Bench(Protocol):
         """Return the seconds of a collective among `members` for each size, in bytes as in `ClusterProfile.links`."""
         ...
 
-    def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Return the seconds of the experts' forward pass and backward pass for each number of tokens on a rank."""
+    def send(self, members: Members, counts: Sequence[int]) -> list[float]:
+        """Return the seconds of a batch in which each of `members` sends and receives each number of small messages."""
+        ...
+
+    def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
+        """Return the seconds of the all-to-all `name`, like those of `all_to_all` among all members."""
+        ...
+
+    def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of the experts' forward pass and backward pass, [numbers of tokens, ranks] each."""
         ...
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -60,6 +70,19 @@ class Stopwatch:
         The slowest rank counts because the root of a broadcast returns before the others have its data. The calls take
         turns, so that other load on the machine affects all of them.
         """
+        seconds = self._repeat(calls)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
+        return seconds.quantile(0.5, dim=0).tolist()
+
+    def medians_by_rank(self, calls: Sequence[Call]) -> np.ndarray:
+        """Return the median seconds of each call on each rank, [calls, ranks]; the same on every rank."""
+        own = self._repeat(calls).quantile(0.5, dim=0)
+        found = own.new_empty(self.group.size() * len(calls))
+        dist.all_gather_into_tensor(found, own, group=self.group)
+        return found.view(-1, len(calls)).T.cpu().numpy()
+
+    def _repeat(self, calls: Sequence[Call]) -> torch.Tensor:
+        """Return this rank's seconds of each call in each repeat, [repeats, calls] float64."""
         for call in calls:
             call()
         seconds = torch.zeros(self.repeats, len(calls), dtype=torch.float64, device=self.device)
@@ -67,8 +90,7 @@ class Stopwatch:
             for index, call in enumerate(calls):
                 self._meet()
                 seconds[repeat, index] = self._seconds(call)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
-        return seconds.quantile(0.5, dim=0).tolist()
+        return seconds
 
     def _meet(self) -> None:
         """Align the start of all ranks. `dist.barrier` would print a warning."""
@@ -106,27 +128,59 @@ class GroupBench:
     dtype: torch.dtype
     """Data type of the messages."""
 
+    node_size: int
+    """Number of members on one node."""
+
+    shares: Sequence[float] = (1.0,)
+    """Share of each tensor in the weights of an expert; each is sent in a message of its own."""
+
+    all_to_alls: Mapping[str, AllToAll] = field(default_factory=dict)
+    """All-to-alls of the whole group, by name."""
+
     codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
     """By the codec's name, a function that returns compression and decompression of a number of rows."""
 
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         if members not in self.groups:
             return self.stopwatch.medians([_idle] * len(sizes_bytes))
-        prepare, group, device = OPERATIONS[collective], self.groups[members], self.stopwatch.device
-        counts = [-(-size // self.dtype.itemsize) for size in sizes_bytes]
-        return self.stopwatch.medians([prepare(group, torch.zeros(n, dtype=self.dtype, device=device)) for n in counts])
+        group, step = self.groups[members], self._step(members)
+        if collective in ROUND_OPERATIONS:
+            prepare, dtype = ROUND_OPERATIONS[collective], torch.float32 if collective == "agg" else self.dtype
+            calls = [prepare(group, step, self._tensors(ROUNDS * size, dtype)) for size in sizes_bytes]
+            return [seconds / ROUNDS for seconds in self.stopwatch.medians(calls)]
+        prepare = OPERATIONS[collective]
+        return self.stopwatch.medians([prepare(group, self._buffer(size), step) for size in sizes_bytes])
 
-    def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        return self._both_directions(self.passes, tokens)
+    def send(self, members: Members, counts: Sequence[int]) -> list[float]:
+        if members not in self.groups:
+            return self.stopwatch.medians([_idle] * len(counts))
+        group, buffer = self.groups[members], self._buffer(SMALL_BYTES)
+        return self.stopwatch.medians([_messages(group, buffer, count) for count in counts])
+
+    def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
+        exchange = self.all_to_alls[name]
+        return self.stopwatch.medians([_even_exchange(exchange, self._buffer(size)) for size in sizes_bytes])
+
+    def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        seconds = self.stopwatch.medians_by_rank([call for count in tokens for call in self.passes(count)])
+        return seconds[::2], seconds[1::2]
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        return self._both_directions(self.codecs[name], tokens)
-
-    def _both_directions(
-        self, passes: Callable[[int], Passes], tokens: Sequence[int]
-    ) -> tuple[list[float], list[float]]:
-        seconds = self.stopwatch.medians([call for count in tokens for call in passes(count)])
+        seconds = self.stopwatch.medians([call for count in tokens for call in self.codecs[name](count)])
         return seconds[::2], seconds[1::2]
+
+    def _step(self, members: Members) -> int:
+        """Return the distance to the member that a member sends to: all send to other nodes, if there are any."""
+        size = self.stopwatch.group.size()
+        return self.node_size if len(members) == size > self.node_size else 1
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(-(-num_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.stopwatch.device)
+
+    def _tensors(self, num_bytes: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the tensors of an expert of this size."""
+        lengths = [max(ROUNDS, round(share * num_bytes / dtype.itemsize)) for share in self.shares]
+        return [torch.zeros(length, dtype=dtype, device=self.stopwatch.device) for length in lengths]
 
 
 def _idle() -> None:
@@ -147,42 +201,82 @@ def sub_groups(
                 dist.destroy_process_group(group)
 
 
-def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
-    """Return a call in which each rank sends to the next one and receives from the previous one."""
+@contextlib.contextmanager
+def node_groups(ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int) -> Iterator[NodeGroups]:
+    """Yield `new_node_groups`, and destroy the new groups at the end."""
+    nodes = new_node_groups(ep_group, job, node_size)
+    try:
+        yield nodes
+    finally:
+        for group in (nodes.intra, nodes.inter):
+            if group not in (None, ep_group):
+                dist.destroy_process_group(group)
+
+
+SMALL_BYTES = 256
+"""Bytes of a message whose latency is measured."""
+
+
+def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
+    """Return a call in which each rank sends to the rank `step` after it and receives from the one `step` before it."""
     received, rank, size = torch.empty_like(buffer), group.rank(), group.size()
 
     def run() -> None:
-        send = dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + 1) % size)
-        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size)
+        send = dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + step) % size)
+        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - step) % size)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
     return run
 
 
-def _all_to_all(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
-    """Return a call in which each rank sends equal parts of its buffer to the others, by the default all-to-all."""
-    each = -(-len(buffer) // (group.size() - 1))
-    splits_DD = each * (1 - torch.eye(group.size(), dtype=torch.int64))
-    sent = buffer.new_zeros(each * (group.size() - 1))
-    exchange = default_all_to_all(group)
+def _messages(group: dist.ProcessGroup, buffer: torch.Tensor, count: int) -> Call:
+    """Return a call in which each rank sends its buffer `count` times, to the other ranks in turn."""
+    received, rank, size = [torch.empty_like(buffer) for _ in range(count)], group.rank(), group.size()
+    steps = [1 + index % (size - 1) for index in range(count)]
+
+    def run() -> None:
+        receives = [
+            dist.P2POp(dist.irecv, room, group=group, group_peer=(rank - step) % size, tag=tag)
+            for tag, (room, step) in enumerate(zip(received, steps, strict=True))
+        ]
+        sends = [
+            dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + step) % size, tag=tag)
+            for tag, step in enumerate(steps)
+        ]
+        for work in dist.batch_isend_irecv([*receives, *sends]):
+            work.wait()
+
+    return run
+
+
+def _even_exchange(exchange: AllToAll, buffer: torch.Tensor) -> Call:
+    """Return a call in which each rank sends equal parts of its buffer to the others."""
+    size = exchange.group.size()
+    each = -(-len(buffer) // (size - 1))
+    splits_DD = each * (1 - torch.eye(size, dtype=torch.int64))
+    sent = buffer.new_zeros(each * (size - 1))
     return lambda: exchange.start(sent, splits_DD).wait()
 
 
-def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor) -> Call:
+def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: int) -> Call:
     """Return a call after which each rank has a buffer with an equal part from every rank."""
     part = buffer.new_zeros(-(-len(buffer) // group.size()))
     gathered = part.new_empty(len(part) * group.size())
     return lambda: dist.all_gather_into_tensor(gathered, part, group=group)
 
 
-OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Call]] = {
+OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = {
     "p2p": _p2p,
-    "all_to_all": _all_to_all,
-    "broadcast": lambda group, buffer: lambda: dist.broadcast(buffer, group=group, group_src=0),
-    "reduce": lambda group, buffer: lambda: dist.reduce(buffer, group=group, group_dst=0),
+    "all_to_all": lambda group, buffer, _: _even_exchange(default_all_to_all(group), buffer),
     "all_gather": _all_gather,
-    "all_reduce": lambda group, buffer: lambda: dist.all_reduce(buffer, group=group),
+    "all_reduce": lambda group, buffer, _: lambda: dist.all_reduce(buffer, group=group),
 }
-"""Collectives by name, as functions of a group and a buffer that return a call; the buffer has the bytes that
-`ClusterProfile.links` counts."""
+"""Collectives by name, as functions of a group, a buffer and a step between ranks that return a call; the buffer has
+the bytes that `ClusterProfile.links` counts."""
+
+ROUND_OPERATIONS: dict[str, Callable[[dist.ProcessGroup, int, Sequence[torch.Tensor]], Call]] = {
+    "trans": trans_rounds,
+    "agg": agg_rounds,
+}
+"""Trans and Agg in `ROUNDS` rounds, as functions of a group, a step between ranks and an expert's tensors."""

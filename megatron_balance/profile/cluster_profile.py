@@ -130,26 +130,34 @@ UNMEASURED = CodecTimes(_QUICK, _QUICK)
 
 
 class ParallelLines(NamedTuple):
-    """Times of exchanges among tensor-parallel ranks and sharded experts, for Parm's Algorithm 1."""
+    """Times of exchanges among tensor-parallel ranks and sharded experts, for `--moe-parallel-schedule auto`.
+
+    The last three are measured if tensor-parallel ranks have the same tokens.
+    """
 
     mp: int
-    """Number of tensor-parallel ranks."""
+    """Number of ranks with the same tokens."""
 
     esp: int
     """Number of shards of an expert."""
 
-    all_gather: Fit
-    """MP-AllGather, as a function of the bytes of the gathered buffer."""
-
     all_to_all: Fit
     """EP&ESP-AlltoAll, as a function of the bytes that a rank sends, including those that it keeps."""
 
-    simultaneous: Fit
-    """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), as a function of the same bytes."""
+    gathered: Fit
+    """EP-AlltoAll and ESP-AllGather, there and back, as a function of the bytes that a rank sends in the all-to-all,
+    including those that it keeps."""
 
-    sorting: Fit
-    """Local work, which takes longer in s2: copying rows by expert and summing the returned rows, and the gradients of
-    both, as a function of the bytes of the rows."""
+    all_gather: Fit | None = None
+    """MP-AllGather, as a function of the bytes of the gathered buffer."""
+
+    simultaneous: Fit | None = None
+    """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), as a function of the bytes that a rank
+    sends, including those that it keeps."""
+
+    sorting: Fit | None = None
+    """Local work, which takes longer for more rows: copying rows by expert and summing the returned rows, and the
+    gradients of both, as a function of the bytes of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +186,7 @@ class ClusterProfile:
     backward: Throughput
 
     rates: tuple[float, ...] = ()
-    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all 1."""
+    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all are equal."""
 
     all_to_alls: Mapping[str, Fit] = field(default_factory=dict)
     """Lines of the measured members of `--moe-comm-alltoall`, like that of `all_to_all` in the group `ep`."""
@@ -187,7 +195,7 @@ class ClusterProfile:
     """Times of the measured codecs, which are those of `--moe-comm-codec`."""
 
     parallel: ParallelLines | None = None
-    """Measured only if the run has tensor-parallel ranks with the same tokens."""
+    """Measured only if the run can choose between parallel schedules."""
 
     def link(self, collective: str, group: str = "ep") -> Fit:
         return self.links[collective][group]
@@ -218,7 +226,7 @@ class ClusterProfile:
             name: {way: line._asdict() for way, line in times._asdict().items()} for name, times in self.codecs.items()
         }
         if self.parallel is not None:
-            lines = {name: line._asdict() for name, line in self.parallel._asdict().items() if isinstance(line, Fit)}
+            lines = {name: line._asdict() for name, line in self.parallel._asdict().items() if isinstance(line, tuple)}
             content["parallel"] = self.parallel._asdict() | lines
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -292,13 +300,13 @@ def _parse(content: Any) -> ClusterProfile:
 
 
 def _parallel(content: Any) -> ParallelLines:
-    _keys(content, ParallelLines._fields, "parallel")
-    return ParallelLines(
-        **{
-            name: _number(value, f"parallel.{name}") if name in RANGES else _numbers(Fit, value, f"parallel.{name}")
-            for name, value in content.items()
-        }
-    )
+    found = _keys(content, ParallelLines._fields, "parallel")
+    for name, value in found.items():
+        if name in RANGES:
+            found[name] = _number(value, f"parallel.{name}")
+        elif value is not None or name not in ParallelLines._field_defaults:
+            found[name] = _numbers(Fit, value, f"parallel.{name}")
+    return ParallelLines(**found)
 
 
 def _keys(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:

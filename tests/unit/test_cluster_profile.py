@@ -1,4 +1,4 @@
-"""ClusterProfile: lines fitted to measurements, loading of files and its errors, bandwidths of groups."""
+"""ClusterProfile: lines fitted to measurements, what follows from links, loading of files and its errors."""
 
 import dataclasses
 import json
@@ -11,17 +11,19 @@ from hypothesis import strategies as st
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
+    LEVELS,
     VERSION,
-    Bandwidth,
     Fit,
     ParallelLines,
     Throughput,
     builtin,
     fit,
+    from_links,
     load,
 )
 
 SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
+PARALLEL = {"mp": 2, "esp": 2} | dict.fromkeys(ParallelLines._fields[2:])
 THROUGHPUT = {"seconds_per_token": 1, "overhead": 0, "residual": 0, "held_out": 0}
 
 
@@ -61,7 +63,9 @@ def test_measurements_that_make_no_line(sizes: list[float], seconds: list[float]
 def test_save_and_load(tmp_path: Path) -> None:
     profile = dataclasses.replace(
         builtin(8, 4, 64, 128),
-        all_reduce=(Bandwidth(2, 1, 1e9),),
+        rates=(0.5, *[1.0] * 6, 1.5),
+        all_to_alls={"pipe": Fit(1e-5, 1e-9, 0.1, 0.2)},
+        messages={"intra": Fit(1e-6, 1e-7, 0.1, 0.2), "inter": Fit(2e-6, 3e-7, 0.1, 0.2)},
         forward=Throughput(1e-6, 2e-5, 0.01, 0.02),
         backward=Throughput(3e-6, 4e-5, 0.03, 0.04),
     )
@@ -79,17 +83,51 @@ def test_a_save_that_fails_leaves_the_old_profile(tmp_path: Path) -> None:
 
 def test_builtin_has_every_link_and_knows_where_nodes_end() -> None:
     near, far = builtin(4, 4, 64, 128), builtin(8, 4, 64, 128)
-    assert all(set(near.links[kind]) == set(GROUPS) for kind in COLLECTIVES)
+    assert all(set(profile.links[kind]) == set(GROUPS) for kind in COLLECTIVES for profile in (near, far))
+    assert set(near.messages) == set(far.messages) == set(LEVELS)
     assert near.link("p2p") == near.link("p2p", "intra") and far.link("p2p") == far.link("p2p", "inter")
     assert far.backward.seconds_per_token == 2 * far.forward.seconds_per_token
-    assert (far.group_kind((0, 3)), far.group_kind((3, 4))) == ("intra", "inter")
+    assert far.rate_D.tolist() == [1.0] * 8 and far.rates == ()
+    # A launch and a message are what a batch of one message takes
+    for level in LEVELS:
+        assert sum(far.messages[level][:2]) == pytest.approx(far.link("p2p", level).alpha)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "node_size", "alpha", "beta"),
+    [
+        # Three messages within the node; two of three parts of the bytes cross nodes, and share an adapter
+        (4, 4, 100 * 1.2, 1),
+        (6, 2, 1000 * 1.3, 4 / 5 * 20),
+        # Each rank sends 2/3 of its bytes to the other node
+        (4, 2, 1000 * 1.1, 2 / 3 * 20),
+        (3, 1, 1000 * 1.1, 20),
+        # One rank of 16 is alone on its node: the fabric takes longer than the link between nodes
+        (17, 16, 100 * 2.4, 15 / 16 * 1),
+    ],
+)
+def test_an_all_to_all_takes_as_long_as_the_slower_level(
+    num_ranks: int, node_size: int, alpha: float, beta: float
+) -> None:
+    near, far, experts = Fit(100.0, 1.0, 0, 0), Fit(1000.0, 10.0, 0, 0), Throughput(1.0, 0.0, 0, 0)
+    if num_ranks == 17:
+        far = Fit(50.0, 10.0, 0, 0)
+    shared = Fit(1000.0, 14.0 if num_ranks == 17 else 20.0, 0, 0)
+    profile = from_links(num_ranks, node_size, near, far, shared=shared, forward=experts, backward=experts)
+    assert profile.link("all_to_all")[:2] == pytest.approx((alpha, beta))
+    # Both directions of an all-reduce, and the slowest link that the whole group needs
+    assert profile.link("all_reduce", "inter").beta == 2 * (10.0 if num_ranks > node_size else 1.0)
+    assert profile.link("all_gather").beta == (shared.beta if num_ranks > node_size else 1.0)
 
 
 def test_lines_of_tensor_parallel_ranks_are_kept(tmp_path: Path) -> None:
-    lines = ParallelLines(2, 4, *(Fit(float(number), 5e-4, 0.0, 0.0) for number in range(4)))
-    profile, path = dataclasses.replace(builtin(8, 4, 64, 128), parallel=lines), tmp_path / "profile.json"
-    profile.save(path)
-    assert load(path, 8, 4) == profile
+    path = tmp_path / "profile.json"
+    # Without ranks that have the same tokens, three lines are missing
+    for count in (2, 5):
+        lines = ParallelLines(2, 4, *(Fit(float(number), 5e-4, 0.0, 0.0) for number in range(count)))
+        profile = dataclasses.replace(builtin(8, 4, 64, 128), parallel=lines)
+        profile.save(path)
+        assert load(path, 8, 4) == profile
     path.write_text(path.read_text().replace('"mp": 2', '"mp": 0'))
     with pytest.raises(ValueError, match=r"parallel\.mp: 0 is not an integer from 1"):
         load(path, 8, 4)
@@ -105,7 +143,7 @@ def _damage(content: dict, key: str, value: object) -> str:
         ("version", VERSION + 1, f"version {VERSION + 1}"),
         ("num_ranks", 16, "for 16 expert-parallel ranks"),
         ("node_size", 2, "nodes of 2"),
-        ("links", {}, "damaged profile .links: all_gather is missing"),
+        ("links", {}, "damaged profile .links: agg is missing"),
         (
             "forward",
             THROUGHPUT | {"seconds_per_token": -1},
@@ -121,15 +159,15 @@ def _damage(content: dict, key: str, value: object) -> str:
         ("backward", THROUGHPUT | {"held_out": -1}, "backward.held_out: -1 is not a number from 0"),
         ("num_ranks", 0, "num_ranks: 0 is not an integer from 1"),
         ("num_ranks", 8.0, "num_ranks: 8.0 is not an integer from 1"),
-        (
-            "all_reduce",
-            [{"ranks": 2, "nodes": 1, "bytes_per_second": 0}],
-            r"all_reduce\[0\].bytes_per_second: 0 is not",
-        ),
-        ("all_reduce", [{"ranks": 2, "nodes": 1, "bytes_per_second": 1e308}], "from 1000 to 1e.14 bytes per second"),
-        ("all_reduce", 3, "damaged profile"),
+        ("messages", {}, "messages: inter is missing"),
+        ("rates", [1.0] * 7, "rates: has 7 numbers for 8 ranks"),
+        ("rates", [1.0] * 7 + [0], r"rates\[7\].rate: 0 is not a number from 0.001 to 1000 of the mean"),
+        ("rates", 3, "damaged profile"),
+        ("all_to_alls", {"a\nb": {}}, "all_to_alls.a b: alpha is missing"),
+        ("all_to_alls", [], "damaged profile"),
         ("codecs", {"a\nb": {}}, "codecs.a b: decode is missing"),
         ("parallel", {"mp": 2}, "parallel: all_gather is missing"),
+        ("parallel", PARALLEL, "parallel.all_to_all: None is not an object with alpha"),
         ("more", 1, "the file: more is unknown"),
     ],
 )
@@ -155,16 +193,3 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             load(tmp_path / "bad.json", 8, 4)
-
-
-def test_all_reduce_bandwidth_between_measured_groups() -> None:
-    measured = (Bandwidth(2, 1, 1e9), Bandwidth(4, 1, 0.5e9), Bandwidth(2, 2, 1e8))
-    profile = dataclasses.replace(builtin(8, 4, 64, 128), all_reduce=measured)
-    assert profile.all_reduce_seconds((1,), 1e9) == 0
-    assert profile.all_reduce_seconds((0, 1), 1e9) == pytest.approx(1)
-    # Seconds per byte are interpolated: halfway between 1 and 2 seconds
-    assert profile.all_reduce_seconds((0, 1, 2), 1e9) == pytest.approx(1.5)
-    assert profile.all_reduce_seconds((0, 4, 5), 1e9) == pytest.approx(10)
-    line = profile.link("all_reduce", "inter")
-    unmeasured = dataclasses.replace(profile, all_reduce=measured[:2])
-    assert unmeasured.all_reduce_seconds((0, 4), 1e9) == pytest.approx(line.alpha + line.beta * 1e9)

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_balance.cost.model import CostModel
-from megatron_balance.placement.placement import Placement
+from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.profile.cluster import Cluster, Ranks, load_profile, profile_of, read
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin
 
@@ -80,26 +79,31 @@ def test_bytes_per_second_are_those_of_the_links() -> None:
 
 
 def test_an_all_to_all_takes_what_it_does_by_hand() -> None:
-    """Each of 32 ranks sends 64 MB: 28 of 31 parts at a quarter of 12.5 GB/s, 3 parts over PCIe."""
+    """Each of 32 ranks sends 64 MB: 28 of 31 parts at a quarter of 12.5 GB/s; 3 parts over PCIe take less time."""
     profile, num_bytes = profile_of(read(FILES["schemoe"]), Ranks(32, 4, 4), 1024, 1024), 64e6
-    expected = num_bytes * (28 / 31 / (12.5e9 / 4) + 3 / 31 / PCIE3)
+    expected = num_bytes * max(28 / 31 / (12.5e9 / 4), 3 / 31 / PCIE3)
     assert profile.link("all_to_all").beta * num_bytes == pytest.approx(expected, rel=1e-4)
-    cost = CostModel(profile, token_bytes=1, param_bytes=1, grad_bytes=1)
-    # Every rank sends 31 of 32 equal parts
-    counts = np.full((32, 32), 2_000_000)
-    seconds = cost.layer_time(counts, Placement.identity(32, 32, guest_slots=0)).all_to_all
-    assert seconds == pytest.approx(4 * (profile.link("all_to_all").alpha + expected * 62 / 64), rel=1e-4)
+    even_DD, alpha = np.full((32, 32), num_bytes / 31), profile.link("all_to_all").alpha
+    assert ExchangeModel.of(profile).seconds(even_DD) == pytest.approx(alpha + expected, rel=1e-4)
+    # Where GPUs of one node exchange as much, the fabric takes all of the time
+    node = np.arange(32) // 4
+    within_DD = np.where(node[:, None] == node, num_bytes / 3, 0)
+    assert ExchangeModel.of(profile).seconds(within_DD) == pytest.approx(alpha + num_bytes / PCIE3, rel=1e-4)
 
 
 def test_adapters_are_shared_by_as_many_as_there_are() -> None:
     found = read(FILES["flexmoe"])
     whole = profile_of(found, Ranks(16, 8, 8), 1024, 1024)
     assert 1 / whole.link("p2p", "inter").beta == pytest.approx(25e9)
-    assert 1 / whole.link("all_to_all").beta == pytest.approx(1 / (7 / 15 / 300e9 + 8 / 15 / 25e9))
+    assert 1 / whole.link("all_to_all").beta == pytest.approx(1 / (8 / 15 / 25e9))
     # Four expert-parallel groups of two ranks, each group on two nodes, share one adapter of 6.25 GB/s
     spread = profile_of(read(FILES["demi"]), Ranks(2, 1, 4), 1024, 1024)
     assert 1 / spread.link("p2p", "inter").beta == pytest.approx(6.25e9 / 4)
     assert 1 / spread.link("all_to_all").beta == pytest.approx(6.25e9 / 4)
+    # One group of four ranks on each node: one message has the adapter to itself, four at the same time share it
+    node = profile_of(read(FILES["demi"]), Ranks(8, 4, 4), 1024, 1024)
+    assert 1 / node.link("p2p", "inter").beta == pytest.approx(6.25e9)
+    assert 1 / node.link("p2p").beta == pytest.approx(6.25e9 / 4)
 
 
 def test_pairs_have_their_own_link() -> None:
@@ -108,11 +112,28 @@ def test_pairs_have_their_own_link() -> None:
     assert rates == pytest.approx([56.25e9, PCIE3], rel=1e-4)
 
 
-def test_the_slowest_kind_of_gpu_counts_and_what_is_not_said_is_builtin() -> None:
+def test_each_kind_of_gpu_has_its_rate_and_what_is_not_said_is_builtin() -> None:
     profile, base = profile_of(read(FILES["demi"]), Ranks(16, 4, 4), 500, 1000, 4), builtin(16, 4, 500, 1000, 4)
-    assert profile.forward.seconds_per_token == pytest.approx(4 * 500 * 1000 / 14e12)
+    # Two nodes of V100, then two of A100
+    tflops_D = np.repeat([14.0, 19.5], 8)
+    per_token_D = profile.forward.seconds_per_token / profile.rate_D
+    assert per_token_D == pytest.approx(4 * 500 * 1000 / (1e12 * tflops_D))
+    assert profile.rate_D.mean() == pytest.approx(1)
+    assert profile.backward.seconds_per_token == 2 * profile.forward.seconds_per_token
     assert profile.link("p2p", "inter").alpha == base.link("p2p", "inter").alpha
     assert profile_of(read(FILES["parm_b"]), Ranks(8, 4, 4), 8, 8).link("p2p", "intra").alpha == pytest.approx(109e-6)
+    # A job takes the first nodes, which have one kind of GPU here
+    assert profile_of(read(FILES["demi"]), Ranks(8, 4, 4), 500, 1000, 4).rates == ()
+
+
+UNLIMITED = SMALL.replace("nodes: {value: 2, source: here}, ", "").replace(
+    "node: {name", "  - {name: slow, half_tflops: {value: 50, source: here}}\nnode: {name"
+)
+
+
+def test_without_numbers_of_nodes_all_have_the_slowest_gpu(tmp_path: Path) -> None:
+    profile = profile_of(cluster(tmp_path, UNLIMITED), Ranks(6, 2, 2), 8, 8)
+    assert profile.rates == () and profile.forward.seconds_per_token == pytest.approx(4 * 64 / 50e12)
 
 
 @pytest.mark.parametrize(

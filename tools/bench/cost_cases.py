@@ -16,6 +16,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.job.layout import build_groups
@@ -101,14 +102,13 @@ def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device:
     all_to_all = default_all_to_all(groups.ep)
     for label, counts_DE in _loads(config, num_ranks, EXCHANGED_TOKENS):
         traffic_DD = counts_DE.reshape(num_ranks, num_ranks, -1).sum(2)
-        local_D = traffic_DD.diagonal()
-        busiest = max((traffic_DD.sum(0) - local_D).max(), (traffic_DD.sum(1) - local_D).max())
+        bytes_DD = traffic_DD * config.hidden_size * config.params_dtype.itemsize
         splits_DD = torch.from_numpy(traffic_DD)
         rows = torch.zeros(int(splits_DD[rank].sum()), config.hidden_size, dtype=config.params_dtype, device=device)
         yield Case(
             "all_to_all",
-            f"{label}: {int(busiest)} rows",
-            lambda cost, tokens=float(busiest): cost.all_to_all_seconds(tokens),
+            f"{label}: {1e-6 * bytes_DD.sum():.2f} MB",
+            lambda cost, bytes_DD=bytes_DD: ExchangeModel.of(cost.profile).seconds(bytes_DD),
             lambda rows=rows, splits_DD=splits_DD: all_to_all.start(rows, splits_DD).wait(),
         )
 
@@ -145,7 +145,9 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iter
             yield Case(
                 kind,
                 label,
-                lambda cost, piece=num_bytes / CHUNKS, rounds=rounds: rounds * cost.round_seconds(piece),
+                lambda cost, kind=kind, piece=num_bytes / CHUNKS, rounds=rounds: (
+                    rounds * cost.profile.link(kind).seconds(piece)
+                ),
                 functools.partial(execute, plan, placement, experts),
             )
 

@@ -1,6 +1,6 @@
 """Predicts the seconds of a chunk's tasks from a cluster profile and the split matrix, the same on all ranks.
 
-    exchange                            comm/auto.py's prediction for its all-to-all
+    exchange                            cost/exchange.py's prediction for its all-to-all
     gather or sum over expert shards    the profile's line of the collective
     experts                             the profile's line of the experts; its overhead is the cost of small chunks
     codec                               the profile's measurement
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from megatron_balance.comm.alltoall import AllToAll
-from megatron_balance.comm.auto import exchange_seconds
 from megatron_balance.comm.compressed import CompressedAllToAll, TokenExchange
 from megatron_balance.comm.sharded import Sharding
+from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.flow.chunks.order import ChunkTimes
 from megatron_balance.profile.cluster_profile import ClusterProfile, Throughput
 
@@ -29,6 +29,8 @@ class TaskModel:
     profile: ClusterProfile
     """Profile of the ranks of the all-to-alls."""
     exchange: TokenExchange
+    models: Sequence[ExchangeModel]
+    """Models of the exchange's all-to-all without compression; the fastest one counts."""
     sharding: Sharding
     hosts: int
     codec: str
@@ -67,10 +69,10 @@ class TaskModel:
     def _leg(self, all_to_all: AllToAll, wires: Sequence[np.ndarray]) -> tuple[float, float, float]:
         """Return the seconds of compression on the busiest sender, exchange, decompression on the busiest receiver."""
         compressed = isinstance(all_to_all, CompressedAllToAll)
-        wire, row_bytes = all_to_all, self.hidden * self.dtype.itemsize
+        row_bytes = self.hidden * self.dtype.itemsize
         if compressed:
-            wire, row_bytes = all_to_all.wire, all_to_all.codec.bytes_per_row(self.hidden, self.dtype)
-        seconds = max(exchange_seconds(wire, splits_WW * row_bytes, self.profile) for splits_WW in wires)
+            row_bytes = all_to_all.codec.bytes_per_row(self.hidden, self.dtype)
+        seconds = max(min(model.seconds(splits_WW * row_bytes) for model in self.models) for splits_WW in wires)
         if not compressed:
             return 0.0, seconds, 0.0
         sent, received = (max(float(splits_WW.sum(axis).max()) for splits_WW in wires) for axis in (1, 0))

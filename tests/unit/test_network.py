@@ -1,0 +1,106 @@
+"""What batches of messages take on nodes with shared adapters: by hand, and against a loop over ranks and nodes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.cost.network import Level, Network
+from megatron_balance.profile.cluster import Ranks, profile_of, read
+from megatron_balance.profile.cluster_profile import Fit, builtin
+from tests.unit.test_clusters import FILES
+
+NEAR, FAR = Level(launch=100.0, message=10.0, beta=1.0), Level(launch=1000.0, message=50.0, beta=4.0)
+
+
+def network(num_ranks: int, node_size: int, adapters: float) -> Network:
+    return Network(num_ranks, node_size, NEAR, FAR, adapters)
+
+
+def sent(num_ranks: int, *messages: tuple[int, int, float]) -> np.ndarray:
+    """Return [D, D] bytes with the given (source, target, bytes)."""
+    bytes_DD = np.zeros((num_ranks, num_ranks))
+    for source, target, amount in messages:
+        bytes_DD[source, target] += amount
+    return bytes_DD
+
+
+@pytest.mark.parametrize(
+    ("adapters", "messages", "expected"),
+    [
+        pytest.param(2, [(0, 1, 7)], 100 + 10 + 7, id="near"),
+        pytest.param(2, [(0, 2, 7)], 1000 + 50 + 4 * 7, id="far"),
+        # Sent and received at the same time
+        pytest.param(2, [(0, 1, 7), (1, 0, 5)], 100 + 10 + 7, id="both-ways"),
+        # A rank's own two messages share its link; two messages, one launch
+        pytest.param(2, [(0, 1, 7), (0, 1, 5)], 100 + 10 + 12, id="sum"),
+        pytest.param(2, [(0, 2, 7), (0, 3, 5)], 1000 + 2 * 50 + 4 * 12, id="rank"),
+        # Two ranks of a node have an adapter each, or share one
+        pytest.param(2, [(0, 2, 7), (1, 3, 5)], 1000 + 50 + 4 * 7, id="adapter-each"),
+        pytest.param(1, [(0, 2, 7), (1, 3, 5)], 1000 + 50 + 4 * 12, id="one-adapter"),
+        pytest.param(1.5, [(0, 2, 7), (1, 3, 5)], 1000 + 50 + 4 * 12 / 1.5, id="one-and-a-half"),
+        # The receiving node's adapter is the busiest
+        pytest.param(1, [(0, 2, 7), (1, 3, 5), (4, 2, 6)], 1000 + 2 * 50 + 4 * 18, id="receivers"),
+        # Messages of both levels travel at the same time, but one host launches them
+        pytest.param(2, [(0, 1, 100), (0, 2, 7)], 1000 + 10 + 50 + 100, id="levels"),
+        # The last node has one rank
+        pytest.param(1, [(0, 4, 7), (1, 4, 5)], 1000 + 2 * 50 + 4 * 12, id="ragged"),
+        pytest.param(2, [(0, 0, 7)], 0, id="nothing-travels"),
+    ],
+)
+def test_batches_by_hand(adapters: float, messages: list[tuple[int, int, float]], expected: float) -> None:
+    assert network(5, 2, adapters).batch_seconds(sent(5, *messages)) == pytest.approx(expected)
+
+
+def by_loop(net: Network, bytes_DD: np.ndarray) -> float:
+    """Return what `byte_seconds` does, one resource at a time."""
+    ranks, seconds = range(net.num_ranks), [0.0]
+
+    def node(rank: int) -> int:
+        return rank // net.node_size
+
+    pairs = [(i, j, bytes_DD[i, j]) for i in ranks for j in ranks if i != j]
+    for end in (0, 1):
+        for rank in ranks:
+            seconds.append(NEAR.beta * sum(p[2] for p in pairs if p[end] == rank and node(p[0]) == node(p[1])))
+            seconds.append(FAR.beta * sum(p[2] for p in pairs if p[end] == rank and node(p[0]) != node(p[1])))
+        for number in {*map(node, ranks)}:
+            crossing = sum(p[2] for p in pairs if node(p[end]) == number and node(p[0]) != node(p[1]))
+            seconds.append(FAR.beta * crossing / net.adapters)
+    return max(seconds)
+
+
+@given(st.integers(1, 9), st.data())
+def test_the_busiest_resource_is_that_of_a_loop_over_all_of_them(num_ranks: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, num_ranks))
+    net = network(num_ranks, size, data.draw(st.floats(1, size)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    batches_BDD = rng.integers(0, 9, (2, num_ranks, num_ranks)) * (rng.random((2, num_ranks, num_ranks)) < 0.4)
+    found = net.byte_seconds(net.crossing(batches_BDD.astype(float)))
+    assert found == pytest.approx([by_loop(net, bytes_DD) for bytes_DD in batches_BDD])
+    doubled = net.byte_seconds(net.crossing(batches_BDD.astype(float)) * 2)
+    assert doubled == pytest.approx(2 * found)
+
+
+def test_a_profile_tells_how_many_ranks_an_adapter_carries() -> None:
+    assert Network.of(builtin(8, 4, 64, 64)).adapters == 4
+    # Four GPUs share one adapter
+    shared = profile_of(read(FILES["schemoe"]), Ranks(32, 4, 4), 64, 64)
+    assert Network.of(shared).adapters == pytest.approx(1)
+    # Eight GPUs have eight adapters
+    assert Network.of(profile_of(read(FILES["h100"]), Ranks(16, 8, 8), 64, 64)).adapters == pytest.approx(8)
+    # Noise may make sharing look faster, or slower than taking turns
+    for beta, expected in ((0.1, 4), (100.0, 1)):
+        base = builtin(8, 4, 64, 64)
+        alone = base.link("p2p", "inter").beta
+        links = {**base.links, "p2p": {**base.links["p2p"], "ep": Fit(0.0, beta * alone, 0.0, 0.0)}}
+        assert Network.of(dataclasses.replace(base, links=links)).adapters == expected
+
+
+def test_a_lone_message_takes_what_the_profile_says() -> None:
+    profile = builtin(8, 4, 64, 64)
+    for target, level in ((1, "intra"), (4, "inter")):
+        expected = profile.link("p2p", level).seconds(1000)
+        assert Network.of(profile).batch_seconds(sent(8, (0, target, 1000))) == pytest.approx(expected)
