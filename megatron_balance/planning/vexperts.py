@@ -121,22 +121,9 @@ class Layer:
         return expert_loads(self.cost.network, self.cost.split, self.counts_EBD[expert_A], vexperts_AD, primary_A)
 
     def sent(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> np.ndarray:
-        """Return [A, D]: the time in which each rank receives an expert, or in which its owner sends it once.
-
-        The unit is an expert within a node. An expert enters each node once, at its first guest there.
-        """
-        network, far = self.cost.network, self.cost.transport.far
-        owned_AD = self.owned_ED[expert_A]
-        guests_AD = (vexperts_AD > 0) & ~owned_AD
-        if len(network.first_N) == 1:
-            return guests_AD + owned_AD * guests_AD.any(1, keepdims=True)
-        at_home_AD = network.node_D == network.node_D[self.owner_E[expert_A]][:, None]
-        number_AN = np.add.reduceat(guests_AD, network.first_N, axis=1, dtype=np.int64)
-        before_AD = guests_AD.cumsum(1) - guests_AD
-        first_AD = before_AD == (number_AN.cumsum(1) - number_AN)[:, network.node_D]
-        time_AD = guests_AD * np.where(first_AD & ~at_home_AD, far, 1.0)
-        sends_A1 = np.where((guests_AD & at_home_AD).any(1), 1.0, far * guests_AD.any(1))[:, None]
-        return time_AD + owned_AD * sends_A1
+        """Return [A, D]: see `SendingModel.link_times`."""
+        guests_AD = (vexperts_AD > 0) & ~self.owned_ED[expert_A]
+        return self.cost.transport.link_times(self.owner_E[expert_A], guests_AD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,19 +190,21 @@ class VExperts:
         sent_KD = np.stack([self.sent_E[expert] for expert in kinds.tolist()])
         return Change(loads_AFBD - before_KFBD[kind_A], sent_AD - sent_KD[kind_A])
 
+    def exposed_after(self, change: "Change") -> np.ndarray:
+        """Return [A]: exposed seconds of Trans and Agg after a change, on the busiest rank."""
+        cost, busiest_A = self.layer.cost, (self.sent_D + change.sent_AD).max(-1)
+        pair = cost.transport.seconds_of(busiest_A, 0.0)
+        return sum(cost.exposed(self.mean_computed, *pair))
+
+    def work_after(self, change: "Change") -> np.ndarray:
+        """Return [A, B, D]: each rank's seconds by Eq. 7 and 8 after a change."""
+        return self.layer.cost.rank_seconds(self.loads_FBD + change.loads_AFBD)
+
     def seconds_after(self, change: "Change") -> np.ndarray:
-        """Return [A, B, D]: each rank's seconds by Eq. 5 after a change, with the exposed Trans and Agg of Eq. 8.
-
-        Trans and Agg happen once, and are divided among the microbatches.
-        """
-        loads_AFBD = self.loads_FBD + change.loads_AFBD
-        return self.layer.cost.rank_seconds(loads_AFBD) + self._exposed(self.sent_D + change.sent_AD)[:, None]
-
-    def _exposed(self, sent_AD: np.ndarray) -> np.ndarray:
-        """Return [A, D]: exposed seconds of Trans and Agg on each rank, for each microbatch."""
-        cost, transport = self.layer.cost, self.layer.cost.transport
-        pair = transport.trans_seconds(sent_AD, 1), transport.agg_seconds(sent_AD, 1)
-        return sum(cost.exposed(self.mean_computed, *pair)) / self.loads_FBD.shape[1]
+        """Return [A]: seconds of the layer after a change."""
+        cost, busiest_A = self.layer.cost, (self.sent_D + change.sent_AD).max(-1)
+        pair = cost.transport.seconds_of(busiest_A, 0.0)
+        return cost.time_of(*cost.work_of(self.loads_FBD + change.loads_AFBD), *pair).total
 
     @cached_property
     def mean_computed(self) -> float:
@@ -228,9 +217,9 @@ class VExperts:
         return (self.vexperts_ED > 0) | self.layer.owned_ED
 
     @cached_property
-    def seconds_BD(self) -> np.ndarray:
-        """Seconds of each rank in each microbatch, Eq. 5."""
-        return self.layer.cost.rank_seconds(self.loads_FBD) + self._exposed(self.sent_D[None])
+    def work_BD(self) -> np.ndarray:
+        """Seconds of each rank in each microbatch, Eq. 7 and 8."""
+        return self.layer.cost.rank_seconds(self.loads_FBD)
 
     @cached_property
     def tokens_BD(self) -> np.ndarray:
@@ -246,7 +235,7 @@ class VExperts:
     def seconds(self) -> float:
         """Seconds of the layer, with Trans and Agg counted as the busiest rank's."""
         cost, busiest = self.layer.cost, self.sent_D.max()
-        sending = cost.transport.trans_seconds(busiest, 1), cost.transport.agg_seconds(busiest, 1)
+        sending = cost.transport.seconds_of(busiest, 0.0)
         return float(cost.time_of(*cost.work_of(self.loads_FBD), *sending).total)
 
     @cached_property

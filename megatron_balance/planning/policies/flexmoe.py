@@ -27,6 +27,9 @@ GROUPS = (2, 4, 8, 16, 32)
 EXAMINED = 4
 """Number of experts of the slowest rank that are examined in one step."""
 
+EVENNESS = 0.01
+"""Weight of the evenness of all ranks' times, which decides between candidates with nearly equal times."""
+
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
 
@@ -168,16 +171,16 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
 
     The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
     """
-    over_BD = state.seconds_BD - state.seconds_BD.mean(-1, keepdims=True)
+    over_BD = state.work_BD - state.work_BD.mean(-1, keepdims=True)
     place = np.unravel_index(over_BD.argmax(), over_BD.shape)
-    slowest, lightest_D = int(place[1]), np.argsort(state.seconds_BD[place[0]], kind="stable")
+    slowest, lightest_D = int(place[1]), np.argsort(state.work_BD[place[0]], kind="stable")
     (expert_M,) = (state.vexperts_ED[:, slowest] * state.capacity_E).nonzero()
     for expert in expert_M[np.argsort(-state.capacity_E[expert_M], kind="stable")][:EXAMINED].tolist():
         no_slot_D = ~state.members_ED[expert] & (state.free_slots_D <= 0)
         full_D = no_slot_D | (state.free_vexperts_D <= 0)
         more_AD = _expansions(state, expert, slowest, lightest_D[~full_D[lightest_D]])
         change = state.changed_by(np.full(len(more_AD), expert), more_AD) if len(more_AD) else None
-        if change and (choice := _most_even(state, place, change, np.not_equal(more_AD, 0))) is not None:
+        if change and (choice := _fastest(state, expert, place, change, np.not_equal(more_AD, 0))) is not None:
             return [
                 (Expand if more > 0 else Shrink)(expert, rank)
                 for rank, more in enumerate(more_AD[choice].tolist())
@@ -189,7 +192,7 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
             continue
         change = state.changed(np.full_like(rank_A, expert), (rank_A, 1))
         change += state.changed(smallest_D[rank_A], (rank_A, -1))
-        if (choice := _most_even(state, place, change, change.loads_AFBD[:, COMPUTED].any(1))) is not None:
+        if (choice := _fastest(state, expert, place, change, change.loads_AFBD[:, COMPUTED].any(1))) is not None:
             rank = int(rank_A[choice])
             return [Shrink(int(smallest_D[rank]), rank), Expand(expert, rank)]
     return []
@@ -225,21 +228,28 @@ def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.n
     return np.where(present_ED, state.capacity_E[:, None], np.inf).argmin(0), present_ED.any(0)
 
 
-def _most_even(state: VExperts, slowest: tuple[np.intp, ...], change: Change, involved_AD: np.ndarray) -> int | None:
-    """Return the candidate with the most even times among those that leave all ranks involved faster than the slowest.
+def _fastest(
+    state: VExperts, expert: int, slowest: tuple[np.intp, ...], change: Change, involved_AD: np.ndarray
+) -> int | None:
+    """Return the candidate with the shortest time of the ranks involved, all of them faster than the slowest was.
 
-    Evenness is a small sum of squares, which also favors a small total.
+    Other ranks are not counted: with several slow ranks, relieving one alone would not change the maximum. Nor is what
+    the slowest rank's other experts take beyond the mean, because they are next. Ties go to the most even ranks.
 
     Args:
         slowest: the microbatch and the rank with the most seconds above the mean.
     """
-    seconds_ABD, (microbatch, rank) = state.seconds_after(change), slowest
+    work_ABD, (microbatch, rank), mean_B1 = state.work_after(change), slowest, state.work_BD.mean(-1, keepdims=True)
     involved_AD = involved_AD.copy()
     involved_AD[:, rank] = True
-    fits_A = (seconds_ABD[:, microbatch] * involved_AD).max(-1) < state.seconds_BD[slowest] * (1 - TOLERANCE)
+    fits_A = (work_ABD[:, microbatch] * involved_AD).max(-1) < state.work_BD[slowest] * (1 - TOLERANCE)
     if not fits_A.any():
         return None
-    return int(np.where(fits_A, (seconds_ABD**2).sum((1, 2)), np.inf).argmin())
+    others_FBD = state.loads_FBD - state.loads_E[expert]
+    work_ABD[..., rank] -= np.maximum(state.layer.cost.rank_seconds(others_FBD)[:, rank] - mean_B1[:, 0], 0.0)
+    total_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1) + state.exposed_after(change)
+    even_A = np.sqrt((work_ABD**2).mean((1, 2))) * EVENNESS
+    return int(np.where(fits_A, total_A + even_A, np.inf).argmin())
 
 
 def _drop(state: VExperts) -> Sequence[Modification]:
@@ -254,11 +264,13 @@ def _drop(state: VExperts) -> Sequence[Modification]:
 
 
 def _saving(state: VExperts, change: Change) -> list[int]:
-    """Return the candidates that lower the sum of the ranks' times and do not slow the layer, the lowest sum first."""
-    seconds_ABD, now = state.seconds_after(change), state.seconds_BD.max(-1).sum()
-    total_A = seconds_ABD.sum((1, 2)) - state.seconds_BD.sum()
-    saving_A = (seconds_ABD.max(-1).sum(-1) <= now * (1 + TOLERANCE)) & (total_A < -TOLERANCE * now)
-    return [row for row in np.argsort(total_A, kind="stable").tolist() if saving_A[row]]
+    """Return the candidates that make the layer faster, or no slower with less work on all ranks; the fastest first."""
+    now, sending = state.seconds, state.sent_D.sum()
+    seconds_A = state.seconds_after(change)
+    less_A = change.sent_AD.sum(-1) < -TOLERANCE * sending
+    saving_A = (seconds_A < now * (1 - TOLERANCE)) | (seconds_A <= now * (1 + TOLERANCE)) & less_A
+    order_A = np.lexsort((change.sent_AD.sum(-1), seconds_A))
+    return [row for row in order_A.tolist() if saving_A[row]]
 
 
 def _migrate(state: VExperts) -> Sequence[Modification]:
