@@ -120,8 +120,8 @@ class Layer:
         primary_A = np.where(vexperts_AD[row_A, primary_A], primary_A, first_A)
         return expert_loads(self.cost.network, self.cost.split, self.counts_EBD[expert_A], vexperts_AD, primary_A)
 
-    def sent(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> np.ndarray:
-        """Return [A, D]: see `SendingModel.link_times`."""
+    def sent(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `SendingModel.link_times`."""
         guests_AD = (vexperts_AD > 0) & ~self.owned_ED[expert_A]
         return self.cost.transport.link_times(self.owner_E[expert_A], guests_AD)
 
@@ -142,14 +142,16 @@ class VExperts:
     """Sum of the experts' loads."""
 
     sent_D: np.ndarray
+    extra_E: np.ndarray
+    """Time on the other links of each expert's chain."""
 
     @classmethod
     def of(cls, layer: Layer, placement: Placement) -> "VExperts":
         """Return the vExperts of `placement`."""
         vexperts_ED = vexperts(placement)
         experts = np.arange(len(vexperts_ED))
-        loads_EFBD, sent_ED = layer.loads(experts, vexperts_ED), layer.sent(experts, vexperts_ED)
-        return cls(layer, vexperts_ED, tuple(loads_EFBD), tuple(sent_ED), loads_EFBD.sum(0), sent_ED.sum(0))
+        loads_EFBD, (sent_ED, extra_E) = layer.loads(experts, vexperts_ED), layer.sent(experts, vexperts_ED)
+        return cls(layer, vexperts_ED, tuple(loads_EFBD), tuple(sent_ED), loads_EFBD.sum(0), sent_ED.sum(0), extra_E)
 
     def after(self, modifications: Iterable[Modification]) -> "VExperts":
         """Return the vExperts after modifications."""
@@ -160,14 +162,15 @@ class VExperts:
                 touched.add(expert)
         expert_A = np.array(sorted(touched), dtype=np.int64)
         loads_E, sent_E, loads_FBD, sent_D = [*self.loads_E], [*self.sent_E], self.loads_FBD, self.sent_D
+        extra_E = self.extra_E.copy()
         if touched:
             loads_AFBD = self.layer.loads(expert_A, vexperts_ED[expert_A])
-            sent_AD = self.layer.sent(expert_A, vexperts_ED[expert_A])
+            sent_AD, extra_E[expert_A] = self.layer.sent(expert_A, vexperts_ED[expert_A])
             for row, expert in enumerate(expert_A.tolist()):
                 loads_FBD = loads_FBD + loads_AFBD[row] - loads_E[expert]
                 sent_D = sent_D + sent_AD[row] - sent_E[expert]
                 loads_E[expert], sent_E[expert] = loads_AFBD[row], sent_AD[row]
-        return VExperts(self.layer, vexperts_ED, tuple(loads_E), tuple(sent_E), loads_FBD, sent_D)
+        return VExperts(self.layer, vexperts_ED, tuple(loads_E), tuple(sent_E), loads_FBD, sent_D, extra_E)
 
     def changed(self, expert_A: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> "Change":
         """Return the change of loads and of Trans for each of A candidates.
@@ -184,17 +187,19 @@ class VExperts:
     def changed_by(self, expert_A: np.ndarray, more_AD: np.ndarray) -> "Change":
         """Return `changed` for vExperts that each candidate gains, [A, D]."""
         vexperts_AD = self.vexperts_ED[expert_A] + more_AD
-        loads_AFBD, sent_AD = self.layer.loads(expert_A, vexperts_AD), self.layer.sent(expert_A, vexperts_AD)
+        loads_AFBD, (sent_AD, extra_A) = self.layer.loads(expert_A, vexperts_AD), self.layer.sent(expert_A, vexperts_AD)
         kinds, kind_A = np.unique(expert_A, return_inverse=True)
         before_KFBD = np.stack([self.loads_E[expert] for expert in kinds.tolist()])
         sent_KD = np.stack([self.sent_E[expert] for expert in kinds.tolist()])
-        return Change(loads_AFBD - before_KFBD[kind_A], sent_AD - sent_KD[kind_A])
+        return Change(loads_AFBD - before_KFBD[kind_A], sent_AD - sent_KD[kind_A], extra_A)
 
     def exposed_after(self, change: "Change") -> np.ndarray:
         """Return [A]: exposed seconds of Trans and Agg after a change, on the busiest rank."""
-        cost, busiest_A = self.layer.cost, (self.sent_D + change.sent_AD).max(-1)
-        pair = cost.transport.seconds_of(busiest_A, 0.0)
-        return sum(cost.exposed(self.mean_computed, *pair))
+        return sum(self.layer.cost.exposed(self.mean_computed, *self._sending_after(change)))
+
+    def _sending_after(self, change: "Change") -> tuple[np.ndarray, np.ndarray]:
+        busiest_A, extra_A = (self.sent_D + change.sent_AD).max(-1), np.maximum(change.extra_A, self.extra_E.max())
+        return self.layer.cost.transport.seconds_of(busiest_A, extra_A)
 
     def work_after(self, change: "Change") -> np.ndarray:
         """Return [A, B, D]: each rank's seconds by Eq. 7 and 8 after a change."""
@@ -202,9 +207,8 @@ class VExperts:
 
     def seconds_after(self, change: "Change") -> np.ndarray:
         """Return [A]: seconds of the layer after a change."""
-        cost, busiest_A = self.layer.cost, (self.sent_D + change.sent_AD).max(-1)
-        pair = cost.transport.seconds_of(busiest_A, 0.0)
-        return cost.time_of(*cost.work_of(self.loads_FBD + change.loads_AFBD), *pair).total
+        cost = self.layer.cost
+        return cost.time_of(*cost.work_of(self.loads_FBD + change.loads_AFBD), *self._sending_after(change)).total
 
     @cached_property
     def mean_computed(self) -> float:
@@ -234,9 +238,18 @@ class VExperts:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the layer, with Trans and Agg counted as the busiest rank's."""
-        cost, busiest = self.layer.cost, self.sent_D.max()
-        sending = cost.transport.seconds_of(busiest, 0.0)
-        return float(cost.time_of(*cost.work_of(self.loads_FBD), *sending).total)
+        cost = self.layer.cost
+        return float(cost.time_of(*cost.work_of(self.loads_FBD), *self._sending).total)
+
+    @cached_property
+    def _sending(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.layer.cost.transport.seconds_of(self.sent_D.max(), self.extra_E.max())
+
+    @cached_property
+    def floor(self) -> float:
+        """Lower bound on the seconds with more guests: even loads, no exchange, the experts already sent."""
+        cost = self.layer.cost
+        return float(cost.time_of(0.0, self.mean_computed, *self._sending).total)
 
     @cached_property
     def number_E(self) -> np.ndarray:
@@ -264,7 +277,9 @@ class Change(NamedTuple):
 
     loads_AFBD: np.ndarray
     sent_AD: np.ndarray
+    extra_A: np.ndarray
 
     def __add__(self, other: "Change") -> "Change":  # type: ignore[override]
         """Return the change of both modifications, which are of different experts."""
-        return Change(self.loads_AFBD + other.loads_AFBD, self.sent_AD + other.sent_AD)
+        extra_A = np.maximum(self.extra_A, other.extra_A)
+        return Change(self.loads_AFBD + other.loads_AFBD, self.sent_AD + other.sent_AD, extra_A)

@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 CANDIDATES = 8
 """Number of ranks that one Expand may go to, the lightest first."""
 
-GROUPS = (2, 4, 8, 16, 32)
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of ranks that an expert may expand to in one step, the lightest first."""
 
 EXAMINED = 4
@@ -91,8 +91,14 @@ class FlexMoE(Policy):
     vexperts_per_rank: int | None = None
     """None: one per slot. A number below the experts that a rank owns leaves none to Expand with."""
 
-    budget: int = 128
-    """Number of steps of each of the three kinds, which bounds planning time at any size."""
+    budget: int = 20
+    """Maximum number of steps 1, which bounds planning time at any size."""
+
+    improvements: int = 4
+    """Maximum numbers of steps 2 and of steps 3."""
+
+    patience: int = 6
+    """Number of steps 1 after the fastest state, before the search ends."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
@@ -131,7 +137,7 @@ class FlexMoE(Policy):
         state, balanced = self._balance(home)
         done += balanced
         for improve in (_drop, _migrate):
-            for _ in range(self.budget):
+            for _ in range(self.improvements):
                 if not (step := improve(state)):
                     break
                 state, done = state.after(step), [*done, *step]
@@ -142,13 +148,14 @@ class FlexMoE(Policy):
 
     def _balance(self, state: VExperts) -> tuple[VExperts, list[Modification]]:
         """Run Algorithm 1: return the fastest state on the way to even loads, and the modifications up to it."""
-        best, done, kept = state, [], 0
+        best, done, kept, waiting = state, [], 0, self.patience
         for _ in range(self.budget):
-            if self._is_balanced(state.tokens_BD, state.layer.cost) or not (step := _relieve(state)):
+            balanced = self._is_balanced(state.tokens_BD, state.layer.cost) or state.floor >= best.seconds
+            if balanced or not waiting or not (step := _relieve(state)):
                 break
-            state, done = state.after(step), [*done, *step]
+            state, done, waiting = state.after(step), [*done, *step], waiting - 1
             if state.seconds < best.seconds * (1 - TOLERANCE):
-                best, kept = state, len(done)
+                best, kept, waiting = state, len(done), self.patience
         return best, done[:kept]
 
 
@@ -180,7 +187,9 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
         full_D = no_slot_D | (state.free_vexperts_D <= 0)
         more_AD = _expansions(state, expert, slowest, lightest_D[~full_D[lightest_D]])
         change = state.changed_by(np.full(len(more_AD), expert), more_AD) if len(more_AD) else None
-        if change and (choice := _fastest(state, expert, place, change, np.not_equal(more_AD, 0))) is not None:
+        # After a Shrink, the other hosts compute more
+        involved_AD = (more_AD != 0) | ((more_AD < 0).any(1, keepdims=True) & (state.vexperts_ED[expert] > 0))
+        if change and (choice := _fastest(state, expert, place, change, involved_AD)) is not None:
             return [
                 (Expand if more > 0 else Shrink)(expert, rank)
                 for rank, more in enumerate(more_AD[choice].tolist())
@@ -207,7 +216,9 @@ def _expansions(state: VExperts, expert: int, slowest: int, rank_R: np.ndarray) 
     network = state.layer.cost.network
     near_R = rank_R[network.node_D[rank_R] == network.node_D[state.layer.owner_E[expert]]]
     groups = [rank_R[[index]] for index in range(min(CANDIDATES, len(rank_R)))]
-    groups += [ranks[:count] for ranks in (rank_R, near_R) for count in GROUPS if count <= len(ranks)]
+    groups += [
+        ranks[:count] for ranks in (rank_R, near_R) for count in {*GROUPS, len(ranks)} if 1 < count <= len(ranks)
+    ]
     groups += [near_R[[index]] for index in range(min(CANDIDATES, len(near_R))) if len(near_R) < len(rank_R)]
     more_AD = np.zeros((len(groups) + (state.number_E[expert] > 1), len(state.sent_D)), dtype=np.int64)
     for row_D, ranks in zip(more_AD, groups, strict=False):
@@ -253,14 +264,19 @@ def _fastest(
 
 
 def _drop(state: VExperts) -> Sequence[Modification]:
-    """Shrink the guest whose removal saves the most time summed over ranks, if the layer is not slower."""
+    """Shrink guests whose removal saves time: one of each expert, or only the best one if all together save none."""
     expert_A, rank_A = (state.guests_ED & (state.vexperts_ED < state.number_E[:, None])).nonzero()
     if not len(expert_A):
         return []
     number_A = state.vexperts_ED[expert_A, rank_A]
-    for row in _saving(state, state.changed(expert_A, (rank_A, -number_A)))[:1]:
-        return [Shrink(int(expert_A[row]), int(rank_A[row]))] * int(number_A[row])
-    return []
+    found: dict[int, list[Modification]] = {}
+    for row in _saving(state, state.changed(expert_A, (rank_A, -number_A))):
+        expert = int(expert_A[row])
+        found.setdefault(expert, [Shrink(expert, int(rank_A[row]))] * int(number_A[row]))
+    together = [step for steps in found.values() for step in steps]
+    if len(found) < 2 or state.after(together).seconds <= state.seconds * (1 + TOLERANCE):
+        return together
+    return next(iter(found.values()))
 
 
 def _saving(state: VExperts, change: Change) -> list[int]:

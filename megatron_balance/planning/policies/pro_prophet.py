@@ -32,6 +32,7 @@ class Chosen(NamedTuple):
     """The host of the tokens of ranks that are not hosts: the owner, or the only guest."""
     loads_FBD: np.ndarray
     times_D: np.ndarray
+    extra: float
     """As in `SendingModel.link_times`."""
 
 
@@ -163,7 +164,7 @@ class _Search:
 
     def seconds(self) -> float:
         """Return the seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
-        sent = self.cost.transport.seconds_of(self.times_D.max(), self._hops())
+        sent = self.cost.transport.seconds_of(self.times_D.max(), self._extra())
         return float(self.cost.time_of(*self.cost.work_of(self.loads_FBD), *sent).total)
 
     @property
@@ -175,12 +176,12 @@ class _Search:
 
     def _floor(self) -> float:
         """Return a lower bound on the seconds with more guests: even loads, no exchange, the experts already sent."""
-        sent = self.cost.transport.seconds_of(self.times_D.max(), self._hops())
+        sent = self.cost.transport.seconds_of(self.times_D.max(), self._extra())
         return float(self.cost.time_of(0.0, self.mean, *sent).total)
 
-    def _hops(self) -> int:
-        """Return the number of links after the first one on the longest chain."""
-        return max((len(choice.guests) for choice in self.chosen.values()), default=1) - 1
+    def _extra(self) -> float:
+        """Return the time on the other links of the longest chain."""
+        return max((choice.extra for choice in self.chosen.values()), default=0.0)
 
     def _is_balanced(self) -> bool:
         """Return whether Eq. 7 holds in every microbatch; equal loads are balanced even if alpha is 0."""
@@ -234,14 +235,14 @@ class _Search:
         involved_AB = np.where(hosts_AD[:, None], after_ABD, mean_B1).max(-1)
         guests_AD = hosts_AD.copy()
         guests_AD[:, owner] = False
-        times_AD = cost.transport.link_times(np.full(len(hosts_AD), owner), guests_AD)
-        hops_A = np.maximum(guests_AD.sum(1) - 1, self._hops())
-        sent = cost.transport.seconds_of((self.times_D + times_AD).max(1), hops_A)
+        times_AD, extra_A = cost.transport.link_times(np.full(len(hosts_AD), owner), guests_AD)
+        sent = cost.transport.seconds_of((self.times_D + times_AD).max(1), np.maximum(extra_A, self._extra()))
         best = int((involved_AB.sum(-1) + sum(cost.exposed(self.mean, *sent))).argmin())
         if not guests_AD[best].any():
             return None
         guests = guests_AD[best].nonzero()[0].tolist()
-        return Chosen(guests, int(primary_A[best]), loads_AFBD[best] - loads_AFBD[0], times_AD[best])
+        change = loads_AFBD[best] - loads_AFBD[0], times_AD[best], float(extra_A[best])
+        return Chosen(guests, int(primary_A[best]), *change)
 
     def _options(
         self, owner: int, expert: int, able_D: np.ndarray, total_D: np.ndarray
