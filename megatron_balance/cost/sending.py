@@ -29,6 +29,9 @@ LEAST_CHUNKS = 4
 LEAST_ALPHA = 1e-6
 """Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
 
+WORTHWHILE = 1.05
+"""Time of chains over that of receiving alone, below which no trees are tried."""
+
 USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
 
@@ -69,12 +72,16 @@ class SendingModel:
 
     def best(self, placement: Placement) -> Sending:
         """Return the routes and pieces with the fewest seconds of Trans; ties go to the chain, then to fewer pieces."""
-        choices = []
+        choices: list[Sending] = []
         for fanout in FANOUTS:
             found = routes(placement, self.profile.node_size, fanout, self.far).values()
             if not found:
                 return Sending(1, 1, 0.0, 0.0)
-            choices.append(Sending(fanout, *self.fewest_seconds(self.loads_of(found))))
+            loads = self.loads_of(found)
+            choices.append(Sending(fanout, *self.fewest_seconds(loads)))
+            # Whatever the routes, every guest receives its experts
+            if choices[0].trans <= WORTHWHILE * self.trans_seconds(loads.received, 1):
+                break
         return min(choices, key=lambda choice: choice.trans)
 
     def plan(self, placement: Placement) -> TransferPlan:
