@@ -94,12 +94,15 @@ class ProProphet(Policy):
             everywhere.spread(expert)
             searches.append(everywhere.copy(near=False))
         # The search counts the busiest rank's messages, the cost model also those before and after them on their routes
-        timed = sorted(((search.seconds(), index) for index, search in enumerate(searches)))[:CONFIRMED]
-        for estimate, index in timed:
-            if estimate >= min(limit, timed[0][0] * (1 + UNSURE)):
+        timed = sorted((search.seconds(), index) for index, search in enumerate(searches))
+        promising = min(limit, timed[0][0] * (1 + UNSURE))
+        for estimate, index in timed[:CONFIRMED]:
+            if estimate >= promising:
                 break
             planned = _placement(current, searches[index].chosen)
-            if (seconds := cost.layer_seconds(counts, planned)) < limit:
+            sending = cost.sending(planned)
+            work = cost.work_of(searches[index].loads_FBD)
+            if (seconds := float(cost.time_of(*work, sending.trans, sending.agg).total)) < limit:
                 best, limit = planned, seconds
         return best
 
