@@ -326,7 +326,7 @@ def _imbalance(args: argparse.Namespace) -> None:
                 )
                 for index, name in enumerate(POLICIES):
                     planned = load_policy(name).plan(counts_DE, current, cost)
-                    degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum(0))
+                    degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum((0, 1)))
             print(f"{workload:20s}" + "".join(f"{degree:12.3f}" for degree in degrees.mean(0)), flush=True)
 
 
