@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
-from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
+from megatron_balance.profile.cluster_profile import ClusterProfile
 
 FANOUTS = (1, 2, 16)
 """Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
@@ -214,7 +214,8 @@ class SendingModel:
     def progress(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward.
 
-        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer.
+        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
+        adapters of a node carry the bytes of its ranks' messages in the order of rounds.
         """
         return (
             self._progress(plan, "trans", self.param_bytes / plan.chunks, backward=False),
@@ -236,26 +237,30 @@ class SendingModel:
     def _progress(self, plan: TransferPlan, kind: str, piece_bytes: float, *, backward: bool) -> np.ndarray:
         near, far = (self.profile.link(kind, level) for level in ("intra", "inter"))
         network, free_D, ends = self.network, np.zeros(self.profile.num_ranks), []
+        carried_2N = np.zeros((2, len(network.first_N)))
+        """When each node's adapters have sent and received all bytes so far."""
         for messages in reversed(plan.rounds) if backward else plan.rounds:
             pairs_M2 = np.array([message[1:3] for message in messages])
             source_M, target_M = pairs_M2.T[::-1] if backward else pairs_M2.T
             start_M = np.maximum(free_D[source_M], free_D[target_M])
-            end_M = start_M + self._round_seconds(network, near, far, piece_bytes, source_M, target_M)
+            end_M = start_M + near.seconds(piece_bytes)
+            is_far_M = network.node_D[source_M] != network.node_D[target_M]
+            if is_far_M.any():
+                ends_2M = network.node_D[np.stack([source_M, target_M])[:, is_far_M]]
+                begun_M = start_M[is_far_M]
+                carried_M = self._carry(carried_2N, ends_2M, begun_M, far.beta * piece_bytes / network.adapters)
+                end_M[is_far_M] = far.alpha + np.maximum(begun_M + far.beta * piece_bytes, carried_M)
             np.maximum.at(free_D, source_M, end_M)
             np.maximum.at(free_D, target_M, end_M)
             ends.append(float(free_D.max()))
         return np.array(ends)
 
     @staticmethod
-    def _round_seconds(
-        network: Network, near: Fit, far: Fit, piece_bytes: float, source_M: np.ndarray, target_M: np.ndarray
-    ) -> np.ndarray:
-        """Return [M] the seconds of one round's messages; messages of a node to other nodes share its adapters."""
-        from_M, to_M = network.node_D[source_M], network.node_D[target_M]
-        is_far_M = from_M != to_M
-        if not is_far_M.any():
-            return np.full(len(source_M), near.seconds(piece_bytes))
-        leaving_N = np.bincount(from_M[is_far_M], minlength=len(network.first_N))
-        entering_N = np.bincount(to_M[is_far_M], minlength=len(network.first_N))
-        sharing_M = np.maximum(np.maximum(leaving_N[from_M], entering_N[to_M]) / network.adapters, 1.0)
-        return np.where(is_far_M, far.alpha + far.beta * piece_bytes * sharing_M, near.seconds(piece_bytes))
+    def _carry(carried_2N: np.ndarray, node_2M: np.ndarray, start_M: np.ndarray, seconds: float) -> np.ndarray:
+        """Add one round's messages to the adapters of their nodes, and return [M] when these have carried them."""
+        for carried_N, node_M in zip(carried_2N, node_2M, strict=True):
+            first_N = np.full(len(carried_N), np.inf)
+            np.minimum.at(first_N, node_M, start_M)
+            number_N = np.bincount(node_M, minlength=len(carried_N))
+            carried_N[:] = np.where(number_N, np.maximum(carried_N, first_N) + number_N * seconds, carried_N)
+        return carried_2N[np.arange(2)[:, None], node_2M].max(0)

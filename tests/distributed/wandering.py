@@ -13,9 +13,9 @@ from megatron_balance.profile.cluster_profile import builtin
 class Wandering:
     """Lends the heaviest expert to the rank after its owner, which soon owns it and lends it to the next rank."""
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         hosts = [(current.owner(expert),) for expert in range(current.num_experts)]
-        heaviest = int(counts_DE.sum(0).argmax())
+        heaviest = int(counts.sum((0, 1)).argmax())
         hosts[heaviest] = ((current.owner(heaviest) + 1) % current.num_ranks,)
         return current.rehost(hosts)
 
