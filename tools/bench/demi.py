@@ -244,7 +244,7 @@ def _planning(args: argparse.Namespace) -> None:
     print("finish: when the best schedule ends, over that of the owners; speedup: of the layer by the cost model")
     print("D   E    program      of it LP ms      ms  max ms  finish  speedup")
     for num_ranks, num_experts in LAYOUTS:
-        cost, current = cost_model(num_ranks, "relay"), Placement.identity(num_experts, num_ranks, args.guest_slots)
+        cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, args.guest_slots)
         loads = [
             load_matrix(
                 name,
@@ -303,7 +303,7 @@ def imbalance(tokens_D: np.ndarray) -> float:
 def _imbalance(args: argparse.Namespace) -> None:
     print("\nworkload imbalance degree D, the mean over seeds; even loads have 1 / sqrt(workers)")
     for num_ranks, num_experts in LAYOUTS[:3]:
-        cost, current = cost_model(num_ranks, "relay"), Placement.identity(num_experts, num_ranks, args.guest_slots)
+        cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, args.guest_slots)
         print(f"D={num_ranks} E={num_experts}, even {num_ranks**-0.5:.3f}")
         print(f"{'':20s}" + "".join(f"{name:>12s}" for name in POLICIES))
         for workload in BUSY:
@@ -320,7 +320,7 @@ def _imbalance(args: argparse.Namespace) -> None:
                 )
                 for index, name in enumerate(POLICIES):
                     planned = load_policy(name).plan(counts_DE, current, cost)
-                    degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum(0))
+                    degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum((0, 1)))
             print(f"{workload:20s}" + "".join(f"{degree:12.3f}" for degree in degrees.mean(0)), flush=True)
 
 
