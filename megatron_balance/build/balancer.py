@@ -17,6 +17,7 @@ from megatron_balance.comm.ownership_transfer import OwnershipTransfer, Place
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
+from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
@@ -77,7 +78,7 @@ def build_balancer(
             state = state_bytes(optimizer, parameters, sharers) / owners.home_slots
         overlap = _overlap(config, profile, model, number)
         manager = _manager(
-            config, policy, layer, owners=owners, profile=profile, overlap=overlap, state_bytes_per_expert=state
+            wiring, policy, layer, owners=owners, profile=profile, overlap=overlap, state_bytes_per_expert=state
         )
         states[number] = LayerState(manager, layer.experts, overlap, fields)
     minutes = config.launch.distributed_timeout_minutes
@@ -154,7 +155,7 @@ def patience(timeout_minutes: float) -> float:
 
 
 def _manager(
-    config: RunConfig,
+    wiring: Wiring,
     policy: Policy,
     layer: BalancedMoELayer,
     *,
@@ -168,17 +169,21 @@ def _manager(
     Args:
         state_bytes_per_expert: parameters and optimizer state on one rank.
     """
+    config, exchange = wiring.config, wiring.exchange
     settings, transformer = config.balance, config.transformer
+    codec = profile.codec(config.comm.moe_comm_codec)
     split = settings.balance_token_split
     layer.split = cast(Split, split_of(policy)) if split == "policy" else split
     parameters = list(layer.experts.parameters())
     cost = CostModel(
         profile=profile,
-        token_bytes=transformer.hidden_size * transformer.params_dtype.itemsize,
+        token_bytes=exchange.bytes_per_row(transformer.hidden_size, transformer.params_dtype),
         param_bytes=sum(parameter.nbytes for parameter in parameters) / owners.home_slots,
         grad_bytes=sum(parameter.main_grad.nbytes for parameter in parameters) / owners.home_slots,
         state_bytes=state_bytes_per_expert,
+        coding=exchange.compressed_share * (codec.encode.seconds_per_token + codec.decode.seconds_per_token),
         split=layer.split,
+        degrees=find_degrees(config.comm.moe_comm_chunks),
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
     )
     return Manager(

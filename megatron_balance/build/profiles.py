@@ -46,6 +46,13 @@ class Profiles:
         `auto` keeps its measurement in `--save`, and looks for one there and in `--load`, so that a resumed run makes
         the same plans.
         """
+        profile, capacities = self._read_or_measured(), self.config.balance.balance_capacities
+        if capacities is None:
+            return profile
+        mean = sum(capacities) / len(capacities)
+        return dataclasses.replace(profile, rates=tuple(capacity / mean for capacity in capacities))
+
+    def _read_or_measured(self) -> ClusterProfile:
         config, groups, num_ranks = self.config, self.groups, self.groups.ep.size()
         wanted, node_size, shards = config.balance.balance_profile, self.node_size(groups.ep), groups.expt_tp.size()
         shape = _expert_shape(config, shards)

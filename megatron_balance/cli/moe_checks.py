@@ -1,5 +1,6 @@
 """Checks of the flags for mixtures of experts and for balancing. Called by checks.py."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy, option_fields, policy_options, registered
+from megatron_balance.profile.cluster_profile import RANGES
 
 NOT_BALANCED = (
     *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
@@ -159,6 +161,7 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
     read = () if made is None else made.options.values()
     for name in sorted(option_fields().intersection(given).difference(read)):
         raise ValueError(f"{flag_of(name)}: has no effect with {flag}; leave it out")
+    _capacities(values["balance_capacities"], parallel)
     if made is not None:
         made.check(Placement.identity(values["num_moe_experts"], parallel, slots))
     if (values["balance_overlap"], values["balance_load"]) == ("blockwise", "exact"):
@@ -168,6 +171,16 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
         )
     if values["balance_ownership"] == "transfer":
         _transfer(values)
+
+
+def _capacities(capacities: tuple[float, ...] | None, num_ranks: int) -> None:
+    flag = f"--balance-capacities {' '.join(map(str, capacities or ()))}"
+    low, high, _ = RANGES["rate"]
+    mean = sum(capacities) / len(capacities) if capacities else 1.0
+    if not all(math.isfinite(capacity) and low <= capacity / mean <= high for capacity in capacities or () if mean):
+        raise ValueError(f"{flag}: give numbers above 0, {low:g} to {high:g} times their mean")
+    if capacities is not None and len(capacities) != num_ranks:
+        raise ValueError(f"{flag}: give one number per expert-parallel rank, {num_ranks} in all")
 
 
 def _transfer(values: Mapping[str, Any]) -> None:

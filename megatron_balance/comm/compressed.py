@@ -47,6 +47,25 @@ class TokenExchange:
     probs: AllToAll
     """Combine weights to the experts, one number per row; never compressed."""
 
+    @property
+    def four(self) -> tuple[AllToAll, ...]:
+        """The exchanges of rows in an iteration: dispatch, combine, and those of their gradients."""
+        return self.dispatch, self.combine, self.combine.reverse, self.dispatch.reverse
+
+    @property
+    def compressed_share(self) -> float:
+        """Fraction of the four exchanges that are compressed."""
+        return sum(isinstance(exchange, CompressedAllToAll) for exchange in self.four) / 4
+
+    def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> float:
+        """Return the bytes of a row on the wire: the mean over the four exchanges."""
+        plain = hidden * dtype.itemsize
+        sizes = [
+            exchange.codec.bytes_per_row(hidden, dtype) if isinstance(exchange, CompressedAllToAll) else plain
+            for exchange in self.four
+        ]
+        return sum(sizes) / 4
+
 
 def token_exchange(wire: AllToAll, codec: Codec, directions: Directions) -> TokenExchange:
     """Return a layer's exchanges over `wire`, with `codec` on `directions`; a single rank compresses nothing."""

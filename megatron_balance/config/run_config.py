@@ -74,7 +74,7 @@ class BalanceConfig:
     """Weights of demi's time slots. pow2: 2^t. linear: t + 1."""
 
     balance_capacities: tuple[float, ...] | None = None
-    """Relative computing capacity of each expert-parallel rank, for demi; default: equal."""
+    """Relative speed of each expert-parallel rank's computation; default: that of the cluster's profile."""
 
     balance_overlap: Literal["none", "blockwise"] = "none"
     """When Plan, Trans and Agg run. none: when their results are needed. blockwise: overlapped with the computation of

@@ -33,6 +33,16 @@ class Passes(NamedTuple):
 class Bench(Protocol):
     """Source of the times that a profile is fitted to, which are the same on every rank."""
 
+    @property
+    def all_to_alls(self) -> Iterable[str]:
+        """Names of the all-to-alls besides the default one."""
+        ...
+
+    @property
+    def codecs(self) -> Iterable[str]:
+        """Names of the codecs."""
+        ...
+
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         """Return the seconds of a collective among `members` for each size, in bytes as in `ClusterProfile.links`."""
         ...

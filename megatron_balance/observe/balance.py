@@ -57,10 +57,13 @@ class LayerReport(NamedTuple):
     """Bytes moved with these experts, optimizer state included, over all links."""
 
 
-def evenness(before_D: np.ndarray, after_D: np.ndarray) -> tuple[float, float, float]:
-    """Return `ratio_before`, `ratio_after` and `rb` for the tokens per rank before and after balancing."""
-    gain = min(balance_gain(before_D, after_D), LARGEST_GAIN)
-    return balance_ratio(before_D), balance_ratio(after_D), gain
+def evenness(before_BD: np.ndarray, after_BD: np.ndarray) -> tuple[float, float, float]:
+    """Return `ratio_before`, `ratio_after` and `rb` for the tokens per rank before and after balancing.
+
+    The ratios add up the heaviest ranks of all microbatches; `rb` is about the whole iteration.
+    """
+    gain = min(balance_gain(before_BD.sum(0), after_BD.sum(0)), LARGEST_GAIN)
+    return balance_ratio(before_BD), balance_ratio(after_BD), gain
 
 
 def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int, LayerReport]:

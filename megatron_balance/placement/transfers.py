@@ -1,9 +1,10 @@
 """Plans of messages for Trans and Agg: which rank sends which piece of which expert to which rank, in rounds."""
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_balance.placement.placement import EMPTY, Placement
@@ -46,31 +47,35 @@ class TransferPlan:
 
 
 class Link(NamedTuple):
-    """One hop on an expert's route from its owner to its guests."""
+    """One hop on an expert's route from its owner to its guests. The unit of time is a hop within a node."""
 
     source: int
     target: int
-    before: int
-    """Number of links between the owner and the source."""
-    behind: int
-    """Number of rounds that a piece takes from the target to all guests behind it."""
+    time: float
+    """Time of a piece on this link."""
+    before: float
+    """Time of a piece from the owner to the source."""
+    behind: float
+    """Time of a piece from the target to all guests behind it."""
 
 
 Route = tuple[Link, ...]
 """A tree with the owner at its root: a link's source is the owner or the target of an earlier link."""
 
 
-def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: int = 1) -> TransferPlan:
+def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: int = 1, far: float = 1) -> TransferPlan:
     """Schedule every expert's pieces along its route, where each rank relays a piece to at most `fanout` others.
 
     Greedy list scheduling sends the most urgent piece first: the one with the most rounds left on its link and on the
-    links behind it. Ties go to the earlier piece, then to the lower expert. `LinkLoads` is a lower bound on the rounds.
+    links behind it. Ties go to the earlier piece, then to the lower expert.
 
     Args:
-        node_size, fanout: as in `route_of`.
+        node_size, fanout, far: as in `route_of`.
     """
     flows = [
-        flow for expert, route in routes(placement, node_size, fanout).items() for flow in _flows(expert, route, chunks)
+        flow
+        for expert, route in routes(placement, node_size, fanout, far).items()
+        for flow in _flows(expert, route, chunks)
     ]
     rounds = []
     while flows:
@@ -79,17 +84,19 @@ def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: in
     return TransferPlan(tuple(rounds), chunks)
 
 
-def routes(placement: Placement, node_size: int, fanout: int = 1) -> dict[int, Route]:
+def routes(placement: Placement, node_size: int, fanout: int = 1, far: float = 1) -> dict[int, Route]:
     """Return the route of each expert that has guests."""
     return {
         expert: route_of(
-            placement.owner(expert), ranks, num_ranks=placement.num_ranks, node_size=node_size, fanout=fanout
+            placement.owner(expert), ranks, num_ranks=placement.num_ranks, node_size=node_size, fanout=fanout, far=far
         )
         for expert, ranks in sorted(_guests_of(placement).items())
     }
 
 
-def route_of(owner: int, guests: Iterable[int], *, num_ranks: int, node_size: int, fanout: int) -> Route:
+def route_of(
+    owner: int, guests: Iterable[int], *, num_ranks: int, node_size: int, fanout: int, far: float = 1
+) -> Route:
     """Return the route of one expert: a chain with `fanout` 1, a doubling tree with an unbounded `fanout`.
 
     In every step each rank that has the expert sends it to a rank that does not, at most `fanout` times in all. Other
@@ -101,29 +108,36 @@ def route_of(owner: int, guests: Iterable[int], *, num_ranks: int, node_size: in
 
     Args:
         node_size: ranks per node.
+        far: time of a piece between nodes; within a node it is 1.
     """
     home, nodes = owner // node_size, -(-num_ranks // node_size)
     ordered = sorted(guests, key=lambda rank: ((rank // node_size - home) % nodes, (rank - owner) % node_size))
     if fanout == 1:
         # A shortcut for the tree below, because searches need many chains
-        last = len(ordered) - 1
-        return tuple(Link(*pair, index, last - index) for index, pair in enumerate(pairwise((owner, *ordered))))
+        pairs = list(pairwise((owner, *ordered)))
+        times = [1 if source // node_size == target // node_size else far for source, target in pairs]
+        ends, total = list(accumulate(times)), sum(times)
+        return tuple(
+            Link(*pair, time, end - time, total - end) for pair, time, end in zip(pairs, times, ends, strict=True)
+        )
     local: defaultdict[int, deque[int]] = defaultdict(deque)
     for rank in ordered:
         local[rank // node_size].append(rank)
-    far = deque(ranks for node, ranks in local.items() if node != home)
-    holders, links = deque([(owner, 0, fanout)]), []
+    others = deque(ranks for node, ranks in local.items() if node != home)
+    holders: deque[tuple[int, float, int]] = deque([(owner, 0, fanout)])
+    links: list[tuple[int, int, float, float]] = []
     while holders:
         source, before, left = holders.popleft()
         near = local[source // node_size]
-        waiting = far.popleft() if far and (left > 1 or not near) else near
+        waiting = others.popleft() if others and (left > 1 or not near) else near
         if waiting:
             target = waiting.popleft()
-            links.append((source, target, before))
-            holders.append((target, before + 1, fanout))
+            time = 1 if source // node_size == target // node_size else far
+            links.append((source, target, time, before))
+            holders.append((target, before + time, fanout))
             if left > 1:
                 holders.append((source, before, left - 1))
-    return _with_rounds_behind(links)
+    return _with_time_behind(links)
 
 
 def _guests_of(placement: Placement) -> dict[int, list[int]]:
@@ -136,62 +150,84 @@ def _guests_of(placement: Placement) -> dict[int, list[int]]:
     return guests
 
 
-def _with_rounds_behind(links: Sequence[tuple[int, int, int]]) -> Route:
-    """Build a route from (source, target, links before) triples."""
-    behind: defaultdict[int, list[int]] = defaultdict(list)
+def _with_time_behind(links: Sequence[tuple[int, int, float, float]]) -> Route:
+    """Build a route from (source, target, time, time before) tuples."""
+    behind: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     found = []
-    for source, target, before in reversed(links):
-        rounds = _rounds_to(behind[target])
-        behind[source].append(rounds)
-        found.append(Link(source, target, before, rounds))
+    for source, target, time, before in reversed(links):
+        after = max((end for _, end in _ends(behind[target])), default=0)
+        behind[source].append((after, time))
+        found.append(Link(source, target, time, before, after))
     return tuple(reversed(found))
 
 
-def _rounds_to(behind: list[int]) -> int:
-    """Return the rounds of one piece from a rank to all ranks behind it, given the rounds behind each target."""
-    if len(behind) < 2:
-        return behind[0] + 1 if behind else 0
-    # The slowest target is served first
-    return max(index + rounds for index, rounds in enumerate(sorted(behind, reverse=True), start=1))
+def _ends(sends: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield the time that one rank has spent sending a piece, and when all ranks behind the target have it.
+
+    The target with the most time behind it is served first.
+
+    Args:
+        sends: time behind the target, and time of the link, for each target of the rank.
+    """
+    spent = 0.0
+    for after, time in sorted(sends, reverse=True):
+        spent += time
+        yield spent, spent + after
 
 
 class LinkLoads:
-    """How busy routes keep every rank's links: a lower bound on the rounds of `plan_transfers`.
+    """How busy routes keep every rank's links and every node's adapters: a lower bound on the time of Trans.
 
-    A rank's link carries one piece per round. The first piece has to pass the links ahead of it on its route first, and
-    the last piece has to pass the links behind it afterwards.
+    A rank sends one piece at a time, and receives one. The first piece has to pass the links ahead of it on its route
+    first, and the last piece has to pass the links behind it afterwards. The unit of time is a piece within a node.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        # Per sending rank, then per receiving rank: experts, least rounds before the first piece, least after the last
-        self._experts = [0] * (2 * num_ranks)
-        self._before, self._after = [num_ranks] * (2 * num_ranks), [num_ranks] * (2 * num_ranks)
-        self._alone: dict[int, int] = {}
+    def __init__(self, num_ranks: int, node_size: int, adapters: float) -> None:
+        """
+        Args:
+            adapters: number of ranks of a node that can send to other nodes at their full rate at the same time.
+        """
+        self.num_ranks, self.node_size = num_ranks, node_size
+        self.adapters = adapters if adapters < node_size else None
+        nodes = -(-num_ranks // node_size) if self.adapters else 0
+        # Sending and receiving ranks, then sending and receiving nodes: busy time, least time before the first piece
+        # and after the last one
+        ends = 2 * (num_ranks + nodes)
+        self._busy, self._before, self._after = [0.0] * ends, [math.inf] * ends, [math.inf] * ends
+        self._nodes = nodes
+        self._alone: dict[float, float] = {}
         """Pairs as in `lines`, from single ranks of single routes."""
 
     def add(self, route: Route) -> None:
         """Add an expert's route."""
-        experts, befores, afters, receiver = self._experts, self._before, self._after, len(self._experts) // 2
-        sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for source, target, before, behind in route:
-            sends[source, before].append(behind)
-            for end in (source, receiver + target):
-                experts[end] += 1
-                if before < befores[end]:
-                    befores[end] = before
-                if behind < afters[end]:
-                    afters[end] = behind
+        sends: defaultdict[tuple[int, float], list[tuple[float, float]]] = defaultdict(list)
+        ranks = self.num_ranks
+        for source, target, time, before, behind in route:
+            sends[source, before].append((behind, time))
+            self._use(source, time, before, behind)
+            self._use(ranks + target, time, before, behind)
+            if self.adapters and source // self.node_size != target // self.node_size:
+                first = 2 * ranks
+                self._use(first + source // self.node_size, time / self.adapters, before, behind)
+                self._use(first + self._nodes + target // self.node_size, time / self.adapters, before, behind)
         for (_, before), behind in sends.items():
-            for count, rounds in enumerate(sorted(behind, reverse=True), start=1):
-                self._alone[count] = max(self._alone.get(count, 0), before + rounds)
+            for spent, end in _ends(behind):
+                self._alone[spent] = max(self._alone.get(spent, 0), before + end - spent)
+
+    def _use(self, end: int, time: float, before: float, behind: float) -> None:
+        self._busy[end] += time
+        if before < self._before[end]:
+            self._before[end] = before
+        if behind < self._after[end]:
+            self._after[end] = behind
 
     @property
-    def lines(self) -> list[tuple[int, int]]:
-        """Pairs (m, x), ascending: experts in c pieces take at least m * c + x rounds. Empty without a route."""
+    def lines(self) -> list[tuple[float, float]]:
+        """Pairs (m, x), ascending: experts in c pieces take at least m * c + x. Empty without a route."""
         lines = self._alone.copy()
-        for experts, before, after in zip(self._experts, self._before, self._after, strict=True):
-            if experts and before + after > lines.get(experts, -1):
-                lines[experts] = before + after
+        for busy, before, after in zip(self._busy, self._before, self._after, strict=True):
+            if busy and before + after > lines.get(busy, -1):
+                lines[busy] = before + after
         return sorted(lines.items())
 
 
@@ -211,9 +247,9 @@ class _Flow:
         return self.feeder is None or self.feeder.left < self.left
 
     @property
-    def urgency(self) -> tuple[int, int]:
+    def urgency(self) -> tuple[float, int]:
         """Priority of the link; the link with the greatest one sends first."""
-        return self.left + self.link.behind, self.left
+        return self.left * self.link.time + self.link.behind, self.left
 
 
 def _flows(expert: int, route: Route, chunks: int) -> Iterator[_Flow]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.loads import condensed
+from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.ownership import Guest, Settlement, lasting, settle
@@ -36,8 +37,8 @@ class PolicyFailure(Exception):
 class Decision:
     """The policy's choice; it takes effect once all ranks have made the same one."""
 
-    expected_DE: np.ndarray
-    """[D, E] the load that the plan is for."""
+    expected_BDE: np.ndarray
+    """[B, D, E] the loads that the plan is for, as in `Policy.plan`."""
 
     placement: Placement | None
     _: KW_ONLY
@@ -46,6 +47,9 @@ class Decision:
 
     settlement: Settlement | None = None
     """Why owners change; None: transfers are off."""
+
+    wanted: frozenset[int] = frozenset()
+    """Experts that would change their owner if the loads stayed as expected."""
 
     final: bool = False
     """Whether the policy must not be asked again."""
@@ -63,8 +67,8 @@ class Question:
     """Everything that a plan depends on, fixed when planning starts, because training continues during planning."""
 
     policy: Policy
-    expected_DE: np.ndarray
-    """[D, E] the load to plan for."""
+    expected_BDE: np.ndarray
+    """[B, D, E] the loads to plan for, as in `Policy.plan`."""
 
     placement: Placement
     """The placement in use."""
@@ -75,27 +79,30 @@ class Question:
     held: Mapping[Guest, int]
     """Number of iterations that each guest has been on its rank."""
 
+    ages: Mapping[int, int]
+    """Number of iterations for which experts have been wanted elsewhere."""
+
     transfers: bool
     """Whether experts may change owners."""
 
     def answer(self) -> Decision:
         """Ask the policy and return its decision."""
         try:
-            answer = self.policy.plan(self.expected_DE.copy(), self.placement, self.cost)
+            answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
         except PolicyFailure as failure:
-            return Decision(self.expected_DE, None, problem=str(failure), final=failure.final)
+            return Decision(self.expected_BDE, None, problem=str(failure), final=failure.final)
         except BaseException as error:  # a failing policy must not end a run
-            return Decision(self.expected_DE, None, problem=f"raised {described(error)}")
+            return Decision(self.expected_BDE, None, problem=f"raised {described(error)}")
         if not isinstance(answer, Placement):
             problem = f"returned no Placement: a {type(answer).__qualname__}"
-            return Decision(self.expected_DE, None, problem=problem)
+            return Decision(self.expected_BDE, None, problem=problem)
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
             problem = f"changed owners or guest slots: {cleaned(answer)}"
-            return Decision(self.expected_DE, None, problem=problem)
+            return Decision(self.expected_BDE, None, problem=problem)
         if not self.transfers:
-            return Decision(self.expected_DE, answer)
-        placement, settlement = settle(answer, self.expected_DE, self.held, self.cost)
-        return Decision(self.expected_DE, placement, settlement=settlement)
+            return Decision(self.expected_BDE, answer)
+        placement, settlement, wanted = settle(answer, self.expected_BDE, self.held, self.cost, self.ages)
+        return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted)
 
 
 class Manager:
@@ -124,49 +131,60 @@ class Manager:
         self.placement, self.transfers = owners, transfers
         self.held: dict[Guest, int] = {}
         """Number of iterations that each guest has been on its rank."""
+        self.wanted: dict[int, int] = {}
+        """Experts that plans want elsewhere, and the iteration since which they do."""
         self.pause, self.resumes = 0, 0
         """Iterations from the last failed Transfer to the next attempt, and the iteration of that attempt."""
         self.history = History()
-        self.expected_DE: np.ndarray | None = None
-        """[D, E] the load expected in the next iteration."""
+        self._costs: dict[int, CostModel] = {}
+        self.expected_BDE: np.ndarray | None = None
+        """[B, D, E] the loads expected in the next iteration."""
         self.iterations = 0
 
-    def observe(self, counts_DE: np.ndarray) -> float | None:
-        """Record an iteration's load and return its `prediction_error`; None if there was no prediction."""
-        expected_DE, self.iterations = self.expected_DE, self.iterations + 1
+    def observe(self, counts_BDE: np.ndarray) -> float | None:
+        """Record an iteration's loads and return their `prediction_error`; None if there was no prediction."""
+        expected_BDE, self.iterations = self.expected_BDE, self.iterations + 1
         self.held = lasting(self.held, self.placement)
-        self.history = self.predictor.observe(self.history, counts_DE)
-        self.expected_DE = self.predictor.predict(self.history)
-        return None if expected_DE is None else prediction_error(expected_DE, counts_DE)
+        self.history = self.predictor.observe(self.history, condensed(counts_BDE, owners(self.placement)))
+        self.expected_BDE = self.predictor.predict(self.history)
+        return None if expected_BDE is None else prediction_error(expected_BDE, counts_BDE)
+
+    def cost_of(self, microbatches: int) -> CostModel:
+        """Return the cost model of iterations with this number of microbatches."""
+        if microbatches not in self._costs:
+            self._costs[microbatches] = replace(self.cost, microbatches=microbatches)
+        return self._costs[microbatches]
 
     def is_due(self, ahead: int) -> bool:
         """Return whether a plan is due for the next iteration (`ahead` 1) or for the current one (0)."""
         return (self.iterations - ahead) % self.interval == 0
 
-    def question(self, expected_DE: np.ndarray, microbatches: int) -> Question:
+    def question(self, expected_BDE: np.ndarray, microbatches: int) -> Question:
         """Return the question to plan from.
 
         Args:
-            expected_DE: [D, E] the iteration's load, all microbatches together.
+            expected_BDE: [B, D, E] the iteration's loads; together they are those of all microbatches.
         """
         return Question(
             policy=self.policy,
-            expected_DE=expected_DE.copy(),
+            expected_BDE=expected_BDE.copy(),
             placement=self.placement,
-            cost=replace(self.cost, microbatches=microbatches),
+            cost=self.cost_of(microbatches),
             held=dict(self.held),
+            ages={expert: self.iterations - since for expert, since in self.wanted.items()},
             transfers=self.transfers and self.iterations >= self.resumes,
         )
 
-    def decide(self, expected_DE: np.ndarray, microbatches: int) -> Decision:
+    def decide(self, expected_BDE: np.ndarray, microbatches: int) -> Decision:
         """Return the answer to `question`, computed synchronously."""
-        return self.question(expected_DE, microbatches).answer()
+        return self.question(expected_BDE, microbatches).answer()
 
     def adopt(self, decision: Decision) -> None:
         """Use the placement of a decision that all ranks agree on."""
         assert decision.placement is not None
         if decision.placement.home != self.placement.home:
             self.pause = 0
+        self.wanted = {expert: self.wanted.get(expert, self.iterations) for expert in sorted(decision.wanted)}
         self.placement = decision.placement
 
     def postpone_transfer(self) -> int:
@@ -180,13 +198,14 @@ class Manager:
 
     def state(self) -> dict[str, Any]:
         """Return lists, numbers and strings for a checkpoint; `restore` gives the same manager bit for bit."""
-        expected = None if self.expected_DE is None else self.expected_DE.tolist()
+        expected = None if self.expected_BDE is None else self.expected_BDE.tolist()
         return {
             "placement": str(self.placement),
             "history": self.history.to_plain(),
             "expected": expected,
             "iterations": self.iterations,
             "held": [[*guest, iterations] for guest, iterations in self.held.items()],
+            "wanted": [*self.wanted.items()],
             "pause": self.pause,
             "resumes": self.resumes,
         }
@@ -196,7 +215,8 @@ class Manager:
         self.placement = Placement.parse(state["placement"])
         self.history = History.from_plain(state["history"])
         expected = state["expected"]
-        self.expected_DE = None if expected is None else np.array(expected, dtype=np.int64)
+        self.expected_BDE = None if expected is None else np.array(expected, dtype=np.int64)
         self.iterations = state["iterations"]
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
+        self.wanted = dict(state["wanted"])
         self.pause, self.resumes = state["pause"], state["resumes"]

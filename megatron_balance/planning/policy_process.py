@@ -75,7 +75,7 @@ class PolicyProcess(Policy):
             self.stop()
             raise
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`.
 
         Raises:
@@ -86,7 +86,7 @@ class PolicyProcess(Policy):
             if self._process.poll() is not None:
                 self._process, self._pipe = self._start()
                 self._greet()
-            self._pipe.send_bytes(pickle.dumps((counts_DE, current, cost)))
+            self._pipe.send_bytes(pickle.dumps((counts, current, cost)))
             fields = self._answer()
         except (PolicyFailure, EOFError, OSError) as error:
             if self._greeted and isinstance(error, PolicyFailure):

@@ -32,28 +32,35 @@ class Predictor:
         if self.window < 2:
             raise ValueError(f"linear window {self.window}: must be at least 2")
 
-    def observe(self, state: "History", counts_DE: np.ndarray) -> "History":
+    def observe(self, state: "History", counts_BDE: np.ndarray) -> "History":
         """Return the history after one more iteration.
 
         Args:
-            counts_DE: [D, E] tokens of the iteration; a shape that differs from the previous one starts a new history.
+            counts_BDE: [B, D, E] tokens of the iteration's microbatches, or of groups of them. A new number of ranks or
+                of experts starts a new history.
         """
-        latest = np.array(counts_DE, dtype=np.int64)
+        parts = np.array(counts_BDE, dtype=np.int64)
+        latest = parts.sum(0)
         if state.latest is None or state.latest.shape != latest.shape:
             state = History()
         if self.method == "ema":
             mean = latest.astype(np.float64)
             if state.mean is not None:
                 mean = self.decay * state.mean + (1 - self.decay) * mean
-            return History((latest,), mean)
+            return History((latest,), mean, parts)
         keep = self.window if self.method == "linear" else 1
-        return History((*state.recent, latest)[-keep:])
+        return History((*state.recent, latest)[-keep:], parts=parts)
 
     def predict(self, state: "History") -> np.ndarray | None:
-        """Return [D, E] int64 expected tokens, or None before the first observation.
+        """Return [B, D, E] int64 expected tokens, or None before the first observation.
 
-        Every source rank is expected to route as many tokens as in the latest iteration.
+        Every source rank is expected to route as many tokens as in the latest iteration, and microbatches are expected
+        to share them as in that iteration.
         """
+        total_DE = self._total(state)
+        return None if total_DE is None else _shared(total_DE, state.parts)
+
+    def _total(self, state: "History") -> np.ndarray | None:
         if state.latest is None:
             return None
         if self.method == "ema" and state.mean is not None:
@@ -73,6 +80,9 @@ class History:
     mean: np.ndarray | None = None
     """[D, E] float64 moving average."""
 
+    parts: np.ndarray | None = None
+    """[B, D, E] int64: the latest load by microbatch."""
+
     @property
     def latest(self) -> np.ndarray | None:
         return self.recent[-1] if self.recent else None
@@ -82,23 +92,43 @@ class History:
         return {
             "recent": [counts_DE.tolist() for counts_DE in self.recent],
             "mean": None if self.mean is None else self.mean.tolist(),
+            "parts": None if self.parts is None else self.parts.tolist(),
         }
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "History":
         """Return the history that `to_plain` described."""
-        mean = plain["mean"]
+        mean, parts = plain["mean"], plain["parts"]
         recent = tuple(np.array(counts, dtype=np.int64) for counts in plain["recent"])
-        return cls(recent, None if mean is None else np.array(mean, dtype=np.float64))
+        return cls(
+            recent,
+            None if mean is None else np.array(mean, dtype=np.float64),
+            None if parts is None else np.array(parts, dtype=np.int64),
+        )
 
 
-def prediction_error(predicted_DE: np.ndarray, actual_DE: np.ndarray) -> float:
+def prediction_error(predicted_BDE: np.ndarray, actual_BDE: np.ndarray) -> float:
     """Return the share of tokens predicted for the wrong expert or source: 0 is perfect, 1 is all wrong.
 
-    It is half the sum of absolute differences over the number of actual tokens; 0 if there are none.
+    It is half the sum of absolute differences over the number of actual tokens; 0 if there are none. Microbatches are
+    added up.
     """
-    tokens = int(np.sum(actual_DE))
-    return float(np.abs(np.asarray(predicted_DE) - actual_DE).sum()) / (2 * tokens) if tokens else 0.0
+    tokens = int(np.sum(actual_BDE))
+    wrong_DE = np.abs(np.sum(predicted_BDE, axis=0) - np.sum(actual_BDE, axis=0))
+    return float(wrong_DE.sum()) / (2 * tokens) if tokens else 0.0
+
+
+def _shared(total_DE: np.ndarray, parts_BDE: np.ndarray | None) -> np.ndarray:
+    """Return [B, D, E] int64: each cell of the total in the proportions of its parts, which add up to it."""
+    if parts_BDE is None or len(parts_BDE) == 1:
+        return total_DE[None]
+    if np.array_equal(parts_BDE.sum(0), total_DE):
+        return parts_BDE.copy()
+    count = len(parts_BDE)
+    even_BDE = np.broadcast_to(np.arange(1, count + 1)[:, None, None] / count, parts_BDE.shape)
+    sum_DE = parts_BDE.sum(0)
+    share_BDE = np.divide(parts_BDE.cumsum(0), sum_DE, out=even_BDE.copy(), where=sum_DE > 0)
+    return np.diff(np.rint(share_BDE * total_DE).astype(np.int64), axis=0, prepend=0)
 
 
 def _extrapolate(recent_BDE: np.ndarray) -> np.ndarray:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.model import CostModel, ExpertTimes, owners
+from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads
+from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import vexperts
 
@@ -85,48 +86,57 @@ def modify(placement: Placement, modifications: Iterable[Modification]) -> Place
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Layer:
-    """The values that modifications do not change: load, owners, and the placement that adjustments start from."""
+    """The values that modifications do not change: loads and owners."""
 
     cost: CostModel
-    counts_ED: np.ndarray
+    counts_EBD: np.ndarray
     owner_E: np.ndarray
     owned_ED: np.ndarray
     """[E, D] bool: whether the rank owns the expert."""
 
     primary_E: np.ndarray
-    arrival_ED: np.ndarray
-    """[E, D] seconds that the owner takes to send an expert to a rank that does not have it."""
-
     guest_slots: int
     limit: int
     """Maximum number of vExperts per rank."""
 
     @classmethod
-    def of(cls, counts_DE: np.ndarray, placement: Placement, cost: CostModel, limit: int) -> "Layer":
+    def of(cls, counts: np.ndarray, placement: Placement, cost: CostModel, limit: int) -> "Layer":
         """Return the layer that starts from `placement`."""
-        owner_E, rank_D = owners(placement), np.arange(placement.num_ranks)
-        owned_ED = owner_E[:, None] == rank_D
-        kept_ED = owned_ED | (vexperts(placement) > 0)
-        arrival_ED = np.where(kept_ED, 0.0, cost.adjustment_seconds(owner_E[:, None], rank_D))
+        owner_E = owners(placement)
         return cls(
             cost=cost,
-            counts_ED=counts_DE.T.astype(np.float64),
+            counts_EBD=by_microbatch(counts).transpose(2, 0, 1).astype(np.float64),
             owner_E=owner_E,
-            owned_ED=owned_ED,
+            owned_ED=owner_E[:, None] == np.arange(placement.num_ranks),
             primary_E=np.asarray(placement.primary),
-            arrival_ED=arrival_ED,
             guest_slots=placement.guest_slots,
             limit=limit,
         )
 
-    def times(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> ExpertTimes:
-        """Return what experts with these vExperts add to each rank's time; primary hosts follow `Placement.rehost`."""
-        if not len(expert_A):
-            return ExpertTimes(np.zeros(vexperts_AD.shape), np.zeros(vexperts_AD.shape))
+    def loads(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> np.ndarray:
+        """Return [A, 5, B, D], the loads of experts with these vExperts; primary hosts follow `Placement.rehost`."""
         row_A, owner_A, primary_A = np.arange(len(expert_A)), self.owner_E[expert_A], self.primary_E[expert_A]
         first_A = np.where(vexperts_AD[row_A, owner_A], owner_A, (vexperts_AD > 0).argmax(1))
         primary_A = np.where(vexperts_AD[row_A, primary_A], primary_A, first_A)
-        return self.cost.expert_times(self.counts_ED[expert_A], vexperts_AD, primary_A, owner_A)
+        return expert_loads(self.cost.network, self.cost.split, self.counts_EBD[expert_A], vexperts_AD, primary_A)
+
+    def sent(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> np.ndarray:
+        """Return [A, D]: the time in which each rank receives an expert, or in which its owner sends it once.
+
+        The unit is an expert within a node. An expert enters each node once, at its first guest there.
+        """
+        network, far = self.cost.network, self.cost.transport.far
+        owned_AD = self.owned_ED[expert_A]
+        guests_AD = (vexperts_AD > 0) & ~owned_AD
+        if len(network.first_N) == 1:
+            return guests_AD + owned_AD * guests_AD.any(1, keepdims=True)
+        at_home_AD = network.node_D == network.node_D[self.owner_E[expert_A]][:, None]
+        number_AN = np.add.reduceat(guests_AD, network.first_N, axis=1, dtype=np.int64)
+        before_AD = guests_AD.cumsum(1) - guests_AD
+        first_AD = before_AD == (number_AN.cumsum(1) - number_AN)[:, network.node_D]
+        time_AD = guests_AD * np.where(first_AD & ~at_home_AD, far, 1.0)
+        sends_A1 = np.where((guests_AD & at_home_AD).any(1), 1.0, far * guests_AD.any(1))[:, None]
+        return time_AD + owned_AD * sends_A1
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,14 +145,24 @@ class VExperts:
 
     layer: Layer
     vexperts_ED: np.ndarray
-    times: ExpertTimes
-    """Tokens and seconds of each expert, arrays [E, D]."""
+    loads_E: tuple[np.ndarray, ...]
+    """[5, B, D] loads of each expert."""
+
+    sent_E: tuple[np.ndarray, ...]
+    """[D] time of each expert in Trans: see `Layer.sent`."""
+
+    loads_FBD: np.ndarray
+    """Sum of the experts' loads."""
+
+    sent_D: np.ndarray
 
     @classmethod
     def of(cls, layer: Layer, placement: Placement) -> "VExperts":
         """Return the vExperts of `placement`."""
         vexperts_ED = vexperts(placement)
-        return cls(layer, vexperts_ED, layer.times(np.arange(len(vexperts_ED)), vexperts_ED))
+        experts = np.arange(len(vexperts_ED))
+        loads_EFBD, sent_ED = layer.loads(experts, vexperts_ED), layer.sent(experts, vexperts_ED)
+        return cls(layer, vexperts_ED, tuple(loads_EFBD), tuple(sent_ED), loads_EFBD.sum(0), sent_ED.sum(0))
 
     def after(self, modifications: Iterable[Modification]) -> "VExperts":
         """Return the vExperts after modifications."""
@@ -152,37 +172,70 @@ class VExperts:
                 vexperts_ED[expert, rank] += change
                 touched.add(expert)
         expert_A = np.array(sorted(touched), dtype=np.int64)
-        times = ExpertTimes(*(part_ED.copy() for part_ED in self.times))
-        for part_ED, part_AD in zip(times, self.layer.times(expert_A, vexperts_ED[expert_A]), strict=True):
-            part_ED[expert_A] = part_AD
-        return VExperts(self.layer, vexperts_ED, times)
+        loads_E, sent_E, loads_FBD, sent_D = [*self.loads_E], [*self.sent_E], self.loads_FBD, self.sent_D
+        if touched:
+            loads_AFBD = self.layer.loads(expert_A, vexperts_ED[expert_A])
+            sent_AD = self.layer.sent(expert_A, vexperts_ED[expert_A])
+            for row, expert in enumerate(expert_A.tolist()):
+                loads_FBD = loads_FBD + loads_AFBD[row] - loads_E[expert]
+                sent_D = sent_D + sent_AD[row] - sent_E[expert]
+                loads_E[expert], sent_E[expert] = loads_AFBD[row], sent_AD[row]
+        return VExperts(self.layer, vexperts_ED, tuple(loads_E), tuple(sent_E), loads_FBD, sent_D)
 
-    def changes(self, expert_A: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> np.ndarray:
-        """Return [A, D] the change of each rank's seconds for each of A candidates.
+    def changed(self, expert_A: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> "Change":
+        """Return the change of loads and of Trans for each of A candidates.
 
         Args:
             expert_A: the candidates' expert.
             moves: pairs of ranks [A] and the number of vExperts that the expert gains there; below 0 it loses them.
         """
-        vexperts_AD = self.vexperts_ED[expert_A]
+        more_AD = np.zeros((len(expert_A), self.vexperts_ED.shape[1]), dtype=np.int64)
         for rank_A, more in moves:
-            vexperts_AD[np.arange(len(expert_A)), rank_A] += more
-        return self.layer.times(expert_A, vexperts_AD).seconds_AD - self.times.seconds_AD[expert_A]
+            more_AD[np.arange(len(expert_A)), rank_A] += more
+        return self.changed_by(expert_A, more_AD)
+
+    def changed_by(self, expert_A: np.ndarray, more_AD: np.ndarray) -> "Change":
+        """Return `changed` for vExperts that each candidate gains, [A, D]."""
+        vexperts_AD = self.vexperts_ED[expert_A] + more_AD
+        loads_AFBD, sent_AD = self.layer.loads(expert_A, vexperts_AD), self.layer.sent(expert_A, vexperts_AD)
+        kinds, kind_A = np.unique(expert_A, return_inverse=True)
+        before_KFBD = np.stack([self.loads_E[expert] for expert in kinds.tolist()])
+        sent_KD = np.stack([self.sent_E[expert] for expert in kinds.tolist()])
+        return Change(loads_AFBD - before_KFBD[kind_A], sent_AD - sent_KD[kind_A])
+
+    def seconds_after(self, change: "Change") -> np.ndarray:
+        """Return [A, B, D]: each rank's seconds by Eq. 5 after a change, with the exposed Trans and Agg of Eq. 8.
+
+        Trans and Agg happen once, and are divided among the microbatches.
+        """
+        loads_AFBD = self.loads_FBD + change.loads_AFBD
+        return self.layer.cost.rank_seconds(loads_AFBD) + self._exposed(self.sent_D + change.sent_AD)[:, None]
+
+    def _exposed(self, sent_AD: np.ndarray) -> np.ndarray:
+        """Return [A, D]: exposed seconds of Trans and Agg on each rank, for each microbatch."""
+        cost, transport = self.layer.cost, self.layer.cost.transport
+        pair = transport.trans_seconds(sent_AD, 1), transport.agg_seconds(sent_AD, 1)
+        return sum(cost.exposed(self.mean_computed, *pair)) / self.loads_FBD.shape[1]
+
+    @cached_property
+    def mean_computed(self) -> float:
+        """Mean tokens per rank."""
+        return float(self.loads_FBD[COMPUTED].sum() / self.loads_FBD.shape[-1])
 
     @cached_property
     def members_ED(self) -> np.ndarray:
-        """[E, D] bool: ranks that have an expert and reduce its gradients, hosts and owner."""
+        """[E, D] bool: ranks that have an expert, hosts and owner."""
         return (self.vexperts_ED > 0) | self.layer.owned_ED
 
     @cached_property
-    def seconds_D(self) -> np.ndarray:
-        """Seconds of each rank, Eq. 5."""
-        return self.times.seconds_AD.sum(0)
+    def seconds_BD(self) -> np.ndarray:
+        """Seconds of each rank in each microbatch, Eq. 5."""
+        return self.layer.cost.rank_seconds(self.loads_FBD) + self._exposed(self.sent_D[None])
 
     @cached_property
-    def tokens_D(self) -> np.ndarray:
-        """Number of tokens that each rank computes."""
-        return self.times.tokens_AD.sum(0)
+    def tokens_BD(self) -> np.ndarray:
+        """Number of tokens that each rank computes in each microbatch."""
+        return self.loads_FBD[COMPUTED]
 
     @cached_property
     def guests_ED(self) -> np.ndarray:
@@ -191,8 +244,10 @@ class VExperts:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds by Eq. 5 plus those of the adjustments since the start, which reach different ranks in parallel."""
-        return float(self.seconds_D.max() + (self.guests_ED * self.layer.arrival_ED).sum(0).max())
+        """Seconds of the layer, with Trans and Agg counted as the busiest rank's."""
+        cost, busiest = self.layer.cost, self.sent_D.max()
+        sending = cost.transport.trans_seconds(busiest, 1), cost.transport.agg_seconds(busiest, 1)
+        return float(cost.time_of(*cost.work_of(self.loads_FBD), *sending).total)
 
     @cached_property
     def number_E(self) -> np.ndarray:
@@ -202,7 +257,7 @@ class VExperts:
     @cached_property
     def capacity_E(self) -> np.ndarray:
         """Number of tokens per vExpert of each expert."""
-        return self.layer.counts_ED.sum(1) / self.number_E
+        return self.layer.counts_EBD.sum((1, 2)) / self.number_E
 
     @cached_property
     def free_vexperts_D(self) -> np.ndarray:
@@ -213,3 +268,14 @@ class VExperts:
     def free_slots_D(self) -> np.ndarray:
         """Number of free guest slots on each rank."""
         return self.layer.guest_slots - self.guests_ED.sum(0)
+
+
+class Change(NamedTuple):
+    """What A candidates change."""
+
+    loads_AFBD: np.ndarray
+    sent_AD: np.ndarray
+
+    def __add__(self, other: "Change") -> "Change":  # type: ignore[override]
+        """Return the change of both modifications, which are of different experts."""
+        return Change(self.loads_AFBD + other.loads_AFBD, self.sent_AD + other.sent_AD)

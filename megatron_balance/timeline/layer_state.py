@@ -8,7 +8,8 @@ import numpy as np
 
 from megatron_balance.comm.ownership_transfer import Field
 from megatron_balance.comm.trans_agg import Slots
-from megatron_balance.cost.model import Overlap
+from megatron_balance.cost.loads import condensed
+from megatron_balance.cost.model import Overlap, owners
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import LayerReport, evenness
@@ -42,9 +43,8 @@ class LayerState:
     transfers: TransferPlan = field(init=False)
     fresh: bool = False
     """Whether the guest slots hold the current weights."""
-    counts_DE: np.ndarray | int = 0
-    """[D, E] load of the microbatches so far."""
-    microbatches: int = 0
+    loads: list[np.ndarray] = field(default_factory=list)
+    """[D, E] load of each microbatch so far."""
     observed: bool = False
     """Whether the manager has received this iteration's load."""
     prediction_error: float = 0.0
@@ -57,6 +57,9 @@ class LayerState:
     logged: set[str] = field(default_factory=set)
     """Kinds of the policy's problems that have been logged."""
 
+    _fits: tuple[TransferPlan, tuple[int, int]] | None = None
+    """A plan and its `_fitting`."""
+
     def __post_init__(self) -> None:
         self.transfers = self.manager.cost.transfers(self.placement)
 
@@ -64,9 +67,9 @@ class LayerState:
     def placement(self) -> Placement:
         return self.manager.placement
 
-    def observe(self, counts_DE: np.ndarray) -> None:
-        """Report the load [D, E] of the whole iteration to the manager."""
-        error = self.manager.observe(counts_DE)
+    def observe(self, counts_BDE: np.ndarray) -> None:
+        """Report the loads [B, D, E] of the whole iteration to the manager."""
+        error = self.manager.observe(counts_BDE)
         self.observed, self.prediction_error = True, error if error is not None else 0.0
 
     def part(self, action: Action) -> TransferPlan:
@@ -77,14 +80,20 @@ class LayerState:
         """
         if action.parts == 1:
             return self.transfers
-        cost, rounds = self.manager.cost, len(self.transfers.rounds)
-        forward = action.operation is Operation.TRANS
-        available = self.overlap.forward if forward else self.overlap.backward
-        seconds = (cost.trans_seconds if forward else cost.agg_seconds)(1, self.transfers.chunks)
-        fitting = min(rounds, int(available / seconds)) if seconds else rounds
+        forward, rounds = action.operation is Operation.TRANS, len(self.transfers.rounds)
+        fitting = self._fitting[0 if forward else 1]
         under_experts, under_others = self.transfers.split(rounds - fitting)
         # A forward pass computes the experts first, a backward pass last
         return under_experts if (action.part == 1) == forward else under_others
+
+    @property
+    def _fitting(self) -> tuple[int, int]:
+        """Number of rounds of Trans and of Agg that take no longer than the non-MoE computation."""
+        if self._fits is None or self._fits[0] is not self.transfers:
+            transport, overlap, plan = self.manager.cost.transport, self.overlap, self.transfers
+            trans = transport.rounds_within(plan, overlap.forward, forward=True)
+            self._fits = plan, (trans, transport.rounds_within(plan, overlap.backward, forward=False))
+        return self._fits[1]
 
     def sent_bytes(self, action: Action, rank: int) -> int:
         """Return the bytes that a rank sends in a Trans, an Agg or a part of one."""
@@ -101,14 +110,13 @@ class LayerState:
         self.last = Iteration(
             placement=placement,
             experts_sent=experts_sent,
-            counts_DE=np.asarray(self.counts_DE),
-            microbatches=self.microbatches,
+            counts_BDE=np.stack(self.loads),
             spans=self.spans,
             waits=self.waits,
             plan_seconds=self.plan_seconds,
             prediction_error=self.prediction_error,
         )
-        self.counts_DE, self.microbatches, self.observed = 0, 0, False
+        self.loads, self.observed = [], False
         self.spans, self.waits, self.plan_seconds = [], [], 0.0
 
     def moved(self, experts: int, total_bytes: float) -> None:
@@ -136,10 +144,10 @@ class LayerState:
             message = "layer %d: experts could not change owners: %s; its last placement stays, next attempt in %s"
             logger.warning(message, number, problem, "1 iteration" if pause == 1 else f"{pause} iterations")
 
-    def explanation(self, number: int, before: Placement, expected_DE: np.ndarray, microbatches: int) -> str:
+    def explanation(self, number: int, before: Placement, expected_BDE: np.ndarray, microbatches: int) -> str:
         """Return the expected effect of the current placement, as a line for the log."""
-        cost = replace(self.manager.cost, microbatches=microbatches)
-        times = [cost.layer_time(expected_DE, placement) for placement in (before, self.placement)]
+        cost = self.manager.cost_of(microbatches)
+        times = [cost.layer_time(expected_BDE, placement) for placement in (before, self.placement)]
         parts = zip(times[0]._fields, *times, strict=True)
         changes = ", ".join(f"{name} {old * 1e3:.3g} -> {new * 1e3:.3g}" for name, old, new in parts)
         totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
@@ -149,10 +157,11 @@ class LayerState:
         """Return the finished iteration in numbers; the device must have finished it."""
         last = self.last
         assert last is not None
-        cost = replace(self.manager.cost, microbatches=last.microbatches)
-        owners = Placement.identity(last.placement.num_experts, last.placement.num_ranks)
-        before_D, after_D = (cost.traffic(last.counts_DE, placement).sum(0) for placement in (owners, last.placement))
-        before, after, gain = evenness(before_D, after_D)
+        cost = self.manager.cost_of(len(last.counts_BDE))
+        initial = Placement.identity(last.placement.num_experts, last.placement.num_ranks)
+        counts_BDE = condensed(last.counts_BDE, owners(initial))
+        before_BD, after_BD = (cost.traffic(counts_BDE, placement).sum(-2) for placement in (initial, last.placement))
+        before, after, gain = evenness(before_BD, after_BD)
         waited = {
             operation: sum(clock.seconds(*span) for kind, span in last.waits if kind is operation)
             for operation in (Operation.PLAN, Operation.TRANS, Operation.AGG)
@@ -169,7 +178,7 @@ class LayerState:
             plan_wait_seconds=waited[Operation.PLAN],
             trans_wait_seconds=waited[Operation.TRANS],
             agg_wait_seconds=waited[Operation.AGG],
-            predicted_seconds=cost.layer_seconds(last.counts_DE, last.placement),
+            predicted_seconds=cost.layer_seconds(counts_BDE, last.placement),
             measured_seconds=worked + waited[Operation.TRANS] + waited[Operation.AGG],
             prediction_error=last.prediction_error,
             experts_moved=last.experts_moved,
@@ -184,9 +193,8 @@ class Iteration:
     placement: Placement
     experts_sent: float
     """Experts that Trans sent, and whose gradients Agg sent back."""
-    counts_DE: np.ndarray
-    """[D, E] load of all microbatches."""
-    microbatches: int
+    counts_BDE: np.ndarray
+    """[B, D, E] load of each microbatch."""
     spans: list[Interval]
     waits: list[tuple[Operation, Interval]]
     plan_seconds: float

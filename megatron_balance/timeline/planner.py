@@ -86,7 +86,7 @@ class Planner:
             now = time.perf_counter()
             minutes = f"--distributed-timeout-minutes {self.patience / 30:g}"
             problem = f"made no plan within {self.patience:g} s, half of {minutes}"
-            return Plan(Decision(asked.question.expected_DE, None, problem=problem, final=True), None, now, now)
+            return Plan(Decision(asked.question.expected_BDE, None, problem=problem, final=True), None, now, now)
 
     def give_up(self) -> None:
         """Stop planning; all ranks of the group call it after the same plans."""

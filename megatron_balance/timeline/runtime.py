@@ -133,8 +133,7 @@ class Balancer:
         state = self.layers[number]
         computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
-            state.counts_DE = state.counts_DE + counts_DE.numpy()
-            state.microbatches += 1
+            state.loads.append(counts_DE.numpy().copy())
             self._begin(computation)
         elif not self._steps and not state.fresh:
             # An evaluation, or the search for a fault
@@ -239,24 +238,24 @@ class Balancer:
         with record_function("Plan"):
             if ahead:
                 self._observe(state)
-                expected_DE = manager.expected_DE
+                expected_BDE = manager.expected_BDE
             else:
-                expected_DE = np.asarray(state.counts_DE) * microbatches
+                expected_BDE = np.stack(state.loads) * microbatches
             if not manager.is_due(ahead):
                 return None
-            assert expected_DE is not None
-            manager.expected_DE = expected_DE
-            return None if self._planner.given_up else self._planner.ask(manager.question(expected_DE, microbatches))
+            assert expected_BDE is not None
+            manager.expected_BDE = expected_BDE
+            return None if self._planner.given_up else self._planner.ask(manager.question(expected_BDE, microbatches))
 
     def _observe(self, state: LayerState) -> None:
-        """Report the iteration's load to the manager: the mean over replicas that have one placement."""
-        counts_DE = np.asarray(state.counts_DE)
+        """Report the iteration's loads to the manager: the mean over replicas that have one placement."""
+        counts_BDE = np.stack(state.loads)
         if self.ownership is not None:
-            total_DE = torch.from_numpy(counts_DE).to(torch.cuda.current_device(), copy=True)
-            dist.all_reduce(total_DE, group=self.deciders)
+            total_BDE = torch.from_numpy(counts_BDE).to(torch.cuda.current_device(), copy=True)
+            dist.all_reduce(total_BDE, group=self.deciders)
             ranks = self.deciders.size()
-            counts_DE = (total_DE.cpu().numpy() + ranks // 2) // ranks
-        state.observe(counts_DE)
+            counts_BDE = (total_BDE.cpu().numpy() + ranks // 2) // ranks
+        state.observe(counts_BDE)
 
     def _wait(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -329,7 +328,7 @@ class Balancer:
             return
         state.transfers, state.fresh = plan.transfers, False
         if self.explain and self.group.rank() == 0:
-            print(state.explanation(number, before, plan.decision.expected_DE, self.microbatches()), flush=True)
+            print(state.explanation(number, before, plan.decision.expected_BDE, self.microbatches()), flush=True)
 
     def _give_up(self, number: int, plan: Plan, rank: int) -> None:
         """Stop planning on all ranks, because `rank` cannot ask its policy any more."""
@@ -360,7 +359,7 @@ class Balancer:
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
         """Return the load matrix [D, E] and the placement of every layer in the finished iteration."""
         states = {number: state.last for number, state in self.layers.items()}
-        return {number: (last.counts_DE, last.placement) for number, last in states.items() if last is not None}
+        return {number: (last.counts_BDE.sum(0), last.placement) for number, last in states.items() if last is not None}
 
     def state(self) -> dict[str, Any]:
         """Return lists, numbers and strings for a checkpoint of this rank."""

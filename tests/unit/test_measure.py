@@ -24,8 +24,8 @@ class FakeCluster:
         number = 1 + COLLECTIVES.index(collective) + 10 * len(members) + sum(members)
         return 1e-6 * number, 1e-10 * number
 
-    def __init__(self, num_ranks: int = 4) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, num_ranks: int = 4, all_to_alls: Sequence[str] = (), codecs: Sequence[str] = ()) -> None:
+        self.num_ranks, self.all_to_alls, self.codecs = num_ranks, all_to_alls, codecs
 
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         assert collective not in ("trans", "agg") or max(sizes_bytes) <= LARGEST_PIECE
@@ -49,7 +49,7 @@ class FakeCluster:
 
 def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
     lines: list[str] = []
-    profile = fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, codecs=["int8"], log=lines.append)
+    profile = fit_profile(FakeCluster(codecs=["int8"]), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     encode, decode = profile.codec("int8")
@@ -84,7 +84,7 @@ def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
 def test_all_to_alls_are_measured_by_their_names(tmp_path: Path) -> None:
     lines: list[str] = []
     names = ["pipe", "2dh"]
-    profile = fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, all_to_alls=names, log=lines.append)
+    profile = fit_profile(FakeCluster(all_to_alls=names), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     for name in names:

@@ -80,7 +80,7 @@ def load_policy(name: str, **options: Any) -> Policy:
             raise
         raise ValueError(f"{flag}: cannot be made: {described(error)}") from error
     if not callable(plan):
-        raise ValueError(f"{flag}: has no method plan(counts_DE, current, cost)")
+        raise ValueError(f"{flag}: has no method plan(counts, current, cost)")
     return policy
 
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.demi.listing import list_schedule
@@ -42,9 +43,7 @@ class Demi(Policy):
     """
 
     name = "demi"
-    options = MappingProxyType(
-        {"slots": "balance_demi_slots", "weights": "balance_demi_weights", "capacities": "balance_capacities"}
-    )
+    options = MappingProxyType({"slots": "balance_demi_slots", "weights": "balance_demi_weights"})
     single_host = True
     orders_chunks = True
 
@@ -54,9 +53,6 @@ class Demi(Policy):
     weights: str = "pow2"
     """Weights omega_t of the slots: a name in WEIGHTS."""
 
-    capacities: tuple[float, ...] | None = None
-    """[D]: relative speed of each rank's computation, and relative room for tokens; None: equal."""
-
     def __post_init__(self) -> None:
         if not FEWEST_SLOTS <= self.slots <= MOST_SLOTS:
             raise ValueError(
@@ -65,34 +61,24 @@ class Demi(Policy):
             )
         if self.weights not in WEIGHTS:
             raise ValueError(f"--balance-demi-weights {self.weights}: choose from {', '.join(WEIGHTS)}")
-        if not all(math.isfinite(capacity) and capacity > 0 for capacity in self.capacities or ()):
-            raise ValueError(f"--balance-capacities {_text(self.capacities)}: give numbers above 0")
 
-    def check(self, owners: Placement) -> None:
-        """See `Policy.check`."""
-        self._shares(owners.num_ranks)
-
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`.
-
-        Raises:
-            ValueError: the number of capacities differs from the number of ranks.
-        """
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`."""
         best = current if current.is_identity else owners_host(current)
-        limit = most = self.seconds(counts_DE, best, cost) * (1 - MIN_GAIN)
-        if self._least_seconds(counts_DE, current, cost) >= most:
+        limit = most = cost.layer_seconds(counts, best) * (1 - MIN_GAIN)
+        if self._least_seconds(counts, current, cost) >= most:
             return best
-        problem = self.problem(counts_DE, current, cost)
+        problem = self.problem(counts, current, cost)
         for hosts_E in solve(problem, relax_by_size(problem)).hosts_BE[:CONFIRMED]:
             planned = lend(current, hosts_E)
-            if (seconds := self.seconds(counts_DE, planned, cost)) < limit:
+            if (seconds := cost.layer_seconds(counts, planned)) < limit:
                 best, limit = planned, seconds
         if max(map(len, current.hosts)) > 1:
             return best
-        stay = self.seconds(counts_DE, current, cost)
+        stay = cost.layer_seconds(counts, current)
         return current if stay < most and stay * (1 - MOVE_GAIN) < limit else best
 
-    def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
+    def schedule(self, counts: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
         """Return the mini-tasks of a placement in which every expert has one host, slot by slot.
 
         Raises:
@@ -100,12 +86,12 @@ class Demi(Policy):
         """
         if any(len(ranks) > 1 for ranks in placement.hosts):
             raise ValueError(f"placement {placement}: DEMI has one host for each expert")
-        problem = self.problem(counts_DE, placement, cost)
+        problem = self.problem(counts, placement, cost)
         hosts_E = np.array([rank for (rank,) in placement.hosts])
         pace, _ = best_pace(problem, hosts_E[None], relax_by_size(problem))
         return list_schedule(problem, hosts_E, pace)
 
-    def problem(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Problem:
+    def problem(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Problem:
         """Return DEMI's problem, in bytes, for half an iteration.
 
         An iteration takes tokens to experts and back twice, the second time as gradients; weights go to guests, and
@@ -118,15 +104,16 @@ class Demi(Policy):
         program always has a solution.
         """
         num_ranks = current.num_ranks
-        share_D = self._shares(num_ranks)
+        counts_DE = by_microbatch(counts).sum(0)
         tokens_DE, owner_E = counts_DE * float(cost.token_bytes), owners(current)
-        profile, node_D = cost.profile, np.arange(num_ranks) // cost.profile.node_size
-        near, far = (profile.link("all_to_all", group).beta for group in ("intra", "inter"))
-        per_byte_DD = np.where(node_D[:, None] == node_D, near, far).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
+        profile, network = cost.profile, cost.network
+        share_D = cost.rate_D / cost.rate_D.mean()
+        betas = np.where(network.is_near_DD, network.near.beta, network.far.beta * network.node_size / network.adapters)
+        per_byte_DD = (betas * cost.exchange.scale).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
         per_token = (profile.forward.seconds_per_token + profile.backward.seconds_per_token) / 2
         compute_D = share_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
-        one = cost.time_of(0.0, float(counts_DE.sum()) / num_ranks, cost.trans_seconds(1, 1), cost.agg_seconds(1, 1))
-        size = float(one.trans + one.agg) / 2 / float(per_byte_DD.max())
+        one = cost.transport.trans_seconds(1, 1), cost.transport.agg_seconds(1, 1)
+        size = float(sum(cost.exposed(float(counts_DE.sum()) / num_ranks, *one))) / 2 / float(per_byte_DD.min())
         owned_DD = np.zeros((num_ranks, num_ranks))
         np.add.at(owned_DD, owner_E, tokens_DE.T)
         crossing_DD = owned_DD + owned_DD.T
@@ -149,33 +136,13 @@ class Demi(Policy):
             guests=current.guest_slots,
         )
 
-    def seconds(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> float:
-        """Return the cost model's seconds of the layer, with ranks that compute in proportion to capacities."""
-        time = cost.layer_time(counts_DE, placement)
-        computed = float((cost.traffic(counts_DE, placement).sum(0) / self._shares(placement.num_ranks)).max())
-        computing = cost.forward_seconds(computed) + cost.backward_seconds(computed)
-        return float(time.all_to_all + computing + time.trans + time.agg)
-
-    def _least_seconds(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
+    def _least_seconds(self, counts: np.ndarray, current: Placement, cost: CostModel) -> float:
         """Return a lower bound for any lend: even computation, and each expert on the rank with most of its tokens."""
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
-        tokens, num_ranks = float(counts_DE.sum()), current.num_ranks
+        counts_DE, num_ranks = by_microbatch(counts).sum(0), current.num_ranks
+        tokens, network = float(counts_DE.sum()), cost.network
         exchanged = (tokens - float(counts_DE.max(0).sum())) / num_ranks
-        sending = cost.trans_seconds(1, 1), cost.agg_seconds(1, 1)
-        return float(cost.time_of(exchanged, tokens / num_ranks, *sending).total)
-
-    def _shares(self, num_ranks: int) -> np.ndarray:
-        """Return [D]: capacities, 1 on average."""
-        if self.capacities is None:
-            return np.ones(num_ranks)
-        if len(self.capacities) != num_ranks:
-            raise ValueError(
-                f"--balance-capacities {_text(self.capacities)}: give one number per expert-parallel rank, {num_ranks} "
-                "in all"
-            )
-        return np.array(self.capacities) / np.mean(self.capacities)
-
-
-def _text(capacities: tuple[float, ...] | None) -> str:
-    return " ".join(map(str, capacities or ()))
+        beta = min(network.near.beta, network.far.beta) * cost.exchange.scale
+        one = cost.transport.trans_seconds(1, 1), cost.transport.agg_seconds(1, 1)
+        return float(cost.time_of(beta * cost.token_bytes * exchanged, tokens / num_ranks, *one).total)

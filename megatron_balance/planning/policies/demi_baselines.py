@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 
+from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.interface import Policy, lend
@@ -27,8 +28,9 @@ class DemiS1(Policy):
     name = "demi_s1"
     single_host = True
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. If guest slots are scarce, the number of tokens that stay local is maximal."""
+        counts_DE = by_microbatch(counts).sum(0)
         return lend(current, assign(_saved_tokens(counts_DE, owners(current)), owners(current), current.guest_slots))
 
 
@@ -39,9 +41,9 @@ class DemiS2(Policy):
     name = "demi_s2"
     single_host = True
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        owner_E = owners(current)
+        owner_E, counts_DE = owners(current), by_microbatch(counts).sum(0)
         saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
         return lend(current, assign(saved_ED, owner_E, current.guest_slots))
 
@@ -57,8 +59,9 @@ class DemiS3(Policy):
     name = "demi_s3"
     single_host = True
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
+        counts_DE = by_microbatch(counts).sum(0)
         owner_E, load_E = owners(current), counts_DE.sum(0) * float(cost.token_bytes)
         saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
         saved_ED[np.arange(len(owner_E)), owner_E] = 0.0

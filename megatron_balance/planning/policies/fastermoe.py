@@ -15,20 +15,20 @@ class FasterMoE(Policy):
 
     name = "fastermoe"
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. A rank without a free guest slot gets no copy."""
         best = owners_host(current)
-        seconds = cost.layer_seconds(counts_DE, best)
+        seconds = cost.layer_seconds(counts, best)
         free_D = np.full(current.num_ranks, current.guest_slots)
         additions: list[tuple[int, int]] = []
-        for expert in hottest_first(counts_DE):
+        for expert in hottest_first(counts):
             ranks = everywhere(current.owner(expert), free_D)
             if not ranks:
                 break
             free_D[ranks] -= 1
             additions += [(expert, rank) for rank in ranks]
             candidate = owners_host(current, additions)
-            shadowed = cost.layer_seconds(counts_DE, candidate)
+            shadowed = cost.layer_seconds(counts, candidate)
             if shadowed >= seconds:
                 break
             best, seconds = candidate, shadowed

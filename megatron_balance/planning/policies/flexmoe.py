@@ -9,32 +9,39 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron_balance.cost.model import CostModel, balance_ratio, owners
+from megatron_balance.cost.loads import COMPUTED
+from megatron_balance.cost.model import CostModel, balance_ratio
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.planning.policies.interface import Policy
-from megatron_balance.planning.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
+from megatron_balance.planning.policies.interface import Policy, owners_host
+from megatron_balance.planning.vexperts import Change, Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 
 TOLERANCE = 1e-9
 """Share of a layer's time below which differences are rounding."""
 
-CANDIDATES = 16
-"""Number of ranks that an Expand may go to, the lightest first."""
+CANDIDATES = 8
+"""Number of ranks that one Expand may go to, the lightest first."""
+
+GROUPS = (2, 4, 8, 16, 32)
+"""Numbers of ranks that an expert may expand to in one step, the lightest first."""
+
+EXAMINED = 4
+"""Number of experts of the slowest rank that are examined in one step."""
 
 MOVES = 16
-"""Number of moves that are timed as a Migrate with every partner; those that save most synchronization first."""
-
-TRIED = 4
-"""Number of Migrates whose adjustments are counted; those that save the ranks most time first."""
+"""Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
 
 
-def variance_ratio(tokens_D: np.ndarray) -> float:
-    """Return FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the variance over the squared mean."""
-    mean = float(np.mean(tokens_D))
-    return 1.0 + float(np.var(tokens_D)) / mean**2 if mean else 1.0
+def variance_ratio(tokens_BD: np.ndarray) -> float:
+    """Return FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the standard deviation over the mean.
+
+    Like Eq. 6 it is linear in the excess of loads, so that one threshold suits both.
+    """
+    mean = float(np.mean(tokens_BD))
+    return 1.0 + float(np.std(tokens_BD, axis=-1).mean()) / mean if mean else 1.0
 
 
 METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "variance": variance_ratio}
-"""Balance ratios as functions of tokens per rank; 1 is even."""
+"""Balance ratios as functions of tokens [B, D] of each rank in each microbatch; 1 is even."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +53,20 @@ class FlexMoE(Policy):
     of the smallest expert there that has several (in the paper none is free, and each Expand comes with a Shrink). A
     plan is greedy:
 
-    0. Start from owners alone if they are faster by Eq. 5 than the placement in use, for example once loads are even.
+    0. Start from owners alone if they are faster than the placement in use, for example once loads are even.
     1. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
-       can help; the one with the most tokens per vExpert comes first. It goes to the rank that makes times most even,
-       or the slowest rank gives it up to its other hosts (Shrink). No rank involved may become as slow as the slowest
-       was; this rule gets past ranks that are equally slow. Keep the state with the least Eq. 5 plus adjustments.
-    2. Drop guests that no longer help, also below the threshold: without them Eq. 5 is not longer, and the sum over
+       can help; the one with the most tokens per vExpert comes first. It goes to the rank, or to several of the
+       lightest ranks at once, that make times most even, or the slowest rank gives it up to its other hosts (Shrink).
+       No rank involved may become as slow as the slowest was; this rule gets past ranks that are equally slow. Keep the
+       state with the shortest layer.
+    2. Drop guests that no longer help, also below the threshold: without them the layer is not slower, and the sum over
        ranks is shorter. The paper keeps them; here each costs a Trans and an Agg in every iteration.
-    3. Migrate while it makes synchronization (Eq. 9) cheaper, and Eq. 5 plus adjustments not longer.
+    3. Migrate while it makes Trans cheaper, and the layer not slower.
 
-    So Eq. 5 plus adjustments never exceeds Eq. 5 without the plan, nor that of owners alone. An expert may leave its
-    owner; it is lent until a Migrate brings it back.
+    Eq. 5 counts Trans and Agg as the rest of the cost model does, in place of Eq. 9: what computation hides is free
+    (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost no more than that. By the
+    cost model, the plan is never slower than the placement in use or owners alone. An expert may leave its owner; it is
+    lent until a Migrate brings it back.
     """
 
     name = "flexmoe"
@@ -97,17 +107,21 @@ class FlexMoE(Policy):
                 f"than the {owners.home_slots} experts that a rank owns; or leave it out for one per slot"
             )
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        return modify(current, self.modifications(counts_DE, current, cost))
+        planned = modify(current, self.modifications(counts, current, cost))
+        if planned == current and current.is_identity:
+            return current
+        # The search counts the busiest rank's messages, the cost model also those before and after it on their routes
+        candidates = [current] if current.is_identity else [owners_host(current), current]
+        return min((*candidates, planned), key=lambda placement: cost.layer_seconds(counts, placement))
 
-    def modifications(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[Modification, ...]:
+    def modifications(self, counts: np.ndarray, current: Placement, cost: CostModel) -> tuple[Modification, ...]:
         """Return the changes of the placement, in order. Arguments as in `plan`."""
         limit = current.slots_per_rank if self.vexperts_per_rank is None else self.vexperts_per_rank
-        tokens_D = np.bincount(owners(current), weights=counts_DE.sum(0), minlength=current.num_ranks)
-        if current.is_identity and METRICS[self.metric](tokens_D) <= self.threshold:
+        if current.is_identity and self._is_balanced(cost.traffic(counts, current).sum(-2), cost):
             return ()
-        state = VExperts.of(Layer.of(counts_DE, current, cost, limit), current)
+        state = VExperts.of(Layer.of(counts, current, cost, limit), current)
         done = _home(state)
         if (home := state.after(done)).seconds >= state.seconds * (1 - TOLERANCE):
             home, done = state, []
@@ -120,11 +134,14 @@ class FlexMoE(Policy):
                 state, done = state.after(step), [*done, *step]
         return (*done, *_merge(state))
 
+    def _is_balanced(self, tokens_BD: np.ndarray, cost: CostModel) -> bool:
+        return METRICS[self.metric](tokens_BD / cost.rate_D) <= self.threshold
+
     def _balance(self, state: VExperts) -> tuple[VExperts, list[Modification]]:
         """Run Algorithm 1: return the fastest state on the way to even loads, and the modifications up to it."""
         best, done, kept = state, [], 0
         for _ in range(self.budget):
-            if METRICS[self.metric](state.tokens_D) <= self.threshold or not (step := _relieve(state)):
+            if self._is_balanced(state.tokens_BD, state.layer.cost) or not (step := _relieve(state)):
                 break
             state, done = state.after(step), [*done, *step]
             if state.seconds < best.seconds * (1 - TOLERANCE):
@@ -151,26 +168,50 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
 
     The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
     """
-    slowest, lightest_D = int(state.seconds_D.argmax()), np.argsort(state.seconds_D, kind="stable")
+    over_BD = state.seconds_BD - state.seconds_BD.mean(-1, keepdims=True)
+    place = np.unravel_index(over_BD.argmax(), over_BD.shape)
+    slowest, lightest_D = int(place[1]), np.argsort(state.seconds_BD[place[0]], kind="stable")
     (expert_M,) = (state.vexperts_ED[:, slowest] * state.capacity_E).nonzero()
-    for expert in expert_M[np.argsort(-state.capacity_E[expert_M], kind="stable")].tolist():
+    for expert in expert_M[np.argsort(-state.capacity_E[expert_M], kind="stable")][:EXAMINED].tolist():
         no_slot_D = ~state.members_ED[expert] & (state.free_slots_D <= 0)
         full_D = no_slot_D | (state.free_vexperts_D <= 0)
-        rank_A = lightest_D[~full_D[lightest_D]][:CANDIDATES]
-        more_A = np.ones_like(rank_A)
-        if state.number_E[expert] > 1:
-            rank_A, more_A = np.append(rank_A, slowest), np.append(more_A, -1)
-        change_AD = state.changes(np.full_like(rank_A, expert), (rank_A, more_A))
-        if (choice := _most_even(state, slowest, change_AD)) is not None:
-            return [(Expand if more_A[choice] > 0 else Shrink)(expert, int(rank_A[choice]))]
+        more_AD = _expansions(state, expert, slowest, lightest_D[~full_D[lightest_D]])
+        change = state.changed_by(np.full(len(more_AD), expert), more_AD) if len(more_AD) else None
+        if change and (choice := _most_even(state, place, change, np.not_equal(more_AD, 0))) is not None:
+            return [
+                (Expand if more > 0 else Shrink)(expert, rank)
+                for rank, more in enumerate(more_AD[choice].tolist())
+                if more
+            ]
         smallest_D, found_D = _smallest(state, expert, no_slot_D)
         rank_A = lightest_D[(full_D & found_D)[lightest_D]][:CANDIDATES]
-        change_AD = state.changes(np.full_like(rank_A, expert), (rank_A, 1))
-        change_AD += state.changes(smallest_D[rank_A], (rank_A, -1))
-        if (choice := _most_even(state, slowest, change_AD)) is not None:
+        if not len(rank_A):
+            continue
+        change = state.changed(np.full_like(rank_A, expert), (rank_A, 1))
+        change += state.changed(smallest_D[rank_A], (rank_A, -1))
+        if (choice := _most_even(state, place, change, change.loads_AFBD[:, COMPUTED].any(1))) is not None:
             rank = int(rank_A[choice])
             return [Shrink(int(smallest_D[rank]), rank), Expand(expert, rank)]
     return []
+
+
+def _expansions(state: VExperts, expert: int, slowest: int, rank_R: np.ndarray) -> np.ndarray:
+    """Return [A, D]: numbers of vExperts that an expert may gain, from none on the slowest rank to many ranks.
+
+    Args:
+        rank_R: ranks that have room, the lightest first.
+    """
+    network = state.layer.cost.network
+    near_R = rank_R[network.node_D[rank_R] == network.node_D[state.layer.owner_E[expert]]]
+    groups = [rank_R[[index]] for index in range(min(CANDIDATES, len(rank_R)))]
+    groups += [ranks[:count] for ranks in (rank_R, near_R) for count in GROUPS if count <= len(ranks)]
+    groups += [near_R[[index]] for index in range(min(CANDIDATES, len(near_R))) if len(near_R) < len(rank_R)]
+    more_AD = np.zeros((len(groups) + (state.number_E[expert] > 1), len(state.sent_D)), dtype=np.int64)
+    for row_D, ranks in zip(more_AD, groups, strict=False):
+        row_D[ranks] = 1
+    if state.number_E[expert] > 1:
+        more_AD[-1, slowest] = -1
+    return more_AD
 
 
 def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,68 +225,69 @@ def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.n
     return np.where(present_ED, state.capacity_E[:, None], np.inf).argmin(0), present_ED.any(0)
 
 
-def _most_even(state: VExperts, slowest: int, change_AD: np.ndarray) -> int | None:
+def _most_even(state: VExperts, slowest: tuple[np.intp, ...], change: Change, involved_AD: np.ndarray) -> int | None:
     """Return the candidate with the most even times among those that leave all ranks involved faster than the slowest.
 
     Evenness is a small sum of squares, which also favors a small total.
+
+    Args:
+        slowest: the microbatch and the rank with the most seconds above the mean.
     """
-    seconds_AD = state.seconds_D + change_AD
-    involved_AD = change_AD != 0
-    involved_AD[:, slowest] = True
-    fits_A = (seconds_AD * involved_AD).max(1) < state.seconds_D[slowest] * (1 - TOLERANCE)
+    seconds_ABD, (microbatch, rank) = state.seconds_after(change), slowest
+    involved_AD = involved_AD.copy()
+    involved_AD[:, rank] = True
+    fits_A = (seconds_ABD[:, microbatch] * involved_AD).max(-1) < state.seconds_BD[slowest] * (1 - TOLERANCE)
     if not fits_A.any():
         return None
-    return int(np.where(fits_A, (seconds_AD**2).sum(1), np.inf).argmin())
+    return int(np.where(fits_A, (seconds_ABD**2).sum((1, 2)), np.inf).argmin())
 
 
 def _drop(state: VExperts) -> Sequence[Modification]:
-    """Shrink the guest whose removal saves the most time summed over ranks, if Eq. 5 does not grow."""
+    """Shrink the guest whose removal saves the most time summed over ranks, if the layer is not slower."""
     expert_A, rank_A = (state.guests_ED & (state.vexperts_ED < state.number_E[:, None])).nonzero()
+    if not len(expert_A):
+        return []
     number_A = state.vexperts_ED[expert_A, rank_A]
-    for row in _saving(state, state.changes(expert_A, (rank_A, -number_A))):
+    for row in _saving(state, state.changed(expert_A, (rank_A, -number_A)))[:1]:
         return [Shrink(int(expert_A[row]), int(rank_A[row]))] * int(number_A[row])
     return []
 
 
-def _saving(state: VExperts, change_AD: np.ndarray) -> list[int]:
-    """Return the candidates that lower the sum of the ranks' times without raising Eq. 5, the lowest sum first."""
-    slowest, total_A = state.seconds_D.max(), change_AD.sum(1)
-    saving_A = ((state.seconds_D + change_AD).max(1) <= slowest * (1 + TOLERANCE)) & (total_A < -TOLERANCE * slowest)
+def _saving(state: VExperts, change: Change) -> list[int]:
+    """Return the candidates that lower the sum of the ranks' times and do not slow the layer, the lowest sum first."""
+    seconds_ABD, now = state.seconds_after(change), state.seconds_BD.max(-1).sum()
+    total_A = seconds_ABD.sum((1, 2)) - state.seconds_BD.sum()
+    saving_A = (seconds_ABD.max(-1).sum(-1) <= now * (1 + TOLERANCE)) & (total_A < -TOLERANCE * now)
     return [row for row in np.argsort(total_A, kind="stable").tolist() if saving_A[row]]
 
 
 def _migrate(state: VExperts) -> Sequence[Modification]:
     """Move a guest's vExpert to another rank or node that has the expert, if that saves time."""
     expert_A, source_A, target_A, partner_A = _with_partners(state, *_moves(state))
-    change_AD = state.changes(expert_A, (source_A, -1), (target_A, 1))
-    back_AD = state.changes(partner_A, (target_A, -1), (source_A, 1))
-    change_AD += np.where(partner_A[:, None] == EMPTY, 0.0, back_AD)
-    for row in _saving(state, change_AD)[:TRIED]:
-        step = [Migrate(*(int(part_A[row]) for part_A in (expert_A, source_A, target_A, partner_A)))]
-        if state.after(step).seconds <= state.seconds * (1 + TOLERANCE):
-            return step
+    if not len(expert_A):
+        return []
+    change = state.changed(expert_A, (source_A, -1), (target_A, 1))
+    swaps_A = 1 * (partner_A != EMPTY)
+    back = state.changed(np.maximum(partner_A, 0), (target_A, -swaps_A), (source_A, swaps_A))
+    for row in _saving(state, change + back)[:1]:
+        return [Migrate(*(int(part_A[row]) for part_A in (expert_A, source_A, target_A, partner_A)))]
     return []
 
 
 def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [A] experts, sources and targets of the moves that save most synchronization (Eq. 9).
+    """Return [A] experts, sources and targets of the moves that save most of Trans.
 
     With each move a rank gives up a guest, so that fewer ranks or fewer nodes have the expert.
     """
-    cost, num_ranks = state.layer.cost, state.vexperts_ED.shape[1]
-    first_N, node_D = np.arange(0, num_ranks, cost.profile.node_size), np.arange(num_ranks) // cost.profile.node_size
+    network = state.layer.cost.network
     expert_M, source_M = (state.guests_ED & (state.vexperts_ED == 1)).nonzero()
     row_M, others_MD = np.arange(len(expert_M)), state.members_ED[expert_M]
     others_MD[row_M, source_M] = False
-    others_MN = np.add.reduceat(others_MD, first_N, axis=1, dtype=np.int64)
-    node_left_M = others_MN[row_M, node_D[source_M]] == 0
-    row_A, target_A = (others_MD | (node_left_M[:, None] & (others_MN[:, node_D] > 0))).nonzero()
-    if not len(row_A):
-        return row_A, row_A, row_A
-    ranks_M, nodes_M = others_MD.sum(1), (others_MN > 0).sum(1)
-    ranks_A, nodes_A = ranks_M[row_A] + ~others_MD[row_A, target_A], nodes_M[row_A]
-    now_M = (ranks_M + 1) * cost.synchronization_seconds(ranks_M + 1, nodes_M + node_left_M)
-    saved_A = now_M[row_A] - ranks_A * cost.synchronization_seconds(ranks_A, nodes_A)
+    others_MN = np.add.reduceat(others_MD, network.first_N, axis=1, dtype=np.int64)
+    node_left_M = others_MN[row_M, network.node_D[source_M]] == 0
+    row_A, target_A = (others_MD | (node_left_M[:, None] & (others_MN[:, network.node_D] > 0))).nonzero()
+    # Leaving a node saves a message between nodes; moving to a rank that has the expert saves a message
+    saved_A = node_left_M[row_A] * (state.layer.cost.transport.far - 1) + others_MD[row_A, target_A]
     order_A = np.argsort(-saved_A, kind="stable")[:MOVES]
     return expert_M[row_A[order_A]], source_M[row_A[order_A]], target_A[order_A]
 

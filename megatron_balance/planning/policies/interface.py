@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.demi.schedule import MiniTaskSchedule
@@ -37,13 +38,14 @@ class Policy(ABC):
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
 
     @abstractmethod
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """Return the next placement: the same owners and guest slots as `current`, with other hosts.
 
         Pure and deterministic: ties go to the lower index. It never raises for a legal load.
 
         Args:
-            counts_DE: [D, E] int64, the expected load matrix: tokens that source rank d routes to expert e.
+            counts: [B, D, E] int64, the expected loads: tokens that source rank d routes to expert e in microbatch b.
+                Similar microbatches may be added up. A matrix [D, E] stands for one microbatch.
             current: the placement in use.
             cost: seconds of the layer under a placement.
         """
@@ -58,7 +60,7 @@ class Policy(ABC):
             ValueError: the policy cannot plan for it; the message names the flag, its value and the remedy.
         """
 
-    def schedule(self, counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
+    def schedule(self, counts: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
         """Return the order in which a layer's mini-tasks are done under `placement`.
 
         Raises:
@@ -92,7 +94,7 @@ def everywhere(owner: int, free_D: np.ndarray) -> list[int]:
     return [rank for rank, slots in enumerate(free_D.tolist()) if slots and rank != owner]
 
 
-def hottest_first(counts_DE: np.ndarray) -> list[int]:
+def hottest_first(counts: np.ndarray) -> list[int]:
     """Return the experts that have tokens, by number of tokens, largest first."""
-    tokens_E = counts_DE.sum(0)
+    tokens_E = by_microbatch(counts).sum((0, 1))
     return [expert for expert in np.argsort(-tokens_E, kind="stable").tolist() if tokens_E[expert]]

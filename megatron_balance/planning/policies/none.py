@@ -16,6 +16,6 @@ class NoPolicy(Policy):
     name = "none"
     single_host = True
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         return current if current.is_identity else owners_host(current)

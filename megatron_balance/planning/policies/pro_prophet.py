@@ -3,24 +3,37 @@
 A is the number of candidate guests of one expert.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import LinkLoads, route_of
-from megatron_balance.planning.policies.interface import Policy, hottest_first, owners_host
+from megatron_balance.placement.transfers import route_of
+from megatron_balance.planning.policies.interface import Policy, owners_host
 
 CONFIRMED = 20
 """Number of guests, over all placements that are timed exactly; the most promising placements come first."""
 
-Guests = list[tuple[int, list[int]]]
-"""(expert, guest ranks) pairs in the order of selection."""
+LOANS = 4
+"""Number of ranks that may become the only guest of an expert, the lightest first."""
+
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Numbers of guests that are tried for an expert, besides all ranks that may help."""
+
+
+class Chosen(NamedTuple):
+    """An expert and its guests."""
+
+    expert: int
+    guests: list[int]
+    primary: int
+    """The host of the tokens of ranks that are not hosts: the owner, or the only guest."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class ProProphet(Policy):
     """
 
     name = "pro_prophet"
+    split = "proportional"
     options = MappingProxyType({"alpha": "balance_alpha"})
 
     alpha: float = 0.5
@@ -50,210 +64,196 @@ class ProProphet(Policy):
         if not self.alpha >= 0:
             raise ValueError(f"--balance-alpha {self.alpha}: give at least 0")
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        start = _Start(counts_DE, current)
-        spread = self.alpha * counts_DE.sum() / current.num_experts
-        limit, left, found = _Search(start, cost).seconds(), self.budget, []
-        runs = _runs(current, cost.links)
-        for index, (everywhere, bound) in enumerate(runs):
-            # The first search has no bound and may examine the most experts
-            share = left // 2 if index == 0 and len(runs) > 1 else left // (len(runs) - index)
-            search = _Search(start, cost, bound, everywhere)
-            found += search.run(spread, limit, share, self.min_gain)
+        start = _Start(counts, current, cost)
+        limit, left, found = start.seconds, self.budget, []
+        for everywhere in range(current.guest_slots + 1 if current.guest_slots else 0):
+            # The first search starts from owners alone and may examine the most experts
+            search = _Search(start, cost, everywhere)
+            found += search.run(self.alpha, limit, left // 2, self.min_gain)
             left -= search.looked
         best = current if current.is_identity else owners_host(current)
         confirmed = 0
-        for estimate, guests in sorted(found, key=itemgetter(0)):
+        for estimate, chosen in sorted(found, key=itemgetter(0)):
             if estimate >= limit or confirmed >= CONFIRMED:
                 break
-            # The search counts tokens by Pro-Prophet's rule, regardless of the split
-            planned = owners_host(current, [(expert, rank) for expert, ranks in guests for rank in ranks])
-            best, limit = min((best, limit), (planned, cost.layer_seconds(counts_DE, planned)), key=itemgetter(1))
+            planned = _placement(current, chosen)
+            best, limit = min((best, limit), (planned, cost.layer_seconds(counts, planned)), key=itemgetter(1))
             confirmed += planned.added_hosts
         return best
 
 
-def _runs(current: Placement, links: str) -> list[tuple[int, float]]:
-    """Return the searches to run: (number of hottest experts copied everywhere first, bound on experts per link)."""
-    num_ranks, slots = current.num_ranks, current.guest_slots
-    if not slots:
-        return []
-    bounds: list[float] = [math.inf]
-    if links == "relay":
-        # No rank receives more
-        bounds += range(1, slots + 1)
-    elif links == "direct":
-        # Every number for few ranks, powers of two for many
-        bounds += range(1, num_ranks) if num_ranks <= 8 else [2**power for power in range((num_ranks - 1).bit_length())]
-    return [(0, bound) for bound in bounds] + [(hottest, math.inf) for hottest in range(1, slots + 1)]
+def _placement(current: Placement, chosen: Sequence[Chosen]) -> Placement:
+    """Return the placement in which owners host, and the chosen experts' guests."""
+    hosts = [[current.owner(expert)] for expert in range(current.num_experts)]
+    primary = [ranks[0] for ranks in hosts]
+    for expert, guests, first in chosen:
+        hosts[expert] += guests
+        primary[expert] = first
+    return current.rehost(hosts, primary)
 
 
 class _Start:
     """Loads of the ranks while every expert is computed by its owner."""
 
-    def __init__(self, counts_DE: np.ndarray, current: Placement) -> None:
+    def __init__(self, counts: np.ndarray, current: Placement, cost: CostModel) -> None:
         num_ranks = current.num_ranks
-        self.counts_ED = np.ascontiguousarray(counts_DE.T, dtype=np.float64)
-        owner_E, tokens_E = owners(current), counts_DE.sum(0)
-        own_D = np.bincount(owner_E, weights=self.counts_ED[np.arange(len(owner_E)), owner_E], minlength=num_ranks)
-        self.computed_D = np.bincount(owner_E, weights=tokens_E, minlength=num_ranks)
-        self.received_D = self.computed_D - own_D
-        self.sent_D = counts_DE.sum(1) - own_D
+        self.counts_EBD = np.ascontiguousarray(by_microbatch(counts).transpose(2, 0, 1), dtype=np.float64)
+        owner_E, tokens_E = owners(current), self.counts_EBD.sum((1, 2))
+        hosts_ED = owner_E[:, None] == np.arange(num_ranks)
+        self.loads_FBD = expert_loads(cost.network, cost.split, self.counts_EBD, hosts_ED, owner_E).sum(0)
+        self.seconds = float(cost.time_of(*cost.work_of(self.loads_FBD), 0.0, 0.0).total)
         self.free_D = np.full(num_ranks, current.guest_slots)
         heaviest_first = np.lexsort((-tokens_E, owner_E)).reshape(num_ranks, -1)
         self.experts = heaviest_first.tolist()
         """Experts of each rank, heaviest first."""
         self.owners = owner_E.tolist()
-        self.hottest = hottest_first(counts_DE)
+        self.hottest = [expert for expert in np.argsort(-tokens_E, kind="stable").tolist() if tokens_E[expert]]
 
 
 class _Search:
     """One run of Algorithm 1: loads under the experts selected so far, updated with each selection."""
 
-    def __init__(self, start: _Start, cost: CostModel, bound: float = math.inf, everywhere: int = 0) -> None:
-        self.cost, self.bound, self.counts_ED = cost, bound, start.counts_ED
-        self.computed_D, self.received_D = start.computed_D.copy(), start.received_D.copy()
-        self.sent_D, self.free_D = start.sent_D.copy(), start.free_D.copy()
-        self.experts, self.owners = start.experts, start.owners
+    def __init__(self, start: _Start, cost: CostModel, everywhere: int) -> None:
+        self.start, self.cost, self.counts_EBD = start, cost, start.counts_EBD
+        self.loads_FBD, self.free_D = start.loads_FBD.copy(), start.free_D.copy()
         self.next = [0] * len(start.experts)
         """Position of each rank's heaviest expert not yet examined."""
         self.everywhere = start.hottest[:everywhere]
         """Experts that are copied to all ranks first; the search skips them afterwards."""
         self.hottest = iter(self.everywhere)
-        self.mean = float(self.computed_D.mean())
-        num_ranks = len(self.computed_D)
-        self.in_D, self.out_D = np.zeros(num_ranks), np.zeros(num_ranks)
-        """Experts that each rank receives and sends."""
-        self.chains = LinkLoads(num_ranks)
+        self.mean_B = (self.loads_FBD[COMPUTED] / cost.rate_D).mean(-1)
+        self.out_D = np.zeros(len(self.free_D))
+        """Time in which each rank sends its own experts once, in experts within a node."""
+        self.chains = cost.transport.loads()
         """Loads of chains; the cost model finds better routes where many ranks receive small experts."""
         self.sent = 0.0, 0.0
         """Seconds of Trans and Agg."""
-        self.selected: Guests = []
+        self.selected: list[Chosen] = []
         self.looked = 0
 
-    def run(self, spread: float, limit: float, budget: int, min_gain: float) -> list[tuple[float, Guests]]:
+    def run(self, alpha: float, limit: float, budget: int, min_gain: float) -> list[tuple[float, list[Chosen]]]:
         """Select experts until the ranks are balanced, nothing helps or `budget` experts are examined.
 
         Returns:
-            Seconds and guests of the fastest prefix; empty if none takes less than `limit` seconds.
+            Seconds and selection of the fastest prefix; empty if none takes less than `limit` seconds.
         """
         best, kept = limit, 0
-        while not self._is_balanced(spread) and self._floor() < best and self._add_guests(budget):
-            seconds = self.seconds()
+        spread_B = alpha * self.counts_EBD.sum((0, 2)) / len(self.counts_EBD)
+        while not self._is_balanced(spread_B) and self._floor() < best and self._add_guests(budget):
+            seconds = float(self.cost.time_of(*self.cost.work_of(self.loads_FBD), *self.sent).total)
             if seconds < best * (1 - min_gain):
                 best, kept = seconds, len(self.selected)
         return [(best, self.selected[:kept])] if kept else []
 
     def _floor(self) -> float:
         """Return a lower bound on the seconds with more guests: even loads, no exchange, the experts already sent."""
-        return float(self.cost.time_of(0.0, self.mean, *self.sent).total)
+        return float(self.cost.time_of(0.0, self.mean_B.sum(), *self.sent).total)
 
-    def seconds(self) -> float:
-        """Return the seconds of Eq. 6 or 8 for the current loads."""
-        exchanged = max(self.received_D.max(), self.sent_D.max())
-        return float(self.cost.time_of(exchanged, self.computed_D.max(), *self.sent).total)
-
-    def _is_balanced(self, spread: float) -> bool:
-        """Return whether Eq. 7 holds; equal loads are balanced even if alpha is 0."""
-        difference = float(self.computed_D.max() - self.computed_D.min())
-        return difference < spread or difference == 0
+    def _is_balanced(self, spread_B: np.ndarray) -> bool:
+        """Return whether Eq. 7 holds in every microbatch; equal loads are balanced even if alpha is 0."""
+        computed_BD = self.loads_FBD[COMPUTED] / self.cost.rate_D
+        difference_B = computed_BD.max(-1) - computed_BD.min(-1)
+        return bool(((difference_B < spread_B) | (difference_B == 0)).all())
 
     def _add_guests(self, budget: int) -> bool:
         """Select the next expert and its guests; return False if no expert of the heaviest rank helps."""
         for expert in self.hottest:
-            owner, wanted_D = self.owners[expert], (self.free_D > 0) & (self.counts_ED[expert] > 0)
+            owner, wanted_D = self.start.owners[expert], (self.free_D > 0) & self.counts_EBD[expert].any(0)
             wanted_D[owner] = False
             if wanted_D.any():
-                self._apply(owner, expert, wanted_D.nonzero()[0])
+                self._apply(Chosen(expert, wanted_D.nonzero()[0].tolist(), owner))
                 return True
-        heaviest = int(self.computed_D.argmax())
-        while self.next[heaviest] < len(self.experts[heaviest]) and self.looked < budget:
-            expert = self.experts[heaviest][self.next[heaviest]]
+        seconds_BD = self.cost.rank_seconds(self.loads_FBD)
+        over_BD = seconds_BD - seconds_BD.mean(-1, keepdims=True)
+        microbatch, heaviest = (int(index) for index in np.unravel_index(over_BD.argmax(), over_BD.shape))
+        while self.next[heaviest] < len(self.start.experts[heaviest]) and self.looked < budget:
+            expert = self.start.experts[heaviest][self.next[heaviest]]
             self.next[heaviest] += 1
             if expert in self.everywhere:
                 continue
             self.looked += 1
-            guests = self._choose_guests(heaviest, expert)
-            if len(guests):
-                self._apply(heaviest, expert, guests)
+            chosen = self._choose(heaviest, expert, microbatch, seconds_BD)
+            if chosen is not None:
+                self._apply(chosen)
                 return True
         return False
 
-    def _choose_guests(self, owner: int, expert: int) -> np.ndarray:
-        """Return the guests that minimize the time of owner and guests: the ranks with most of the expert's tokens.
+    def _choose(self, owner: int, expert: int, microbatch: int, seconds_BD: np.ndarray) -> Chosen | None:
+        """Return the guests that minimize the time of owner and guests; ties go to fewer guests.
 
-        Ties go to fewer guests. Other ranks are not counted: with several heavy ranks, relieving one alone would not
-        change the maximum.
+        Other ranks are not counted: with several heavy ranks, relieving one alone would not change the maximum.
         """
-        counts_D, computed_D = self.counts_ED[expert], self.computed_D
-        heaviest = computed_D[owner]
-        loads_D = computed_D + counts_D
-        # A rank that would become as heavy as the owner cannot help
-        (candidates_A,) = ((self.free_D > 0) & (counts_D > 0) & (loads_D < heaviest)).nonzero()
-        order_A = candidates_A[self._preference(counts_D[candidates_A], loads_D[candidates_A])]
-        if self.bound < math.inf:
-            order_A = self._within_bound(owner, order_A)
-        if not len(order_A):
-            return order_A
-        left_A = -counts_D[order_A].cumsum()
-        computed_A = np.maximum(heaviest + left_A, np.maximum.accumulate(loads_D[order_A]))
-        exchanged_A = np.maximum(self.received_D[owner] + left_A, self.sent_D.max())
-        trans_A, agg_A = map(np.maximum, self.sent, self._seconds_to(owner, len(order_A)))
-        seconds_A = self.cost.time_of(exchanged_A, np.maximum(computed_A, self.mean), trans_A, agg_A).total
-        return order_A[: int(seconds_A.argmin()) + 1]
+        able_D = (self.free_D > 0) & (seconds_BD[microbatch] < seconds_BD[microbatch, owner])
+        hosts_AD, primary_A = self._options(owner, expert, able_D, seconds_BD.sum(0))
+        if len(hosts_AD) == 1:
+            return None
+        loads_AFBD = self._loads(expert, hosts_AD, primary_A)
+        after_ABD = self.cost.rank_seconds(self.loads_FBD + loads_AFBD - loads_AFBD[0])
+        involved_AB = np.where(hosts_AD[:, None], after_ABD, seconds_BD.mean(-1, keepdims=True)).max(-1)
+        number_A = hosts_AD.sum(1) - 1.0
+        trans_A, agg_A = self._seconds_to(owner, hosts_AD, number_A)
+        exposed = self.cost.exposed(
+            self.mean_B.sum(), np.maximum(self.sent[0], trans_A), np.maximum(self.sent[1], agg_A)
+        )
+        total_A = involved_AB.sum(-1) + exposed[0] + exposed[1]
+        best = int(total_A.argmin())
+        if not number_A[best]:
+            return None
+        guests = [rank for rank in hosts_AD[best].nonzero()[0].tolist() if rank != owner]
+        return Chosen(expert, guests, int(primary_A[best]))
 
-    def _preference(self, counts_A: np.ndarray, loads_A: np.ndarray) -> np.ndarray:
-        """Return the order of candidates: most tokens of the expert, then the lightest, then the lowest index."""
-        return np.lexsort((loads_A, -counts_A))
+    def _options(
+        self, owner: int, expert: int, able_D: np.ndarray, total_D: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return [A, D] sets of hosts and [A] their primaries; the first one is the owner alone.
 
-    def _within_bound(self, owner: int, order_A: np.ndarray) -> np.ndarray:
-        """Return the guests with which no link carries more experts than the bound."""
-        left = self.bound - self.out_D[owner]
-        order_A = order_A[self.in_D[order_A] < self.bound]
-        if self.cost.links == "relay":
-            return order_A[self.out_D[order_A] < self.bound] if left > 0 else order_A[:0]
-        return order_A[: max(0, int(left))]
+        Guests are the ranks with most of the expert's tokens or the lightest ones, anywhere or on the owner's node.
+        Under `local_first`, a guest may also be the primary, which computes the tokens of all ranks that are not hosts.
+        """
+        (rank_R,), tokens_D, node_D = able_D.nonzero(), self.counts_EBD[expert].sum(0), self.cost.network.node_D
+        lightest_R = rank_R[np.argsort(total_D[rank_R], kind="stable")]
+        wanted_R = lightest_R[np.argsort(-tokens_D[lightest_R], kind="stable")]
+        local = self.cost.split == "local_first"
+        orders = [wanted_R[tokens_D[wanted_R] > 0]] if local else [wanted_R, lightest_R]
+        if 1 < self.cost.network.node_size < len(self.free_D):
+            orders += [order_R[node_D[order_R] == node_D[owner]] for order_R in orders]
+        sets = [order_R[:count] for order_R in orders for count in (*SIZES, len(order_R)) if 0 < count <= len(order_R)]
+        loans = lightest_R[:LOANS] if local else lightest_R[:0]
+        hosts_AD = np.zeros((1 + len(sets) + len(loans), len(self.free_D)), dtype=bool)
+        hosts_AD[:, owner] = True
+        for row_D, guests in zip(hosts_AD[1:], (*sets, *loans), strict=True):
+            row_D[guests] = True
+        return hosts_AD, np.append(np.full(1 + len(sets), owner), loans)
 
-    def _seconds_to(self, owner: int, candidates: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return [A] seconds of Trans and Agg with 1 .. A guests of the owner's next expert, without others' chains."""
-        guests_A = 1.0 + np.arange(candidates)
-        if self.cost.links == "average":
-            return self._seconds((self.in_D.sum() + guests_A) / len(self.in_D), 1)
-        if self.cost.links == "direct":
-            return self._seconds(self.out_D[owner] + guests_A, 1)
-        experts = self.out_D[owner] + 1
-        chunks_A = self.cost.best_chunks(experts, guests_A - 1)
-        return self._seconds(np.maximum(experts * chunks_A, chunks_A + guests_A - 1), chunks_A)
+    def _loads(self, expert: int, hosts_AD: np.ndarray, primary_A: np.ndarray) -> np.ndarray:
+        """Return [A, 5, B, D]: an expert's loads for sets of hosts."""
+        counts_ABD = np.broadcast_to(self.counts_EBD[expert], (len(hosts_AD), *self.counts_EBD.shape[1:]))
+        return expert_loads(self.cost.network, self.cost.split, counts_ABD, hosts_AD, primary_A)
 
-    def _seconds(self, rounds: Any, chunks: Any) -> tuple[Any, Any]:
-        return self.cost.trans_seconds(rounds, chunks), self.cost.agg_seconds(rounds, chunks)
+    def _seconds_to(self, owner: int, hosts_AD: np.ndarray, number_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return [A] seconds of Trans and Agg to the guests of the owner's next expert, without others' chains."""
+        transport, is_near_D = self.cost.transport, self.cost.network.is_near_DD[owner]
+        is_far_A = (hosts_AD & ~is_near_D).any(1)
+        hops_A = np.maximum(number_A - 1, 0) + (transport.far - 1) * is_far_A
+        busy_A = self.out_D[owner] + np.where(is_far_A, transport.far, 1.0)
+        chunks_A = transport.best_chunks(busy_A, hops_A)
+        time_A = np.where(number_A > 0, busy_A * chunks_A + hops_A, 0.0)
+        return transport.trans_seconds(time_A, chunks_A), transport.agg_seconds(time_A, chunks_A)
 
-    def _apply(self, owner: int, expert: int, guests: np.ndarray) -> None:
-        """Move guests' own tokens of an expert from its owner to them."""
-        moved = self.counts_ED[expert, guests]
-        total = moved.sum()
-        self.computed_D[owner] -= total
-        self.received_D[owner] -= total
-        self.computed_D[guests] += moved
-        self.sent_D[guests] -= moved
-        self.free_D[guests] -= 1
-        self._send(owner, guests)
-        self.selected.append((expert, guests.tolist()))
-
-    def _send(self, owner: int, guests: np.ndarray) -> None:
-        """Add an expert's transfers to its guests to the link loads."""
-        self.in_D[guests] += 1
-        if self.cost.links == "relay":
-            chain = route_of(
-                owner, guests.tolist(), num_ranks=len(self.in_D), node_size=self.cost.profile.node_size, fanout=1
-            )
-            self.chains.add(chain)
-            self.out_D[[link.source for link in chain]] += 1
-            chunks, rounds = self.cost.pieces(self.chains)
-            self.sent = self._seconds(rounds, chunks)
-            return
-        self.out_D[owner] += len(guests)
-        average = self.cost.links == "average"
-        messages = self.in_D.sum() / len(self.in_D) if average else max(self.in_D.max(), self.out_D.max())
-        self.sent = self._seconds(float(messages), 1)
+    def _apply(self, chosen: Chosen) -> None:
+        """Select an expert's guests, and add its messages to the loads of links."""
+        owner, ranks = self.start.owners[chosen.expert], np.arange(len(self.free_D))
+        hosts_AD = np.stack([ranks == owner, (ranks == owner) | np.isin(ranks, chosen.guests)])
+        loads_AFBD = self._loads(chosen.expert, hosts_AD, np.array([owner, chosen.primary]))
+        self.loads_FBD = self.loads_FBD + loads_AFBD[1] - loads_AFBD[0]
+        self.free_D[chosen.guests] -= 1
+        network, transport = self.cost.network, self.cost.transport
+        chain = route_of(
+            owner, chosen.guests, num_ranks=len(self.free_D), node_size=network.node_size, fanout=1, far=transport.far
+        )
+        self.chains.add(chain)
+        self.out_D[owner] += chain[0].time
+        self.sent = transport.fewest_seconds(self.chains)[1:]
+        self.selected.append(chosen)

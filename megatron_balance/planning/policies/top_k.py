@@ -24,11 +24,11 @@ class TopK(Policy):
                 f"every rank; give --balance-guest-slots {needed}"
             )
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         free_D = np.full(current.num_ranks, current.guest_slots)
         additions = []
-        for expert in hottest_first(counts_DE)[: self.k]:
+        for expert in hottest_first(counts)[: self.k]:
             ranks = everywhere(current.owner(expert), free_D)
             free_D[ranks] -= 1
             additions += [(expert, rank) for rank in ranks]

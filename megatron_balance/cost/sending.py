@@ -1,0 +1,190 @@
+"""Seconds of Trans and Agg, and the routes and pieces with which they take the fewest.
+
+A piece of b bytes takes alpha + beta * b seconds on a link within a node, and other such seconds between nodes: the
+profile's lines of `trans` and `agg`. A rank sends one piece at a time and receives one, and the ranks of a node share
+its adapters.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_balance.cost.network import Network
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.transfers import LinkLoads, Route, TransferPlan, plan_transfers, routes
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
+
+FANOUTS = (1, 2, 16)
+"""Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
+
+MOST_CHUNKS = 64
+"""Maximum number of pieces of an expert: enough for a chain of 64 ranks; each piece costs a call."""
+
+LEAST_CHUNKS = 4
+"""Minimum number of pieces of a large expert whose plan is executed in two parts."""
+
+LEAST_ALPHA = 1e-6
+"""Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
+
+USUAL_CHUNKS = 8
+"""Number of pieces for which a message between nodes is compared with one within a node."""
+
+
+class Sending(NamedTuple):
+    """How a placement's experts reach their guests, and the seconds that it takes at least."""
+
+    fanout: int
+    chunks: int
+    """As in `plan_transfers`."""
+    trans: float
+    agg: float
+
+
+@dataclass(frozen=True)
+class SendingModel:
+    """Predicts Trans and Agg for experts of one size."""
+
+    profile: ClusterProfile
+    param_bytes: float
+    grad_bytes: float
+    in_parts: bool
+    """Whether Trans and Agg are executed in two parts."""
+
+    @cached_property
+    def network(self) -> Network:
+        return Network.of(self.profile)
+
+    @cached_property
+    def far(self) -> float:
+        """Time of a piece between nodes, in pieces within a node; 1 if there is one node."""
+        if self.profile.num_ranks <= self.profile.node_size:
+            return 1.0
+        near, far = (
+            self.profile.link("trans", level).seconds(self.param_bytes / USUAL_CHUNKS) for level in ("intra", "inter")
+        )
+        return far / near if near else 1.0
+
+    def best(self, placement: Placement) -> Sending:
+        """Return the routes and pieces with the fewest seconds of Trans; ties go to the chain, then to fewer pieces."""
+        choices = []
+        for fanout in FANOUTS:
+            found = routes(placement, self.profile.node_size, fanout, self.far).values()
+            if not found:
+                return Sending(1, 1, 0.0, 0.0)
+            choices.append(Sending(fanout, *self.fewest_seconds(self.loads_of(found))))
+        return min(choices, key=lambda choice: choice.trans)
+
+    def plan(self, placement: Placement) -> TransferPlan:
+        """Return the messages of `best`."""
+        sending = self.best(placement)
+        return plan_transfers(placement, self.profile.node_size, sending.chunks, sending.fanout, self.far)
+
+    def loads(self) -> LinkLoads:
+        """Return loads without routes."""
+        return LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
+
+    def loads_of(self, found: Iterable[Route]) -> LinkLoads:
+        """Return the loads of routes."""
+        loads = self.loads()
+        for route in found:
+            loads.add(route)
+        return loads
+
+    def fewest_seconds(self, loads: LinkLoads) -> tuple[int, float, float]:
+        """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
+
+        The seconds are lower bounds; ties go to fewer pieces.
+        """
+        if not (lines := loads.lines):
+            return 1, 0.0, 0.0
+        busy_B, extra_B = np.array(lines).T
+        chunks_A = np.unique([self.fewest_chunks, *self.best_chunks(busy_B, extra_B)])
+        time_A = (np.multiply.outer(chunks_A, busy_B) + extra_B).max(1)
+        trans_A = self.trans_seconds(time_A, chunks_A)
+        best = trans_A.argmin()
+        return int(chunks_A[best]), float(trans_A[best]), float(self.agg_seconds(time_A[best], chunks_A[best]))
+
+    def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
+        """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
+
+        An expert of b bytes in c pieces takes (m * c + x) * (alpha + beta * b / c) seconds, which is least at
+        c = sqrt(x * beta * b / (m * alpha)).
+        """
+        return np.rint(np.sqrt(extra / busy * self._latencies)).clip(self.fewest_chunks, MOST_CHUNKS)
+
+    @cached_property
+    def fewest_chunks(self) -> int:
+        """Minimum number of pieces: 1; in two parts up to LEAST_CHUNKS, if each takes at least four latencies to send.
+
+        A plan is split between pieces.
+        """
+        return max(1, min(LEAST_CHUNKS, int(self._latencies / 4))) if self.in_parts else 1
+
+    @cached_property
+    def _latencies(self) -> float:
+        """Seconds to send the bytes of a whole expert within a node, in latencies of a message."""
+        line = self.profile.link("trans", "intra")
+        return line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA)
+
+    def trans_seconds(self, time: Any, chunks: Any) -> Any:
+        """Return the seconds of Eq. 4 for the time that `LinkLoads` counts, with experts in `chunks` pieces.
+
+        Arguments are numbers, or arrays of one shape.
+        """
+        return time * self.profile.link("trans", "intra").seconds(self.param_bytes / chunks)
+
+    def agg_seconds(self, time: Any, chunks: Any) -> Any:
+        """Return the seconds of Eq. 5, the reverse of Eq. 4."""
+        return time * self.profile.link("agg", "intra").seconds(self.grad_bytes / chunks)
+
+    def progress(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward.
+
+        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer.
+        """
+        return (
+            self._progress(plan, "trans", self.param_bytes / plan.chunks, backward=False),
+            self._progress(plan, "agg", self.grad_bytes / plan.chunks, backward=True),
+        )
+
+    def rounds_within(self, plan: TransferPlan, seconds: float, *, forward: bool) -> int:
+        """Return how many of a plan's last rounds (Trans), or first rounds in its order (Agg), take `seconds` at most.
+
+        Args:
+            forward: True for Trans, whose last rounds count; False for Agg, which begins with these rounds.
+        """
+        ends = self.progress(plan)[0 if forward else 1]
+        if not len(ends):
+            return 0
+        taken = ends[-1] - np.append(0.0, ends[:-1])[::-1] if forward else ends
+        return int((taken <= seconds).sum())
+
+    def _progress(self, plan: TransferPlan, kind: str, piece_bytes: float, *, backward: bool) -> np.ndarray:
+        near, far = (self.profile.link(kind, level) for level in ("intra", "inter"))
+        network, free_D, ends = self.network, np.zeros(self.profile.num_ranks), []
+        for messages in reversed(plan.rounds) if backward else plan.rounds:
+            pairs_M2 = np.array([message[1:3] for message in messages])
+            source_M, target_M = pairs_M2.T[::-1] if backward else pairs_M2.T
+            start_M = np.maximum(free_D[source_M], free_D[target_M])
+            end_M = start_M + self._round_seconds(network, near, far, piece_bytes, source_M, target_M)
+            np.maximum.at(free_D, source_M, end_M)
+            np.maximum.at(free_D, target_M, end_M)
+            ends.append(float(free_D.max()))
+        return np.array(ends)
+
+    @staticmethod
+    def _round_seconds(
+        network: Network, near: Fit, far: Fit, piece_bytes: float, source_M: np.ndarray, target_M: np.ndarray
+    ) -> np.ndarray:
+        """Return [M] the seconds of one round's messages; messages of a node to other nodes share its adapters."""
+        from_M, to_M = network.node_D[source_M], network.node_D[target_M]
+        is_far_M = from_M != to_M
+        if not is_far_M.any():
+            return np.full(len(source_M), near.seconds(piece_bytes))
+        leaving_N = np.bincount(from_M[is_far_M], minlength=len(network.first_N))
+        entering_N = np.bincount(to_M[is_far_M], minlength=len(network.first_N))
+        sharing_M = np.maximum(np.maximum(leaving_N[from_M], entering_N[to_M]) / network.adapters, 1.0)
+        return np.where(is_far_M, far.alpha + far.beta * piece_bytes * sharing_M, near.seconds(piece_bytes))
