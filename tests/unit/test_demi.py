@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import demi as bench
+from megatron_balance.planning.demi import neighborhood
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
+from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times
 from megatron_balance.planning.demi.problem import Problem
 from megatron_balance.planning.demi.program import relax
 from megatron_balance.planning.demi.schedule import check
@@ -19,12 +22,10 @@ from megatron_balance.planning.demi.search import (
     FULL,
     best_pace,
     draw,
-    neighbors,
     relax_by_size,
     repair,
     round_shares,
     solve,
-    times,
 )
 from tests.unit.demi_problems import even_problem, problems
 
@@ -191,38 +192,67 @@ def test_solutions_fit_and_are_no_longer_than_the_owners(problem: Problem, with_
 
 @settings(max_examples=60)
 @given(problems(), st.integers(0, 2**32 - 1))
-def test_busy_times_are_bounds_and_the_same_from_anywhere(problem: Problem, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    hosts_BE = generator.integers(0, problem.num_workers, (3, problem.num_experts))
-    near = times(problem, hosts_BE, hosts_BE[0])
-    for part, other in zip(near, times(problem, hosts_BE, problem.owner_E), strict=True):
-        np.testing.assert_allclose(part, other, atol=1e-9)
+def test_busy_times_are_bounds(problem: Problem, seed: int) -> None:
+    hosts_BE = np.random.default_rng(seed).integers(0, problem.num_workers, (3, problem.num_experts))
     finish_B = finishes(problem, hosts_BE, Pace.eager(problem))
-    for part in near:
-        assert (part.reshape(3, -1).max(1) <= finish_B * (1 + 1e-9) + 1e-9).all()
+    for hosts_E, finish in zip(hosts_BE, finish_B, strict=True):
+        busy = times(problem, hosts_E)
+        assert busy.longest <= finish * (1 + 1e-9) + 1e-9
+        assert busy.longest <= busy.soft_maximum * (1 + 1e-9)
 
 
 def test_busy_times_of_a_migration() -> None:
     problem = even_problem([[1, 2], [3, 4]], [0, 1], size_E=[5, 6], link_DD=[[1, 2], [4, 1]], compute_D=[1, 2])
-    busy = times(problem, np.array([[1, 1]]), problem.owner_E)
+    busy = times(problem, np.array([1, 1]))
     # Expert 0 migrates, so worker 1 computes everything
-    assert busy.link_BDD[0].tolist() == [[0, (1 + 2 + 5) / 2], [(1 + 2) / 4, 0]]
-    assert busy.compute_BD[0].tolist() == [0, 5]
-    assert busy.expert_BE[0].tolist() == [5 / 2 + 4 / 2, 0]
+    assert busy.link_DD.tolist() == [[0, (1 + 2 + 5) / 2], [(1 + 2) / 4, 0]]
+    assert busy.compute_D.tolist() == [0, 5]
+    assert busy.expert_E.tolist() == [5 / 2 + 4 / 2, 0]
+    assert busy.soft_maximum == pytest.approx((4**4 + 0.75**4 + 5**4 + 4.5**4) ** 0.25)
 
 
-@pytest.mark.parametrize("size", [(3, 9), (16, 64)])
-def test_neighbors_differ_by_a_move_or_an_exchange(size: tuple[int, int]) -> None:
-    workers, experts = size
-    tokens = np.random.default_rng(0).lognormal(0, 1, size).tolist()
-    problem = even_problem(tokens, np.repeat(range(workers), experts // workers).tolist(), guests=2)
-    around_BE = neighbors(problem, problem.owner_E)
-    changed_BE = around_BE != problem.owner_E
-    assert set(changed_BE.sum(1)) == {1, 2}
-    for hosts_E, changed_E in zip(around_BE, changed_BE, strict=True):
-        if changed_E.sum() == 2:
-            assert sorted(hosts_E[changed_E]) == sorted(problem.owner_E[changed_E])
-    assert problem.fits(around_BE).all()
+@pytest.mark.parametrize("most", [neighborhood.NEIGHBORS, 0])
+@settings(max_examples=60)
+@given(problem=problems(), seed=st.integers(0, 2**32 - 1))
+def test_neighbors_are_the_moves_and_exchanges_that_fit(most: int, problem: Problem, seed: int) -> None:
+    hosts_E = repair(problem, np.random.default_rng(seed).integers(0, problem.num_workers, problem.num_experts))
+    assume(hosts_E is not None)
+    assert hosts_E is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighborhood, "NEIGHBORS", most)
+        steps = neighbors(problem, hosts_E)
+    around_BE = steps.hosts(hosts_E)
+    near = {tuple(other_E.tolist()) for other_E in placements_near(hosts_E, problem.num_workers)}
+    found = {tuple(other_E.tolist()) for other_E in around_BE}
+    assert found <= near and problem.fits(around_BE).all()
+    if most:
+        assert found == {other for other in near if problem.fits(np.array([other]))[0]}
+    expected_B = [times(problem, other_E).soft_maximum for other_E in around_BE]
+    np.testing.assert_allclose(soft_maxima(problem, hosts_E, steps), expected_B, rtol=1e-9)
+
+
+def placements_near(hosts_E: np.ndarray, workers: int) -> Iterator[np.ndarray]:
+    """Yield the placements with one expert moved or two experts of different workers exchanged."""
+    for expert, host in itertools.product(range(len(hosts_E)), range(workers)):
+        if host != hosts_E[expert]:
+            moved_E = hosts_E.copy()
+            moved_E[expert] = host
+            yield moved_E
+    for left, right in itertools.combinations(range(len(hosts_E)), 2):
+        if hosts_E[left] != hosts_E[right]:
+            exchanged_E = hosts_E.copy()
+            exchanged_E[[left, right]] = hosts_E[[right, left]]
+            yield exchanged_E
+
+
+def test_large_problems_relieve_the_busiest_worker() -> None:
+    tokens = np.random.default_rng(0).lognormal(0, 1, (16, 64)).tolist()
+    problem = even_problem(tokens, np.repeat(range(16), 4).tolist(), guests=2)
+    steps = neighbors(problem, problem.owner_E)
+    busiest = problem.use(problem.owner_E[None])[0].argmax()
+    assert (steps.source_B == busiest).all() and (steps.expert_B != steps.other_B).any()
+    expected_B = [times(problem, other_E).soft_maximum for other_E in steps.hosts(problem.owner_E)]
+    np.testing.assert_allclose(soft_maxima(problem, problem.owner_E, steps), expected_B, rtol=1e-9)
 
 
 def test_solutions_are_close_to_the_least_makespan() -> None:
@@ -244,8 +274,7 @@ def test_the_exact_program_against_all_placements(problem: Problem) -> None:
     makespan = math.ceil(finishes(problem, hosts_BE, Pace.eager(problem)).min())
     assume(makespan <= 12)
     optimum = bench.least_makespan(problem, makespan)
-    busy = times(problem, hosts_BE, problem.owner_E)
-    least = np.maximum.reduce([part.reshape(len(hosts_BE), -1).max(1) for part in busy]).min()
+    least = min(times(problem, hosts_E).longest for hosts_E in hosts_BE)
     assert optimum is not None and math.ceil(least - 1e-6) <= optimum <= makespan
 
 

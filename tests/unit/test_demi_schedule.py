@@ -1,6 +1,7 @@
 """DEMI's schedules: every constraint holds and is checked, text can be parsed, blocking tasks come first."""
 
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -30,6 +31,104 @@ def test_schedules_keep_to_every_constraint(problem: Problem, seed: int) -> None
         assert schedule.makespan == math.ceil(finish)
         assert MiniTaskSchedule.parse(str(schedule)) == schedule
         assert finishes(problem, hosts_E[None], pace)[0] == pytest.approx(finish, rel=1e-9)
+
+
+class _Task:
+    """A mini-task of the slow reference."""
+
+    def __init__(self, name: MiniTask, size: float, resource: tuple[int, ...], pace: float, last: bool = False) -> None:
+        self.name, self.size, self.resource, self.left, self.last = name, size, resource, size, last
+        self.priority, self.amounts = size * pace, []
+
+    @property
+    def done(self) -> float:
+        return self.size - self.left
+
+    def rank(self, weight: float) -> tuple[int, float]:
+        """Return the sort key in the queue of the resource."""
+        begun = self.name.task is MiniTaskKind.TRANS and self.left < self.size
+        return 0 if begun else 2 if self.last else 1, self.priority - weight * self.left
+
+
+def reference_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> dict[MiniTask, list[float]]:
+    """Return the amounts of `list_schedule`, by a loop over mini-tasks in each slot."""
+    tasks = {}
+
+    def add(size: float, kind: MiniTaskKind, expert: int, source: int, target: int, *, pace: float) -> None:
+        name, computes = MiniTask(expert, kind, source, target), kind is MiniTaskKind.COMPUTE
+        last = kind is MiniTaskKind.COMBINE or (computes and source == target)
+        if size and (computes or source != target):
+            tasks[name] = _Task(name, size, (target,) if computes else (source, target), pace, last)
+
+    for expert, host in enumerate(hosts_E.tolist()):
+        owner = int(problem.owner_E[expert])
+        add(problem.size_E[expert], MiniTaskKind.TRANS, expert, owner, host, pace=pace.trans_ED[expert, host])
+        for source, size in enumerate(problem.tokens_DE[:, expert]):
+            way = expert, source, host
+            add(size, MiniTaskKind.DISPATCH, *way, pace=pace.dispatch_EDD[way])
+            add(size, MiniTaskKind.COMPUTE, *way, pace=pace.compute_EDD[way])
+            add(size, MiniTaskKind.COMBINE, expert, host, source, pace=pace.combine_EDD[way])
+    slot = 0
+    while any(task.left for task in tasks.values()):
+        _fill(problem, tasks, problem.weight(slot))
+        slot += 1
+    return {name: task.amounts for name, task in tasks.items()}
+
+
+def _fill(problem: Problem, tasks: dict[MiniTask, _Task], weight: float) -> None:
+    available, free = {}, {}
+    for name, task in tasks.items():
+        expert, kind, source, target = name
+        waits_for = {
+            MiniTaskKind.COMPUTE: MiniTask(expert, MiniTaskKind.DISPATCH, source, target),
+            MiniTaskKind.COMBINE: MiniTask(expert, MiniTaskKind.COMPUTE, target, source),
+        }.get(kind)
+        ready = tasks[waits_for].done if waits_for in tasks else task.size
+        moving = tasks.get(MiniTask(expert, MiniTaskKind.TRANS, int(problem.owner_E[expert]), target))
+        blocked = kind is MiniTaskKind.COMPUTE and moving is not None and moving.left
+        available[name] = 0.0 if blocked else ready - task.done
+        free[task.resource] = problem.compute_D[target] if len(task.resource) == 1 else problem.link_DD[source, target]
+    for task in sorted(tasks.values(), key=lambda task: task.rank(weight)):
+        amount = min(available[task.name], free[task.resource])
+        amount = task.left if task.left - amount <= 1e-9 * task.size else amount
+        free[task.resource] = max(0.0, free[task.resource] - amount)
+        task.left -= amount
+        task.priority -= weight * amount
+        task.amounts.append(amount)
+
+
+def resources(problem: Problem) -> Iterator[tuple[Callable[[MiniTask], bool], float]]:
+    """Yield each worker and link as the condition for its mini-tasks, with its capacity."""
+    for target, room in enumerate(problem.compute_D.tolist()):
+        yield lambda task, target=target: task.task is MiniTaskKind.COMPUTE and task.target == target, room
+    for (source, target), room in np.ndenumerate(problem.link_DD):
+        if source != target:
+            yield (
+                lambda task, ends=(source, target): task.task is not MiniTaskKind.COMPUTE and task[2:] == ends,
+                float(room),
+            )
+
+
+@settings(max_examples=60)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_schedules_against_a_loop_over_mini_tasks(problem: Problem, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    workers, experts = problem.num_workers, problem.num_experts
+    hosts_E = generator.integers(0, workers, experts)
+    way = (experts, workers, workers)
+    pace = Pace(*(generator.uniform(1, 20, shape) for shape in (way, way[:2], way, way)))
+    schedule = list_schedule(problem, hosts_E, pace)
+    expected = reference_schedule(problem, hosts_E, pace)
+    assert set(schedule.mini_tasks) == set(expected)
+    for mini_task, amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):
+        np.testing.assert_allclose(amounts, expected[mini_task], rtol=1e-6, atol=1e-6)
+    last = [
+        sum(row[-1] for row, mini_task in zip(schedule.amounts, schedule.mini_tasks, strict=True) if on(mini_task))
+        / room
+        for on, room in resources(problem)
+    ]
+    finish = finishes(problem, hosts_E[None], pace)[0]
+    assert finish == pytest.approx(schedule.makespan - 1 + max(last) if expected else 0.0)
 
 
 MIGRATED = """hosts 0 0

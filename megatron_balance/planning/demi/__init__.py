@@ -1,10 +1,11 @@
 """DEMI's scheduling problem: which worker computes each expert, and in which time slots (DEMI, Section III).
 
-    problem    Problem: sizes, capacities and room of one MoE layer
-    schedule   MiniTaskSchedule as data and as text, and the check of its constraints
-    program    the linear program (7), which relaxes each expert's worker to shares
-    listing    list scheduling of given placements (Algorithm 1, lines 3 to 42)
-    search     placements with short schedules, from the shares (lines 1 and 2) and by local search
+    problem       Problem: sizes, capacities and room of one MoE layer
+    schedule      MiniTaskSchedule as data and as text, and the check of its constraints
+    program       the linear program (7), which relaxes each expert's worker to shares
+    listing       list scheduling of given placements (Algorithm 1, lines 3 to 42)
+    neighborhood  moves and exchanges of experts, and how busy they keep links and workers
+    search        placements with short schedules, from the shares (lines 1 and 2) and by local search
 
 `policies/demi.py` makes a Problem from a load and the cost model.
 """

@@ -100,39 +100,40 @@ class _Tasks:
         available_BM[:, fourth] = returning_BP
         return np.maximum(available_BM, 0.0)
 
-    def fill(self, weight: float) -> np.ndarray:
+    def fill(self, weight: float) -> tuple[np.ndarray, np.ndarray]:
         """Do the work of a slot with this omega_t.
 
         Returns:
-            [B, M] the work done.
+            [B, M] the work done, and [B] the share of the slot that each placement's busiest link or worker needs.
         """
-        available, left = self.available().ravel(), self.left_BM.ravel()
-        (chosen_A,) = available.nonzero()
+        available_BM, resource, left = self.available(), self.resource_BM.ravel(), self.left_BM.ravel()
+        amounts = available_BM.ravel()
+        needed = np.bincount(resource, weights=amounts, minlength=len(self.capacity)) / self.capacity
+        # Only where not all available work can be done does the order matter
+        (chosen_A,) = ((needed > 1.0)[resource] & (amounts > 0)).nonzero()
+        if len(chosen_A):
+            amounts[chosen_A] = self._in_order(chosen_A, amounts[chosen_A], weight)
+        is_last = left - amounts <= CRUMB * self.size_BM.ravel()
+        amounts[is_last] = left[is_last]
+        left -= amounts
+        self.priority_BM -= weight * available_BM
+        return available_BM, np.minimum(needed.reshape(len(self.left_BM), -1).max(1), 1.0)
+
+    def _in_order(self, chosen_A: np.ndarray, wanted_A: np.ndarray, weight: float) -> np.ndarray:
+        """Return [A]: how much of the wanted work of these mini-tasks their resources do, by their priorities."""
         second = self.parts[1]
         untouched = self.left_BM[:, second] == self.size_BM[:, second]
         self.queue_BM[:, second] = 3 * self.resource_BM[:, second] + untouched
-        priority_A = self.priority_BM.ravel()[chosen_A] - weight * left[chosen_A]
-        chosen_A = chosen_A[np.lexsort((priority_A, self.queue_BM.ravel()[chosen_A]))]
-        resource_A = self.resource_BM.ravel()[chosen_A]
-        wanted_A = available[chosen_A]
+        priority_A = self.priority_BM.ravel()[chosen_A] - weight * self.left_BM.ravel()[chosen_A]
+        order_A = np.lexsort((priority_A, self.queue_BM.ravel()[chosen_A]))
+        resource_A, wanted_A = self.resource_BM.ravel()[chosen_A[order_A]], wanted_A[order_A]
         # Work ahead of a task in its resource's queue: a running sum that restarts with each resource
         before_A = wanted_A.cumsum() - wanted_A
         starts = np.concatenate([[0], (np.diff(resource_A) != 0).nonzero()[0] + 1])
-        before_A -= np.repeat(before_A[starts], np.diff(np.append(starts, len(chosen_A))))
-        amount_A = np.minimum(wanted_A, np.maximum(self.capacity[resource_A] - before_A, 0.0))
-        all_left_A = left[chosen_A]
-        is_last_A = all_left_A - amount_A <= CRUMB * self.size_BM.ravel()[chosen_A]
-        amount_A = np.where(is_last_A, all_left_A, amount_A)
-        left[chosen_A] = np.where(is_last_A, 0.0, all_left_A - amount_A)
-        amounts = np.zeros(len(left))
-        amounts[chosen_A] = amount_A
-        self.priority_BM -= weight * amounts.reshape(self.size_BM.shape)
-        return amounts.reshape(self.size_BM.shape)
-
-    def fullness(self, amounts_BM: np.ndarray) -> np.ndarray:
-        """Return [B]: the share of a slot that each placement's busiest link or worker needs for this work."""
-        used = np.bincount(self.resource_BM.ravel(), weights=amounts_BM.ravel(), minlength=len(self.capacity))
-        return np.minimum((used / self.capacity).reshape(len(amounts_BM), -1).max(1), 1.0)
+        before_A -= np.repeat(before_A[starts], np.diff(np.append(starts, len(order_A))))
+        amounts_A = np.empty_like(wanted_A)
+        amounts_A[order_A] = np.minimum(wanted_A, np.maximum(self.capacity[resource_A] - before_A, 0.0))
+        return amounts_A
 
 
 def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> np.ndarray:
@@ -142,8 +143,8 @@ def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> np.ndarray:
     """
     tasks, finish_B, slot = _Tasks(problem, hosts_BE, pace), np.zeros(len(hosts_BE)), 0
     while (open_B := tasks.left_BM.any(1)).any():
-        amounts_BM = tasks.fill(problem.weight(slot))
-        finish_B[open_B] = slot + tasks.fullness(amounts_BM)[open_B]
+        _, needed_B = tasks.fill(problem.weight(slot))
+        finish_B[open_B] = slot + needed_B[open_B]
         slot += 1
     return finish_B
 
@@ -152,7 +153,7 @@ def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTask
     """Return the schedule of one placement."""
     tasks, slots = _Tasks(problem, hosts_E[None], pace), []
     while tasks.left_BM.any():
-        slots.append(tasks.fill(problem.weight(len(slots)))[0])
+        slots.append(tasks.fill(problem.weight(len(slots)))[0][0])
     amounts_MT = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BM.shape[1], 0))
     experts, sources = tasks.expert_P, tasks.source_P
     hosts = hosts_E[experts]

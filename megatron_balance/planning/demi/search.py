@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.planning.demi.listing import Pace, finishes
+from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times
 from megatron_balance.planning.demi.problem import Problem
 from megatron_balance.planning.demi.program import Relaxed, relax
 
@@ -23,9 +24,6 @@ FULL = 600
 AGGREGATED = 4000
 """Approximate number of variables up to which the aggregated program is solved, which takes about 20 ms."""
 
-POWER = 4
-"""Exponent of the soft maximum."""
-
 STARTS = 1
 """Number of placements that `improve` starts from, the best ones."""
 
@@ -37,12 +35,6 @@ PATH = 16
 
 LISTED = 200_000
 """Maximum number of mini-tasks, over all placements, that are timed at once."""
-
-NEIGHBORS = 512
-"""Maximum number of neighbors that are all examined; above it, only some experts of BUSY and LIGHT workers are."""
-
-BUSY, LIGHT, EXPERTS = 1, 4, 4
-"""Number of workers that neighbors relieve, of workers that they load, and of experts that they move."""
 
 MOST_STEPS = 256
 """Maximum number of steps of a descent."""
@@ -159,80 +151,15 @@ def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
     return hosts_E if problem.fits(hosts_E[None])[0] else None
 
 
-class Times(NamedTuple):
-    """Busy time of links, workers and migrated experts, in slots: lower bounds on the end of a schedule.
-
-    An expert is busy during its migration and then during its computation.
-    """
-
-    link_BDD: np.ndarray
-    compute_BD: np.ndarray
-    expert_BE: np.ndarray
-
-    @property
-    def soft_maximum(self) -> np.ndarray:
-        """[B]: soft maximum, which distinguishes placements with equal maxima but different sums."""
-        parts = [part.reshape(len(part), -1) for part in self]
-        top_B1 = np.maximum.reduce([part.max(1) for part in parts])[:, None]
-        scale_B1 = np.where(top_B1 > 0, top_B1, 1.0)
-        return scale_B1[:, 0] * sum(((part / scale_B1) ** POWER).sum(1) for part in parts) ** (1 / POWER)
-
-
-def times(problem: Problem, hosts_BE: np.ndarray, near_E: np.ndarray) -> Times:
-    """Return the busy times of placements; fast if they differ little from `near_E`."""
-    tokens_ED, workers = problem.tokens_DE.T, problem.num_workers
-    near_DD = np.zeros((workers, workers))
-    np.add.at(near_DD, near_E, tokens_ED)
-    load_BDD = np.repeat(near_DD[None], len(hosts_BE), axis=0)
-    """Tokens by worker and source."""
-    placement, expert = (hosts_BE != near_E).nonzero()
-    np.subtract.at(load_BDD, (placement, near_E[expert]), tokens_ED[expert])
-    np.add.at(load_BDD, (placement, hosts_BE[placement, expert]), tokens_ED[expert])
-    crossing_BDD = load_BDD + load_BDD.swapaxes(1, 2)
-    placement, expert = ((hosts_BE != problem.owner_E) & (problem.size_E > 0)).nonzero()
-    owner, host = problem.owner_E[expert], hosts_BE[placement, expert]
-    np.add.at(crossing_BDD, (placement, owner, host), problem.size_E[expert])
-    expert_BE = np.zeros(hosts_BE.shape)
-    migrating = problem.size_E[expert] / problem.passage_DD[owner, host]
-    expert_BE[placement, expert] = migrating + problem.load_E[expert] / problem.compute_D[host]
-    return Times(crossing_BDD / problem.passage_DD, load_BDD.sum(-1) / problem.compute_D, expert_BE)
-
-
-def neighbors(problem: Problem, hosts_E: np.ndarray) -> np.ndarray:
-    """Return [B, E]: placements with one expert moved or two exchanged that respect all bounds."""
-    workers, experts = problem.num_workers, problem.num_experts
-    if experts * (workers + experts) <= NEIGHBORS:
-        moved, others = np.arange(experts), np.arange(experts)
-        targets = np.broadcast_to(np.arange(workers), (experts, workers))
-    else:
-        busy_D = problem.use(hosts_E[None])[0][0] / problem.compute_D
-        light, heavy = (np.argsort(sign * busy_D, kind="stable")[:number] for sign, number in ((1, LIGHT), (-1, BUSY)))
-        on_heavy = np.isin(hosts_E, heavy).nonzero()[0]
-        moved = on_heavy[np.argsort(-problem.load_E[on_heavy], kind="stable")][:EXPERTS]
-        others = np.isin(hosts_E, light[:BUSY]).nonzero()[0][: 2 * EXPERTS]
-        nearest = np.argsort(-problem.tokens_DE[:, moved].T, axis=1, kind="stable")[:, :LIGHT]
-        lightest = np.broadcast_to(light, (len(moved), len(light)))
-        targets = np.concatenate([lightest, nearest, problem.owner_E[moved][:, None]], axis=1)
-    expert, target = np.repeat(moved, targets.shape[1]), targets.ravel()
-    moves_BE = np.repeat(hosts_E[None], len(expert), axis=0)
-    moves_BE[np.arange(len(expert)), expert] = target
-    left, right = (part.ravel() for part in np.meshgrid(moved, others, indexing="ij"))
-    exchanges_BE = np.repeat(hosts_E[None], len(left), axis=0)
-    exchanges_BE[np.arange(len(left)), left] = hosts_E[right]
-    exchanges_BE[np.arange(len(left)), right] = hosts_E[left]
-    changed_BE = np.concatenate([moves_BE, exchanges_BE])
-    return changed_BE[(changed_BE != hosts_E).any(1) & problem.fits(changed_BE)]
-
-
 def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
     """Return the descent from a placement, inclusive, over neighbors with ever smaller soft maxima of busy times."""
-    descent, best = [hosts_E], float(times(problem, hosts_E[None], hosts_E).soft_maximum[0])
-    while len(descent) <= MOST_STEPS and len(around_BE := neighbors(problem, descent[-1])):
-        busy_B = times(problem, around_BE, descent[-1]).soft_maximum
+    descent, best = [hosts_E], times(problem, hosts_E).soft_maximum
+    while len(descent) <= MOST_STEPS and len((steps := neighbors(problem, descent[-1])).expert_B):
+        busy_B = soft_maxima(problem, descent[-1], steps)
         chosen = busy_B.argmin()
         if busy_B[chosen] >= best * (1 - GAIN):
             break
-        descent.append(around_BE[chosen])
+        descent.append(steps.hosts(descent[-1])[chosen])
         best = float(busy_B[chosen])
     return descent
 
@@ -246,9 +173,9 @@ def improve(
         The placements timed in each step, and the ends of their schedules.
     """
     seen = []
-    while len(around_BE := neighbors(problem, hosts_E)):
-        order_B = np.argsort(times(problem, around_BE, hosts_E).soft_maximum, kind="stable")
-        promising_BE = around_BE[order_B[:tried]]
+    while len((steps := neighbors(problem, hosts_E)).expert_B):
+        order_B = np.argsort(soft_maxima(problem, hosts_E, steps), kind="stable")
+        promising_BE = steps.hosts(hosts_E)[order_B[:tried]]
         finish_B = finishes(problem, promising_BE, pace)
         seen.append((promising_BE, finish_B))
         chosen = finish_B.argmin()
