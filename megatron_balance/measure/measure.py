@@ -228,9 +228,8 @@ def experts_speed(
         tokens: [T] numbers of tokens per rank.
         forward_TD, backward_TD: [T, D] seconds of each rank.
     """
-    speed_D = np.median(
-        1 / (forward_TD + backward_TD) / (1 / (forward_TD + backward_TD)).mean(1, keepdims=True), axis=0
-    )
+    speed_TD = 1 / (forward_TD + backward_TD)
+    speed_D = np.median(speed_TD / speed_TD.mean(1, keepdims=True), axis=0)
     rate_D = np.where(np.abs(speed_D - 1) < SAME_RATE, 1.0, speed_D)
     if (rate_D == 1).all():
         return (), throughput(tokens, forward_TD.max(1).tolist()), throughput(tokens, backward_TD.max(1).tolist())
