@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_balance.comm import hierarchical
 from megatron_balance.comm.alltoall import AllToAll, NodeAllToAll
-from megatron_balance.comm.auto import AutoAllToAll
+from megatron_balance.comm.auto import Chooser
 from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE, PipelinedAllToAll
 from megatron_balance.comm.registry import ALL_TO_ALLS, load_all_to_all
 from megatron_balance.cost.exchange import stages
@@ -117,7 +117,7 @@ def wait_in_any_order(node_size: int) -> None:
     """Start several exchanges of each all-to-all and wait in random order; `auto` switches algorithm each time."""
     turns = itertools.cycle(["1dh", "2dh", "pipe", "default"])
     with (
-        mock.patch.object(AutoAllToAll, "_predict", lambda *_: next(turns)),
+        mock.patch.object(Chooser, "predict", lambda *_: next(turns)),
         mock.patch("megatron_balance.comm.auto.TURNS", 1),
     ):
         _wait_in_any_order(node_size)

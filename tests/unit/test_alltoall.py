@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.cli.arguments import parse_args
-from megatron_balance.comm.auto import TURNS, AutoAllToAll
+from megatron_balance.comm.auto import TURNS, Chooser
 from megatron_balance.comm.hierarchical import transposed
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
+from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.commands import CPU, GPU, argv, layout_on
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 5))
@@ -65,34 +65,32 @@ class Counting:
         return self.formula(bytes_DD.sum())
 
 
-def choosing(seconds: Mapping[str, Callable[[float], float]]) -> AutoAllToAll:
-    """Return an `auto` with members that take these seconds and return their names."""
-    auto = AutoAllToAll.__new__(AutoAllToAll)
-    auto.members = {name: SimpleNamespace(start=lambda *_, name=name: name) for name in seconds}
-    auto.models = [Counting(*pair) for pair in seconds.items()]
-    auto.log, auto._choices, auto._logged = None, {}, set()
-    return auto
+def choosing(seconds: Mapping[str, Callable[[float], float]]) -> Chooser:
+    """Return a chooser among names that take these seconds."""
+    chooser = Chooser(builtin(2, 2, 64, 64), ())
+    chooser.models = [Counting(*pair) for pair in seconds.items()]
+    return chooser
 
 
-def exchanged(auto: AutoAllToAll, rows: int) -> str:
-    """Return the member that carries `rows` rows of four bytes."""
-    return auto.start(torch.zeros(rows, 1), torch.tensor([[0, rows], [0, 0]]))
+def exchanged(chooser: Chooser, rows: int) -> str:
+    """Return the choice for `rows` rows of four bytes."""
+    return chooser.choose(torch.tensor([[0, rows], [0, 0]]), 4)
 
 
 def test_a_choice_holds_for_exchanges_of_similar_size() -> None:
-    auto = choosing({"default": lambda total: 1.0 + total, "pipe": lambda total: 100.0 + total / 2})
-    assert [exchanged(auto, rows) for rows in (16, 17, 31)] == ["default"] * 3
-    assert [model.asked for model in auto.models] == [1, 1]
-    assert [exchanged(auto, rows) for rows in (128, 130, 16)] == ["pipe", "pipe", "default"]
-    assert [model.asked for model in auto.models] == [2, 2]
+    chooser = choosing({"default": lambda total: 1.0 + total, "pipe": lambda total: 100.0 + total / 2})
+    assert [exchanged(chooser, rows) for rows in (16, 17, 31)] == ["default"] * 3
+    assert [model.asked for model in chooser.models] == [1, 1]
+    assert [exchanged(chooser, rows) for rows in (128, 130, 16)] == ["pipe", "pipe", "default"]
+    assert [model.asked for model in chooser.models] == [2, 2]
     for _ in range(TURNS - 2):
-        exchanged(auto, 130)
-    assert [model.asked for model in auto.models] == [2, 2]
-    exchanged(auto, 130)
-    assert [model.asked for model in auto.models] == [3, 3]
+        exchanged(chooser, 130)
+    assert [model.asked for model in chooser.models] == [2, 2]
+    exchanged(chooser, 130)
+    assert [model.asked for model in chooser.models] == [3, 3]
 
 
-def test_the_default_wins_ties() -> None:
+def test_the_first_one_wins_ties() -> None:
     assert exchanged(choosing({"default": lambda _: 1.0, "pipe": lambda _: 1.0}), 5) == "default"
 
 
