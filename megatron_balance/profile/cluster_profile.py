@@ -18,7 +18,7 @@ from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.messages import cleaned
 
 VERSION = 3
-COLLECTIVES = ("p2p", "trans", "agg", "all_to_all", "all_gather", "all_reduce")
+COLLECTIVES = ("p2p", "one_way", "trans", "agg", "all_to_all", "all_gather", "all_reduce")
 GROUPS = ("intra", "inter", "ep")
 """Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
 
@@ -172,7 +172,8 @@ class ClusterProfile:
     """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all, those
     that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer.
 
-    p2p is a batch in which every rank sends one message and receives one; trans and agg are a round of Trans and of
+    p2p is a batch in which every rank sends one message and receives one; in one_way, half of the ranks send one to
+    the other half; trans and agg are a round of Trans and of
     Agg, in which every rank sends and receives a piece of an expert. In the group `ep`, all these messages go to
     another node at the same time, if there are several nodes. all_to_all is the default all-to-all."""
 

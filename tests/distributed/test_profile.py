@@ -216,6 +216,17 @@ def record_traffic() -> dict[str, tuple[int, int]]:
             send, receive = call.call_args.args[0]
             traffic["p2p"] = (send.tensor.nbytes, receive.tensor.nbytes)
             assert (send.peer, receive.peer) == ((dist.get_rank() + step) % 4, (dist.get_rank() - step) % 4)
+        call.reset_mock()
+        OPERATIONS["one_way"](dist.group.WORLD, buffer, 2)()
+        (one,) = call.call_args.args[0]
+        assert (one.op, one.peer) == ((dist.isend, dist.get_rank() + 2), (dist.irecv, dist.get_rank() - 2))[
+            dist.get_rank() // 2
+        ]
+        call.reset_mock()
+        OPERATIONS["one_way"](dist.group.WORLD, buffer, 3)()
+        assert [one.peer for call in call.call_args_list for one in call.args[0]] == {0: [3], 3: [0]}.get(
+            dist.get_rank(), []
+        )
     return traffic
 
 
