@@ -75,6 +75,14 @@ def expert_loads(
     return loads_FXD.reshape(FEATURES, ways, microbatches, ranks).swapaxes(0, 1)
 
 
+def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
+    """Return [5, B, D]: the loads of all experts if each is computed by its owner alone."""
+    ranks = network.num_ranks
+    traffic_BDD = counts_EBD.transpose(1, 2, 0) @ (owner_E[:, None] == np.arange(ranks))
+    crossing = network.crossing(traffic_BDD)
+    return np.stack([traffic_BDD.sum(-2), *crossing.near_2XD, *crossing.far_2XD])
+
+
 def _node_sums(network: Network, amounts_XD: np.ndarray) -> np.ndarray:
     """Return [X, D]: the sum over the ranks of each rank's node."""
     return np.add.reduceat(amounts_XD, network.first_N, axis=-1)[:, network.node_D]

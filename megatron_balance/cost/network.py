@@ -87,6 +87,11 @@ class Network:
         """[N] the first rank of each node."""
         return np.arange(0, self.num_ranks, self.node_size)
 
+    @property
+    def has_both_levels(self) -> bool:
+        """Whether some ranks share a node, and some do not."""
+        return 1 < self.node_size < self.num_ranks
+
     @cached_property
     def is_near_DD(self) -> np.ndarray:
         """[D, D] bool: whether two ranks share a node."""

@@ -107,6 +107,38 @@ class SendingModel:
         best = trans_A.argmin()
         return int(chunks_A[best]), float(trans_A[best]), float(self.agg_seconds(time_A[best], chunks_A[best]))
 
+    def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
+        """Return the seconds of Trans and Agg if the busiest rank sends for `busy` and `extra` follows.
+
+        The unit is an expert within a node; arguments are numbers, or arrays of one shape.
+        """
+        chunks = self.best_chunks(np.maximum(busy, np.finfo(np.float64).tiny), extra)
+        time = np.where(busy > 0, busy * chunks + extra, 0.0)
+        return self.trans_seconds(time, chunks), self.agg_seconds(time, chunks)
+
+    def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
+
+        The second result is [A], the time that a piece spends on the other links of its chain. The unit is an expert
+        within a node. An expert enters each node once, where `route_of` does.
+
+        Args:
+            guests_AD: bool, ranks that receive the expert.
+        """
+        network, rows_A = self.network, np.arange(len(owner_A))
+        times_AD = guests_AD.astype(np.float64)
+        if len(network.first_N) == 1:
+            times_AD[rows_A, owner_A] += guests_AD.any(1)
+            return times_AD, np.maximum(guests_AD.sum(1) - 1.0, 0.0)
+        at_home_AD, size = network.is_near_DD[owner_A], network.node_size
+        place_AD = np.where(guests_AD, (np.arange(network.num_ranks) - owner_A[:, None]) % size, size)
+        first_AN = np.minimum.reduceat(place_AD, network.first_N, axis=1)
+        times_AD += (self.far - 1) * (guests_AD & ~at_home_AD & (place_AD == first_AN[:, network.node_D]))
+        extra_A = np.maximum(times_AD.sum(1) - times_AD.max(1), 0.0)
+        near_A = (guests_AD & at_home_AD).any(1)
+        times_AD[rows_A, owner_A] += np.where(near_A, 1.0, self.far * guests_AD.any(1))
+        return times_AD, extra_A
+
     def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
         """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
 

@@ -120,23 +120,10 @@ class Layer:
         primary_A = np.where(vexperts_AD[row_A, primary_A], primary_A, first_A)
         return expert_loads(self.cost.network, self.cost.split, self.counts_EBD[expert_A], vexperts_AD, primary_A)
 
-    def sent(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> np.ndarray:
-        """Return [A, D]: the time in which each rank receives an expert, or in which its owner sends it once.
-
-        The unit is an expert within a node. An expert enters each node once, at its first guest there.
-        """
-        network, far = self.cost.network, self.cost.transport.far
-        owned_AD = self.owned_ED[expert_A]
-        guests_AD = (vexperts_AD > 0) & ~owned_AD
-        if len(network.first_N) == 1:
-            return guests_AD + owned_AD * guests_AD.any(1, keepdims=True)
-        at_home_AD = network.node_D == network.node_D[self.owner_E[expert_A]][:, None]
-        number_AN = np.add.reduceat(guests_AD, network.first_N, axis=1, dtype=np.int64)
-        before_AD = guests_AD.cumsum(1) - guests_AD
-        first_AD = before_AD == (number_AN.cumsum(1) - number_AN)[:, network.node_D]
-        time_AD = guests_AD * np.where(first_AD & ~at_home_AD, far, 1.0)
-        sends_A1 = np.where((guests_AD & at_home_AD).any(1), 1.0, far * guests_AD.any(1))[:, None]
-        return time_AD + owned_AD * sends_A1
+    def sent(self, expert_A: np.ndarray, vexperts_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `SendingModel.link_times`."""
+        guests_AD = (vexperts_AD > 0) & ~self.owned_ED[expert_A]
+        return self.cost.transport.link_times(self.owner_E[expert_A], guests_AD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,14 +142,16 @@ class VExperts:
     """Sum of the experts' loads."""
 
     sent_D: np.ndarray
+    extra_E: np.ndarray
+    """Time on the other links of each expert's chain."""
 
     @classmethod
     def of(cls, layer: Layer, placement: Placement) -> "VExperts":
         """Return the vExperts of `placement`."""
         vexperts_ED = vexperts(placement)
         experts = np.arange(len(vexperts_ED))
-        loads_EFBD, sent_ED = layer.loads(experts, vexperts_ED), layer.sent(experts, vexperts_ED)
-        return cls(layer, vexperts_ED, tuple(loads_EFBD), tuple(sent_ED), loads_EFBD.sum(0), sent_ED.sum(0))
+        loads_EFBD, (sent_ED, extra_E) = layer.loads(experts, vexperts_ED), layer.sent(experts, vexperts_ED)
+        return cls(layer, vexperts_ED, tuple(loads_EFBD), tuple(sent_ED), loads_EFBD.sum(0), sent_ED.sum(0), extra_E)
 
     def after(self, modifications: Iterable[Modification]) -> "VExperts":
         """Return the vExperts after modifications."""
@@ -173,14 +162,15 @@ class VExperts:
                 touched.add(expert)
         expert_A = np.array(sorted(touched), dtype=np.int64)
         loads_E, sent_E, loads_FBD, sent_D = [*self.loads_E], [*self.sent_E], self.loads_FBD, self.sent_D
+        extra_E = self.extra_E.copy()
         if touched:
             loads_AFBD = self.layer.loads(expert_A, vexperts_ED[expert_A])
-            sent_AD = self.layer.sent(expert_A, vexperts_ED[expert_A])
+            sent_AD, extra_E[expert_A] = self.layer.sent(expert_A, vexperts_ED[expert_A])
             for row, expert in enumerate(expert_A.tolist()):
                 loads_FBD = loads_FBD + loads_AFBD[row] - loads_E[expert]
                 sent_D = sent_D + sent_AD[row] - sent_E[expert]
                 loads_E[expert], sent_E[expert] = loads_AFBD[row], sent_AD[row]
-        return VExperts(self.layer, vexperts_ED, tuple(loads_E), tuple(sent_E), loads_FBD, sent_D)
+        return VExperts(self.layer, vexperts_ED, tuple(loads_E), tuple(sent_E), loads_FBD, sent_D, extra_E)
 
     def changed(self, expert_A: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> "Change":
         """Return the change of loads and of Trans for each of A candidates.
@@ -197,25 +187,28 @@ class VExperts:
     def changed_by(self, expert_A: np.ndarray, more_AD: np.ndarray) -> "Change":
         """Return `changed` for vExperts that each candidate gains, [A, D]."""
         vexperts_AD = self.vexperts_ED[expert_A] + more_AD
-        loads_AFBD, sent_AD = self.layer.loads(expert_A, vexperts_AD), self.layer.sent(expert_A, vexperts_AD)
+        loads_AFBD, (sent_AD, extra_A) = self.layer.loads(expert_A, vexperts_AD), self.layer.sent(expert_A, vexperts_AD)
         kinds, kind_A = np.unique(expert_A, return_inverse=True)
         before_KFBD = np.stack([self.loads_E[expert] for expert in kinds.tolist()])
         sent_KD = np.stack([self.sent_E[expert] for expert in kinds.tolist()])
-        return Change(loads_AFBD - before_KFBD[kind_A], sent_AD - sent_KD[kind_A])
+        return Change(loads_AFBD - before_KFBD[kind_A], sent_AD - sent_KD[kind_A], extra_A)
+
+    def exposed_after(self, change: "Change") -> np.ndarray:
+        """Return [A]: exposed seconds of Trans and Agg after a change, on the busiest rank."""
+        return sum(self.layer.cost.exposed(self.mean_computed, *self._sending_after(change)))
+
+    def _sending_after(self, change: "Change") -> tuple[np.ndarray, np.ndarray]:
+        busiest_A, extra_A = (self.sent_D + change.sent_AD).max(-1), np.maximum(change.extra_A, self.extra_E.max())
+        return self.layer.cost.transport.seconds_of(busiest_A, extra_A)
+
+    def work_after(self, change: "Change") -> np.ndarray:
+        """Return [A, B, D]: each rank's seconds by Eq. 7 and 8 after a change."""
+        return self.layer.cost.rank_seconds(self.loads_FBD + change.loads_AFBD)
 
     def seconds_after(self, change: "Change") -> np.ndarray:
-        """Return [A, B, D]: each rank's seconds by Eq. 5 after a change, with the exposed Trans and Agg of Eq. 8.
-
-        Trans and Agg happen once, and are divided among the microbatches.
-        """
-        loads_AFBD = self.loads_FBD + change.loads_AFBD
-        return self.layer.cost.rank_seconds(loads_AFBD) + self._exposed(self.sent_D + change.sent_AD)[:, None]
-
-    def _exposed(self, sent_AD: np.ndarray) -> np.ndarray:
-        """Return [A, D]: exposed seconds of Trans and Agg on each rank, for each microbatch."""
-        cost, transport = self.layer.cost, self.layer.cost.transport
-        pair = transport.trans_seconds(sent_AD, 1), transport.agg_seconds(sent_AD, 1)
-        return sum(cost.exposed(self.mean_computed, *pair)) / self.loads_FBD.shape[1]
+        """Return [A]: seconds of the layer after a change."""
+        cost = self.layer.cost
+        return cost.time_of(*cost.work_of(self.loads_FBD + change.loads_AFBD), *self._sending_after(change)).total
 
     @cached_property
     def mean_computed(self) -> float:
@@ -228,9 +221,9 @@ class VExperts:
         return (self.vexperts_ED > 0) | self.layer.owned_ED
 
     @cached_property
-    def seconds_BD(self) -> np.ndarray:
-        """Seconds of each rank in each microbatch, Eq. 5."""
-        return self.layer.cost.rank_seconds(self.loads_FBD) + self._exposed(self.sent_D[None])
+    def work_BD(self) -> np.ndarray:
+        """Seconds of each rank in each microbatch, Eq. 7 and 8."""
+        return self.layer.cost.rank_seconds(self.loads_FBD)
 
     @cached_property
     def tokens_BD(self) -> np.ndarray:
@@ -245,9 +238,18 @@ class VExperts:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the layer, with Trans and Agg counted as the busiest rank's."""
-        cost, busiest = self.layer.cost, self.sent_D.max()
-        sending = cost.transport.trans_seconds(busiest, 1), cost.transport.agg_seconds(busiest, 1)
-        return float(cost.time_of(*cost.work_of(self.loads_FBD), *sending).total)
+        cost = self.layer.cost
+        return float(cost.time_of(*cost.work_of(self.loads_FBD), *self._sending).total)
+
+    @cached_property
+    def _sending(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.layer.cost.transport.seconds_of(self.sent_D.max(), self.extra_E.max())
+
+    @cached_property
+    def floor(self) -> float:
+        """Lower bound on the seconds with more guests: even loads, no exchange, the experts already sent."""
+        cost = self.layer.cost
+        return float(cost.time_of(0.0, self.mean_computed, *self._sending).total)
 
     @cached_property
     def number_E(self) -> np.ndarray:
@@ -275,7 +277,9 @@ class Change(NamedTuple):
 
     loads_AFBD: np.ndarray
     sent_AD: np.ndarray
+    extra_A: np.ndarray
 
     def __add__(self, other: "Change") -> "Change":  # type: ignore[override]
         """Return the change of both modifications, which are of different experts."""
-        return Change(self.loads_AFBD + other.loads_AFBD, self.sent_AD + other.sent_AD)
+        extra_A = np.maximum(self.extra_A, other.extra_A)
+        return Change(self.loads_AFBD + other.loads_AFBD, self.sent_AD + other.sent_AD, extra_A)

@@ -21,11 +21,14 @@ TOLERANCE = 1e-9
 CANDIDATES = 8
 """Number of ranks that one Expand may go to, the lightest first."""
 
-GROUPS = (2, 4, 8, 16, 32)
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of ranks that an expert may expand to in one step, the lightest first."""
 
 EXAMINED = 4
 """Number of experts of the slowest rank that are examined in one step."""
+
+EVENNESS = 0.01
+"""Weight of the evenness of all ranks' times, which decides between candidates with nearly equal times."""
 
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
@@ -88,8 +91,14 @@ class FlexMoE(Policy):
     vexperts_per_rank: int | None = None
     """None: one per slot. A number below the experts that a rank owns leaves none to Expand with."""
 
-    budget: int = 128
-    """Number of steps of each of the three kinds, which bounds planning time at any size."""
+    budget: int = 20
+    """Maximum number of steps 1, which bounds planning time at any size."""
+
+    improvements: int = 4
+    """Maximum numbers of steps 2 and of steps 3."""
+
+    patience: int = 6
+    """Number of steps 1 after the fastest state, before the search ends."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
@@ -128,7 +137,7 @@ class FlexMoE(Policy):
         state, balanced = self._balance(home)
         done += balanced
         for improve in (_drop, _migrate):
-            for _ in range(self.budget):
+            for _ in range(self.improvements):
                 if not (step := improve(state)):
                     break
                 state, done = state.after(step), [*done, *step]
@@ -139,13 +148,14 @@ class FlexMoE(Policy):
 
     def _balance(self, state: VExperts) -> tuple[VExperts, list[Modification]]:
         """Run Algorithm 1: return the fastest state on the way to even loads, and the modifications up to it."""
-        best, done, kept = state, [], 0
+        best, done, kept, waiting = state, [], 0, self.patience
         for _ in range(self.budget):
-            if self._is_balanced(state.tokens_BD, state.layer.cost) or not (step := _relieve(state)):
+            balanced = self._is_balanced(state.tokens_BD, state.layer.cost) or state.floor >= best.seconds
+            if balanced or not waiting or not (step := _relieve(state)):
                 break
-            state, done = state.after(step), [*done, *step]
+            state, done, waiting = state.after(step), [*done, *step], waiting - 1
             if state.seconds < best.seconds * (1 - TOLERANCE):
-                best, kept = state, len(done)
+                best, kept, waiting = state, len(done), self.patience
         return best, done[:kept]
 
 
@@ -168,16 +178,18 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
 
     The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
     """
-    over_BD = state.seconds_BD - state.seconds_BD.mean(-1, keepdims=True)
+    over_BD = state.work_BD - state.work_BD.mean(-1, keepdims=True)
     place = np.unravel_index(over_BD.argmax(), over_BD.shape)
-    slowest, lightest_D = int(place[1]), np.argsort(state.seconds_BD[place[0]], kind="stable")
+    slowest, lightest_D = int(place[1]), np.argsort(state.work_BD[place[0]], kind="stable")
     (expert_M,) = (state.vexperts_ED[:, slowest] * state.capacity_E).nonzero()
     for expert in expert_M[np.argsort(-state.capacity_E[expert_M], kind="stable")][:EXAMINED].tolist():
         no_slot_D = ~state.members_ED[expert] & (state.free_slots_D <= 0)
         full_D = no_slot_D | (state.free_vexperts_D <= 0)
         more_AD = _expansions(state, expert, slowest, lightest_D[~full_D[lightest_D]])
         change = state.changed_by(np.full(len(more_AD), expert), more_AD) if len(more_AD) else None
-        if change and (choice := _most_even(state, place, change, np.not_equal(more_AD, 0))) is not None:
+        # After a Shrink, the other hosts compute more
+        involved_AD = (more_AD != 0) | ((more_AD < 0).any(1, keepdims=True) & (state.vexperts_ED[expert] > 0))
+        if change and (choice := _fastest(state, expert, place, change, involved_AD)) is not None:
             return [
                 (Expand if more > 0 else Shrink)(expert, rank)
                 for rank, more in enumerate(more_AD[choice].tolist())
@@ -189,7 +201,7 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
             continue
         change = state.changed(np.full_like(rank_A, expert), (rank_A, 1))
         change += state.changed(smallest_D[rank_A], (rank_A, -1))
-        if (choice := _most_even(state, place, change, change.loads_AFBD[:, COMPUTED].any(1))) is not None:
+        if (choice := _fastest(state, expert, place, change, change.loads_AFBD[:, COMPUTED].any(1))) is not None:
             rank = int(rank_A[choice])
             return [Shrink(int(smallest_D[rank]), rank), Expand(expert, rank)]
     return []
@@ -204,7 +216,9 @@ def _expansions(state: VExperts, expert: int, slowest: int, rank_R: np.ndarray) 
     network = state.layer.cost.network
     near_R = rank_R[network.node_D[rank_R] == network.node_D[state.layer.owner_E[expert]]]
     groups = [rank_R[[index]] for index in range(min(CANDIDATES, len(rank_R)))]
-    groups += [ranks[:count] for ranks in (rank_R, near_R) for count in GROUPS if count <= len(ranks)]
+    groups += [
+        ranks[:count] for ranks in (rank_R, near_R) for count in {*GROUPS, len(ranks)} if 1 < count <= len(ranks)
+    ]
     groups += [near_R[[index]] for index in range(min(CANDIDATES, len(near_R))) if len(near_R) < len(rank_R)]
     more_AD = np.zeros((len(groups) + (state.number_E[expert] > 1), len(state.sent_D)), dtype=np.int64)
     for row_D, ranks in zip(more_AD, groups, strict=False):
@@ -225,40 +239,54 @@ def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.n
     return np.where(present_ED, state.capacity_E[:, None], np.inf).argmin(0), present_ED.any(0)
 
 
-def _most_even(state: VExperts, slowest: tuple[np.intp, ...], change: Change, involved_AD: np.ndarray) -> int | None:
-    """Return the candidate with the most even times among those that leave all ranks involved faster than the slowest.
+def _fastest(
+    state: VExperts, expert: int, slowest: tuple[np.intp, ...], change: Change, involved_AD: np.ndarray
+) -> int | None:
+    """Return the candidate with the shortest time of the ranks involved, all of them faster than the slowest was.
 
-    Evenness is a small sum of squares, which also favors a small total.
+    Other ranks are not counted: with several slow ranks, relieving one alone would not change the maximum. Nor is what
+    the slowest rank's other experts take beyond the mean, because they are next. Ties go to the most even ranks.
 
     Args:
         slowest: the microbatch and the rank with the most seconds above the mean.
     """
-    seconds_ABD, (microbatch, rank) = state.seconds_after(change), slowest
+    work_ABD, (microbatch, rank), mean_B1 = state.work_after(change), slowest, state.work_BD.mean(-1, keepdims=True)
     involved_AD = involved_AD.copy()
     involved_AD[:, rank] = True
-    fits_A = (seconds_ABD[:, microbatch] * involved_AD).max(-1) < state.seconds_BD[slowest] * (1 - TOLERANCE)
+    fits_A = (work_ABD[:, microbatch] * involved_AD).max(-1) < state.work_BD[slowest] * (1 - TOLERANCE)
     if not fits_A.any():
         return None
-    return int(np.where(fits_A, (seconds_ABD**2).sum((1, 2)), np.inf).argmin())
+    others_FBD = state.loads_FBD - state.loads_E[expert]
+    work_ABD[..., rank] -= np.maximum(state.layer.cost.rank_seconds(others_FBD)[:, rank] - mean_B1[:, 0], 0.0)
+    total_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1) + state.exposed_after(change)
+    even_A = np.sqrt((work_ABD**2).mean((1, 2))) * EVENNESS
+    return int(np.where(fits_A, total_A + even_A, np.inf).argmin())
 
 
 def _drop(state: VExperts) -> Sequence[Modification]:
-    """Shrink the guest whose removal saves the most time summed over ranks, if the layer is not slower."""
+    """Shrink guests whose removal saves time: one of each expert, or only the best one if all together save none."""
     expert_A, rank_A = (state.guests_ED & (state.vexperts_ED < state.number_E[:, None])).nonzero()
     if not len(expert_A):
         return []
     number_A = state.vexperts_ED[expert_A, rank_A]
-    for row in _saving(state, state.changed(expert_A, (rank_A, -number_A)))[:1]:
-        return [Shrink(int(expert_A[row]), int(rank_A[row]))] * int(number_A[row])
-    return []
+    found: dict[int, list[Modification]] = {}
+    for row in _saving(state, state.changed(expert_A, (rank_A, -number_A))):
+        expert = int(expert_A[row])
+        found.setdefault(expert, [Shrink(expert, int(rank_A[row]))] * int(number_A[row]))
+    together = [step for steps in found.values() for step in steps]
+    if len(found) < 2 or state.after(together).seconds <= state.seconds * (1 + TOLERANCE):
+        return together
+    return next(iter(found.values()))
 
 
 def _saving(state: VExperts, change: Change) -> list[int]:
-    """Return the candidates that lower the sum of the ranks' times and do not slow the layer, the lowest sum first."""
-    seconds_ABD, now = state.seconds_after(change), state.seconds_BD.max(-1).sum()
-    total_A = seconds_ABD.sum((1, 2)) - state.seconds_BD.sum()
-    saving_A = (seconds_ABD.max(-1).sum(-1) <= now * (1 + TOLERANCE)) & (total_A < -TOLERANCE * now)
-    return [row for row in np.argsort(total_A, kind="stable").tolist() if saving_A[row]]
+    """Return the candidates that make the layer faster, or no slower with less work on all ranks; the fastest first."""
+    now, sending = state.seconds, state.sent_D.sum()
+    seconds_A = state.seconds_after(change)
+    less_A = change.sent_AD.sum(-1) < -TOLERANCE * sending
+    saving_A = (seconds_A < now * (1 - TOLERANCE)) | (seconds_A <= now * (1 + TOLERANCE)) & less_A
+    order_A = np.lexsort((change.sent_AD.sum(-1), seconds_A))
+    return [row for row in order_A.tolist() if saving_A[row]]
 
 
 def _migrate(state: VExperts) -> Sequence[Modification]:
