@@ -7,7 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll, NodeAllToAll, default_all_to_all
+from megatron_balance.comm.alltoall import (
+    AllToAll,
+    Exchange,
+    FlatAllToAll,
+    NodeAllToAll,
+    P2PAllToAll,
+    default_all_to_all,
+)
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
@@ -19,15 +26,24 @@ TURNS = 256
 
 
 def members_of(nodes: NodeGroups) -> dict[str, AllToAll]:
-    """Return the all-to-alls to choose from: the default one, and those whose messages differ on these nodes."""
+    """Return the all-to-alls to choose from: the default one, and those whose messages differ on these nodes.
+
+    The preferred ones come first. On gloo, messages that are all posted at once share links at random, so that is pipe.
+    """
     members: dict[str, AllToAll] = {DEFAULT: default_all_to_all(nodes.ep)}
-    if nodes.ep.size() > nodes.node_size:
-        members["pipe"] = PipelinedAllToAll(nodes)
-        if nodes.node_size > 1:
-            if nodes.ep.size() % nodes.node_size == 0:
-                members["2dh"] = TwoDimensionalAllToAll(nodes)
-            members["1dh"] = OneDimensionalAllToAll(nodes)
+    if nodes.ep.size() <= nodes.node_size:
+        return members
+    pipe = {"pipe": PipelinedAllToAll(nodes)}
+    members = pipe | members if isinstance(members[DEFAULT], P2PAllToAll) else members | pipe
+    if nodes.node_size > 1:
+        if nodes.ep.size() % nodes.node_size == 0:
+            members["2dh"] = TwoDimensionalAllToAll(nodes)
+        members["1dh"] = OneDimensionalAllToAll(nodes)
     return members
+
+
+NOISE = 0.05
+"""Measured lines do not tell times apart that differ by less."""
 
 
 class _Choice(NamedTuple):
@@ -38,7 +54,7 @@ class _Choice(NamedTuple):
 
 
 class Chooser:
-    """Chooses the all-to-all with the shortest predicted time; the first one wins ties.
+    """Chooses the all-to-all with the shortest predicted time; of several that differ by `NOISE` at most, the first.
 
     A prediction holds for the next `TURNS` exchanges with the same number of bytes in all, up to a factor of two. It
     depends only on the profile, the split matrix, the size of a row and earlier exchanges, so all ranks choose alike.
@@ -63,9 +79,10 @@ class Chooser:
         return name
 
     def predict(self, bytes_DD: np.ndarray) -> str:
-        """Return the name with the shortest predicted time."""
+        """Return the choice for an exchange of these bytes."""
         seconds = {model.name: model.seconds(bytes_DD) for model in self.models}
-        chosen = min(seconds, key=seconds.__getitem__)
+        longest = (1 + NOISE) * min(seconds.values())
+        chosen = next(name for name, time in seconds.items() if time <= longest)
         if self.log is not None and chosen not in self._logged:
             times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())
             self.log(
@@ -76,7 +93,7 @@ class Chooser:
 
 
 class AutoAllToAll(NodeAllToAll):
-    """Delegates each exchange to the all-to-all that `Chooser` chooses; the default one wins ties."""
+    """Delegates each exchange to the all-to-all that `Chooser` chooses."""
 
     def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
         """`log` is called with a line when a member is chosen for the first time."""

@@ -33,14 +33,18 @@ class Level(NamedTuple):
     """Seconds per byte that a rank sends, while it receives as much."""
 
     one_way: float = 1.0
-    """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are independent,
-    1/2 if they take turns."""
+    """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are
+    independent, 1/2 if they take turns."""
 
-    def busiest(self, amounts_2XD: np.ndarray) -> np.ndarray:
-        """Return [..., D] the amounts to send and receive at the same time that take as long as these."""
+    def busiest(self, both_ways: np.ndarray, axis: int = 0) -> np.ndarray:
+        """Return the amounts that take as long, each sent while as much is received.
+
+        Args:
+            axis: dimension of 2 that holds what is sent and what is received.
+        """
         if self.one_way == 1:
-            return amounts_2XD.max(0)
-        return self.one_way * amounts_2XD.max(0) + (1 - self.one_way) * amounts_2XD.min(0)
+            return both_ways.max(axis)
+        return self.one_way * both_ways.max(axis) + (1 - self.one_way) * both_ways.min(axis)
 
 
 class Crossing(NamedTuple):

@@ -90,8 +90,9 @@ def test_a_choice_holds_for_exchanges_of_similar_size() -> None:
     assert [model.asked for model in chooser.models] == [3, 3]
 
 
-def test_the_first_one_wins_ties() -> None:
-    assert exchanged(choosing({"default": lambda _: 1.0, "pipe": lambda _: 1.0}), 5) == "default"
+@pytest.mark.parametrize(("seconds", "chosen"), [(1.0, "default"), (0.96, "default"), (0.9, "pipe")])
+def test_the_first_one_wins_where_predictions_hardly_differ(seconds: float, chosen: str) -> None:
+    assert exchanged(choosing({"default": lambda _: 1.0, "pipe": lambda _: seconds}), 5) == chosen
 
 
 @pytest.mark.parametrize(
