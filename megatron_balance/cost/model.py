@@ -25,10 +25,7 @@ Amount = TypeVar("Amount", float, np.ndarray)
 
 def owners(placement: Placement) -> np.ndarray:
     """Return [E] int64: the rank that owns each expert."""
-    home = np.asarray(placement.home, dtype=np.int64)
-    owner_E = np.empty(placement.num_experts, dtype=np.int64)
-    owner_E[home.ravel()] = np.repeat(np.arange(placement.num_ranks), home.shape[1])
-    return owner_E
+    return np.array(placement.owners, dtype=np.int64)
 
 
 def balance_ratio(tokens_BD: np.ndarray) -> float:

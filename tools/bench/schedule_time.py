@@ -9,9 +9,9 @@ the paper excludes them. With --model, it is Table V's whole GPT-2 with N_MP = N
 
 All variants are in the same processes and take turns. Each row is for one shape: the milliseconds of `baseline`, the
 speedups of the others, and the choice of `auto`. Times are medians over iterations, whose time is that of the slowest
-rank. The row ends with the time of `auto` over that of the fastest schedule that it chooses from, by its own iterations and
-by all iterations with its schedule. The second table is the paper's Table IV: means over shapes, with the slowest and the
-fastest in brackets.
+rank. The row ends with the time of `auto` over that of the fastest schedule that it chooses from, by its own iterations
+and by all iterations with its schedule. The second table is the paper's Table IV: means over shapes, with the slowest
+and the fastest in brackets.
 """
 
 import argparse
@@ -257,7 +257,8 @@ def layers(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> 
                 print(rows[-1], flush=True)
     by_iterations = zip(*(over_better(one) for measured in found.values() for one in measured), strict=True)
     own, all_of_it = (f"{sum(ratio <= 1.03 for ratio in ratios)} of {len(ratios)}" for ratios in by_iterations)
-    summary = f"auto is within 3% of the best of {', '.join(CANDIDATES)} in {own} rows, the schedule that it took in {all_of_it}"
+    best = f"the best of {', '.join(CANDIDATES)}"
+    summary = f"auto is within 3% of {best} in {own} rows, the schedule that it took in {all_of_it}"
     tables = [*rows, "", *table_iv(found), "", summary]
     print("\n".join(tables[len(rows) :]))
     return tables

@@ -15,7 +15,13 @@ import numpy as np
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.policies.interface import Policy, owners_host
+from megatron_balance.planning.policies.interface import Policy, hottest_first, owners_host
+
+CONFIRMED = 2
+"""Number of selections that the cost model times exactly."""
+
+UNSURE = 0.1
+"""Share by which the search may underestimate the time of a selection."""
 
 LOANS = 4
 """Number of ranks that may become the only guest of an expert, the lightest first."""
@@ -57,10 +63,10 @@ class ProProphet(Policy):
     min_gain: float = 0.001
     """Share of the layer's time that more guests must save, because the cost model omits part of their cost."""
 
-    budget: int = 12
+    budget: int = 8
     """Number of experts examined in each search, which bounds planning time at any size."""
 
-    repeats: int = 4
+    repeats: int = 2
     """Number of choices repeated in each search."""
 
     def __post_init__(self) -> None:
@@ -73,7 +79,9 @@ class ProProphet(Policy):
         if not current.guest_slots or current.num_ranks == 1:
             return best
         plain = _Search(counts, current, cost, self.alpha)
-        searches = []
+        limit, searches = plain.seconds(), []
+        if plain.is_balanced():
+            return best
         for near in (False, True):
             search = plain.copy(near)
             search.select(self.budget, self.min_gain)
@@ -81,9 +89,22 @@ class ProProphet(Policy):
             searches.append(search)
             if not search.leaves_nodes:
                 break
+        everywhere = plain.copy(near=False)
+        for expert in hottest_first(counts)[: current.guest_slots]:
+            everywhere.spread(expert)
+            searches.append(everywhere.copy(near=False))
         # The search counts the busiest rank's messages, the cost model also those before and after them on their routes
-        planned = [_placement(current, search.chosen) for search in searches if search.chosen]
-        return min((best, *planned), key=lambda placement: cost.layer_seconds(counts, placement))
+        timed = sorted((search.seconds(), index) for index, search in enumerate(searches))
+        promising = min(limit, timed[0][0] * (1 + UNSURE))
+        for estimate, index in timed[:CONFIRMED]:
+            if estimate >= promising:
+                break
+            planned = _placement(current, searches[index].chosen)
+            sending = cost.sending(planned)
+            work = cost.work_of(searches[index].loads_FBD)
+            if (seconds := float(cost.time_of(*work, sending.trans, sending.agg).total)) < limit:
+                best, limit = planned, seconds
+        return best
 
 
 def _placement(current: Placement, chosen: Mapping[int, Chosen]) -> Placement:
@@ -121,7 +142,7 @@ class _Search:
             near: whether guests are on their owner's node.
         """
         other = copy.copy(self)
-        other.near, other.free_D, other.chosen = near, self.free_D.copy(), {}
+        other.near, other.free_D, other.chosen = near, self.free_D.copy(), self.chosen.copy()
         return other
 
     def select(self, budget: int, min_gain: float) -> None:
@@ -130,7 +151,7 @@ class _Search:
         The selection ends with the fastest one on the way.
         """
         best, kept, following = self.seconds(), 0, [0] * len(self.experts)
-        while budget and not self._is_balanced() and self._floor() < best * (1 - min_gain):
+        while budget and not self.is_balanced() and self._floor() < best * (1 - min_gain):
             place = self._slowest()
             rank = place[1]
             if following[rank] == len(self.experts[rank]):
@@ -145,6 +166,16 @@ class _Search:
                 best, kept = seconds, len(self.chosen)
         for expert in [*self.chosen][kept:]:
             self._remove(expert)
+
+    def spread(self, expert: int) -> None:
+        """Give an expert guests on all ranks with a free slot."""
+        owner, ranks, cost = int(self.owner_E[expert]), np.arange(len(self.free_D)), self.cost
+        guests_AD, owner_A = np.stack([ranks < 0, (self.free_D > 0) & (ranks != owner)]), np.array([owner, owner])
+        counts_ABD = np.stack([self.counts_EBD[expert]] * 2)
+        loads_AFBD = expert_loads(cost.network, cost.split, counts_ABD, guests_AD | (ranks == owner), owner_A)
+        times_AD, extra_A = cost.transport.link_times(owner_A, guests_AD)
+        change = loads_AFBD[1] - loads_AFBD[0], times_AD[1], float(extra_A[1])
+        self._add(expert, Chosen(guests_AD[1].nonzero()[0].tolist(), owner, *change))
 
     def repeat(self, budget: int, min_gain: float) -> None:
         """Choose the guests of each selected expert again, given all others, while the layer becomes faster."""
@@ -183,7 +214,7 @@ class _Search:
         """Return the time on the other links of the longest chain."""
         return max((choice.extra for choice in self.chosen.values()), default=0.0)
 
-    def _is_balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         """Return whether Eq. 7 holds in every microbatch; equal loads are balanced even if alpha is 0."""
         computed_BD = self.loads_FBD[COMPUTED] / self.cost.rate_D
         difference_B = computed_BD.max(-1) - computed_BD.min(-1)
@@ -233,8 +264,7 @@ class _Search:
         after_ABD = cost.rank_seconds(others_FBD + loads_AFBD)
         after_ABD[..., owner] -= np.maximum(cost.rank_seconds(others_FBD)[:, owner] - mean_B1[:, 0], 0.0)
         involved_AB = np.where(hosts_AD[:, None], after_ABD, mean_B1).max(-1)
-        guests_AD = hosts_AD.copy()
-        guests_AD[:, owner] = False
+        guests_AD = hosts_AD & (np.arange(len(able_D)) != owner)
         times_AD, extra_A = cost.transport.link_times(np.full(len(hosts_AD), owner), guests_AD)
         sent = cost.transport.seconds_of((self.times_D + times_AD).max(1), np.maximum(extra_A, self._extra()))
         best = int((involved_AB.sum(-1) + sum(cost.exposed(self.mean, *sent))).argmin())
