@@ -14,7 +14,7 @@ from megatron_balance.cost.sending import FANOUTS, MOST_CHUNKS, WORTHWHILE, Send
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import LinkLoads, Message, TransferPlan, plan_transfers, routes
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, from_links
-from tests.unit.placements import placements
+from tests.unit.placements import placements, random_placement
 
 SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
 
@@ -145,9 +145,16 @@ def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, b
 
 sizes = st.integers(1, 6)
 
+adapter_numbers = st.sampled_from([1.0, 1.5, 6.0])
+
+crowded = st.builds(random_placement, st.just(18), st.sampled_from([6, 9]), st.just(3), st.integers(0, 2**32 - 1))
+"""Placements in which many ranks of a node send to other nodes."""
+
 
 @settings(max_examples=60, deadline=None)
-@given(placements(), sizes, st.integers(1, 9), st.integers(1, 4), st.sampled_from([0.0, 2.0]), st.floats(1, 6))
+@given(
+    placements() | crowded, sizes, st.integers(1, 9), st.integers(1, 4), st.sampled_from([0.0, 2.0]), adapter_numbers
+)
 def test_progress_is_that_of_single_messages(
     placement: Placement, node_size: int, chunks: int, fanout: int, alpha: float, adapters: float
 ) -> None:
@@ -162,7 +169,14 @@ def test_progress_is_that_of_single_messages(
 
 
 @settings(max_examples=100, deadline=None)
-@given(placements(), sizes, st.integers(1, 9), st.integers(1, 4), st.sampled_from([0.5, 1.0, 4.0]), st.floats(1, 6))
+@given(
+    placements() | crowded,
+    sizes,
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from([0.5, 1.0, 4.0]),
+    adapter_numbers,
+)
 def test_link_loads_are_a_lower_bound_of_progress(
     placement: Placement, node_size: int, chunks: int, fanout: int, far: float, adapters: float
 ) -> None:

@@ -226,3 +226,7 @@ def test_adapters_are_busy_with_all_messages_of_their_node() -> None:
     found = list(routes(placement, 2, far=4).values())
     assert loads_of(4, 2, found, adapters=2).lines == [(4, 0)]
     assert loads_of(4, 2, found, adapters=1).lines == [(4, 0), (8, 0)]
+    # Only the sending node has a busy adapter, or only the receiving node
+    for additions in ([(0, 2), (1, 4)], [(2, 0), (4, 1)]):
+        found = list(routes(Placement.identity(6, 6, 1).with_hosts(additions), 2, far=4).values())
+        assert loads_of(6, 2, found, adapters=1).lines == [(4, 0), (8, 0)]
