@@ -276,8 +276,8 @@ class _Search:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] sets of hosts and [A] their primaries; the first one is the owner alone.
 
-        Guests are the lightest ranks, anywhere or on the owner's node. Under `local_first` they are the ranks with most of
-        the expert's tokens; or one guest is the primary, which computes the tokens of all ranks that are not hosts.
+        Guests are the lightest ranks, anywhere or on the owner's node. Under `local_first` they are the ranks with most
+        of the expert's tokens, or one guest is the primary, which computes the tokens of all ranks that are not hosts.
         """
         tokens_D, local = self.counts_EBD[expert].sum(0), self.cost.split == "local_first"
         order_D = np.lexsort((total_D, -tokens_D if local else total_D, ~able_D))
