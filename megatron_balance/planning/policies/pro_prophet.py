@@ -249,10 +249,7 @@ class _Search:
         """
         microbatch, owner = place
         cost, seconds_BD = self.cost, self.cost.rank_seconds(self.loads_FBD)
-        # Ranks that are nearly as slow as the owner are to be relieved too
-        slow = (seconds_BD[microbatch, owner] + seconds_BD[microbatch].mean()) / 2
-        able_D = (self.free_D > 0) & (seconds_BD[microbatch] < slow)
-        able_D[owner] = False
+        able_D = (self.free_D > 0) & (seconds_BD[microbatch] < seconds_BD[microbatch, owner])
         if self.near:
             able_D &= cost.network.is_near_DD[owner]
         hosts_AD, primary_A = self._options(owner, expert, able_D, seconds_BD.sum(0))
@@ -279,20 +276,21 @@ class _Search:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] sets of hosts and [A] their primaries; the first one is the owner alone.
 
-        Guests are the ranks with most of the expert's tokens or the lightest ones, anywhere or on the owner's node.
-        Under `local_first`, a guest may also be the primary, which computes the tokens of all ranks that are not hosts.
+        Guests are the lightest ranks, anywhere or on the owner's node. Under `local_first` they are the ranks with most of
+        the expert's tokens; or one guest is the primary, which computes the tokens of all ranks that are not hosts.
         """
         tokens_D, local = self.counts_EBD[expert].sum(0), self.cost.split == "local_first"
-        orders = [np.lexsort((total_D, -tokens_D, ~able_D))]
+        order_D = np.lexsort((total_D, -tokens_D if local else total_D, ~able_D))
         if local:
-            able_D = able_D & (tokens_D > 0)
-        else:
-            orders.append(np.lexsort((total_D, ~able_D)))
-        sets = [_prefixes(order_D, able_D) for order_D in orders]
+            # A rank that would become as heavy as the owner cannot help
+            computed_D = self.loads_FBD[COMPUTED].sum(0)
+            able_D = able_D & (tokens_D > 0) & (computed_D + tokens_D < computed_D[owner])
+            order_D = order_D[np.argsort(~able_D[order_D], kind="stable")]
+        sets = [_prefixes(order_D, able_D)]
         near_D = able_D & self.cost.network.is_near_DD[owner]
         if self.cost.network.has_both_levels and not self.near and near_D.any():
-            sets += [_prefixes(order_D[np.argsort(~near_D[order_D], kind="stable")], near_D) for order_D in orders]
-        loans = orders[0][:0]
+            sets.append(_prefixes(order_D[np.argsort(~near_D[order_D], kind="stable")], near_D))
+        loans = order_D[:0]
         if local:
             loans = np.argsort(np.where(able_D, total_D, np.inf), kind="stable")[: min(LOANS, int(able_D.sum()))]
             sets.append(loans[:, None] == np.arange(len(able_D)))
