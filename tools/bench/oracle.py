@@ -24,7 +24,7 @@ from megatron_balance.placement.placement import Placement
 Term = tuple[np.ndarray, ArrayLike]
 """Indices of the variables of a linear form, and their coefficients, or one coefficient for all."""
 
-MOST_NODES = 20_000
+MOST_NODES = 2_000
 """Maximum number of nodes of the solver's search tree; then the bound that it has proven counts."""
 
 
