@@ -180,7 +180,7 @@ def test_messages_cannot_change_their_links(counts: str, shared: float) -> None:
     [
         ([(0, 2), (2, 2)], 1, "2 far"),  # one rank receives two experts from another node
         ([(0, 2), (2, 3)], 1, "1 far"),
-        ([(0, 2), (2, 3)], 2, "2 far"),  # two experts enter a node by one adapter
+        ([(0, 4), (4, 5)], 2, "2 far"),  # two experts enter a node by one adapter
         ([(0, 2), (2, 4)], 2, "2 far"),  # two experts leave a node by one adapter
         ([(0, 2), (1, 4)], 1, "2 far"),  # one rank sends two experts to other nodes
         ([(0, 2), (0, 1), (1, 4), (1, 1)], 1, "1 far"),  # it sends them within its node, where they are relayed
