@@ -17,10 +17,10 @@ from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.interface import Policy, hottest_first, owners_host
 
-CONFIRMED = 2
+CONFIRMED = 3
 """Number of selections that the cost model times exactly."""
 
-UNSURE = 0.1
+UNSURE = 0.15
 """Share by which the search may underestimate the time of a selection."""
 
 LOANS = 4
@@ -48,9 +48,10 @@ class ProProphet(Policy):
 
     Algorithm 1, extended to ranks that own several experts and to nodes: take the heaviest rank, then its heaviest
     expert not yet examined, and give it the guests with which owner and guests are fastest, Trans and Agg included. The
-    number of guests (the paper's D - n) is chosen for each expert, within the guest slots. Then the choice is repeated
-    for each selected expert, given all others, while that makes the layer faster. All this happens twice: with guests
-    on the owner's node only, and with guests anywhere. By the cost model, a plan is never slower than no guests at all.
+    number of guests (the paper's D - n) is chosen for each expert, within the guest slots. Then some choices are
+    repeated, given all others. All this happens twice: with guests anywhere, and on the owner's node only. Alternatives
+    are the hottest experts on all ranks. The most promising selections are timed by the cost model, so that a plan is
+    never slower than no guests at all.
     """
 
     name = "pro_prophet"
@@ -85,8 +86,9 @@ class ProProphet(Policy):
         for near in (False, True):
             search = plain.copy(near)
             search.select(self.budget, self.min_gain)
-            search.repeat(self.repeats, self.min_gain)
-            searches.append(search)
+            searches.append(search.copy(near))
+            if search.repeat(self.repeats, self.min_gain):
+                searches.append(search)
             if not search.leaves_nodes:
                 break
         everywhere = plain.copy(near=False)
@@ -177,9 +179,14 @@ class _Search:
         change = loads_AFBD[1] - loads_AFBD[0], times_AD[1], float(extra_A[1])
         self._add(expert, Chosen(guests_AD[1].nonzero()[0].tolist(), owner, *change))
 
-    def repeat(self, budget: int, min_gain: float) -> None:
-        """Choose the guests of each selected expert again, given all others, while the layer becomes faster."""
-        best, waiting = self.seconds(), deque(self.chosen)
+    def repeat(self, budget: int, min_gain: float) -> bool:
+        """Choose the guests of some selected experts again, given all others, where that makes the layer faster.
+
+        Returns:
+            Whether a choice has changed.
+        """
+        start = self.seconds()
+        best, waiting = start, deque(self.chosen)
         for _ in range(min(budget, len(self.chosen))):
             expert = waiting.popleft()
             before = self._remove(expert)
@@ -192,6 +199,7 @@ class _Search:
             if choice is not None:
                 self._remove(expert)
             self._add(expert, before)
+        return best < start
 
     def seconds(self) -> float:
         """Return the seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
