@@ -9,22 +9,23 @@ seconds that it costs, since it was first proposed. For any later load, both tog
 better of the two (ski rental).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import expert_loads
+from megatron_balance.cost.loads import expert_loads, owner_loads
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import vexperts
+from megatron_balance.planning.policies.interface import owners_host
 
 BUDGET = 100
 """Number of placements that one plan may time, which bounds planning time at any size."""
 
-MOST_SWAPS = 16
+MOST_SWAPS = 8
 """Maximum number of exchanges between owners that one plan proposes."""
 
 HEAVY, LIGHT, PARTNERS = 4, 4, 4
@@ -124,101 +125,140 @@ def settle(
 ) -> Settled:
     """Return the placement with owners exchanged where the cost model predicts a gain over the expected lifetime.
 
-    A guest is expected to stay as long as it has already stayed, and another exchange to pay as long as it has been
-    proposed. Several exchanges may be needed before any seconds are saved, because the slowest rank or link decides.
+    A guest is expected to stay as long as it has already stayed, and another exchange to pay in as many iterations as
+    it was proposed for. Several exchanges may be needed before any seconds are saved, because the slowest rank or link
+    decides. Exchanges between owners are sought beside the guests, and in their place: the policy may lend again later.
 
     Args:
         counts_BDE: [B, D, E] the loads that the placement is for.
         held: number of iterations that each guest has been on its rank.
-        ages: number of iterations for which experts have been `wanted`.
+        ages: number of iterations for which experts have been `wanted` before.
     """
     time = cost.layer_time(counts_BDE, placement)
     best, settled = _own_guests(placement, counts_BDE, held, cost, time)
-    wanted, chain, reached = frozenset[int](), (), settled
+    guests, wanted = best, frozenset[int]()
     limit = cost.layer_seconds(counts_BDE, settled) if best.exchanges else time.total
-    guests = best
-    for exchange, seconds in _swaps(settled, counts_BDE, cost):
-        chain, reached = (*chain, exchange), exchanged(reached, exchange)
-        lifetimes = [ages.get(swap.experts[0], 0) for swap in chain] + [guests.lifetime] * bool(guests.exchanges)
-        proposal = Settlement(
-            (*guests.exchanges, *chain),
-            time.total - seconds,
-            min(lifetimes),
-            cost.transfer_seconds((move.source, move.target) for move in moves(placement, reached)),
-        )
-        if seconds < limit * (1 - LEAST_GAIN):
-            limit, wanted = seconds, frozenset(swap.experts[0] for swap in chain)
-        if proposal.gain > best.gain:
-            best, settled = proposal, reached
+    for start in [settled] if settled.is_identity else [settled, owners_host(settled)]:
+        chain, fewest = (), limit
+        for exchange, seconds in _swaps(start, counts_BDE, cost):
+            chain = (*chain, exchange)
+            if seconds < fewest * (1 - LEAST_GAIN):
+                fewest, wanted = seconds, wanted | {swap.experts[0] for swap in chain}
+            lifetimes = [ages.get(swap.experts[0], 0) + 1 for swap in chain]
+            lifetime = min([*lifetimes, guests.lifetime] if guests.exchanges else lifetimes)
+            if seconds >= limit * (1 - LEAST_GAIN) or lifetime * (time.total - seconds) <= best.gain:
+                continue
+            reached = exchanged(start, chain)
+            transfer = cost.transfer_seconds((move.source, move.target) for move in moves(placement, reached))
+            proposal = Settlement((*guests.exchanges, *chain), time.total - seconds, lifetime, transfer)
+            if proposal.gain > best.gain:
+                best, settled = proposal, reached
     return Settled(settled, best, wanted)
 
 
-def exchanged(placement: Placement, exchange: Swap) -> Placement:
-    """Return the placement in which two experts, hosted by their owners alone, have exchanged them."""
-    (expert, other), (source, target) = exchange.experts, exchange.ranks
-    swap = {expert: other, other: expert}
-    home = tuple(tuple(swap.get(each, each) for each in row) for row in placement.home)
+def exchanged(placement: Placement, exchanges: Iterable[Swap]) -> Placement:
+    """Return the placement after exchanges between owners, of experts that their owners alone compute."""
+    expert_of = list(range(placement.num_experts))
     hosts, primary = [*placement.hosts], [*placement.primary]
-    for each, rank in ((expert, target), (other, source)):
-        hosts[each], primary[each] = (rank,), rank
+    for (expert, other), (source, target) in exchanges:
+        places = expert_of.index(expert), expert_of.index(other)
+        expert_of[places[0]], expert_of[places[1]] = other, expert
+        for each, rank in ((expert, target), (other, source)):
+            hosts[each], primary[each] = (rank,), rank
+    home = tuple(tuple(expert_of[each] for each in row) for row in placement.home)
     return placement.rehost(hosts, primary, home)
 
 
 def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel) -> Iterator[tuple[Swap, float]]:
     """Yield exchanges between owners, one after the other, and the seconds of the layer after each.
 
-    Each exchange makes the rank that is slowest in a microbatch faster, and its partner no slower than it was.
+    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was.
     """
-    counts_EBD = counts_BDE.transpose(2, 0, 1).astype(np.float64)
-    vexperts_ED, primary_E = vexperts(placement), np.asarray(placement.primary)
-    loads_FBD = expert_loads(cost.network, cost.split, counts_EBD, vexperts_ED, primary_E).sum(0)
-    owner_E, sending, ranks = owners(placement), cost.sending(placement), np.arange(placement.num_ranks)
-    tokens_E = counts_EBD.sum((1, 2))
-    # Only experts that nobody but their owner computes
-    free_E = (vexperts_ED > 0).sum(1) * vexperts_ED[np.arange(len(owner_E)), owner_E].astype(bool) == 1
+    counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
+    owner_E, sending, alone = owners(placement), cost.sending(placement), _Alone.of(cost, counts_EBD)
+    (shared_M,) = np.array(
+        [ranks != (owner,) for ranks, owner in zip(placement.hosts, owner_E.tolist(), strict=True)]
+    ).nonzero()
+    loads_FBD = owner_loads(cost.network, counts_EBD, owner_E)
+    if len(shared_M):
+        vexperts_MD, primary_M = vexperts(placement)[shared_M], np.asarray(placement.primary)[shared_M]
+        loads_MFBD = expert_loads(cost.network, cost.split, counts_EBD[shared_M], vexperts_MD, primary_M)
+        loads_FBD = loads_FBD + (loads_MFBD - alone.loads(shared_M, owner_E[shared_M])).sum(0)
+    is_free_E = np.ones(len(owner_E), dtype=bool)
+    is_free_E[shared_M] = False
     for _ in range(MOST_SWAPS):
         seconds_BD = cost.rank_seconds(loads_FBD)
         over_BD = seconds_BD - seconds_BD.mean(-1, keepdims=True)
         microbatch, heaviest = (int(place) for place in np.unravel_index(over_BD.argmax(), over_BD.shape))
-        pairs_A2 = _pairs(owner_E, free_E, tokens_E, counts_EBD, heaviest, seconds_BD.sum(0))
+        pairs_A2 = _pairs(owner_E, is_free_E, counts_EBD, heaviest, seconds_BD.sum(0))
         if not len(pairs_A2):
             return
-        experts_X = np.concatenate([pairs_A2.T.ravel(), pairs_A2.T.ravel()])
-        away_A = owner_E[pairs_A2[:, 1]]
-        here_A = np.full_like(away_A, heaviest)
-        host_X = np.concatenate([away_A, here_A, here_A, away_A])
-        loads_4AFBD = expert_loads(
-            cost.network, cost.split, counts_EBD[experts_X], (host_X[:, None] == ranks).astype(np.int64), host_X
-        ).reshape(4, len(pairs_A2), *loads_FBD.shape)
-        change_AFBD = loads_4AFBD[0] + loads_4AFBD[1] - loads_4AFBD[2] - loads_4AFBD[3]
-        after_ABD = cost.rank_seconds(loads_FBD + change_AFBD)
-        involved_AD = (ranks == heaviest) | (ranks == away_A[:, None])
-        slower_A = (after_ABD[:, microbatch] * involved_AD).max(-1)
-        index = int(np.where(involved_AD[:, None], after_ABD, 0.0).max(-1).sum(-1).argmin())
-        if slower_A[index] >= seconds_BD[microbatch, heaviest] * (1 - LEAST_GAIN):
+        slower_AB = alone.slower_after(pairs_A2, owner_E[pairs_A2], loads_FBD)
+        helps_A = slower_AB[:, microbatch] < seconds_BD[microbatch, heaviest] * (1 - LEAST_GAIN)
+        if not helps_A.any():
             return
-        expert, other = (int(each) for each in pairs_A2[index])
-        loads_FBD = loads_FBD + change_AFBD[index]
-        swap = Swap((expert, other), (heaviest, int(owner_E[other])))
-        owner_E[[expert, other]] = owner_E[[other, expert]]
-        yield swap, float(cost.time_of(*cost.work_of(loads_FBD), sending.trans, sending.agg).total)
+        pair_2 = pairs_A2[np.where(helps_A, slower_AB.sum(-1), np.inf).argmin()]
+        ranks_2 = owner_E[pair_2]
+        loads_FBD = loads_FBD + (alone.loads(pair_2, ranks_2[::-1]) - alone.loads(pair_2, ranks_2)).sum(0)
+        owner_E[pair_2] = ranks_2[::-1]
+        expert, other, source, target = (int(each) for each in (*pair_2, *ranks_2))
+        seconds = cost.time_of(*cost.work_of(loads_FBD), sending.trans, sending.agg).total
+        yield Swap((expert, other), (source, target)), float(seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Alone:
+    """Loads of experts that one rank computes."""
+
+    cost: CostModel
+    counts_EBD: np.ndarray
+    total_EB: np.ndarray
+    node_EBN: np.ndarray
+    """Tokens from each node."""
+
+    @classmethod
+    def of(cls, cost: CostModel, counts_EBD: np.ndarray) -> "_Alone":
+        node_EBN = np.add.reduceat(counts_EBD, cost.network.first_N, axis=-1)
+        return cls(cost, counts_EBD, node_EBN.sum(-1), node_EBN)
+
+    def loads(self, expert_A: np.ndarray, host_A: np.ndarray) -> np.ndarray:
+        """Return [A, 5, B, D]: `expert_loads` of experts on these ranks."""
+        hosts_AD = (host_A[:, None] == np.arange(self.counts_EBD.shape[-1])).astype(np.int64)
+        return expert_loads(self.cost.network, self.cost.split, self.counts_EBD[expert_A], hosts_AD, host_A)
+
+    def loads_on(self, expert_A: np.ndarray, host_A: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
+        """Return [A, 5, B]: the loads of one rank each."""
+        node_D = self.cost.network.node_D
+        own_AB, total_AB = self.counts_EBD[expert_A, :, rank_A], self.total_EB[expert_A]
+        near_AB = self.node_EBN[expert_A, :, node_D[host_A]]
+        is_host_A1, is_near_A1 = (host_A == rank_A)[:, None], (node_D[host_A] == node_D[rank_A])[:, None]
+        received = is_host_A1 * (near_AB - own_AB), is_host_A1 * (total_AB - near_AB)
+        sent = ~is_host_A1 * is_near_A1 * own_AB, ~is_near_A1 * own_AB
+        return np.stack([is_host_A1 * total_AB, sent[0], received[0], sent[1], received[1]], axis=1)
+
+    def slower_after(self, pairs_A2: np.ndarray, ranks_A2: np.ndarray, loads_FBD: np.ndarray) -> np.ndarray:
+        """Return [A, B]: the seconds of the slower of two owners after they exchange a pair of experts."""
+        loads_2 = []
+        for rank_A in ranks_A2.T:
+            after_AFB = np.moveaxis(loads_FBD[..., rank_A], -1, 0)
+            for expert_A, source_A, target_A in zip(pairs_A2.T, ranks_A2.T, ranks_A2.T[::-1], strict=True):
+                after_AFB = after_AFB + self.loads_on(expert_A, target_A, rank_A)
+                after_AFB = after_AFB - self.loads_on(expert_A, source_A, rank_A)
+            loads_2.append(after_AFB)
+        rates_A12 = self.cost.rate_D[ranks_A2][:, None]
+        return self.cost.rank_seconds(np.stack(loads_2, axis=-1), rates_A12).max(-1)
 
 
 def _pairs(
-    owner_E: np.ndarray,
-    free_E: np.ndarray,
-    tokens_E: np.ndarray,
-    counts_EBD: np.ndarray,
-    heaviest: int,
-    seconds_D: np.ndarray,
+    owner_E: np.ndarray, is_free_E: np.ndarray, counts_EBD: np.ndarray, heaviest: int, seconds_D: np.ndarray
 ) -> np.ndarray:
     """Return [A, 2]: experts of the heaviest rank, and experts of light ranks or of those with most of their tokens."""
-    found: list[tuple[int, int]] = []
-    own = (free_E & (owner_E == heaviest)).nonzero()[0]
+    tokens_E, found = counts_EBD.sum((1, 2)), []
+    own = (is_free_E & (owner_E == heaviest)).nonzero()[0]
     light = np.argsort(seconds_D, kind="stable")[:LIGHT].tolist()
     for expert in own[np.argsort(-tokens_E[own], kind="stable")][:HEAVY].tolist():
         for rank in dict.fromkeys([*light, int(counts_EBD[expert].sum(0).argmax())]):
-            others = (free_E & (owner_E == rank)).nonzero()[0]
+            others = (is_free_E & (owner_E == rank)).nonzero()[0]
             if rank != heaviest:
                 order = np.argsort(tokens_E[others], kind="stable")[:PARTNERS]
                 found += [(expert, other) for other in others[order].tolist()]
