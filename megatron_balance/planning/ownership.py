@@ -138,7 +138,11 @@ def settle(
     best, settled = _own_guests(placement, counts_BDE, held, cost, time)
     guests, wanted = best, frozenset[int]()
     limit = cost.layer_seconds(counts_BDE, settled) if best.exchanges else time.total
-    for start in [settled] if settled.is_identity else [settled, owners_host(settled)]:
+    starts = [settled]
+    # Guests that slow the layer down are the policy's affair, and no reason for a Transfer
+    if not settled.is_identity and cost.layer_seconds(counts_BDE, alone := owners_host(settled)) >= limit:
+        starts.append(alone)
+    for start in starts:
         chain, fewest = (), limit
         for exchange, seconds in _swaps(start, counts_BDE, cost):
             chain = (*chain, exchange)
@@ -148,10 +152,10 @@ def settle(
             lifetime = min([*lifetimes, guests.lifetime] if guests.exchanges else lifetimes)
             if seconds >= limit * (1 - LEAST_GAIN) or lifetime * (time.total - seconds) <= best.gain:
                 continue
-            reached = exchanged(start, chain)
-            transfer = cost.transfer_seconds((move.source, move.target) for move in moves(placement, reached))
+            changed = moves(placement, reached := exchanged(start, chain))
+            transfer = cost.transfer_seconds((move.source, move.target) for move in changed)
             proposal = Settlement((*guests.exchanges, *chain), time.total - seconds, lifetime, transfer)
-            if proposal.gain > best.gain:
+            if changed and proposal.gain > best.gain:
                 best, settled = proposal, reached
     return Settled(settled, best, wanted)
 
