@@ -9,7 +9,7 @@ seconds that it costs, since it was first proposed. For any later load, both tog
 better of the two (ski rental).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -36,6 +36,9 @@ LEAST_GAIN = 1e-3
 
 Guest = tuple[int, int]
 """(expert, rank)."""
+
+Home = tuple[tuple[int, ...], ...]
+"""The experts in each rank's home slots."""
 
 
 class Move(NamedTuple):
@@ -91,11 +94,16 @@ class Settlement:
 
 def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
     """Return the experts whose home slot differs, ascending."""
+    return _moves(before.home, after.home)
+
+
+def _moves(before: Home, after: Home) -> tuple[Move, ...]:
+    differing = [rank for rank, rows in enumerate(zip(before, after, strict=True)) if rows[0] != rows[1]]
     places = [
-        {expert: (rank, slot) for rank, row in enumerate(placement.home) for slot, expert in enumerate(row)}
-        for placement in (before, after)
+        {expert: (rank, slot) for rank in differing for slot, expert in enumerate(home[rank])}
+        for home in (before, after)
     ]
-    changed = [expert for expert in range(before.num_experts) if places[0][expert] != places[1][expert]]
+    changed = sorted(expert for expert, place in places[0].items() if place != places[1][expert])
     return tuple(Move(expert, *places[0][expert], *places[1][expert]) for expert in changed)
 
 
@@ -136,7 +144,7 @@ def settle(
     """
     time = cost.layer_time(counts_BDE, placement)
     best, settled = _own_guests(placement, counts_BDE, held, cost, time)
-    guests, wanted = best, frozenset[int]()
+    guests, reached, wanted = best, (settled, ()), frozenset[int]()
     limit = cost.layer_seconds(counts_BDE, settled) if best.exchanges else time.total
     starts = [settled]
     # Guests that slow the layer down are the policy's affair, and no reason for a Transfer
@@ -152,25 +160,33 @@ def settle(
             lifetime = min([*lifetimes, guests.lifetime] if guests.exchanges else lifetimes)
             if seconds >= limit * (1 - LEAST_GAIN) or lifetime * (time.total - seconds) <= best.gain:
                 continue
-            changed = moves(placement, reached := exchanged(start, chain))
-            transfer = cost.transfer_seconds((move.source, move.target) for move in changed)
-            proposal = Settlement((*guests.exchanges, *chain), time.total - seconds, lifetime, transfer)
-            if changed and proposal.gain > best.gain:
-                best, settled = proposal, reached
-    return Settled(settled, best, wanted)
+            pairs = [(move.source, move.target) for move in _moves(placement.home, home_of(start, chain))]
+            proposal = Settlement(
+                (*guests.exchanges, *chain), time.total - seconds, lifetime, cost.transfer_seconds(pairs)
+            )
+            if pairs and proposal.gain > best.gain:
+                best, reached = proposal, (start, chain)
+    return Settled(exchanged(*reached), best, wanted)
 
 
-def exchanged(placement: Placement, exchanges: Iterable[Swap]) -> Placement:
+def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
     """Return the placement after exchanges between owners, of experts that their owners alone compute."""
-    expert_of = list(range(placement.num_experts))
+    if not exchanges:
+        return placement
     hosts, primary = [*placement.hosts], [*placement.primary]
+    for experts, (source, target) in exchanges:
+        for expert, rank in zip(experts, (target, source), strict=True):
+            hosts[expert], primary[expert] = (rank,), rank
+    return placement.rehost(hosts, primary, home_of(placement, exchanges))
+
+
+def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
+    """Return the experts in the home slots after exchanges."""
+    home = [[*row] for row in placement.home]
     for (expert, other), (source, target) in exchanges:
-        places = expert_of.index(expert), expert_of.index(other)
-        expert_of[places[0]], expert_of[places[1]] = other, expert
-        for each, rank in ((expert, target), (other, source)):
-            hosts[each], primary[each] = (rank,), rank
-    home = tuple(tuple(expert_of[each] for each in row) for row in placement.home)
-    return placement.rehost(hosts, primary, home)
+        there = home[source].index(expert), home[target].index(other)
+        home[source][there[0]], home[target][there[1]] = other, expert
+    return tuple(map(tuple, home))
 
 
 def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel) -> Iterator[tuple[Swap, float]]:
@@ -190,11 +206,12 @@ def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel) -> Ite
         loads_FBD = loads_FBD + (loads_MFBD - alone.loads(shared_M, owner_E[shared_M])).sum(0)
     is_free_E = np.ones(len(owner_E), dtype=bool)
     is_free_E[shared_M] = False
+    tokens_ED = counts_EBD.sum(1)
     for _ in range(MOST_SWAPS):
         seconds_BD = cost.rank_seconds(loads_FBD)
         over_BD = seconds_BD - seconds_BD.mean(-1, keepdims=True)
         microbatch, heaviest = (int(place) for place in np.unravel_index(over_BD.argmax(), over_BD.shape))
-        pairs_A2 = _pairs(owner_E, is_free_E, counts_EBD, heaviest, seconds_BD.sum(0))
+        pairs_A2 = _pairs(owner_E, is_free_E, tokens_ED, heaviest, seconds_BD.sum(0))
         if not len(pairs_A2):
             return
         slower_AB = alone.slower_after(pairs_A2, owner_E[pairs_A2], loads_FBD)
@@ -254,14 +271,14 @@ class _Alone:
 
 
 def _pairs(
-    owner_E: np.ndarray, is_free_E: np.ndarray, counts_EBD: np.ndarray, heaviest: int, seconds_D: np.ndarray
+    owner_E: np.ndarray, is_free_E: np.ndarray, tokens_ED: np.ndarray, heaviest: int, seconds_D: np.ndarray
 ) -> np.ndarray:
     """Return [A, 2]: experts of the heaviest rank, and experts of light ranks or of those with most of their tokens."""
-    tokens_E, found = counts_EBD.sum((1, 2)), []
+    tokens_E, found = tokens_ED.sum(1), []
     own = (is_free_E & (owner_E == heaviest)).nonzero()[0]
     light = np.argsort(seconds_D, kind="stable")[:LIGHT].tolist()
     for expert in own[np.argsort(-tokens_E[own], kind="stable")][:HEAVY].tolist():
-        for rank in dict.fromkeys([*light, int(counts_EBD[expert].sum(0).argmax())]):
+        for rank in dict.fromkeys([*light, int(tokens_ED[expert].argmax())]):
             others = (is_free_E & (owner_E == rank)).nonzero()[0]
             if rank != heaviest:
                 order = np.argsort(tokens_E[others], kind="stable")[:PARTNERS]

@@ -130,8 +130,8 @@ class _Search:
         self.times_D = np.zeros(num_ranks)
         self.experts = np.lexsort((-tokens_E, self.owner_E)).reshape(num_ranks, -1).tolist()
         """Experts of each rank, heaviest first."""
-        computed_BD = self.loads_FBD[COMPUTED] / cost.rate_D
-        self.mean = float(computed_BD.mean(-1).sum())
+        self.mean = float(tokens_E.sum() / cost.rate_D.sum())
+        """Tokens per rank if all ranks computed equally long."""
         self.spread_B = alpha * self.counts_EBD.sum((0, 2)) / len(self.counts_EBD)
         self.chosen: dict[int, Chosen] = {}
 
