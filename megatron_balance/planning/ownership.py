@@ -9,8 +9,10 @@ seconds that it costs, since it was first proposed. For any later load, both tog
 better of the two (ski rental).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,8 +24,11 @@ from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import vexperts
 from megatron_balance.planning.policies.interface import owners_host
 
-BUDGET = 100
+BUDGET = 24
 """Number of placements that one plan may time, which bounds planning time at any size."""
+
+EXAMINED = 4
+"""Number of placements that are timed for one exchange that makes a guest an owner."""
 
 MOST_SWAPS = 8
 """Maximum number of exchanges between owners that one plan proposes."""
@@ -152,7 +157,7 @@ def settle(
         starts.append(alone)
     for start in starts:
         chain, fewest = (), limit
-        for exchange, seconds in _swaps(start, counts_BDE, cost):
+        for exchange, seconds in _swaps(start, counts_BDE, cost, limit):
             chain = (*chain, exchange)
             if seconds < fewest * (1 - LEAST_GAIN):
                 fewest, wanted = seconds, wanted | {swap.experts[0] for swap in chain}
@@ -189,13 +194,20 @@ def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
     return tuple(map(tuple, home))
 
 
-def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel) -> Iterator[tuple[Swap, float]]:
+def _swaps(
+    placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit: float = math.inf
+) -> Iterator[tuple[Swap, float]]:
     """Yield exchanges between owners, one after the other, and the seconds of the layer after each.
 
-    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was.
+    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was. There
+    are none if even loads without any exchange of tokens would not be faster than `limit`.
     """
+    sending = cost.sending(placement)
+    floor = cost.time_of(0.0, float(counts_BDE.sum() / cost.rate_D.sum()), sending.trans, sending.agg).total
+    if floor >= limit * (1 - LEAST_GAIN):
+        return
     counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
-    owner_E, sending, alone = owners(placement), cost.sending(placement), _Alone.of(cost, counts_EBD)
+    owner_E, alone = owners(placement), _Alone.of(cost, counts_EBD)
     (shared_M,) = np.array(
         [ranks != (owner,) for ranks, owner in zip(placement.hosts, owner_E.tolist(), strict=True)]
     ).nonzero()
@@ -296,13 +308,12 @@ def _own_guests(
     best, settled, reached = Settlement(), placement, Settlement()
     start, seconds, budget = placement, time.total, BUDGET
     # No set of exchanges saves more than all of Trans and Agg, or costs less than one exchange
-    if max(held.values(), default=0) * (time.trans + time.agg) <= cost.transfer_seconds([(0, 0)]):
-        return best, settled
-    while budget > 0:
+    least = cost.transfer_seconds([(0, 0)])
+    held = {guest: stay for guest, stay in held.items() if stay * (time.trans + time.agg) > least}
+    while held and budget > 0:
         found: tuple[float, int, Swap, Placement] | None = None
-        for exchange, candidate in _candidates(placement, counts_BDE, held):
-            if (budget := budget - 1) < 0:
-                break
+        for exchange, candidate in islice(_candidates(placement, counts_BDE, held, cost), min(EXAMINED, budget)):
+            budget -= 1
             key = cost.layer_seconds(counts_BDE, candidate), candidate.added_hosts
             if key[0] <= seconds and (found is None or key < found[:2]):
                 found = *key, exchange, candidate
@@ -322,37 +333,45 @@ def _own_guests(
 
 
 def _candidates(
-    placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int]
+    placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int], cost: CostModel
 ) -> Iterator[tuple[Swap, Placement]]:
-    """Yield exchanges that leave fewer guests: longest stay first, then home experts with the fewest tokens."""
+    """Yield exchanges that leave fewer guests: those first that relieve the busiest rank in Trans, or whose guests
+    stayed longest, then home experts with the fewest tokens.
+    """
+    guests = sorted(guest for guest in held if guest[0] in placement.guests[guest[1]])
+    if not guests:
+        return
+    expert_A, target_A = np.array(guests).T
+    owner_E, hosts_ED, ranks = owners(placement), vexperts(placement) > 0, np.arange(placement.num_ranks)
+    times_ED, _ = cost.transport.link_times(owner_E, hosts_ED & (owner_E[:, None] != ranks))
+    after_AD, _ = cost.transport.link_times(target_A, hosts_ED[expert_A] & (target_A[:, None] != ranks))
+    busiest_A = (times_ED.sum(0) - times_ED[expert_A] + after_AD).max(1)
     tokens_E = counts_BDE.sum((0, 1))
-    guests = [guest for guest, iterations in held.items() if iterations and guest[0] in placement.guests[guest[1]]]
-    for expert, target in sorted(guests, key=lambda guest: (-held[guest], guest)):
+    for row in np.lexsort(([-held[guest] for guest in guests], busiest_A)).tolist():
+        expert, target = guests[row]
         for other in sorted(placement.home[target], key=lambda other: (tokens_E[other], other)):
             exchange = Swap((expert, other), (placement.owner(expert), target))
             for candidate in _exchanged(placement, exchange):
-                if candidate.added_hosts < placement.added_hosts:
-                    yield exchange, candidate
+                yield exchange, candidate
 
 
 def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
-    """Yield placements with the two experts' owners exchanged, where guest slots suffice.
+    """Yield placements with the two experts' owners exchanged and fewer guests, where guest slots suffice.
 
     First, the expert that gave up its home slot is computed by its new owner, not the old one; then its hosts stay.
     """
     (expert, other), (source, target) = exchange.experts, exchange.ranks
-    swap = {expert: other, other: expert}
-    home = tuple(tuple(swap.get(each, each) for each in row) for row in placement.home)
-    follows = [source if rank == target else rank for rank in placement.hosts[other]]
-    for ranks in dict.fromkeys((tuple(sorted(follows)), placement.hosts[other])):
-        hosts = [*placement.hosts]
-        hosts[other] = ranks
-        owners = {expert: target, other: source}
-        wanted = [
-            sum(rank in hosts[each] and owners.get(each, placement.owner(each)) != rank for each in range(len(hosts)))
-            for rank in exchange.ranks
-        ]
+    before = placement.hosts[other]
+    follows = tuple(sorted(source if rank == target else rank for rank in before))
+    for ranks in dict.fromkeys((follows, before)):
+        # The guest becomes an owner, and the old owner a guest if it computes the expert
+        more = len({*ranks} - {source}) - len({*before} - {target}) + (source in placement.hosts[expert]) - 1
+        if more >= 0:
+            continue
+        staying = [len({*placement.guests[rank]} - {expert, other, EMPTY}) for rank in (source, target)]
+        wanted = staying[0] + (source in placement.hosts[expert]), staying[1] + (target in ranks)
         if max(wanted) <= placement.guest_slots:
-            primary = [*placement.primary]
+            hosts, primary = [*placement.hosts], [*placement.primary]
+            hosts[other] = ranks
             primary[other] = primary[other] if primary[other] in ranks else source
-            yield placement.rehost(hosts, primary, home)
+            yield placement.rehost(hosts, primary, home_of(placement, [exchange]))
