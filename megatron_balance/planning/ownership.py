@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import expert_loads, owner_loads
+from megatron_balance.cost.loads import COMPUTED, FEATURES, expert_loads, owner_loads
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import vexperts
@@ -199,8 +199,8 @@ def _swaps(
 ) -> Iterator[tuple[Swap, float]]:
     """Yield exchanges between owners, one after the other, and the seconds of the layer after each.
 
-    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was. There
-    are none if even loads without any exchange of tokens would not be faster than `limit`.
+    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was.
+    There are none if even loads without any exchange of tokens would not be faster than `limit`.
     """
     sending = cost.sending(placement)
     floor = cost.time_of(0.0, float(counts_BDE.sum() / cost.rate_D.sum()), sending.trans, sending.agg).total
@@ -261,25 +261,34 @@ class _Alone:
 
     def loads_on(self, expert_A: np.ndarray, host_A: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
         """Return [A, 5, B]: the loads of one rank each."""
-        node_D = self.cost.network.node_D
-        own_AB, total_AB = self.counts_EBD[expert_A, :, rank_A], self.total_EB[expert_A]
+        node_D, own_AB, total_AB = (
+            self.cost.network.node_D,
+            self.counts_EBD[expert_A, :, rank_A],
+            self.total_EB[expert_A],
+        )
         near_AB = self.node_EBN[expert_A, :, node_D[host_A]]
         is_host_A1, is_near_A1 = (host_A == rank_A)[:, None], (node_D[host_A] == node_D[rank_A])[:, None]
-        received = is_host_A1 * (near_AB - own_AB), is_host_A1 * (total_AB - near_AB)
-        sent = ~is_host_A1 * is_near_A1 * own_AB, ~is_near_A1 * own_AB
-        return np.stack([is_host_A1 * total_AB, sent[0], received[0], sent[1], received[1]], axis=1)
+        loads_FAB = np.zeros((FEATURES, *own_AB.shape))
+        loads_FAB[COMPUTED], loads_FAB[1], loads_FAB[3] = (
+            is_host_A1 * total_AB,
+            is_near_A1 * own_AB,
+            ~is_near_A1 * own_AB,
+        )
+        loads_FAB[1] -= is_host_A1 * own_AB
+        loads_FAB[2], loads_FAB[4] = is_host_A1 * (near_AB - own_AB), is_host_A1 * (total_AB - near_AB)
+        return loads_FAB.swapaxes(0, 1)
 
     def slower_after(self, pairs_A2: np.ndarray, ranks_A2: np.ndarray, loads_FBD: np.ndarray) -> np.ndarray:
         """Return [A, B]: the seconds of the slower of two owners after they exchange a pair of experts."""
-        loads_2 = []
-        for rank_A in ranks_A2.T:
-            after_AFB = np.moveaxis(loads_FBD[..., rank_A], -1, 0)
-            for expert_A, source_A, target_A in zip(pairs_A2.T, ranks_A2.T, ranks_A2.T[::-1], strict=True):
-                after_AFB = after_AFB + self.loads_on(expert_A, target_A, rank_A)
-                after_AFB = after_AFB - self.loads_on(expert_A, source_A, rank_A)
-            loads_2.append(after_AFB)
-        rates_A12 = self.cost.rate_D[ranks_A2][:, None]
-        return self.cost.rank_seconds(np.stack(loads_2, axis=-1), rates_A12).max(-1)
+        # Both owners' loads, from both experts, after the exchange and before it
+        size, ranks_2A, pairs_2A = (2, 2, 2, len(pairs_A2)), ranks_A2.T, pairs_A2.T
+        rank_X = np.broadcast_to(ranks_2A[:, None, None], size).ravel()
+        expert_X = np.broadcast_to(pairs_2A[:, None], size).ravel()
+        host_X = np.broadcast_to(np.stack([ranks_2A[::-1], ranks_2A], axis=1), size).ravel()
+        loads_222AFB = self.loads_on(expert_X, host_X, rank_X).reshape(*size, FEATURES, -1)
+        change_2AFB = (loads_222AFB[:, :, 0] - loads_222AFB[:, :, 1]).sum(1)
+        after_AFB2 = loads_FBD[..., ranks_A2].transpose(2, 0, 1, 3) + change_2AFB.transpose(1, 2, 3, 0)
+        return self.cost.rank_seconds(after_AFB2, self.cost.rate_D[ranks_A2][:, None]).max(-1)
 
 
 def _pairs(

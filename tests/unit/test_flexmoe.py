@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ ROUNDING = 1 + 1e-6
 
 
 def cost_model(
-    num_ranks: int, node_size: int = 8, expert_bytes: float = 8e6, split: str = "proportional", **options: object
+    num_ranks: int, node_size: int = 8, expert_bytes: float = 8e6, split: str = "proportional", **options: Any
 ) -> CostModel:
     return CostModel(
         builtin(num_ranks, node_size, 1024, 2048),

@@ -1,44 +1,45 @@
-"""Which experts change owners, and the messages that this requires."""
+"""Which experts change owners."""
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.comm.ownership_transfer import (
-    ALIGNMENT,
-    Extent,
-    Message,
-    Place,
-    _Round,
-    plan_messages,
-    plan_rounds,
-)
-from megatron_balance.cost.model import CostModel, Overlap
-from megatron_balance.placement.placement import Placement
+from megatron_balance.cost.loads import owner_loads
+from megatron_balance.cost.model import CostModel, Overlap, owners
+from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.manager import Manager
-from megatron_balance.planning.ownership import MOST_SWAPS, Move, Swap, _swaps, exchanged, lasting, moves, settle
+from megatron_balance.planning.ownership import (
+    MOST_SWAPS,
+    Swap,
+    _Alone,
+    _exchanged,
+    _swaps,
+    exchanged,
+    home_of,
+    lasting,
+    moves,
+    settle,
+)
 from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster import Ranks, profile_of, read
 from megatron_balance.profile.cluster_profile import builtin
-from tests.unit.ownership_cases import Case, draw_case, equal
 from tests.unit.placements import UNSHRUNK, loads, placements
 
 MIB = 2**20
 
 
-def cost_model(num_ranks: int, state_bytes: float = 3 * MIB, **options: object) -> CostModel:
+def cost_model(num_ranks: int, state_bytes: float = 3 * MIB, **options: Any) -> CostModel:
     return CostModel(
         builtin(num_ranks, 2, 64, 64),
         token_bytes=128,
@@ -107,6 +108,50 @@ def test_exchanges_between_owners_count_as_the_model_does(case: tuple) -> None:
 
 
 @UNSHRUNK
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_owners_that_exchange_are_timed_alone(case: tuple, seed: int) -> None:
+    """The seconds of the two ranks are those of the whole layer after the exchange."""
+    placement, counts_BDE, _, _, cost = case
+    placement = owners_host(placement)
+    if placement.num_experts < 2:
+        return
+    one, other = np.random.default_rng(seed).permutation(placement.num_experts)[:2].tolist()
+    experts, ranks = (one, other), (placement.owner(one), placement.owner(other))
+    if ranks[0] == ranks[1]:
+        return
+    counts_EBD = counts_BDE.transpose(2, 0, 1).astype(np.float64)
+    alone = _Alone.of(cost, counts_EBD)
+    before_FBD, after_FBD = (
+        owner_loads(cost.network, counts_EBD, owners(each))
+        for each in (placement, exchanged(placement, [Swap(experts, ranks)]))
+    )
+    slower_AB = alone.slower_after(np.array([experts]), np.array([ranks]), before_FBD)
+    assert slower_AB[0] == pytest.approx(cost.rank_seconds(after_FBD)[:, list(ranks)].max(-1), rel=1e-9, abs=1e-15)
+
+
+@given(placements(), st.data())
+def test_guests_become_owners_wherever_it_leaves_fewer_guests(placement: Placement, data: st.DataObject) -> None:
+    guests = [(expert, rank) for rank, row in enumerate(placement.guests) for expert in row if expert != EMPTY]
+    if not guests:
+        return
+    expert, target = data.draw(st.sampled_from(guests))
+    other = data.draw(st.sampled_from(placement.home[target]))
+    source = placement.owner(expert)
+    exchange = Swap((expert, other), (source, target))
+    wanted = []
+    for ranks in ([source if rank == target else rank for rank in placement.hosts[other]], placement.hosts[other]):
+        hosts = [*placement.hosts]
+        hosts[other] = tuple(sorted(ranks))
+        try:
+            placed = placement.rehost(hosts, home=home_of(placement, [exchange]))
+        except ValueError:
+            continue
+        if placed.added_hosts < placement.added_hosts and placed.hosts not in wanted:
+            wanted.append(placed.hosts)
+    assert [placed.hosts for placed in _exchanged(placement, exchange)] == wanted
+
+
+@UNSHRUNK
 @given(placements(), st.data())
 def test_moves_are_the_difference(placement: Placement, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(placement.num_experts)))
@@ -166,7 +211,7 @@ MIXTRAL = 4096, 14336
 """Hidden size, and inner width of an expert with gated activation."""
 
 
-def mixtral(policy: str, **options: object) -> Manager:
+def mixtral(policy: str) -> Manager:
     """Return the manager of a layer with Mixtral's shape: 16 experts on 8 H100 GPUs of a node."""
     hidden, ffn = MIXTRAL
     weights = 3 * hidden * ffn
@@ -180,8 +225,8 @@ def mixtral(policy: str, **options: object) -> Manager:
         state_bytes=14 * weights,
         split=load_policy(policy).split,
     )
-    owners = Placement.identity(16, 8, 1)
-    return Manager(load_policy(policy), cost, Predictor(), owners, transfers=True, **options)
+    start = Placement.identity(16, 8, 1)
+    return Manager(load_policy(policy), cost, Predictor(), start, transfers=True)
 
 
 def warm(rank: int, extra: int) -> np.ndarray:
@@ -223,7 +268,7 @@ POLICIES = ("demi", "pro_prophet", "flexmoe")
 def test_owners_exchange_experts_that_no_lend_is_worth(policy: str) -> None:
     """An exchange saves 0.9 ms in each iteration and costs 5.5 ms, and a lend costs 2.4 ms in each iteration."""
     manager = mixtral(policy)
-    owners, cost = manager.placement, manager.cost
+    start, cost = manager.placement, manager.cost
     steps = train(manager, [warm(0, 100)] * 30)
     transfer, saved = cost.transfer_seconds([(0, 1), (1, 0)]), steps[0].layer - steps[-1].layer
     assert (transfer, saved) == (pytest.approx(5.5e-3, rel=0.01), pytest.approx(0.9e-3, rel=0.01))
@@ -231,7 +276,7 @@ def test_owners_exchange_experts_that_no_lend_is_worth(policy: str) -> None:
     # Each of the first iterations proposed it
     assert changed == math.floor(transfer / saved) + 1
     assert steps[changed].transfer == pytest.approx(transfer)
-    assert manager.placement.is_identity and len(moves(owners, manager.placement)) == 2
+    assert manager.placement.is_identity and len(moves(start, manager.placement)) == 2
     # For any later load, at most twice as much as never to exchange or to do so at the first proposal
     for iterations in range(2, len(steps)):
         paid = sum(step.layer - steps[-1].layer + step.transfer for step in steps[1:iterations])
@@ -255,9 +300,9 @@ def test_an_exchange_takes_the_place_of_a_lend(policy: str) -> None:
 @pytest.mark.parametrize("period", [1, 3])
 def test_a_load_that_changes_leaves_owners_alone(policy: str, period: int) -> None:
     manager = mixtral(policy)
-    owners = manager.placement
+    start = manager.placement
     train(manager, [warm(iteration // period % 3, 100) for iteration in range(24)])
-    assert manager.placement == owners
+    assert manager.placement == start
 
 
 def test_experts_are_exchanged_for_local_tokens_alone() -> None:
@@ -289,77 +334,3 @@ def test_iterations_of_guests_that_stay_are_counted() -> None:
     held = lasting(lasting({}, first), first)
     assert held == {(0, 1): 2, (3, 0): 2}
     assert lasting(held, second) == {(0, 1): 3, (1, 1): 1}
-
-
-@st.composite
-def transfers(draw: st.DrawFn) -> Case:
-    return draw_case(lambda low, high: draw(st.integers(low, high)), draw(st.integers(1, 4)), draw(st.integers(1, 3)))
-
-
-@given(transfers())
-def test_rounds_move_everything_once(case: Case) -> None:
-    """Execute the rounds on all ranks' tensors in one place, and compare with a permutation of the whole tensors."""
-    ranks = range(len(case.places))
-    own, extents = [case.kept_by(rank) for rank in ranks], case.extents
-    messages = plan_messages(case.moves, case.places, extents)
-    for part in plan_rounds(messages, case.staging_bytes):
-        packed = [own[each.source][each.field].bytes_of(each.taken, each.size).clone() for each in part]
-        for each, values in zip(part, packed, strict=True):
-            own[each.target][each.field].bytes_of(each.put, each.size).copy_(values)
-    assert all(equal(own[rank], case.kept_by(rank, moved=True)) for rank in ranks)
-    wanted = [
-        max(0, min(stop, (move.target_slot + 1) * slot_size) - max(start, move.target_slot * slot_size)) * itemsize
-        for move in case.moves
-        for rank in ranks
-        for slot_size, (start, stop), itemsize in extents[rank]
-        if case.places[rank].rank == move.target
-    ]
-    assert sum(each.num_bytes for each in messages) == sum(wanted), "nothing is sent twice"
-
-
-def staged(messages: list[Message]) -> Counter[int]:
-    """Return the bytes that each rank stages for these messages."""
-    return sum((Counter(dict.fromkeys((each.source, each.target), each.num_bytes)) for each in messages), Counter())
-
-
-@given(transfers())
-def test_rounds_are_full_and_no_more(case: Case) -> None:
-    messages = plan_messages(case.moves, case.places, case.extents)
-    rounds = plan_rounds(messages, case.staging_bytes)
-    for part in rounds:
-        rows = {(each.field, each.offset) for each in part}
-        smallest = len(rows) == 1 and all(each.size == 1 for each in part)
-        assert smallest or max(staged(part).values()) <= case.staging_bytes
-        parts = [_Round.of(part, rank) for rank in range(len(case.places))]
-        starts = [parcel.start for one in parts for parcel in (*one.leaving, *one.arriving)]
-        assert all(start % ALIGNMENT == 0 for start in starts)
-    for part, following in pairwise(rounds):
-        field, offset = following[0].field, following[0].offset
-        row = [each.cut(offset, offset + 1) for each in following if (each.field, each.offset) == (field, offset)]
-        assert max((staged(part) + staged(row)).values()) > case.staging_bytes
-    assert len(plan_rounds(messages, 10**6)) == bool(messages)
-
-
-def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
-    """Two experts exchange owners, and a third moves within rank 1, so rank 1 stages three values per element."""
-    exchanged = (Move(0, 0, 0, 1, 0), Move(2, 1, 0, 1, 1), Move(3, 1, 1, 0, 0))
-    extents = [[Extent(5, (0, 10), 2), Extent(3, (0, 6), 4)]] * 2
-    messages = plan_messages(exchanged, [Place(0, 0), Place(1, 0)], extents)
-
-    def windows(staging_bytes: int) -> list[list[tuple[int, int, int]]]:
-        rounds = plan_rounds(messages, staging_bytes)
-        return [sorted({(each.field, each.offset, each.offset + each.size) for each in part}) for part in rounds]
-
-    assert windows(66) == [[(0, 0, 5), (1, 0, 3)]]
-    assert windows(65) == [[(0, 0, 5), (1, 0, 2)], [(1, 2, 3)]]
-    assert windows(24) == [[(0, 0, 4)], [(0, 4, 5), (1, 0, 1)], [(1, 1, 3)]]
-    assert windows(1) == [[(0, each, each + 1)] for each in range(5)] + [[(1, each, each + 1)] for each in range(3)]
-
-
-def test_an_offset_over_the_limit_has_a_round_of_its_own() -> None:
-    """Replica 1 keeps the whole first field and replica 0 the whole second, so the fields share no rank."""
-    exchanged = (Move(0, 0, 0, 0, 1), Move(1, 0, 1, 0, 0))
-    nothing, everything = (0, 0), (0, 2)
-    extents = [[Extent(1, nothing, 2), Extent(1, everything, 1)], [Extent(1, everything, 2), Extent(1, (2, 2), 1)]]
-    rounds = plan_rounds(plan_messages(exchanged, [Place(0, 0), Place(0, 1)], extents), 2)
-    assert [staged(part) for part in rounds] == [{1: 4}, {0: 2}]
