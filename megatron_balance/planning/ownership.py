@@ -199,7 +199,8 @@ def _swaps(
 ) -> Iterator[tuple[Swap, float]]:
     """Yield exchanges between owners, one after the other, and the seconds of the layer after each.
 
-    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was.
+    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was. All
+    microbatches together take the slower of the two fewer seconds.
     There are none if even loads without any exchange of tokens would not be faster than `limit`.
     """
     sending = cost.sending(placement)
@@ -227,7 +228,10 @@ def _swaps(
         if not len(pairs_A2):
             return
         slower_AB = alone.slower_after(pairs_A2, owner_E[pairs_A2], loads_FBD)
-        helps_A = slower_AB[:, microbatch] < seconds_BD[microbatch, heaviest] * (1 - LEAST_GAIN)
+        now_A = seconds_BD[:, owner_E[pairs_A2]].max(-1).sum(0)
+        helps_A = (slower_AB[:, microbatch] < seconds_BD[microbatch, heaviest] * (1 - LEAST_GAIN)) & (
+            slower_AB.sum(-1) < now_A
+        )
         if not helps_A.any():
             return
         pair_2 = pairs_A2[np.where(helps_A, slower_AB.sum(-1), np.inf).argmin()]
