@@ -257,6 +257,8 @@ def test_hidden_guests_are_added_as_if_they_were_free(policy: str) -> None:
     assert load_policy(policy).plan(counts_DE, owners, exposed) == owners
     planned = load_policy(policy).plan(counts_DE, owners, hidden)
     assert planned.added_hosts >= 4
+    free = cost_model(8, expert_bytes=0.0, overlap=Overlap(1.0, 1.0))
+    assert planned.hosts == load_policy(policy).plan(counts_DE, owners, free).hosts
     assert hidden.layer_seconds(counts_DE, planned) < 0.8 * hidden.layer_seconds(counts_DE, owners)
 
 
