@@ -9,22 +9,28 @@ seconds that it costs, since it was first proposed. For any later load, both tog
 better of the two (ski rental).
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import expert_loads
+from megatron_balance.cost.loads import COMPUTED, FEATURES, expert_loads, owner_loads
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import vexperts
+from megatron_balance.planning.policies.interface import owners_host
 
-BUDGET = 100
+BUDGET = 24
 """Number of placements that one plan may time, which bounds planning time at any size."""
 
-MOST_SWAPS = 16
+EXAMINED = 4
+"""Number of placements that are timed for one exchange that makes a guest an owner."""
+
+MOST_SWAPS = 8
 """Maximum number of exchanges between owners that one plan proposes."""
 
 HEAVY, LIGHT, PARTNERS = 4, 4, 4
@@ -35,6 +41,9 @@ LEAST_GAIN = 1e-3
 
 Guest = tuple[int, int]
 """(expert, rank)."""
+
+Home = tuple[tuple[int, ...], ...]
+"""The experts in each rank's home slots."""
 
 
 class Move(NamedTuple):
@@ -90,11 +99,16 @@ class Settlement:
 
 def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
     """Return the experts whose home slot differs, ascending."""
+    return _moves(before.home, after.home)
+
+
+def _moves(before: Home, after: Home) -> tuple[Move, ...]:
+    differing = [rank for rank, rows in enumerate(zip(before, after, strict=True)) if rows[0] != rows[1]]
     places = [
-        {expert: (rank, slot) for rank, row in enumerate(placement.home) for slot, expert in enumerate(row)}
-        for placement in (before, after)
+        {expert: (rank, slot) for rank in differing for slot, expert in enumerate(home[rank])}
+        for home in (before, after)
     ]
-    changed = [expert for expert in range(before.num_experts) if places[0][expert] != places[1][expert]]
+    changed = sorted(expert for expert, place in places[0].items() if place != places[1][expert])
     return tuple(Move(expert, *places[0][expert], *places[1][expert]) for expert in changed)
 
 
@@ -124,101 +138,173 @@ def settle(
 ) -> Settled:
     """Return the placement with owners exchanged where the cost model predicts a gain over the expected lifetime.
 
-    A guest is expected to stay as long as it has already stayed, and another exchange to pay as long as it has been
-    proposed. Several exchanges may be needed before any seconds are saved, because the slowest rank or link decides.
+    A guest is expected to stay as long as it has already stayed, and another exchange to pay in as many iterations as
+    it was proposed for. Several exchanges may be needed before any seconds are saved, because the slowest rank or link
+    decides. Exchanges between owners are sought beside the guests, and in their place: the policy may lend again later.
 
     Args:
         counts_BDE: [B, D, E] the loads that the placement is for.
         held: number of iterations that each guest has been on its rank.
-        ages: number of iterations for which experts have been `wanted`.
+        ages: number of iterations for which experts have been `wanted` before.
     """
     time = cost.layer_time(counts_BDE, placement)
     best, settled = _own_guests(placement, counts_BDE, held, cost, time)
-    wanted, chain, reached = frozenset[int](), (), settled
+    guests, reached, wanted = best, (settled, ()), frozenset[int]()
     limit = cost.layer_seconds(counts_BDE, settled) if best.exchanges else time.total
-    guests = best
-    for exchange, seconds in _swaps(settled, counts_BDE, cost):
-        chain, reached = (*chain, exchange), exchanged(reached, exchange)
-        lifetimes = [ages.get(swap.experts[0], 0) for swap in chain] + [guests.lifetime] * bool(guests.exchanges)
-        proposal = Settlement(
-            (*guests.exchanges, *chain),
-            time.total - seconds,
-            min(lifetimes),
-            cost.transfer_seconds((move.source, move.target) for move in moves(placement, reached)),
-        )
-        if seconds < limit * (1 - LEAST_GAIN):
-            limit, wanted = seconds, frozenset(swap.experts[0] for swap in chain)
-        if proposal.gain > best.gain:
-            best, settled = proposal, reached
-    return Settled(settled, best, wanted)
+    starts = [settled]
+    # Guests that slow the layer down are the policy's affair, and no reason for a Transfer
+    if not settled.is_identity and cost.layer_seconds(counts_BDE, alone := owners_host(settled)) >= limit:
+        starts.append(alone)
+    for start in starts:
+        chain, fewest = (), limit
+        for exchange, seconds in _swaps(start, counts_BDE, cost, limit):
+            chain = (*chain, exchange)
+            if seconds < fewest * (1 - LEAST_GAIN):
+                fewest, wanted = seconds, wanted | {swap.experts[0] for swap in chain}
+            lifetimes = [ages.get(swap.experts[0], 0) + 1 for swap in chain]
+            lifetime = min([*lifetimes, guests.lifetime] if guests.exchanges else lifetimes)
+            if seconds >= limit * (1 - LEAST_GAIN) or lifetime * (time.total - seconds) <= best.gain:
+                continue
+            pairs = [(move.source, move.target) for move in _moves(placement.home, home_of(start, chain))]
+            proposal = Settlement(
+                (*guests.exchanges, *chain), time.total - seconds, lifetime, cost.transfer_seconds(pairs)
+            )
+            if pairs and proposal.gain > best.gain:
+                best, reached = proposal, (start, chain)
+    return Settled(exchanged(*reached), best, wanted)
 
 
-def exchanged(placement: Placement, exchange: Swap) -> Placement:
-    """Return the placement in which two experts, hosted by their owners alone, have exchanged them."""
-    (expert, other), (source, target) = exchange.experts, exchange.ranks
-    swap = {expert: other, other: expert}
-    home = tuple(tuple(swap.get(each, each) for each in row) for row in placement.home)
+def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
+    """Return the placement after exchanges between owners, of experts that their owners alone compute."""
+    if not exchanges:
+        return placement
     hosts, primary = [*placement.hosts], [*placement.primary]
-    for each, rank in ((expert, target), (other, source)):
-        hosts[each], primary[each] = (rank,), rank
-    return placement.rehost(hosts, primary, home)
+    for experts, (source, target) in exchanges:
+        for expert, rank in zip(experts, (target, source), strict=True):
+            hosts[expert], primary[expert] = (rank,), rank
+    return placement.rehost(hosts, primary, home_of(placement, exchanges))
 
 
-def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel) -> Iterator[tuple[Swap, float]]:
+def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
+    """Return the experts in the home slots after exchanges."""
+    home = [[*row] for row in placement.home]
+    for (expert, other), (source, target) in exchanges:
+        there = home[source].index(expert), home[target].index(other)
+        home[source][there[0]], home[target][there[1]] = other, expert
+    return tuple(map(tuple, home))
+
+
+def _swaps(
+    placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit: float = math.inf
+) -> Iterator[tuple[Swap, float]]:
     """Yield exchanges between owners, one after the other, and the seconds of the layer after each.
 
-    Each exchange makes the rank that is slowest in a microbatch faster, and its partner no slower than it was.
+    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was. All
+    microbatches together take the slower of the two fewer seconds.
+    There are none if even loads without any exchange of tokens would not be faster than `limit`.
     """
-    counts_EBD = counts_BDE.transpose(2, 0, 1).astype(np.float64)
-    vexperts_ED, primary_E = vexperts(placement), np.asarray(placement.primary)
-    loads_FBD = expert_loads(cost.network, cost.split, counts_EBD, vexperts_ED, primary_E).sum(0)
-    owner_E, sending, ranks = owners(placement), cost.sending(placement), np.arange(placement.num_ranks)
-    tokens_E = counts_EBD.sum((1, 2))
-    # Only experts that nobody but their owner computes
-    free_E = (vexperts_ED > 0).sum(1) * vexperts_ED[np.arange(len(owner_E)), owner_E].astype(bool) == 1
+    sending = cost.sending(placement)
+    floor = cost.time_of(0.0, float(counts_BDE.sum() / cost.rate_D.sum()), sending.trans, sending.agg).total
+    if floor >= limit * (1 - LEAST_GAIN):
+        return
+    counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
+    owner_E, alone = owners(placement), _Alone.of(cost, counts_EBD)
+    (shared_M,) = np.array(
+        [ranks != (owner,) for ranks, owner in zip(placement.hosts, owner_E.tolist(), strict=True)]
+    ).nonzero()
+    loads_FBD = owner_loads(cost.network, counts_EBD, owner_E)
+    if len(shared_M):
+        vexperts_MD, primary_M = vexperts(placement)[shared_M], np.asarray(placement.primary)[shared_M]
+        loads_MFBD = expert_loads(cost.network, cost.split, counts_EBD[shared_M], vexperts_MD, primary_M)
+        loads_FBD = loads_FBD + (loads_MFBD - alone.loads(shared_M, owner_E[shared_M])).sum(0)
+    is_free_E = np.ones(len(owner_E), dtype=bool)
+    is_free_E[shared_M] = False
+    tokens_ED = counts_EBD.sum(1)
     for _ in range(MOST_SWAPS):
         seconds_BD = cost.rank_seconds(loads_FBD)
         over_BD = seconds_BD - seconds_BD.mean(-1, keepdims=True)
         microbatch, heaviest = (int(place) for place in np.unravel_index(over_BD.argmax(), over_BD.shape))
-        pairs_A2 = _pairs(owner_E, free_E, tokens_E, counts_EBD, heaviest, seconds_BD.sum(0))
+        pairs_A2 = _pairs(owner_E, is_free_E, tokens_ED, heaviest, seconds_BD.sum(0))
         if not len(pairs_A2):
             return
-        experts_X = np.concatenate([pairs_A2.T.ravel(), pairs_A2.T.ravel()])
-        away_A = owner_E[pairs_A2[:, 1]]
-        here_A = np.full_like(away_A, heaviest)
-        host_X = np.concatenate([away_A, here_A, here_A, away_A])
-        loads_4AFBD = expert_loads(
-            cost.network, cost.split, counts_EBD[experts_X], (host_X[:, None] == ranks).astype(np.int64), host_X
-        ).reshape(4, len(pairs_A2), *loads_FBD.shape)
-        change_AFBD = loads_4AFBD[0] + loads_4AFBD[1] - loads_4AFBD[2] - loads_4AFBD[3]
-        after_ABD = cost.rank_seconds(loads_FBD + change_AFBD)
-        involved_AD = (ranks == heaviest) | (ranks == away_A[:, None])
-        slower_A = (after_ABD[:, microbatch] * involved_AD).max(-1)
-        index = int(np.where(involved_AD[:, None], after_ABD, 0.0).max(-1).sum(-1).argmin())
-        if slower_A[index] >= seconds_BD[microbatch, heaviest] * (1 - LEAST_GAIN):
+        slower_AB = alone.slower_after(pairs_A2, owner_E[pairs_A2], loads_FBD)
+        now_A = seconds_BD[:, owner_E[pairs_A2]].max(-1).sum(0)
+        helps_A = (slower_AB[:, microbatch] < seconds_BD[microbatch, heaviest] * (1 - LEAST_GAIN)) & (
+            slower_AB.sum(-1) < now_A
+        )
+        if not helps_A.any():
             return
-        expert, other = (int(each) for each in pairs_A2[index])
-        loads_FBD = loads_FBD + change_AFBD[index]
-        swap = Swap((expert, other), (heaviest, int(owner_E[other])))
-        owner_E[[expert, other]] = owner_E[[other, expert]]
-        yield swap, float(cost.time_of(*cost.work_of(loads_FBD), sending.trans, sending.agg).total)
+        pair_2 = pairs_A2[np.where(helps_A, slower_AB.sum(-1), np.inf).argmin()]
+        ranks_2 = owner_E[pair_2]
+        loads_FBD = loads_FBD + (alone.loads(pair_2, ranks_2[::-1]) - alone.loads(pair_2, ranks_2)).sum(0)
+        owner_E[pair_2] = ranks_2[::-1]
+        expert, other, source, target = (int(each) for each in (*pair_2, *ranks_2))
+        seconds = cost.time_of(*cost.work_of(loads_FBD), sending.trans, sending.agg).total
+        yield Swap((expert, other), (source, target)), float(seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Alone:
+    """Loads of experts that one rank computes."""
+
+    cost: CostModel
+    counts_EBD: np.ndarray
+    total_EB: np.ndarray
+    node_EBN: np.ndarray
+    """Tokens from each node."""
+
+    @classmethod
+    def of(cls, cost: CostModel, counts_EBD: np.ndarray) -> "_Alone":
+        node_EBN = np.add.reduceat(counts_EBD, cost.network.first_N, axis=-1)
+        return cls(cost, counts_EBD, node_EBN.sum(-1), node_EBN)
+
+    def loads(self, expert_A: np.ndarray, host_A: np.ndarray) -> np.ndarray:
+        """Return [A, 5, B, D]: `expert_loads` of experts on these ranks."""
+        hosts_AD = (host_A[:, None] == np.arange(self.counts_EBD.shape[-1])).astype(np.int64)
+        return expert_loads(self.cost.network, self.cost.split, self.counts_EBD[expert_A], hosts_AD, host_A)
+
+    def loads_on(self, expert_A: np.ndarray, host_A: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
+        """Return [A, 5, B]: the loads of one rank each."""
+        node_D, own_AB, total_AB = (
+            self.cost.network.node_D,
+            self.counts_EBD[expert_A, :, rank_A],
+            self.total_EB[expert_A],
+        )
+        near_AB = self.node_EBN[expert_A, :, node_D[host_A]]
+        is_host_A1, is_near_A1 = (host_A == rank_A)[:, None], (node_D[host_A] == node_D[rank_A])[:, None]
+        loads_FAB = np.zeros((FEATURES, *own_AB.shape))
+        loads_FAB[COMPUTED], loads_FAB[1], loads_FAB[3] = (
+            is_host_A1 * total_AB,
+            is_near_A1 * own_AB,
+            ~is_near_A1 * own_AB,
+        )
+        loads_FAB[1] -= is_host_A1 * own_AB
+        loads_FAB[2], loads_FAB[4] = is_host_A1 * (near_AB - own_AB), is_host_A1 * (total_AB - near_AB)
+        return loads_FAB.swapaxes(0, 1)
+
+    def slower_after(self, pairs_A2: np.ndarray, ranks_A2: np.ndarray, loads_FBD: np.ndarray) -> np.ndarray:
+        """Return [A, B]: the seconds of the slower of two owners after they exchange a pair of experts."""
+        # Both owners' loads, from both experts, after the exchange and before it
+        size, ranks_2A, pairs_2A = (2, 2, 2, len(pairs_A2)), ranks_A2.T, pairs_A2.T
+        rank_X = np.broadcast_to(ranks_2A[:, None, None], size).ravel()
+        expert_X = np.broadcast_to(pairs_2A[:, None], size).ravel()
+        host_X = np.broadcast_to(np.stack([ranks_2A[::-1], ranks_2A], axis=1), size).ravel()
+        loads_222AFB = self.loads_on(expert_X, host_X, rank_X).reshape(*size, FEATURES, -1)
+        change_2AFB = (loads_222AFB[:, :, 0] - loads_222AFB[:, :, 1]).sum(1)
+        after_AFB2 = loads_FBD[..., ranks_A2].transpose(2, 0, 1, 3) + change_2AFB.transpose(1, 2, 3, 0)
+        return self.cost.rank_seconds(after_AFB2, self.cost.rate_D[ranks_A2][:, None]).max(-1)
 
 
 def _pairs(
-    owner_E: np.ndarray,
-    free_E: np.ndarray,
-    tokens_E: np.ndarray,
-    counts_EBD: np.ndarray,
-    heaviest: int,
-    seconds_D: np.ndarray,
+    owner_E: np.ndarray, is_free_E: np.ndarray, tokens_ED: np.ndarray, heaviest: int, seconds_D: np.ndarray
 ) -> np.ndarray:
     """Return [A, 2]: experts of the heaviest rank, and experts of light ranks or of those with most of their tokens."""
-    found: list[tuple[int, int]] = []
-    own = (free_E & (owner_E == heaviest)).nonzero()[0]
+    tokens_E, found = tokens_ED.sum(1), []
+    own = (is_free_E & (owner_E == heaviest)).nonzero()[0]
     light = np.argsort(seconds_D, kind="stable")[:LIGHT].tolist()
     for expert in own[np.argsort(-tokens_E[own], kind="stable")][:HEAVY].tolist():
-        for rank in dict.fromkeys([*light, int(counts_EBD[expert].sum(0).argmax())]):
-            others = (free_E & (owner_E == rank)).nonzero()[0]
+        for rank in dict.fromkeys([*light, int(tokens_ED[expert].argmax())]):
+            others = (is_free_E & (owner_E == rank)).nonzero()[0]
             if rank != heaviest:
                 order = np.argsort(tokens_E[others], kind="stable")[:PARTNERS]
                 found += [(expert, other) for other in others[order].tolist()]
@@ -235,13 +321,12 @@ def _own_guests(
     best, settled, reached = Settlement(), placement, Settlement()
     start, seconds, budget = placement, time.total, BUDGET
     # No set of exchanges saves more than all of Trans and Agg, or costs less than one exchange
-    if max(held.values(), default=0) * (time.trans + time.agg) <= cost.transfer_seconds([(0, 0)]):
-        return best, settled
-    while budget > 0:
+    least = cost.transfer_seconds([(0, 0)])
+    held = {guest: stay for guest, stay in held.items() if stay * (time.trans + time.agg) > least}
+    while held and budget > 0:
         found: tuple[float, int, Swap, Placement] | None = None
-        for exchange, candidate in _candidates(placement, counts_BDE, held):
-            if (budget := budget - 1) < 0:
-                break
+        for exchange, candidate in islice(_candidates(placement, counts_BDE, held, cost), min(EXAMINED, budget)):
+            budget -= 1
             key = cost.layer_seconds(counts_BDE, candidate), candidate.added_hosts
             if key[0] <= seconds and (found is None or key < found[:2]):
                 found = *key, exchange, candidate
@@ -261,37 +346,45 @@ def _own_guests(
 
 
 def _candidates(
-    placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int]
+    placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int], cost: CostModel
 ) -> Iterator[tuple[Swap, Placement]]:
-    """Yield exchanges that leave fewer guests: longest stay first, then home experts with the fewest tokens."""
+    """Yield exchanges that leave fewer guests: those first that relieve the busiest rank in Trans, or whose guests
+    stayed longest, then home experts with the fewest tokens.
+    """
+    guests = sorted(guest for guest in held if guest[0] in placement.guests[guest[1]])
+    if not guests:
+        return
+    expert_A, target_A = np.array(guests).T
+    owner_E, hosts_ED, ranks = owners(placement), vexperts(placement) > 0, np.arange(placement.num_ranks)
+    times_ED, _ = cost.transport.link_times(owner_E, hosts_ED & (owner_E[:, None] != ranks))
+    after_AD, _ = cost.transport.link_times(target_A, hosts_ED[expert_A] & (target_A[:, None] != ranks))
+    busiest_A = (times_ED.sum(0) - times_ED[expert_A] + after_AD).max(1)
     tokens_E = counts_BDE.sum((0, 1))
-    guests = [guest for guest, iterations in held.items() if iterations and guest[0] in placement.guests[guest[1]]]
-    for expert, target in sorted(guests, key=lambda guest: (-held[guest], guest)):
+    for row in np.lexsort(([-held[guest] for guest in guests], busiest_A)).tolist():
+        expert, target = guests[row]
         for other in sorted(placement.home[target], key=lambda other: (tokens_E[other], other)):
             exchange = Swap((expert, other), (placement.owner(expert), target))
             for candidate in _exchanged(placement, exchange):
-                if candidate.added_hosts < placement.added_hosts:
-                    yield exchange, candidate
+                yield exchange, candidate
 
 
 def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
-    """Yield placements with the two experts' owners exchanged, where guest slots suffice.
+    """Yield placements with the two experts' owners exchanged and fewer guests, where guest slots suffice.
 
     First, the expert that gave up its home slot is computed by its new owner, not the old one; then its hosts stay.
     """
     (expert, other), (source, target) = exchange.experts, exchange.ranks
-    swap = {expert: other, other: expert}
-    home = tuple(tuple(swap.get(each, each) for each in row) for row in placement.home)
-    follows = [source if rank == target else rank for rank in placement.hosts[other]]
-    for ranks in dict.fromkeys((tuple(sorted(follows)), placement.hosts[other])):
-        hosts = [*placement.hosts]
-        hosts[other] = ranks
-        owners = {expert: target, other: source}
-        wanted = [
-            sum(rank in hosts[each] and owners.get(each, placement.owner(each)) != rank for each in range(len(hosts)))
-            for rank in exchange.ranks
-        ]
+    before = placement.hosts[other]
+    follows = tuple(sorted(source if rank == target else rank for rank in before))
+    for ranks in dict.fromkeys((follows, before)):
+        # The guest becomes an owner, and the old owner a guest if it computes the expert
+        more = len({*ranks} - {source}) - len({*before} - {target}) + (source in placement.hosts[expert]) - 1
+        if more >= 0:
+            continue
+        staying = [len({*placement.guests[rank]} - {expert, other, EMPTY}) for rank in (source, target)]
+        wanted = staying[0] + (source in placement.hosts[expert]), staying[1] + (target in ranks)
         if max(wanted) <= placement.guest_slots:
-            primary = [*placement.primary]
+            hosts, primary = [*placement.hosts], [*placement.primary]
+            hosts[other] = ranks
             primary[other] = primary[other] if primary[other] in ranks else source
-            yield placement.rehost(hosts, primary, home)
+            yield placement.rehost(hosts, primary, home_of(placement, [exchange]))

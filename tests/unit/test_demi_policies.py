@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from megatron_balance.planning.policies import demi_baselines, load_policy, regi
 from megatron_balance.planning.policies.demi import Demi
 from megatron_balance.planning.policies.demi_baselines import assign
 from megatron_balance.planning.policies.interface import lend
+from megatron_balance.profile.cluster import Ranks, profile_of, read
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
@@ -173,6 +175,24 @@ def test_fast_ranks_get_more() -> None:
     cost = cost_model(4, 1e5, rates=(2 / 3, 2 / 3, 2.0, 2 / 3))
     computed_D = cost.traffic(counts_DE, Demi().plan(counts_DE, current, cost)).sum((0, 1))
     assert computed_D.argmax() == 2 and computed_D[2] > counts_DE.sum() / 4
+
+
+def test_two_hot_experts_of_one_rank_part_within_their_node() -> None:
+    """Mixtral's shape on two nodes: a lend pays within a node, whose links are faster than the network."""
+    hidden, ffn, path = 4096, 14336, Path(__file__).parents[2] / "configs/clusters/h100.yaml"
+    weights = 3 * hidden * ffn
+    cost = CostModel(
+        profile_of(read(path), Ranks(16, 8, 8), hidden, ffn * 3 // 2),
+        token_bytes=2 * hidden,
+        param_bytes=2 * weights,
+        grad_bytes=4 * weights,
+    )
+    counts_DE, current = np.full((16, 32), 128), Placement.identity(32, 16, 1)
+    counts_DE[:, :2] = 1200
+    planned = Demi().plan(counts_DE, current, cost)
+    assert planned.added_hosts
+    assert all(max(ranks) < 8 for ranks in planned.hosts[:2]) and planned.hosts[0] != planned.hosts[1]
+    assert cost.layer_seconds(counts_DE, planned) < 0.7 * cost.layer_seconds(counts_DE, current)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ def test_balanced_load_is_left_alone(size: tuple[int, int]) -> None:
         assert planned is current or name != "none"
 
 
+def test_ranks_that_are_equally_slow_are_relieved_together() -> None:
+    current, cost = Placement.identity(128, 32, 2), cost_model(32, node_size=8, split="proportional")
+    counts_DE = np.full((32, 128), 200)
+    counts_DE[:, ::8] = 5000
+    planned = load_policy("pro_prophet").plan(counts_DE, current, cost)
+    assert all(len(planned.hosts[expert]) > 1 for expert in range(0, 128, 8))
+    assert cost.layer_seconds(counts_DE, planned) < 0.8 * cost.layer_seconds(counts_DE, current)
+
+
 def test_guests_go_where_the_tokens_are() -> None:
     # Rank 0 owns the hot expert, and rank 3 holds most of its tokens
     counts_DE = np.full((4, 8), 10)

@@ -30,6 +30,9 @@ EXAMINED = 4
 EVENNESS = 0.01
 """Weight of the evenness of all ranks' times, which decides between candidates with nearly equal times."""
 
+NEARLY = 0.95
+"""Share of the slowest rank's time from which a rank counts as one of the slowest."""
+
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
 
@@ -98,7 +101,8 @@ class FlexMoE(Policy):
     """Maximum numbers of steps 2 and of steps 3."""
 
     patience: int = 6
-    """Number of steps 1 after the fastest state, before the search ends."""
+    """Number of steps 1 that neither shorten the layer nor leave fewer ranks nearly as slow as the slowest, before the
+    search ends."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
@@ -148,15 +152,22 @@ class FlexMoE(Policy):
 
     def _balance(self, state: VExperts) -> tuple[VExperts, list[Modification]]:
         """Run Algorithm 1: return the fastest state on the way to even loads, and the modifications up to it."""
-        best, done, kept, waiting = state, [], 0, self.patience
+        best, done, kept, waiting, slow = state, [], 0, self.patience, _slow(state, state)
         for _ in range(self.budget):
             balanced = self._is_balanced(state.tokens_BD, state.layer.cost) or state.floor >= best.seconds
             if balanced or not waiting or not (step := _relieve(state)):
                 break
             state, done, waiting = state.after(step), [*done, *step], waiting - 1
             if state.seconds < best.seconds * (1 - TOLERANCE):
-                best, kept, waiting = state, len(done), self.patience
+                best, kept, waiting, slow = state, len(done), self.patience, _slow(state, state)
+            elif (left := _slow(state, best)) < slow:
+                waiting, slow = self.patience, left
         return best, done[:kept]
+
+
+def _slow(state: VExperts, before: VExperts) -> int:
+    """Return the number of ranks, over all microbatches, that are nearly as slow as the slowest was."""
+    return int((state.work_BD >= NEARLY * before.work_BD.max(-1, keepdims=True)).sum())
 
 
 def _home(state: VExperts) -> list[Modification]:

@@ -23,6 +23,9 @@ CONFIRMED = 3
 UNSURE = 0.15
 """Share by which the search may underestimate the time of a selection."""
 
+NEARLY = 0.95
+"""Share of the slowest rank's time above which a rank is nearly as slow."""
+
 LOANS = 4
 """Number of ranks that may become the only guest of an expert, the lightest first."""
 
@@ -150,9 +153,12 @@ class _Search:
     def select(self, budget: int, min_gain: float) -> None:
         """Select experts until the ranks are balanced, nothing helps or `budget` experts are examined.
 
+        Ranks that are nearly as slow as the slowest have to be relieved together, so each of them adds to the budget.
         The selection ends with the fastest one on the way.
         """
         best, kept, following = self.seconds(), 0, [0] * len(self.experts)
+        seconds_BD = self.cost.rank_seconds(self.loads_FBD)
+        budget += int((seconds_BD >= NEARLY * seconds_BD.max(-1, keepdims=True)).any(0).sum()) - 1
         while budget and not self.is_balanced() and self._floor() < best * (1 - min_gain):
             place = self._slowest()
             rank = place[1]
