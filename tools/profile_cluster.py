@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_balance.device import cpu, quiet
 
 if TYPE_CHECKING:
-    from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
+    from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput
 
 STAND_INS = (
     (("lr",), "--lr 1e-3"),
@@ -98,24 +98,31 @@ def table(profile: "ClusterProfile") -> Iterator[str]:
                 yield f"{collective:12} {kind:5} {'as ep':>12}"
                 continue
             yield _row(collective, kind, line)
+    for name, line in profile.all_to_alls.items():
+        yield _row(name, "ep", line)
+    yield f"{'':12} {'':5} {'launch (us)':>12} {'us each':>9} {'residual %':>11} {'held-out %':>11}"
+    for level, line in profile.messages.items():
+        yield f"{'messages':12} {level:5} {line.alpha * 1e6:12.1f} {line.beta * 1e6:9.3g} {_errors(line)}"
     if profile.parallel is not None:
         mp, esp, *lines = profile.parallel
-        yield f"{mp} tensor-parallel ranks, {esp} shards"
+        yield f"{mp} ranks with the same tokens, {esp} shards"
         for name, line in zip(profile.parallel._fields[2:], lines, strict=True):
-            yield _row(name, "", line)
-    yield f"{'all-reduce':12} {'ranks':>5} {'nodes':>12} {'GB/s':>9}"
-    for group in profile.all_reduce:
-        yield f"{'':12} {group.ranks:5} {group.nodes:12} {group.bytes_per_second / 1e9:9.3g}"
+            if line is not None:
+                yield _row(name, "", line)
     yield f"{'experts':18} {'overhead(us)':>12} {'us/token':>9} {'residual %':>11} {'held-out %':>11}"
     for name, line in (("forward", profile.forward), ("backward", profile.backward)):
-        errors = f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
-        yield f"{name:18} {line.overhead * 1e6:12.1f} {line.seconds_per_token * 1e6:9.3g} {errors}"
+        yield f"{name:18} {line.overhead * 1e6:12.1f} {line.seconds_per_token * 1e6:9.3g} {_errors(line)}"
+    if profile.rates:
+        yield f"{'rates of ranks':18} {' '.join(f'{rate:.2f}' for rate in profile.rates)}"
 
 
 def _row(name: str, kind: str, line: "Fit") -> str:
     rate = 1e-9 / line.beta if line.beta else float("inf")
-    errors = f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
-    return f"{name:12} {kind:5} {line.alpha * 1e6:12.1f} {rate:9.3g} {errors}"
+    return f"{name:12} {kind:5} {line.alpha * 1e6:12.1f} {rate:9.3g} {_errors(line)}"
+
+
+def _errors(line: "Fit | Throughput") -> str:
+    return f"{100 * line.residual:11.1f} {100 * line.held_out:11.1f}"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
 """Choice of an all-to-all for each exchange by predicted time, which cost/exchange.py derives from the profile."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll, NodeAllToAll, default_all_to_all
+from megatron_balance.comm.alltoall import (
+    AllToAll,
+    Exchange,
+    FlatAllToAll,
+    NodeAllToAll,
+    P2PAllToAll,
+    default_all_to_all,
+)
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
@@ -19,15 +26,24 @@ TURNS = 256
 
 
 def members_of(nodes: NodeGroups) -> dict[str, AllToAll]:
-    """Return the all-to-alls to choose from: the default one, and those whose messages differ on these nodes."""
+    """Return the all-to-alls to choose from: the default one, and those whose messages differ on these nodes.
+
+    The preferred ones come first. On gloo, messages that are all posted at once share links at random, so that is pipe.
+    """
     members: dict[str, AllToAll] = {DEFAULT: default_all_to_all(nodes.ep)}
-    if nodes.ep.size() > nodes.node_size:
-        members["pipe"] = PipelinedAllToAll(nodes)
-        if nodes.node_size > 1:
-            if nodes.ep.size() % nodes.node_size == 0:
-                members["2dh"] = TwoDimensionalAllToAll(nodes)
-            members["1dh"] = OneDimensionalAllToAll(nodes)
+    if nodes.ep.size() <= nodes.node_size:
+        return members
+    pipe = {"pipe": PipelinedAllToAll(nodes)}
+    members = pipe | members if isinstance(members[DEFAULT], P2PAllToAll) else members | pipe
+    if nodes.node_size > 1:
+        if nodes.ep.size() % nodes.node_size == 0:
+            members["2dh"] = TwoDimensionalAllToAll(nodes)
+        members["1dh"] = OneDimensionalAllToAll(nodes)
     return members
+
+
+NOISE = 0.05
+"""Measured lines do not tell times apart that differ by less."""
 
 
 class _Choice(NamedTuple):
@@ -37,39 +53,36 @@ class _Choice(NamedTuple):
     """Number of exchanges that it still holds for."""
 
 
-class AutoAllToAll(NodeAllToAll):
-    """Delegates each exchange to the all-to-all with the shortest predicted time; the default one wins ties.
+class Chooser:
+    """Chooses the all-to-all with the shortest predicted time; of several that differ by `NOISE` at most, the first.
 
     A prediction holds for the next `TURNS` exchanges with the same number of bytes in all, up to a factor of two. It
     depends only on the profile, the split matrix, the size of a row and earlier exchanges, so all ranks choose alike.
     """
 
-    def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
-        """`log` is called with a line when a member is chosen for the first time."""
-        super().__init__(nodes)
-        self.members, self.log = members_of(nodes), log
-        self.models = [ExchangeModel.of(profile, name) for name in self.members]
+    def __init__(self, profile: ClusterProfile, names: Iterable[str], log: Callable[[str], None] | None = None) -> None:
+        """`log` is called with a line when a name is chosen for the first time."""
+        self.models, self.log = [ExchangeModel.of(profile, name) for name in names], log
         self._choices: dict[int, _Choice] = {}
         """By the number of bits of the bytes in all."""
         self._logged: set[str] = set()
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        return self.members[self._choose(splits_DD, rows)].start(rows, splits_DD)
-
-    def _choose(self, splits_DD: torch.Tensor, rows: torch.Tensor) -> str:
-        if len(self.members) == 1:
-            return DEFAULT
-        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    def choose(self, splits_DD: torch.Tensor, row_bytes: int) -> str:
+        """Return the name of the all-to-all for an exchange."""
+        if len(self.models) == 1:
+            return self.models[0].name
         bucket = (int(splits_DD.sum()) * row_bytes).bit_length()
-        name, left = self._choices.get(bucket, _Choice(DEFAULT, 0))
+        name, left = self._choices.get(bucket, _Choice("", 0))
         if left == 0:
-            name, left = self._predict(splits_DD.numpy() * float(row_bytes)), TURNS
+            name, left = self.predict(splits_DD.numpy() * float(row_bytes)), TURNS
         self._choices[bucket] = _Choice(name, left - 1)
         return name
 
-    def _predict(self, bytes_DD: np.ndarray) -> str:
+    def predict(self, bytes_DD: np.ndarray) -> str:
+        """Return the choice for an exchange of these bytes."""
         seconds = {model.name: model.seconds(bytes_DD) for model in self.models}
-        chosen = min(seconds, key=seconds.__getitem__)
+        longest = (1 + NOISE) * min(seconds.values())
+        chosen = next(name for name, time in seconds.items() if time <= longest)
         if self.log is not None and chosen not in self._logged:
             times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())
             self.log(
@@ -77,6 +90,20 @@ class AutoAllToAll(NodeAllToAll):
             )
         self._logged.add(chosen)
         return chosen
+
+
+class AutoAllToAll(NodeAllToAll):
+    """Delegates each exchange to the all-to-all that `Chooser` chooses."""
+
+    def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
+        """`log` is called with a line when a member is chosen for the first time."""
+        super().__init__(nodes)
+        self.members = members_of(nodes)
+        self.chooser = Chooser(profile, self.members, log)
+
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+        return self.members[self.chooser.choose(splits_DD, row_bytes)].start(rows, splits_DD)
 
 
 _NAMES: dict[type[AllToAll], str] = {
@@ -93,7 +120,7 @@ def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[Exch
     An unknown class is assumed to send all its messages in one stage.
     """
     if isinstance(all_to_all, AutoAllToAll):
-        return tuple(all_to_all.models)
+        return tuple(all_to_all.chooser.models)
     if type(all_to_all) is type(default_all_to_all(all_to_all.group)):
         return (ExchangeModel.of(profile),)
     name = next((name for kind, name in _NAMES.items() if isinstance(all_to_all, kind)), "p2p")

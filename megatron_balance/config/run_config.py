@@ -51,7 +51,7 @@ class BalanceConfig:
     """How the next iteration's load is predicted."""
 
     balance_token_split: Literal["policy", "local_first", "proportional"] = "policy"
-    """How an expert's tokens are shared among its hosts; policy: as in the policy's paper."""
+    """How an expert's tokens are shared among its hosts; policy: as the policy prefers."""
 
     balance_alpha: float = 0.5
     """Pro-Prophet's alpha (Eq. 7): loads are balanced once the heaviest and the lightest rank differ by less than alpha

@@ -1,4 +1,10 @@
 """How long a layer, an exchange or a Trans takes on a cluster. Arrays in, seconds out.
 
-model   seconds of a layer under a placement, after Pro-Prophet and FlexMoE
+    network    links within nodes, adapters that the ranks of a node share, and batches of messages on them
+    exchange   seconds of the all-to-alls
+    sending    seconds of Trans and Agg, and their best routes and pieces
+    loads      what ranks compute, send and receive under a placement
+    model      CostModel: seconds of a layer under a placement, after Pro-Prophet
+
+Read model first.
 """

@@ -25,10 +25,7 @@ Amount = TypeVar("Amount", float, np.ndarray)
 
 def owners(placement: Placement) -> np.ndarray:
     """Return [E] int64: the rank that owns each expert."""
-    home = np.asarray(placement.home, dtype=np.int64)
-    owner_E = np.empty(placement.num_experts, dtype=np.int64)
-    owner_E[home.ravel()] = np.repeat(np.arange(placement.num_ranks), home.shape[1])
-    return owner_E
+    return np.array(placement.owners, dtype=np.int64)
 
 
 def balance_ratio(tokens_BD: np.ndarray) -> float:
@@ -181,9 +178,9 @@ class CostModel:
         per_token = line.seconds_per_token + back.seconds_per_token
         exchange, network = self.exchange, self.network
         per_exchange = 4 * self.token_bytes * exchange.scale
-        busy_XBD = per_exchange * network.near.beta * loads_XFBD[..., 1:3, :, :].max(-3)
+        busy_XBD = per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1:3, :, :], -3)
         if len(network.first_N) > 1:
-            far_XBD = loads_XFBD[..., 3:5, :, :].max(-3)
+            far_XBD = network.far.busiest(loads_XFBD[..., 3:5, :, :], -3)
             busy_XBD = np.maximum(busy_XBD, per_exchange * network.far.beta * far_XBD)
         return busy_XBD + loads_XFBD[..., COMPUTED, :, :] * (per_token / (self.rate_D if rates is None else rates))
 

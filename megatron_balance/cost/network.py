@@ -30,7 +30,21 @@ class Level(NamedTuple):
     """Seconds for each message of the rank that sends or receives the most."""
 
     beta: float
-    """Seconds per byte that a rank sends or receives."""
+    """Seconds per byte that a rank sends, while it receives as much."""
+
+    one_way: float = 1.0
+    """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are
+    independent, 1/2 if they take turns."""
+
+    def busiest(self, both_ways: np.ndarray, axis: int = 0) -> np.ndarray:
+        """Return the amounts that take as long, each sent while as much is received.
+
+        Args:
+            axis: dimension of 2 that holds what is sent and what is received.
+        """
+        if self.one_way == 1:
+            return both_ways.max(axis)
+        return self.one_way * both_ways.max(axis) + (1 - self.one_way) * both_ways.min(axis)
 
 
 class Crossing(NamedTuple):
@@ -62,10 +76,7 @@ class Network:
     @classmethod
     def of(cls, profile: ClusterProfile) -> "Network":
         """Return the network that a profile describes."""
-        levels = [
-            Level(profile.messages[kind].alpha, profile.messages[kind].beta, profile.link("p2p", kind).beta)
-            for kind in ("intra", "inter")
-        ]
+        levels = [_level(profile, kind) for kind in ("intra", "inter")]
         size, shared = profile.node_size, profile.link("p2p", "ep").beta
         adapters = size * levels[1].beta / shared if shared and profile.num_ranks > size else size
         return cls(profile.num_ranks, size, *levels, adapters=min(max(adapters, 1.0), size))
@@ -102,12 +113,12 @@ class Network:
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
         """Return [...] the seconds in which the busiest resource carries these bytes."""
-        seconds = self.near.beta * bytes_.near_2XD.max((0, -1))
+        seconds = self.near.beta * self.near.busiest(bytes_.near_2XD).max(-1)
         if len(self.first_N) == 1:
             return seconds
         far_2XD = bytes_.far_2XD
         node_2XN = np.add.reduceat(far_2XD, self.first_N, axis=-1)
-        far = np.maximum(far_2XD.max((0, -1)), node_2XN.max((0, -1)) / self.adapters)
+        far = np.maximum(*(self.far.busiest(some).max(-1) for some in (far_2XD, node_2XN / self.adapters)))
         return np.maximum(seconds, self.far.beta * far)
 
     def latency(self, messages: Crossing) -> np.ndarray:
@@ -119,3 +130,13 @@ class Network:
     def batch_seconds(self, bytes_XDD: np.ndarray) -> np.ndarray:
         """Return [...] the seconds of batches of one message for each pair of ranks with bytes."""
         return self.latency(self.crossing((bytes_XDD > 0) * 1.0)) + self.byte_seconds(self.crossing(bytes_XDD))
+
+
+SAME = 0.1
+"""Directions of a link are independent if a byte takes this much less in one of them at most: it may be noise."""
+
+
+def _level(profile: ClusterProfile, kind: str) -> Level:
+    launch, both, one_way = profile.messages[kind], profile.link("p2p", kind).beta, profile.link("one_way", kind).beta
+    share = min(max(one_way / both, 0.5), 1.0) if both else 1.0
+    return Level(launch.alpha, launch.beta, both, share if share < 1 - SAME else 1.0)

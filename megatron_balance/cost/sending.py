@@ -5,7 +5,6 @@ profile's lines of `trans` and `agg`. A rank sends one piece at a time and recei
 its adapters.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.network import Network
-from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import LinkLoads, Route, TransferPlan, plan_transfers, routes
+from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
 
 FANOUTS = (1, 2, 16)
@@ -30,7 +29,7 @@ LEAST_ALPHA = 1e-6
 """Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
 
 WORTHWHILE = 1.05
-"""Time of chains over that of receiving alone, below which no trees are tried."""
+"""Time of chains over a lower bound for all routes, below which no trees are tried."""
 
 USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
@@ -71,43 +70,76 @@ class SendingModel:
         return far / near if near else 1.0
 
     def best(self, placement: Placement) -> Sending:
-        """Return the routes and pieces with the fewest seconds of Trans; ties go to the chain, then to fewer pieces."""
-        choices: list[Sending] = []
-        for fanout in FANOUTS:
-            found = routes(placement, self.profile.node_size, fanout, self.far).values()
-            if not found:
-                return Sending(1, 1, 0.0, 0.0)
-            loads = self.loads_of(found)
-            choices.append(Sending(fanout, *self.fewest_seconds(loads)))
-            # Whatever the routes, every guest receives its experts
-            if choices[0].trans <= WORTHWHILE * self.trans_seconds(loads.received, 1):
-                break
+        """Return the routes and pieces with the fewest seconds of Trans; ties go to the chain, then to fewer pieces.
+
+        Trees are tried if chains take much longer than what no routes avoid: each guest receives its experts, and the
+        ranks that have an expert double at most.
+        """
+        if not placement.added_hosts:
+            return Sending(1, 1, 0.0, 0.0)
+        lines, received = self.chains(placement)
+        choices, hosts = [Sending(1, *self.fewest_seconds(lines))], max(map(len, placement.hosts))
+        if choices[0].trans > WORTHWHILE * self.fewest_seconds(np.array([[received, np.log2(hosts)]]))[1]:
+            for fanout in FANOUTS[1:]:
+                loads = LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
+                for route in routes(placement, self.profile.node_size, fanout, self.far).values():
+                    loads.add(route)
+                choices.append(Sending(fanout, *self.fewest_seconds(np.array(loads.lines))))
         return min(choices, key=lambda choice: choice.trans)
+
+    def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
+        """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
+
+        It is `route_of` with `fanout` 1 and `LinkLoads` for all experts at once.
+        """
+        network, num_ranks = self.network, self.profile.num_ranks
+        guests_DG, owner_E, node_D = np.asarray(placement.guests), np.asarray(placement.owners), network.node_D
+        rank_M, slot_M = (guests_DG != EMPTY).nonzero()
+        expert_M = guests_DG[rank_M, slot_M]
+        owner_M, nodes = owner_E[expert_M], len(network.first_N)
+        order_M = np.lexsort(
+            ((rank_M - owner_M) % network.node_size, (node_D[rank_M] - node_D[owner_M]) % nodes, expert_M)
+        )
+        rank_M, expert_M, owner_M = rank_M[order_M], expert_M[order_M], owner_M[order_M]
+        is_first_M = np.append(True, expert_M[1:] != expert_M[:-1])
+        source_M = np.where(is_first_M, owner_M, np.roll(rank_M, 1))
+        is_far_M = node_D[source_M] != node_D[rank_M]
+        time_M = np.where(is_far_M, self.far, 1.0)
+        chain_M = is_first_M.cumsum() - 1
+        total_M = np.bincount(chain_M, time_M)[chain_M]
+        start_M = (time_M.cumsum() - time_M)[is_first_M][chain_M]
+        before_M = time_M.cumsum() - time_M - start_M
+        ends = [(source_M, time_M, slice(None)), (rank_M + num_ranks, time_M, slice(None))]
+        if network.adapters < network.node_size:
+            shared_M = time_M[is_far_M] / network.adapters
+            first = 2 * num_ranks
+            ends += [(node_D[source_M[is_far_M]] + first, shared_M, is_far_M)]
+            ends += [(node_D[rank_M[is_far_M]] + first + nodes, shared_M, is_far_M)]
+        places, times = (np.concatenate([end[part] for end in ends]) for part in (0, 1))
+        befores = np.concatenate([before_M[end[2]] for end in ends])
+        afters = np.concatenate([(total_M - before_M - time_M)[end[2]] for end in ends])
+        busy, before, after = np.bincount(places, times), *(np.full(places.max() + 1, np.inf) for _ in range(2))
+        np.minimum.at(before, places, befores)
+        np.minimum.at(after, places, afters)
+        used = busy > 0
+        alone = [(time, (total_M - time_M)[time_M == time].max()) for time in np.unique(time_M)]
+        lines = np.concatenate([np.stack([busy, before + after], axis=1)[used], alone])
+        return lines, float(busy[num_ranks : 2 * num_ranks].max())
 
     def plan(self, placement: Placement) -> TransferPlan:
         """Return the messages of `best`."""
         sending = self.best(placement)
         return plan_transfers(placement, self.profile.node_size, sending.chunks, sending.fanout, self.far)
 
-    def loads(self) -> LinkLoads:
-        """Return loads without routes."""
-        return LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
-
-    def loads_of(self, found: Iterable[Route]) -> LinkLoads:
-        """Return the loads of routes."""
-        loads = self.loads()
-        for route in found:
-            loads.add(route)
-        return loads
-
-    def fewest_seconds(self, loads: LinkLoads) -> tuple[int, float, float]:
+    def fewest_seconds(self, lines: np.ndarray) -> tuple[int, float, float]:
         """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
 
         The seconds are lower bounds; ties go to fewer pieces.
+
+        Args:
+            lines: pairs as in `LinkLoads.lines`, at least one.
         """
-        if not (lines := loads.lines):
-            return 1, 0.0, 0.0
-        busy_B, extra_B = np.array(lines).T
+        busy_B, extra_B = lines.T.clip(0.0)
         chunks_A = np.unique([self.fewest_chunks, *self.best_chunks(busy_B, extra_B)])
         time_A = (np.multiply.outer(chunks_A, busy_B) + extra_B).max(1)
         trans_A = self.trans_seconds(time_A, chunks_A)

@@ -118,11 +118,8 @@ def measure(
             all_to_alls={name: member for name, member in members_of(nodes).items() if name != DEFAULT},
             codecs=codecs or {},
         )
-        names = {"all_to_alls": tuple(bench.all_to_alls), "codecs": tuple(bench.codecs)}
-        fit_to_bench = functools.partial(
-            fit_profile, bench, num_ranks, node_size, sizes_bytes=sizes_bytes, tokens=tokens
-        )
-        return _of_first_rank(functools.partial(fit_to_bench, **names, log=log), job)
+        settings = {"sizes_bytes": sizes_bytes, "tokens": tokens, "log": log}
+        return _of_first_rank(functools.partial(fit_profile, bench, num_ranks, node_size, **settings), job)
 
 
 def _of_first_rank(measure_profile: Callable[[], ClusterProfile], job: dist.ProcessGroup) -> ClusterProfile:
@@ -161,15 +158,11 @@ def fit_profile(
     *,
     sizes_bytes: Sequence[int],
     tokens: Sequence[int],
-    all_to_alls: Sequence[str] = (),
-    codecs: Sequence[str] = (),
     log: Log | None = None,
 ) -> ClusterProfile:
     """Return the profile of the cluster that `bench` times. `fit` draws lines over bytes, and over tokens for experts.
 
     Args:
-        all_to_alls: names of the all-to-alls to time, besides the default one.
-        codecs: names of the codecs to time.
         log: receives a line of progress per collective.
 
     Raises:
@@ -177,19 +170,14 @@ def fit_profile(
     """
     report = log or (lambda line: None)
     kinds = group_kinds(num_ranks, node_size)
-    pieces_bytes = [size for size in sizes_bytes if size <= LARGEST_PIECE]
     links = {}
     for collective in COLLECTIVES:
-        sizes = pieces_bytes if collective in ROUND_OPERATIONS else sizes_bytes
-        lines = {
-            members: fit(sizes, bench.communicate(collective, members, sizes)) for members in sorted({*kinds.values()})
-        }
-        links[collective] = {kind: lines[members] for kind, members in kinds.items()}
+        links[collective] = _lines(bench, collective, kinds, sizes_bytes)
         report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in links[collective].items())}")
     batches = {level: fit(COUNTS, bench.send(kinds[level], COUNTS)) for level in LEVELS}
     launches = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in batches.items())
     report(f"a batch + each of its messages: {'; '.join(launches)}")
-    exchanges = {name: fit(sizes_bytes, bench.exchange(name, sizes_bytes)) for name in all_to_alls}
+    exchanges = {name: fit(sizes_bytes, bench.exchange(name, sizes_bytes)) for name in bench.all_to_alls}
     for name, line in exchanges.items():
         report(f"{name}: {_text(line)}")
 
@@ -200,7 +188,7 @@ def fit_profile(
         f"{', '.join(f'{rate:.2f}' for rate in rates) or 'equal'}"
     )
     coded = {}
-    for name in codecs:
+    for name in bench.codecs:
         encode, decode = (throughput(tokens, seconds) for seconds in bench.code(name, tokens))
         coded[name] = CodecTimes(encode, decode)
         report(
@@ -220,6 +208,15 @@ def fit_profile(
     )
 
 
+def _lines(bench: Bench, collective: str, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> dict[str, Fit]:
+    """Return a collective's line for each kind of group."""
+    if collective in ROUND_OPERATIONS:
+        sizes_bytes = [size for size in sizes_bytes if size <= LARGEST_PIECE]
+    groups = sorted(set(kinds.values()))
+    lines = {members: fit(sizes_bytes, bench.communicate(collective, members, sizes_bytes)) for members in groups}
+    return {kind: lines[members] for kind, members in kinds.items()}
+
+
 def experts_speed(
     tokens: Sequence[int], forward_TD: np.ndarray, backward_TD: np.ndarray
 ) -> tuple[tuple[float, ...], Throughput, Throughput]:
@@ -231,9 +228,8 @@ def experts_speed(
         tokens: [T] numbers of tokens per rank.
         forward_TD, backward_TD: [T, D] seconds of each rank.
     """
-    speed_D = np.median(
-        1 / (forward_TD + backward_TD) / (1 / (forward_TD + backward_TD)).mean(1, keepdims=True), axis=0
-    )
+    speed_TD = 1 / (forward_TD + backward_TD)
+    speed_D = np.median(speed_TD / speed_TD.mean(1, keepdims=True), axis=0)
     rate_D = np.where(np.abs(speed_D - 1) < SAME_RATE, 1.0, speed_D)
     if (rate_D == 1).all():
         return (), throughput(tokens, forward_TD.max(1).tolist()), throughput(tokens, backward_TD.max(1).tolist())

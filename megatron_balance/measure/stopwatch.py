@@ -33,6 +33,16 @@ class Passes(NamedTuple):
 class Bench(Protocol):
     """Source of the times that a profile is fitted to, which are the same on every rank."""
 
+    @property
+    def all_to_alls(self) -> Iterable[str]:
+        """Names of the all-to-alls besides the default one."""
+        ...
+
+    @property
+    def codecs(self) -> Iterable[str]:
+        """Names of the codecs."""
+        ...
+
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         """Return the seconds of a collective among `members` for each size, in bytes as in `ClusterProfile.links`."""
         ...
@@ -230,6 +240,23 @@ def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
     return run
 
 
+def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
+    """Return a call in which ranks of every other run of `step` ranks send to the rank `step` after them."""
+    received, rank, size = torch.empty_like(buffer), group.rank(), group.size()
+    sends = rank // step % 2 == 0
+
+    def run() -> None:
+        peer = rank + step if sends else rank - step
+        if peer < size:
+            operation = dist.P2POp(
+                dist.isend if sends else dist.irecv, buffer if sends else received, group=group, group_peer=peer
+            )
+            for work in dist.batch_isend_irecv([operation]):
+                work.wait()
+
+    return run
+
+
 def _messages(group: dist.ProcessGroup, buffer: torch.Tensor, count: int) -> Call:
     """Return a call in which each rank sends its buffer `count` times, to the other ranks in turn."""
     received, rank, size = [torch.empty_like(buffer) for _ in range(count)], group.rank(), group.size()
@@ -268,6 +295,7 @@ def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: int) -> Call:
 
 OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = {
     "p2p": _p2p,
+    "one_way": _one_way,
     "all_to_all": lambda group, buffer, _: _even_exchange(default_all_to_all(group), buffer),
     "all_gather": _all_gather,
     "all_reduce": lambda group, buffer, _: lambda: dist.all_reduce(buffer, group=group),

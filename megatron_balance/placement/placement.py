@@ -98,7 +98,7 @@ class Placement:
         ascending = tuple(tuple(sorted(ranks)) if len(ranks) > 1 else tuple(ranks) for ranks in hosts)
         if len(ascending) != self.num_experts:
             raise ValueError(f"{len(ascending)} lists of hosts for {self.num_experts} experts")
-        owners = self._owners if home is None else _owners(home, self.num_experts)
+        owners = self.owners if home is None else _owners(home, self.num_experts)
         if primary is None:
             favorites = zip(self.primary, owners, ascending, strict=True)
             primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favorites]
@@ -158,7 +158,7 @@ class Placement:
 
     def owner(self, expert: int) -> int:
         """Return the rank that keeps the expert's parameters."""
-        return self._owners[expert]
+        return self.owners[expert]
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Return the logical expert in each home slot of a rank."""
@@ -198,7 +198,8 @@ class Placement:
         return tuple(experts)
 
     @cached_property
-    def _owners(self) -> tuple[int, ...]:
+    def owners(self) -> tuple[int, ...]:
+        """[E]: the rank that owns each expert."""
         return _owners(self.home, self.num_experts)
 
     def __str__(self) -> str:

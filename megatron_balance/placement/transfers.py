@@ -222,11 +222,6 @@ class LinkLoads:
             self._after[end] = behind
 
     @property
-    def received(self) -> float:
-        """Time in which the busiest rank receives whole experts."""
-        return max(self._busy[self.num_ranks : 2 * self.num_ranks])
-
-    @property
     def lines(self) -> list[tuple[float, float]]:
         """Pairs (m, x), ascending: experts in c pieces take at least m * c + x. Empty without a route."""
         lines = self._alone.copy()

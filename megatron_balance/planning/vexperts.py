@@ -212,8 +212,8 @@ class VExperts:
 
     @cached_property
     def mean_computed(self) -> float:
-        """Mean tokens per rank."""
-        return float(self.loads_FBD[COMPUTED].sum() / self.loads_FBD.shape[-1])
+        """Tokens per rank if all ranks computed equally long."""
+        return float(self.loads_FBD[COMPUTED].sum() / self.layer.cost.rate_D.sum())
 
     @cached_property
     def members_ED(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.messages import cleaned
 
 VERSION = 3
-COLLECTIVES = ("p2p", "trans", "agg", "all_to_all", "all_gather", "all_reduce")
+COLLECTIVES = ("p2p", "one_way", "trans", "agg", "all_to_all", "all_gather", "all_reduce")
 GROUPS = ("intra", "inter", "ep")
 """Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
 
@@ -145,15 +145,13 @@ class ParallelLines(NamedTuple):
     """EP&ESP-AlltoAll, as a function of the bytes that a rank sends, including those that it keeps."""
 
     gathered: Fit
-    """EP-AlltoAll and ESP-AllGather, there and back, as a function of the bytes that a rank sends in the all-to-all,
-    including those that it keeps."""
+    """EP-AlltoAll and ESP-AllGather, there and back, as a function of the bytes of the rows of one rank."""
 
     all_gather: Fit | None = None
     """MP-AllGather, as a function of the bytes of the gathered buffer."""
 
     simultaneous: Fit | None = None
-    """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), as a function of the bytes that a rank
-    sends, including those that it keeps."""
+    """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), by the bytes of `all_to_all`."""
 
     sorting: Fit | None = None
     """Local work, which takes longer for more rows: copying rows by expert and summing the returned rows, and the
@@ -174,7 +172,8 @@ class ClusterProfile:
     """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all, those
     that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer.
 
-    p2p is a batch in which every rank sends one message and receives one; trans and agg are a round of Trans and of
+    p2p is a batch in which every rank sends one message and receives one; in one_way, half of the ranks send one to
+    the other half; trans and agg are a round of Trans and of
     Agg, in which every rank sends and receives a piece of an expert. In the group `ep`, all these messages go to
     another node at the same time, if there are several nodes. all_to_all is the default all-to-all."""
 
@@ -186,7 +185,7 @@ class ClusterProfile:
     backward: Throughput
 
     rates: tuple[float, ...] = ()
-    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all are equal."""
+    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all 1."""
 
     all_to_alls: Mapping[str, Fit] = field(default_factory=dict)
     """Lines of the measured members of `--moe-comm-alltoall`, like that of `all_to_all` in the group `ep`."""
@@ -215,22 +214,17 @@ class ClusterProfile:
         Raises:
             OSError: the directory does not exist, or there is no space.
         """
-        content = {"version": VERSION, **dataclasses.asdict(self)}
-        content["links"] = {
-            kind: {group: line._asdict() for group, line in groups.items()} for kind, groups in self.links.items()
-        }
-        content |= {"forward": self.forward._asdict(), "backward": self.backward._asdict()}
-        content["messages"] = {level: line._asdict() for level, line in self.messages.items()}
-        content["all_to_alls"] = {name: line._asdict() for name, line in self.all_to_alls.items()}
-        content["codecs"] = {
-            name: {way: line._asdict() for way, line in times._asdict().items()} for name, times in self.codecs.items()
-        }
-        if self.parallel is not None:
-            lines = {name: line._asdict() for name, line in self.parallel._asdict().items() if isinstance(line, tuple)}
-            content["parallel"] = self.parallel._asdict() | lines
+        content = {"version": VERSION, **_as_json(vars(self))}
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(new, path)
+
+
+def _as_json(value: Any) -> Any:
+    """Return named tuples and mappings as objects, and other tuples as arrays."""
+    if isinstance(value, Mapping) or hasattr(value, "_asdict"):
+        return {name: _as_json(one) for name, one in (value if isinstance(value, Mapping) else value._asdict()).items()}
+    return [_as_json(one) for one in value] if isinstance(value, tuple) else value
 
 
 def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
@@ -261,7 +255,7 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
 
 def _parse(content: Any) -> ClusterProfile:
     _keys(content, ("version", *(field.name for field in dataclasses.fields(ClusterProfile))), "the file")
-    links = _keys(content["links"], COLLECTIVES, "links")
+    links, batches = _keys(content["links"], COLLECTIVES, "links"), _keys(content["messages"], LEVELS, "messages")
     codecs, members, rates = content["codecs"], content["all_to_alls"], content["rates"]
     if not (isinstance(codecs, dict) and isinstance(members, dict) and isinstance(rates, list)):
         raise ValueError("codecs, all_to_alls, rates: are not two objects and a list")
@@ -280,10 +274,7 @@ def _parse(content: Any) -> ClusterProfile:
         },
         forward=_numbers(Throughput, content["forward"], "forward"),
         backward=_numbers(Throughput, content["backward"], "backward"),
-        messages={
-            level: _numbers(Fit, line, f"messages.{level}")
-            for level, line in _keys(content["messages"], LEVELS, "messages").items()
-        },
+        messages={level: _numbers(Fit, line, f"messages.{level}") for level, line in batches.items()},
         rates=tuple(_number(rate, f"rates[{rank}].rate") for rank, rate in enumerate(rates)),
         all_to_alls={name: _numbers(Fit, line, f"all_to_alls.{cleaned(name)}") for name, line in members.items()},
         codecs={

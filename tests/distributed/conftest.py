@@ -49,6 +49,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
             num_ranks=ranks,
             node_size=ranks,
             links=links,
+            messages=dict.fromkeys(cluster_profile.LEVELS, Fit(1e-9, 0, 0, 0)),
             forward=Throughput(1e-4, 0, 0, 0),
             backward=Throughput(2e-4, 0, 0, 0),
         )

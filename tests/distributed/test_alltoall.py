@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -13,11 +14,12 @@ import torch.distributed as dist
 
 from megatron_balance.comm import hierarchical
 from megatron_balance.comm.alltoall import AllToAll, NodeAllToAll
-from megatron_balance.comm.auto import stages
+from megatron_balance.comm.auto import Chooser
 from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE, PipelinedAllToAll
 from megatron_balance.comm.registry import ALL_TO_ALLS, load_all_to_all
+from megatron_balance.cost.exchange import stages
 from megatron_balance.job.groups import NodeGroups, new_node_groups
-from megatron_balance.profile.cluster_profile import builtin
+from megatron_balance.profile.cluster_profile import Fit, builtin
 from tests.distributed import runs
 from tests.distributed.layers import ACTIVATIONS, check_against_oracle
 
@@ -113,8 +115,11 @@ def test_2dh_refuses_a_smaller_last_node(ranks) -> None:
 
 def wait_in_any_order(node_size: int) -> None:
     """Start several exchanges of each all-to-all and wait in random order; `auto` switches algorithm each time."""
-    turns = itertools.cycle(["1dh", "2dh", "pipe", "p2p"])
-    with mock.patch("megatron_balance.comm.auto.predict", lambda *_: {next(turns): 0.0}):
+    turns = itertools.cycle(["1dh", "2dh", "pipe", "default"])
+    with (
+        mock.patch.object(Chooser, "predict", lambda *_: next(turns)),
+        mock.patch("megatron_balance.comm.auto.TURNS", 1),
+    ):
         _wait_in_any_order(node_size)
 
 
@@ -144,9 +149,8 @@ def choose() -> list[str]:
     """Return the log lines of `auto` for two exchanges of short rows and two of long rows, in nodes of two ranks."""
     said: list[str] = []
     nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, 2)
-    member = load_all_to_all(
-        "auto", nodes.ep, nodes=lambda: nodes, profile=lambda: builtin(4, 2, 64, 128), log=said.append
-    )
+    profile = replace(builtin(4, 2, 64, 128), all_to_alls={"2dh": Fit(20e-6, 1e-9, 0, 0)})
+    member = load_all_to_all("auto", nodes.ep, nodes=lambda: nodes, profile=lambda: profile, log=said.append)
     for width in (1, 1, 500_000, 500_000):
         rows = torch.full((4, width), float(dist.get_rank()))
         received = member.start(rows, torch.ones(4, 4, dtype=torch.int64)).wait()
@@ -158,9 +162,12 @@ def test_auto_says_once_what_it_chose(ranks) -> None:
     said = ranks(4).run(choose)
     assert said == [said[0]] * 4
     short, long = said[0]
-    # Between nodes, at 25 us per message and 25 GB/s: one message of twice the length, or two messages
-    assert short.startswith("--moe-comm-alltoall auto: 2dh for 6.4e-05 MB in all (predicted: pipe 0.05 ms, p2p 0.05")
-    assert long.startswith("--moe-comm-alltoall auto: pipe for 32 MB in all (predicted: pipe 0.")
+    # Two messages between nodes, at 25 us and 2.5 us more; 4 MB to other nodes at 25 GB/s; 6 MB at 1 GB/s
+    assert short.startswith(
+        "--moe-comm-alltoall auto: 2dh for 6.4e-05 MB in all (predicted: pipe 0.0285 ms, default 0.0275 ms, 2"
+    )
+    assert long.startswith("--moe-comm-alltoall auto: pipe for 32 MB in all (predicted: pipe 0.188 ms, default 0.187 ")
+    assert "2dh 0.02 ms" in short and "2dh 6.02 ms" in long
 
 
 def start_alone() -> None:

@@ -3,8 +3,9 @@
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,11 +15,23 @@ import torch.distributed as dist
 from megatron_balance.build.profiles import measure_cluster
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
+from megatron_balance.comm.alltoall import AllToAll
+from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
+from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.job.layout import build_groups
-from megatron_balance.measure import stopwatch
-from megatron_balance.measure.measure import device_groups, group_kinds, measure, measured_once
-from megatron_balance.measure.stopwatch import OPERATIONS, Members, Passes, sub_groups
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, builtin, load
+from megatron_balance.measure import rounds, stopwatch
+from megatron_balance.measure.measure import group_kinds, measure, measured_once
+from megatron_balance.measure.rounds import ROUNDS
+from megatron_balance.measure.stopwatch import (
+    OPERATIONS,
+    ROUND_OPERATIONS,
+    GroupBench,
+    Members,
+    Passes,
+    Stopwatch,
+    sub_groups,
+)
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ClusterProfile, builtin, load
 from tests.distributed.runs import BASE
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
@@ -32,10 +45,14 @@ def sleeping_experts(tokens: int) -> Passes:
 
 
 def measured(
-    ep_group: dist.ProcessGroup, node_size: int, passes: Callable[[int], Passes] = sleeping_experts
+    ep_group: dist.ProcessGroup,
+    node_size: int,
+    passes: Callable[[int], Passes] = sleeping_experts,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> ClusterProfile:
     """Measure quickly."""
-    settings = {"passes": passes, "tokens": TOKENS, "device": torch.device("cpu"), "dtype": torch.float32}
+    settings |= {"passes": passes, "tokens": TOKENS, "device": torch.device("cpu"), "dtype": dtype}
     return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=3)
 
 
@@ -53,7 +70,9 @@ def test_all_ranks_get_one_profile(ranks, tmp_path: Path) -> None:
         for kind in GROUPS:
             line = profile.link(collective, kind)
             assert line.alpha > 0 or line.beta > 0
-    assert {(group.ranks, group.nodes) for group in profile.all_reduce} == {(2, 1), (2, 2), (4, 2)}
+    assert all(sum(profile.messages[level][:2]) > 0 for level in LEVELS)
+    assert set(profile.all_to_alls) == {"pipe", "2dh", "1dh"}
+    assert all(line.alpha > 0 or line.beta > 0 for line in profile.all_to_alls.values())
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     # A sleep may take longer, but never less time
@@ -74,6 +93,7 @@ def test_ranks_of_all_groups_get_one_profile(ranks, node_size: int) -> None:
     assert (profile.num_ranks, profile.node_size) == (2, node_size)
     # There is only one kind of group
     assert all(profile.link(name, kind) == profile.link(name) for name in COLLECTIVES for kind in GROUPS)
+    assert set(profile.all_to_alls) == ({"pipe"} if node_size == 1 else set())
 
 
 class FakeClock:
@@ -103,16 +123,39 @@ def known_line(collective: str, members: Members) -> tuple[float, float]:
 def measure_a_known_cluster() -> ClusterProfile:
     clock = FakeClock()
 
-    def operation(collective: str, group: dist.ProcessGroup, buffer: torch.Tensor) -> Callable[[], None]:
+    def operation(collective: str, group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Callable[[], None]:
         alpha, beta = known_line(collective, tuple(dist.get_process_group_ranks(group)))
+        # All ranks together send to the other node
+        assert step == (2 if group.size() == 4 else 1)
         return clock.operation(alpha + beta * buffer.nbytes)
+
+    def rounds_of(
+        collective: str, group: dist.ProcessGroup, step: int, tensors: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
+        assert {tensor.dtype for tensor in tensors} == {torch.float32 if collective == "agg" else torch.bfloat16}
+        (small, large) = tensors
+        assert len(large) == 3 * len(small)
+        alpha, beta = known_line(collective, tuple(dist.get_process_group_ranks(group)))
+        assert step == (2 if group.size() == 4 else 1)
+        return clock.operation(ROUNDS * alpha + beta * sum(tensor.nbytes for tensor in tensors))
+
+    def exchange(member: AllToAll, buffer: torch.Tensor) -> Callable[[], None]:
+        return clock.operation(len(type(member).__name__) + 1e-6 * buffer.nbytes)
 
     def passes(tokens: int) -> Passes:
         return Passes(clock.operation(1 + FORWARD * tokens), clock.operation(2 + BACKWARD * tokens))
 
-    fakes = {collective: functools.partial(operation, collective) for collective in COLLECTIVES}
-    with mock.patch.dict(stopwatch.OPERATIONS, fakes), mock.patch.object(stopwatch, "time", clock):
-        return measured(dist.group.WORLD, 2, passes)
+    fakes = {collective: functools.partial(operation, collective) for collective in OPERATIONS}
+    rounds = {collective: functools.partial(rounds_of, collective) for collective in ROUND_OPERATIONS}
+    assert {*fakes, *rounds} == set(COLLECTIVES)
+    with (
+        mock.patch.dict(stopwatch.OPERATIONS, fakes),
+        mock.patch.dict(stopwatch.ROUND_OPERATIONS, rounds),
+        mock.patch.object(stopwatch, "_messages", lambda group, _, count: clock.operation(group.size() + 0.1 * count)),
+        mock.patch.object(stopwatch, "_even_exchange", exchange),
+        mock.patch.object(stopwatch, "time", clock),
+    ):
+        return measured(dist.group.WORLD, 2, passes, dtype=torch.bfloat16, shares=(0.25, 0.75))
 
 
 def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(ranks) -> None:
@@ -123,15 +166,23 @@ def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(r
             alpha, beta = known_line(collective, members)
             found = profile.link(collective, kind)
             assert found[:2] == pytest.approx((share * alpha, share * beta), rel=1e-6), (collective, kind)
-    assert profile.forward[:2] == pytest.approx((FORWARD, 1), rel=1e-6)
-    assert profile.backward[:2] == pytest.approx((BACKWARD, 2), rel=1e-6)
+    assert {level: line[:2] for level, line in profile.messages.items()} == {
+        level: pytest.approx((0.5 * 2, 0.5 * 0.1), rel=1e-6) for level in LEVELS
+    }
+    kinds = {"pipe": PipelinedAllToAll, "2dh": TwoDimensionalAllToAll, "1dh": OneDimensionalAllToAll}
+    assert {name: line[:2] for name, line in profile.all_to_alls.items()} == {
+        name: pytest.approx((len(kind.__name__), 1e-6), rel=1e-6) for name, kind in kinds.items()
+    }
+    # Three ranks take half of the time of the last one, so that their rates are 8/7, and that of the last one 4/7
+    assert profile.rates == pytest.approx([8 / 7] * 3 + [4 / 7])
+    for line, per_token, overhead in ((profile.forward, FORWARD, 1), (profile.backward, BACKWARD, 2)):
+        assert line[:2] == pytest.approx((4 / 7 * per_token, 4 / 7 * overhead), rel=1e-6)
 
 
 def membership() -> dict[Members, list[int]]:
     """Return this rank's sub-groups by members, for expert-parallel groups (0, 2, 4, 6) and (1, 3, 5, 7)."""
     halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
-    wanted = [*group_kinds(4, 2).values(), *device_groups(4, 2)]
-    with sub_groups(halves[dist.get_rank() % 2], dist.group.WORLD, wanted) as groups:
+    with sub_groups(halves[dist.get_rank() % 2], dist.group.WORLD, group_kinds(4, 2).values()) as groups:
         found = {members: dist.get_process_group_ranks(group) for members, group in groups.items()}
         for group in groups.values():
             dist.all_reduce(torch.ones(1), group=group)
@@ -149,7 +200,7 @@ def record_traffic() -> dict[str, tuple[int, int]]:
     buffer = torch.zeros(300)
     traffic = {}
     with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
-        OPERATIONS["all_to_all"](dist.group.WORLD, buffer)()
+        OPERATIONS["all_to_all"](dist.group.WORLD, buffer, 1)()
         messages = {
             verb: [one for one in call.call_args.args[0] if one.op is verb] for verb in (dist.isend, dist.irecv)
         }
@@ -157,19 +208,76 @@ def record_traffic() -> dict[str, tuple[int, int]]:
         others = {rank: 400 for rank in range(4) if rank != dist.get_rank()}
         assert all({one.peer: one.tensor.nbytes for one in some} == others for some in messages.values())
     with mock.patch.object(dist, "all_gather_into_tensor") as call:
-        OPERATIONS["all_gather"](dist.group.WORLD, buffer)()
+        OPERATIONS["all_gather"](dist.group.WORLD, buffer, 1)()
         traffic["all_gather"] = (call.call_args.args[1].nbytes, call.call_args.args[0].nbytes)
     with mock.patch.object(dist, "batch_isend_irecv") as call:
-        OPERATIONS["p2p"](dist.group.WORLD, buffer)()
-        send, receive = call.call_args.args[0]
-        traffic["p2p"] = (send.tensor.nbytes, receive.tensor.nbytes)
-        assert (send.peer, receive.peer) == ((dist.get_rank() + 1) % 4, (dist.get_rank() - 1) % 4)
+        for step in (1, 2):
+            OPERATIONS["p2p"](dist.group.WORLD, buffer, step)()
+            send, receive = call.call_args.args[0]
+            traffic["p2p"] = (send.tensor.nbytes, receive.tensor.nbytes)
+            assert (send.peer, receive.peer) == ((dist.get_rank() + step) % 4, (dist.get_rank() - step) % 4)
+        call.reset_mock()
+        OPERATIONS["one_way"](dist.group.WORLD, buffer, 2)()
+        (one,) = call.call_args.args[0]
+        assert (one.op, one.peer) == ((dist.isend, dist.get_rank() + 2), (dist.irecv, dist.get_rank() - 2))[
+            dist.get_rank() // 2
+        ]
+        call.reset_mock()
+        OPERATIONS["one_way"](dist.group.WORLD, buffer, 3)()
+        assert [one.peer for call in call.call_args_list for one in call.args[0]] == {0: [3], 3: [0]}.get(
+            dist.get_rank(), []
+        )
     return traffic
 
 
 def test_bytes_are_those_of_the_definition(ranks) -> None:
     expected = {"all_to_all": (1200, 1200), "all_gather": (300, 1200), "p2p": (1200, 1200)}
     assert ranks(4).run(record_traffic) == [expected] * 4
+
+
+def rounds_move_everything() -> None:
+    """Trans copies what each rank owns to its guest, and Agg adds the guest's sums up and empties them."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for step in (1, 2):
+        owned = [torch.arange(float(size)) + 100 * rank for size in (ROUNDS, 5 * ROUNDS + 3)]
+        slots = rounds._slots(owned)
+        with mock.patch.object(rounds, "_slots", lambda _, slots=slots: slots):
+            rounds.trans_rounds(group, step, owned)()
+            for tensor, source in zip(slots.slots[1], owned, strict=True):
+                assert torch.equal(tensor, source + 100 * ((rank - step) % 4 - rank))
+            before = [tensor.clone() for tensor in owned]
+            rounds.agg_rounds(group, step, owned)()
+        assert all(torch.equal(tensor, 2 * one) for tensor, one in zip(owned, before, strict=True))
+        assert not any(tensor.any() for tensor in slots.slots[1])
+
+
+def test_rounds_move_everything_once(ranks) -> None:
+    ranks(4).run(rounds_move_everything)
+
+
+def batches() -> dict[int, tuple[set[int], int]]:
+    """Return, by the number of messages of a batch, the ranks that get one, and the messages that this rank sends."""
+    bench = GroupBench(
+        stopwatch=Stopwatch(dist.group.WORLD, torch.device("cpu"), 1),
+        groups={(0, 1, 2, 3): dist.group.WORLD},
+        passes=sleeping_experts,
+        dtype=torch.float32,
+        node_size=2,
+    )
+    bench.send((0, 1, 2, 3), [1, 7])
+    found = {}
+    with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
+        for count in (2, 7):
+            bench.send((0, 1, 2, 3), [count])
+            sent = [one for one in call.call_args.args[0] if one.op is dist.isend]
+            received = [one for one in call.call_args.args[0] if one.op is dist.irecv]
+            assert len(received) == count and {one.tensor.nbytes for one in sent} == {256}
+            found[count] = {(one.peer - dist.get_rank()) % 4 for one in sent}, len(sent)
+    return found
+
+
+def test_batches_of_messages(ranks) -> None:
+    assert ranks(4).run(batches) == [{2: ({1, 2}, 2), 7: ({1, 2, 3}, 7)}] * 4
 
 
 def count_once(path: Path) -> tuple[int, int, list[ClusterProfile]]:
@@ -234,8 +342,8 @@ def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     return profile, torch.equal(before, torch.get_rng_state())
 
 
-def measure_in_shards() -> ClusterProfile:
-    flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear"
+def measure_in_shards(more: str = "") -> ClusterProfile:
+    flags = f"--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear {more}"
     config = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     with mock.patch("megatron_balance.build.profiles.SIZES", SIZES):
@@ -246,9 +354,16 @@ def test_shards_and_tensor_parallel_ranks_are_measured(ranks, tmp_path: Path) ->
     profile, *others = ranks(4).run(measure_in_shards)
     assert others == [profile] * 3 and profile.parallel is not None
     mp, esp, *lines = profile.parallel
-    assert (mp, esp) == (2, 2) and all(line.alpha + line.beta > 0 for line in lines)
+    assert (mp, esp) == (2, 2) and len(lines) == 5 and all(line.alpha + line.beta > 0 for line in lines)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 2, 2) == profile
+
+
+def test_shards_of_ranks_with_different_tokens_are_measured(ranks) -> None:
+    profile = ranks(4).run(measure_in_shards, "--sequence-parallel")[0]
+    assert profile.parallel is not None and profile.parallel[:2] == (1, 2)
+    present = [line is not None and line.alpha + line.beta > 0 for line in profile.parallel[2:]]
+    assert present == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(

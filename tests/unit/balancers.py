@@ -13,7 +13,8 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megatron_balance.cost.model import CostModel, Overlap
+from megatron_balance.cost.loads import condensed
+from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.device.side_stream import AsyncWork
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
@@ -146,14 +147,14 @@ class Hottest:
     number: int
     journal: Journal
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        self.journal.append(("PLAN", self.number, counts_DE.copy(), current, cost.microbatches))
-        return hottest(counts_DE)
+    def plan(self, counts_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        self.journal.append(("PLAN", self.number, counts_BDE.copy(), current, cost.microbatches))
+        return hottest(counts_BDE)
 
 
-def hottest(counts_DE: np.ndarray) -> Placement:
-    """Return the placement that `Hottest` plans."""
-    expert = int(counts_DE.sum(0).argmax())
+def hottest(counts: np.ndarray) -> Placement:
+    """Return the placement that `Hottest` plans for loads [D, E] or [B, D, E]."""
+    expert = int(counts.reshape(-1, EXPERTS).sum(0).argmax())
     owner = OWNERS.owner(expert)
     return owners_host(OWNERS, [(expert, (owner + step) % RANKS) for step in (1, 2)])
 
@@ -205,6 +206,11 @@ def loads(seed: int, microbatches: int = MICROBATCHES) -> Load:
 
 def total(load: Load, layer: int) -> np.ndarray:
     return np.sum(load[layer], axis=0)
+
+
+def grouped(load: Load, layer: int) -> np.ndarray:
+    """Return [B, D, E]: the loads of similar microbatches, as plans are made for them."""
+    return condensed(np.stack(load[layer]), owners(OWNERS))
 
 
 def passes(microbatches: int) -> list[Pass]:

@@ -19,8 +19,8 @@ from megatron_balance.planning.policies.top_k import Top2
 class Good:
     split = "proportional"
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        return Top2().plan(counts_DE, current, cost)
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        return Top2().plan(counts, current, cost)
 
 
 class Leaves(Good):
@@ -185,7 +185,7 @@ class ReturnsAHomeless(Good):
 
 
 class ReturnsAnInvalid(Good):
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         return ReturnsAnInvalid.invalid(current)
 
     @staticmethod
@@ -259,6 +259,6 @@ class Stops(Good):
 class IsHere(Good):
     """Reports the process in which it runs."""
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         heavy = sorted({"torch", "megatron.core", "scipy.optimize"} & set(sys.modules))
         raise ValueError(f"{os.getpid()} {heavy} {threading.active_count()} {len(os.listdir('/proc/self/fd'))}")

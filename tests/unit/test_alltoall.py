@@ -1,7 +1,7 @@
 """All-to-alls without processes: orders, packing, the choice among them, names and flags."""
 
-import dataclasses
 import itertools
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.cli.arguments import parse_args
-from megatron_balance.comm.auto import node_share, predict, stages
+from megatron_balance.comm.auto import TURNS, Chooser
 from megatron_balance.comm.hierarchical import transposed
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
-from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, Fit, Throughput
+from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.commands import CPU, GPU, argv, layout_on
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 5))
@@ -54,98 +54,45 @@ def test_transposed(first: int, second: int, data: st.DataObject) -> None:
     assert [tuple(row) for row in transposed(rows, sizes_AB).tolist()] == expected
 
 
-matrices = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32)).map(
-    lambda drawn: (np.random.default_rng(drawn[2]).integers(0, 9, [drawn[0] * drawn[1]] * 2), drawn[1])
-)
-"""Bytes between all ranks, and the number of ranks per node."""
+class Counting:
+    """Stands in for a model: it counts the predictions and takes the seconds of a formula."""
+
+    def __init__(self, name: str, seconds: Callable[[float], float]) -> None:
+        self.name, self.formula, self.asked = name, seconds, 0
+
+    def seconds(self, bytes_DD: np.ndarray) -> float:
+        self.asked += 1
+        return self.formula(bytes_DD.sum())
 
 
-@given(matrices)
-def test_stages_carry_what_is_to_be_carried(matrix: tuple[np.ndarray, int]) -> None:
-    bytes_DD, size = matrix
-    node = np.arange(len(bytes_DD)) // size
-    crossing = np.where(node[:, None] != node, bytes_DD, 0)
-    traveling = bytes_DD - np.diag(bytes_DD.diagonal())
-    for name in ALL_TO_ALLS:
-        found = stages(name, bytes_DD, size)
-        assert all(not stage.diagonal().any() for stage in found)
-        between = sum(np.where(node[:, None] != node, stage, 0) for stage in found)
-        # Between two nodes, only bytes from one node's ranks to the other's ranks travel
-        assert np.array_equal(_by_node(between, size), _by_node(crossing, size)), name
-    assert np.array_equal(sum(stages("flat", bytes_DD, size)), traveling)
-    assert np.array_equal(sum(stages("pipe", bytes_DD, size)), traveling)
+def choosing(seconds: Mapping[str, Callable[[float], float]]) -> Chooser:
+    """Return a chooser among names that take these seconds."""
+    chooser = Chooser(builtin(2, 2, 64, 64), ())
+    chooser.models = [Counting(*pair) for pair in seconds.items()]
+    return chooser
 
 
-def _by_node(matrix: np.ndarray, size: int) -> np.ndarray:
-    nodes = len(matrix) // size
-    return matrix.reshape(nodes, size, nodes, size).sum((1, 3))
+def exchanged(chooser: Chooser, rows: int) -> str:
+    """Return the choice for `rows` rows of four bytes."""
+    return chooser.choose(torch.tensor([[0, rows], [0, 0]]), 4)
 
 
-def profile(near: tuple[float, float], far: tuple[float, float], together: float, size: int = 2) -> ClusterProfile:
-    """Return a profile of two nodes: (alpha, beta) inside and between them, and beta of an all-to-all of all ranks."""
-    lines = {"intra": Fit(*near, 0, 0), "inter": Fit(*far, 0, 0), "ep": Fit(0, together, 0, 0)}
-    speed = Throughput(1, 0, 0, 0)
-    links = dict.fromkeys(COLLECTIVES, lines)
-    return ClusterProfile(num_ranks=2 * size, node_size=size, links=links, forward=speed, backward=speed)
+def test_a_choice_holds_for_exchanges_of_similar_size() -> None:
+    chooser = choosing({"default": lambda total: 1.0 + total, "pipe": lambda total: 100.0 + total / 2})
+    assert [exchanged(chooser, rows) for rows in (16, 17, 31)] == ["default"] * 3
+    assert [model.asked for model in chooser.models] == [1, 1]
+    assert [exchanged(chooser, rows) for rows in (128, 130, 16)] == ["pipe", "pipe", "default"]
+    assert [model.asked for model in chooser.models] == [2, 2]
+    for _ in range(TURNS - 2):
+        exchanged(chooser, 130)
+    assert [model.asked for model in chooser.models] == [2, 2]
+    exchanged(chooser, 130)
+    assert [model.asked for model in chooser.models] == [3, 3]
 
 
-EVEN = np.full((4, 4), 6)
-"""Two nodes of two ranks; each rank has 6 bytes for each rank."""
-
-NAMES = ("flat", "p2p", "pipe", "2dh", "1dh")
-
-
-def test_predictions_by_hand() -> None:
-    # With a link per rank, 1/3 of an all-to-all's bytes travel at beta 1 and 2/3 at beta 10
-    cluster = profile((100, 1), (1000, 10), 1 / 3 + 20 / 3)
-    assert node_share(cluster) == pytest.approx(0.5)
-    near, far = 100 + 6, 2 * 1000 + 10 * 12
-    expected = {
-        "flat": near + far,
-        "p2p": max(near, far),
-        "pipe": max(near, far),
-        # 12 bytes to the neighbor: 6 for itself and 6 for its counterpart. Then 6 + 6 to the other node
-        "2dh": (100 + 12) + (1000 + 10 * 12),
-        # 24 bytes to the leader, 24 between leaders, 24 back
-        "1dh": (100 + 24) + (1000 + 10 * 24) + (100 + 24),
-    }
-    assert predict(NAMES, EVEN, cluster) == pytest.approx(expected)
-
-
-def test_predictions_by_hand_where_ranks_share_a_link() -> None:
-    cluster = profile((0, 0), (1000, 10), 40 / 3)
-    assert node_share(cluster) == pytest.approx(1.0)
-    expected = {"flat": 2240, "p2p": 2240, "pipe": 2240, "2dh": 1240, "1dh": 1240}
-    assert predict(NAMES, EVEN, cluster) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("together", "share"), [(0.0, 0.5), (1e9, 1.0), (10.0, 0.75 * 29 / 30)])
-def test_the_share_of_a_link_is_between_a_link_per_rank_and_one_link(together: float, share: float) -> None:
-    assert node_share(profile((0, 1), (0, 10), together)) == pytest.approx(share)
-
-
-def test_the_choice_follows_the_size() -> None:
-    """Long messages favor overlapping levels of equal cost; short ones favor fewer messages between nodes."""
-    cluster = profile((1e-6, 1e-9), (1e-3, 1e-9), 1e-9, size=4)
-    chosen = []
-    for row_bytes in (1, 10**9):
-        seconds = predict(("flat", "pipe", "2dh", "1dh"), np.full((8, 8), row_bytes), cluster)
-        chosen.append(min(seconds, key=seconds.__getitem__))
-    assert chosen == ["2dh", "pipe"]
-    for single in (dataclasses.replace(cluster, node_size=8), dataclasses.replace(cluster, node_size=1)):
-        seconds = predict(("flat", "pipe", "2dh"), np.full((8, 8), 1000), single)
-        assert min(seconds, key=seconds.__getitem__) == "flat"
-
-
-@given(matrices)
-def test_predictions_are_sane(matrix: tuple[np.ndarray, int]) -> None:
-    bytes_DD, size = matrix
-    cluster = dataclasses.replace(profile((1, 1), (3, 2), 2, size), num_ranks=len(bytes_DD))
-    seconds = predict(NAMES, bytes_DD, cluster)
-    assert seconds["pipe"] <= seconds["flat"] <= 2 * seconds["pipe"]
-    assert all(more >= seconds[name] for name, more in predict(NAMES, bytes_DD * 2, cluster).items())
-    # Times do not depend on the direction
-    assert predict(("flat", "pipe"), bytes_DD.T, cluster) == {name: seconds[name] for name in ("flat", "pipe")}
+@pytest.mark.parametrize(("seconds", "chosen"), [(1.0, "default"), (0.96, "default"), (0.9, "pipe")])
+def test_the_first_one_wins_where_predictions_hardly_differ(seconds: float, chosen: str) -> None:
+    assert exchanged(choosing({"default": lambda _: 1.0, "pipe": lambda _: seconds}), 5) == chosen
 
 
 @pytest.mark.parametrize(

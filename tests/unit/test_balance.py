@@ -48,10 +48,12 @@ def test_balancing_that_acted_seldom_is_not_none(iterations: int, shown: str) ->
 
 
 def test_evenness() -> None:
-    assert evenness(np.array([4, 0, 2, 2]), np.array([3, 1, 2, 2])) == (2.0, 1.5, pytest.approx(2.0))
-    assert evenness(np.array([4, 0]), np.array([2, 2])) == (2.0, 1.0, LARGEST_GAIN)
-    assert evenness(np.array([10**6, 0]), np.array([10**6 // 2 + 1, 10**6 // 2 - 1]))[2] == LARGEST_GAIN
-    assert evenness(np.zeros(2), np.zeros(2)) == (1.0, 1.0, 1.0)
+    assert evenness(np.array([[4, 0, 2, 2]]), np.array([[3, 1, 2, 2]])) == (2.0, 1.5, pytest.approx(2.0))
+    assert evenness(np.array([[4, 0]]), np.array([[2, 2]])) == (2.0, 1.0, LARGEST_GAIN)
+    assert evenness(np.array([[10**6, 0]]), np.array([[10**6 // 2 + 1, 10**6 // 2 - 1]]))[2] == LARGEST_GAIN
+    assert evenness(np.zeros((1, 2)), np.zeros((1, 2))) == (1.0, 1.0, 1.0)
+    # Each microbatch waits for its own heaviest rank, even if ranks have equally many tokens in the iteration
+    assert evenness(np.array([[4, 0], [0, 4]]), np.array([[2, 2], [1, 3]])) == (2.0, 1.25, 0.0)
 
 
 def test_tensorboard_scalars() -> None:

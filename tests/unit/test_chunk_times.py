@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll
-from megatron_balance.comm.auto import exchange_seconds, predict
+from megatron_balance.comm.alltoall import FlatAllToAll
 from megatron_balance.comm.codecs import Float8
 from megatron_balance.comm.compressed import Directions, TokenExchange, token_exchange
 from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
+from megatron_balance.cost.exchange import ExchangeModel, resized
 from megatron_balance.flow.chunks.order import ChunkTimes
 from megatron_balance.flow.chunks.times import TaskModel
-from megatron_balance.profile.cluster_profile import COLLECTIVES, ClusterProfile, CodecTimes, Fit, Throughput
+from megatron_balance.profile.cluster_profile import COLLECTIVES, LEVELS, ClusterProfile, CodecTimes, Fit, Throughput
 
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 FORWARD, BACKWARD = Throughput(3.0, 5.0, 0, 0), Throughput(7.0, 11.0, 0, 0)
@@ -24,6 +24,7 @@ PROFILE = ClusterProfile(
     num_ranks=2,
     node_size=2,
     links=dict.fromkeys(COLLECTIVES, dict.fromkeys(("intra", "inter", "ep"), LINE)),
+    messages=dict.fromkeys(LEVELS, Fit(90.0, 10.0, 0, 0)),
     forward=FORWARD,
     backward=BACKWARD,
     codecs={"fp8": CODEC},
@@ -34,9 +35,12 @@ TOKENS_DP = np.array([[6.0, 0.0, 3.0, 1.0], [0.0, 2.0, 20.0, 0.0]])
 
 
 def task_model(profile: ClusterProfile, exchange: TokenExchange, sharding: Sharding) -> TaskModel:
+    """Return a model whose all-to-all was not measured: a launch takes 90, a message 10, a byte 1."""
+    ranks = exchange.probs.group.size()
     return TaskModel(
         profile=profile,
         exchange=exchange,
+        models=[ExchangeModel.of(resized(profile, ranks, ranks), "p2p")],
         sharding=sharding,
         hosts=2,
         codec="fp8",
@@ -87,16 +91,15 @@ def test_fewer_tokens_take_less_but_for_what_each_chunk_costs() -> None:
     assert nothing == ChunkTimes(*[0.0] * 7)
 
 
-class Strange(AllToAll):
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        return Exchange(lambda: rows)
-
-
-def test_an_exchange_that_nobody_knows_counts_as_all_messages_at_once() -> None:
-    bytes_DD = np.array([[0, 5], [7, 0]])
-    assert exchange_seconds(Strange(GROUP), bytes_DD, PROFILE) == predict(["p2p"], bytes_DD, PROFILE)["p2p"]
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    assert exchange_seconds(Strange(alone), np.array([[5]]), PROFILE) == 0.0
+def test_the_fastest_of_several_all_to_alls_counts() -> None:
+    wire = FlatAllToAll(GROUP)
+    one = model(TokenExchange(wire, wire, wire))
+    network = one.models[0].network
+    models = [ExchangeModel("default", network, Fit(alpha, beta, 0, 0)) for alpha, beta in ((100.0, 1.0), (7.0, 2.0))]
+    both = replace(one, models=models)
+    # Four rows of 32 bytes, and a quarter of that
+    assert both.times(TOKENS_DP)[0].a1 == pytest.approx(100 + 4 * 32)
+    assert both.times(TOKENS_DP / 4)[0].a1 == pytest.approx(7 + 2 * 32)
 
 
 def test_shards_exchange_more() -> None:
@@ -113,7 +116,7 @@ def test_shards_exchange_more() -> None:
         )
     }
     # Either copies of rows go to three other ranks, or rows go to the other host and twelve are gathered
-    assert times["dumped"].a1 == pytest.approx(3 * 100 + 3 * 3 * row)
+    assert times["dumped"].a1 == pytest.approx(90 + 3 * 10 + 3 * 3 * row)
     assert (times["gathered"].a1, times["gathered"].d1) == pytest.approx((100 + 3 * row, 100 + 12 * row))
     assert {one.e for one in times.values()} == {5 + 3 * 12}
     # Here a source is a whole host, with six rows for each host

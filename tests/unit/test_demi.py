@@ -15,7 +15,7 @@ from megatron_balance.planning.demi import neighborhood
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times
 from megatron_balance.planning.demi.problem import Problem
-from megatron_balance.planning.demi.program import relax
+from megatron_balance.planning.demi.program import Program, relax
 from megatron_balance.planning.demi.schedule import check
 from megatron_balance.planning.demi.search import (
     AGGREGATED,
@@ -27,6 +27,7 @@ from megatron_balance.planning.demi.search import (
     round_shares,
     solve,
 )
+from megatron_balance.workloads.synthetic import load_matrix
 from tests.unit.demi_problems import even_problem, problems
 
 
@@ -101,6 +102,23 @@ def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
         assert ((share_ED * foreign_ED).sum(0) <= problem.most_guests + 1e-6).all()
         assert (problem.load_E @ share_ED <= problem.token_room_D * (1 + 1e-6) + 1e-6).all()
         assert (problem.size_E @ share_ED <= problem.expert_room_D * (1 + 1e-6) + 1e-6).all()
+
+
+def test_the_paper_setting_solved_by_both_methods() -> None:
+    counts_DE = load_matrix("hot_rank", 4, 16, 2, bench.PAPER_TOKENS, 0, 0)
+    problem = bench.paper_problem(1, counts_DE)
+    assert problem.slots == 5 and problem.guests is None
+    # Half of all tokens and half of all experts, and links of 100 Gb/s that a worker divides among three others
+    assert problem.token_room_D.min() == pytest.approx(4 * 4000 * 2 * 2000 / 2)
+    assert problem.expert_room_D == pytest.approx(problem.size_E.sum() / 2)
+    seconds = problem.link_DD[0, 1] / (12.5e9 / 3)
+    assert problem.compute_D == pytest.approx(seconds * 2000 * 14e12 / (1.5 * 4 * 500 * 1000))
+    program = Program(problem, np.arange(16))
+    assert program.size == (2304, 3004, 11632)
+    simplex, interior = program.solve(), program.solve("highs-ipm")
+    assert simplex is not None and interior is not None
+    assert interior.objective == pytest.approx(simplex.objective, rel=1e-6)
+    assert program.solve(seconds=0.0) is None
 
 
 @settings(max_examples=20)

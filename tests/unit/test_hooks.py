@@ -163,7 +163,7 @@ def test_computations_are_entered_in_the_schedules_order(monkeypatch, overlap: s
         # The last computation ends with the iteration
         assert model.computed == order[:-1]
         last = {number: state.last for number, state in world.balancer.layers.items()}
-        assert all(found.microbatches == MICROBATCHES for found in last.values())
+        assert all(len(found.counts_BDE) == MICROBATCHES for found in last.values())
         # A forward pass of the fault search, then an evaluation
         model.forward_only()
         for chunk in model.chunks:

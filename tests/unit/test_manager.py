@@ -35,45 +35,45 @@ def manager(policy: Any = None, predictor: str = "last", interval: int = 1) -> M
 
 
 def load(seed: int) -> np.ndarray:
-    """Return tokens [D, E]: many experts have none, and a few have most."""
-    return (np.random.default_rng(seed).lognormal(0, 3, (RANKS, EXPERTS)) * 10).astype(np.int64)
+    """Return tokens [1, D, E]: many experts have none, and a few have most."""
+    return (np.random.default_rng(seed).lognormal(0, 3, (1, RANKS, EXPERTS)) * 10).astype(np.int64)
 
 
-def listed(loads_DE: np.ndarray | None) -> list[list[int]]:
-    assert loads_DE is not None
-    return loads_DE.tolist()
+def listed(loads_BDE: np.ndarray | None) -> list:
+    assert loads_BDE is not None
+    return loads_BDE.tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_expects_what_the_predictor_predicts(method: str) -> None:
     one, predictor = manager(predictor=method), Predictor(method)
     history = predictor.observe(one.history, load(1))
-    assert one.expected_DE is None
+    assert one.expected_BDE is None
     assert one.observe(load(1)) is None
-    assert listed(one.expected_DE) == listed(predictor.predict(history))
+    assert listed(one.expected_BDE) == listed(predictor.predict(history))
     one.observe(load(2))
     history = predictor.observe(history, load(2))
-    assert listed(one.expected_DE) == listed(predictor.predict(history))
+    assert listed(one.expected_BDE) == listed(predictor.predict(history))
     assert one.iterations == 2
 
 
 def test_it_tells_how_wrong_the_expectation_was() -> None:
-    one, counts_DE = manager(), np.full((RANKS, EXPERTS), 4)
-    one.observe(counts_DE)
-    assert one.observe(counts_DE) == 0.0
-    shifted_DE = counts_DE.copy()
-    shifted_DE[0, :2] += [4, -4]
-    assert one.observe(shifted_DE) == 4 / counts_DE.sum()
+    one, counts_BDE = manager(), np.full((1, RANKS, EXPERTS), 4)
+    one.observe(counts_BDE)
+    assert one.observe(counts_BDE) == 0.0
+    shifted_BDE = counts_BDE.copy()
+    shifted_BDE[0, 0, :2] += [4, -4]
+    assert one.observe(shifted_BDE) == 4 / counts_BDE.sum()
     # The expected load counts, whatever its source
-    one.expected_DE = counts_DE
-    assert one.observe(counts_DE) == 0.0
+    one.expected_BDE = counts_BDE
+    assert one.observe(counts_BDE) == 0.0
 
 
 def test_what_it_has_seen_is_its_own() -> None:
-    one, counts_DE = manager(), load(1)
-    one.observe(counts_DE)
-    counts_DE[:] = 0
-    assert listed(one.expected_DE) == load(1).tolist()
+    one, counts_BDE = manager(), load(1)
+    one.observe(counts_BDE)
+    counts_BDE[:] = 0
+    assert listed(one.expected_BDE) == load(1).tolist()
 
 
 @pytest.mark.parametrize(("interval", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 3, 5, 7]), (3, [1, 4, 7])])
@@ -92,8 +92,8 @@ def fail(*_: object) -> Placement:
     raise ZeroDivisionError("no tokens")
 
 
-def spoil_the_load(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-    counts_DE[:] = 0
+def spoil_the_load(counts_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    counts_BDE[:] = 0
     raise ZeroDivisionError("no tokens left")
 
 
@@ -106,25 +106,25 @@ FAILURES: dict[str, tuple[Callable[..., Any], str]] = {
     "raises": (fail, "raised ZeroDivisionError: no tokens"),
     "writes-into-its-arguments": (spoil_the_load, "raised ZeroDivisionError: no tokens left"),
     "has-no-room": (
-        lambda counts_DE, current, cost: owners_host(current, [(expert, 0) for expert in range(2, EXPERTS)]),
+        lambda counts_BDE, current, cost: owners_host(current, [(expert, 0) for expert in range(2, EXPERTS)]),
         "raised ValueError: rank 0: no free guest slot of 2 for experts [4, 5, 6, 7]",
     ),
     "no-load-at-all": (lambda current: current, "raised TypeError: "),
     "none": (lambda *_: None, "returned no Placement: a NoneType"),
-    "text": (lambda counts_DE, current, cost: str(current), "returned no Placement: a str"),
+    "text": (lambda counts_BDE, current, cost: str(current), "returned no Placement: a str"),
     "owners": (
-        lambda counts_DE, current, cost: exchange_owners(current),
+        lambda counts_BDE, current, cost: exchange_owners(current),
         "changed owners or guest slots: 6 7 + . . | 4 5 + . .",
     ),
     "order-of-home-slots": (
-        lambda counts_DE, current, cost: dataclasses.replace(current, home=((1, 0), *current.home[1:])),
+        lambda counts_BDE, current, cost: dataclasses.replace(current, home=((1, 0), *current.home[1:])),
         "changed owners or guest slots: 1 0 + . . | 2 3 + . .",
     ),
     "guest-slots": (
         lambda *_: Placement.identity(EXPERTS, RANKS, SLOTS + 1),
         "changed owners or guest slots: 0 1 + . . . | 2 3 + . . .",
     ),
-    "trimmed": (lambda counts_DE, current, cost: OWNERS.trimmed, "changed owners or guest slots: 0 1 | 2 3"),
+    "trimmed": (lambda counts_BDE, current, cost: OWNERS.trimmed, "changed owners or guest slots: 0 1 | 2 3"),
 }
 
 
@@ -134,8 +134,8 @@ def test_a_policy_that_fails_changes_nothing(failure: str) -> None:
     one = manager(Own(plan))
     one.observe(load(1))
     before = json.dumps(one.state())
-    assert one.expected_DE is not None
-    decision = one.decide(one.expected_DE, 1)
+    assert one.expected_BDE is not None
+    decision = one.decide(one.expected_BDE, 1)
     assert decision.placement is None
     assert decision.digest == INVALID
     assert decision.problem is not None and decision.problem.startswith(problem)
@@ -148,7 +148,7 @@ def test_a_decision_is_in_force_once_adopted() -> None:
     assert decision.problem is None and decision.placement is not None and decision.placement.added_hosts
     assert decision.digest == bytes.fromhex(decision.placement.digest()) != INVALID
     assert len(decision.digest) == len(INVALID)
-    assert one.placement == OWNERS and one.expected_DE is None
+    assert one.placement == OWNERS and one.expected_BDE is None
     one.adopt(decision)
     assert one.placement == decision.placement
 
@@ -156,8 +156,8 @@ def test_a_decision_is_in_force_once_adopted() -> None:
 def test_policies_see_load_placement_and_microbatches() -> None:
     seen = []
 
-    def plan(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        seen.append((counts_DE.tolist(), current, cost))
+    def plan(counts_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        seen.append((counts_BDE.tolist(), current, cost))
         return current.with_hosts([(7, 0)]) if current.is_identity else current
 
     one = manager(Own(plan))
@@ -175,18 +175,18 @@ def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
     one = Manager(mover, COST, Predictor("last"), OWNERS, transfers=True)
     one.adopt(one.decide(load(1), 1))
     one.observe(load(1))
-    expected_DE = load(2)
-    question = one.question(expected_DE, 3)
+    expected_BDE = load(2)
+    question = one.question(expected_BDE, 3)
     held, expected = dict(question.held), question.answer()
     assert held == dict.fromkeys(held, 1) and held
     one.held.clear()
     one.adopt(one.decide(load(3), 1))
     one.observe(load(3))
     one.cost, one.policy, one.transfers = dataclasses.replace(COST, microbatches=7), Own(fail), False
-    expected_DE[:] = 0
+    expected_BDE[:] = 0
     decision = question.answer()
     assert decision.digest == expected.digest != INVALID
-    assert decision.expected_DE.tolist() == load(2).tolist()
+    assert decision.expected_BDE.tolist() == load(2).tolist()
     assert question.held == held and question.cost == dataclasses.replace(COST, microbatches=3)
 
 
@@ -215,17 +215,17 @@ def steps(one: Manager, seeds: list[int]) -> list[tuple[float | None, str]]:
     for seed in seeds:
         error = one.observe(load(seed))
         if one.is_due(ahead=1):
-            assert one.expected_DE is not None
-            decision = one.decide(one.expected_DE, 1)
+            assert one.expected_BDE is not None
+            decision = one.decide(one.expected_BDE, 1)
             if decision.placement is not None:
                 one.adopt(decision)
         taken.append((error, str(one.placement)))
     return taken
 
 
-def _move_on(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+def _move_on(counts_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
     """Add the heaviest expert to the existing guests, as long as there is room."""
-    expert = int(counts_DE.sum(0).argmax())
+    expert = int(counts_BDE.sum((0, 1)).argmax())
     return current.with_hosts([(expert, (current.owner(expert) + 1) % RANKS)])
 
 
@@ -240,11 +240,11 @@ def test_an_unused_manager_survives_a_checkpoint(method: str) -> None:
     fresh.adopt(fresh.decide(load(1), 1))
     fresh.restore(json.loads(json.dumps(one.state())))
     assert fresh.state() == one.state()
-    assert fresh.expected_DE is None and fresh.placement == OWNERS
+    assert fresh.expected_BDE is None and fresh.placement == OWNERS
     assert fresh.observe(load(2)) is None
 
 
-def lends(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+def lends(counts_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
     """Lend expert 0 to the rank after its owner."""
     hosts = [(current.owner(expert),) for expert in range(EXPERTS)]
     return current.rehost([((current.owner(0) + 1) % RANKS,), *hosts[1:]])
@@ -254,9 +254,9 @@ def attempts(one: Manager, iterations: int, succeeds: Callable[[int], bool] = la
     """Return the iterations after which a Transfer is tried; expert 0 is lent until one succeeds."""
     tried = []
     for _ in range(iterations):
-        one.observe(np.full((RANKS, EXPERTS), 100))
-        assert one.expected_DE is not None
-        decision = one.decide(one.expected_DE, 1)
+        one.observe(np.full((1, RANKS, EXPERTS), 100))
+        assert one.expected_BDE is not None
+        decision = one.decide(one.expected_BDE, 1)
         assert decision.placement is not None
         moves = decision.placement.home != one.placement.home
         tried += [one.iterations] if moves else []

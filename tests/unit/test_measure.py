@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import profile_cluster as tool
-from megatron_balance.measure.measure import SIZES, device_groups, fit_profile, group_kinds
+from megatron_balance.measure.measure import LARGEST_PIECE, SIZES, experts_speed, fit_profile, group_kinds
 from megatron_balance.measure.stopwatch import Members
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin, load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, builtin, load
 
 TOKENS = (16, 32, 64, 128)
 layouts = st.integers(2, 24).flatmap(lambda ranks: st.tuples(st.just(ranks), st.integers(1, ranks)))
@@ -23,12 +24,24 @@ class FakeCluster:
         number = 1 + COLLECTIVES.index(collective) + 10 * len(members) + sum(members)
         return 1e-6 * number, 1e-10 * number
 
+    def __init__(self, num_ranks: int = 4, all_to_alls: Sequence[str] = (), codecs: Sequence[str] = ()) -> None:
+        self.num_ranks, self.all_to_alls, self.codecs = num_ranks, all_to_alls, codecs
+
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
+        assert collective not in ("trans", "agg") or max(sizes_bytes) <= LARGEST_PIECE
         alpha, beta = self.line(collective, members)
         return [alpha + beta * size for size in sizes_bytes]
 
-    def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        return [1e-4 + 2e-6 * count for count in tokens], [3e-4 + 5e-6 * count for count in tokens]
+    def send(self, members: Members, counts: Sequence[int]) -> list[float]:
+        return [1e-5 * len(members) + 1e-6 * (1 + sum(members)) * count for count in counts]
+
+    def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
+        return [1e-5 * len(name) + 1e-10 * ord(name[0]) * size for size in sizes_bytes]
+
+    def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        forward, backward = [1e-4 + 2e-6 * count for count in tokens], [3e-4 + 5e-6 * count for count in tokens]
+        ones_1D = np.ones((1, self.num_ranks))
+        return np.array(forward)[:, None] * ones_1D, np.array(backward)[:, None] * ones_1D
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
         return [1e-5 + 3e-7 * count for count in tokens], [2e-5 + len(name) * 1e-7 * count for count in tokens]
@@ -36,7 +49,7 @@ class FakeCluster:
 
 def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
     lines: list[str] = []
-    profile = fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, codecs=["int8"], log=lines.append)
+    profile = fit_profile(FakeCluster(codecs=["int8"]), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     encode, decode = profile.codec("int8")
@@ -49,7 +62,7 @@ def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
 @given(layouts)
 def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
     num_ranks, node_size = layout
-    cluster, everyone = FakeCluster(), tuple(range(num_ranks))
+    cluster, everyone = FakeCluster(num_ranks), tuple(range(num_ranks))
     profile = fit_profile(cluster, num_ranks, node_size, sizes_bytes=SIZES, tokens=TOKENS)
     node = tuple(rank for rank in everyone if rank < node_size)
     heads = tuple(rank for rank in everyone if rank % node_size == 0)
@@ -62,46 +75,60 @@ def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
             assert line.residual < 1e-6 and line.held_out < 1e-6
     assert profile.forward == pytest.approx((2e-6, 1e-4, 0, 0), rel=1e-6, abs=1e-9)
     assert profile.backward == pytest.approx((5e-6, 3e-4, 0, 0), rel=1e-6, abs=1e-9)
-    for group in profile.all_reduce:
-        (members,) = (
-            members
-            for members in device_groups(num_ranks, node_size)
-            if (len(members), len({member // node_size for member in members})) == (group.ranks, group.nodes)
-        )
-        (seconds,) = cluster.communicate("all_reduce", members, [max(SIZES)])
-        assert max(SIZES) / group.bytes_per_second == pytest.approx(seconds)
+    assert profile.rates == () and profile.all_to_alls == {}
+    for level in LEVELS:
+        members = expected[level] if len(expected[level]) > 1 else everyone
+        assert profile.messages[level][:2] == pytest.approx((1e-5 * len(members), 1e-6 * (1 + sum(members))), rel=1e-6)
+
+
+def test_all_to_alls_are_measured_by_their_names(tmp_path: Path) -> None:
+    lines: list[str] = []
+    names = ["pipe", "2dh"]
+    profile = fit_profile(FakeCluster(all_to_alls=names), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
+    profile.save(tmp_path / "profile.json")
+    assert load(tmp_path / "profile.json", 4, 2) == profile
+    for name in names:
+        assert profile.all_to_alls[name][:2] == pytest.approx((1e-5 * len(name), 1e-10 * ord(name[0])), rel=1e-6)
+    assert [line.split(":")[0] for line in lines if line.split(":")[0] in names] == names
+    assert sum(line.split()[0] in names for line in tool.table(profile)) == 2
+
+
+SECONDS_T1 = 1e-4 * np.array(TOKENS)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        pytest.param([1.0, 1.0, 1.0], (), id="equal"),
+        pytest.param([1.0, 1.05, 0.96], (), id="noise"),
+        pytest.param([0.5, 1.25, 1.25], (0.5, 1.25, 1.25), id="one-slow"),
+        pytest.param([0.5, 1.05, 1.45], (0.5, 1.0, 1.45), id="one-near-the-mean"),
+    ],
+)
+def test_rates_of_ranks(rates: list[float], expected: tuple[float, ...]) -> None:
+    found, forward, backward = experts_speed(TOKENS, SECONDS_T1 / rates, 3 * SECONDS_T1 / rates)
+    assert found == pytest.approx(expected)
+    # Without rates, the slowest rank counts; with them, a rank's own time is its share of the mean's
+    slowest = 1 if expected else min(rates)
+    assert forward.seconds_per_token == pytest.approx(1e-4 / slowest, rel=0.02)
+    assert backward.seconds_per_token == pytest.approx(3e-4 / slowest, rel=0.02)
+
+
+def test_one_slow_measurement_is_no_slow_rank() -> None:
+    seconds_TD = np.repeat(SECONDS_T1, 3, axis=1)
+    seconds_TD[0, 1] *= 5
+    assert experts_speed(TOKENS, seconds_TD, seconds_TD)[0] == ()
 
 
 def test_experts_errors_are_those_of_their_lines() -> None:
     class Bent(FakeCluster):
-        def compute(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
             forward, backward = super().compute(tokens)
-            return forward, [seconds * (2 if index % 2 else 1) for index, seconds in enumerate(backward)]
+            return forward, backward * np.resize([1, 2], len(tokens))[:, None]
 
     profile = fit_profile(Bent(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS)
     assert profile.forward.residual < 1e-6 and profile.forward.held_out < 1e-6
     assert profile.backward.residual > 0.1 and profile.backward.held_out > 0.3
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ((8, 4), [(0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 4, 5), (0, 4)]),
-        ((4, 4), [(0, 1), (0, 1, 2, 3)]),
-        ((4, 1), [(0, 1), (0, 1, 2, 3)]),
-        ((2, 1), [(0, 1)]),
-    ],
-)
-def test_device_groups(layout: tuple[int, int], expected: list[Members]) -> None:
-    assert device_groups(*layout) == expected
-
-
-@given(layouts)
-def test_no_two_device_groups_have_one_shape(layout: tuple[int, int]) -> None:
-    num_ranks, node_size = layout
-    groups = device_groups(num_ranks, node_size)
-    shapes = [(len(members), len({member // node_size for member in members})) for members in groups]
-    assert len(set(shapes)) == len(shapes)
 
 
 def test_progress_names_every_collective() -> None:
@@ -109,7 +136,7 @@ def test_progress_names_every_collective() -> None:
     fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     assert [line.split(":")[0] for line in lines[: len(COLLECTIVES)]] == list(COLLECTIVES)
     assert len(lines) == len(COLLECTIVES) + 2
-    assert "forward" in lines[-1]
+    assert "messages" in lines[-2] and "forward" in lines[-1]
 
 
 def test_too_few_sizes() -> None:
@@ -127,6 +154,10 @@ def test_the_table_shows_every_line_and_what_stands_in() -> None:
         line = profile.link(collective)
         assert float(found["ep"][0]) == pytest.approx(line.alpha * 1e6, abs=0.1)
         assert float(found["ep"][1]) == pytest.approx(1e-9 / line.beta, rel=1e-2)
+    near = next(row for row in rows if row[:2] == ["messages", "intra"])
+    assert [float(number) for number in near[2:4]] == [
+        pytest.approx(1e6 * number, abs=0.05) for number in profile.messages["intra"][:2]
+    ]
     experts = {row[0]: row[1:] for row in rows if row[0] in ("forward", "backward")}
     assert experts["forward"][:2] == ["100.0", "2"] and experts["backward"][:2] == ["300.0", "5"]
 

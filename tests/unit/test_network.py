@@ -13,10 +13,12 @@ from megatron_balance.profile.cluster_profile import Fit, builtin
 from tests.unit.test_clusters import FILES
 
 NEAR, FAR = Level(launch=100.0, message=10.0, beta=1.0), Level(launch=1000.0, message=50.0, beta=4.0)
+NEAR_TURNS, FAR_TURNS = NEAR._replace(one_way=0.5), FAR._replace(one_way=0.75)
+"""The directions of links inside nodes take turns, and those of links between nodes slow each other down."""
 
 
-def network(num_ranks: int, node_size: int, adapters: float) -> Network:
-    return Network(num_ranks, node_size, NEAR, FAR, adapters)
+def network(num_ranks: int, node_size: int, adapters: float, turns: bool = False) -> Network:
+    return Network(num_ranks, node_size, *((NEAR_TURNS, FAR_TURNS) if turns else (NEAR, FAR)), adapters)
 
 
 def sent(num_ranks: int, *messages: tuple[int, int, float]) -> np.ndarray:
@@ -54,28 +56,43 @@ def test_batches_by_hand(adapters: float, messages: list[tuple[int, int, float]]
     assert network(5, 2, adapters).batch_seconds(sent(5, *messages)) == pytest.approx(expected)
 
 
+def test_directions_that_slow_each_other_down() -> None:
+    net = network(5, 2, 1, turns=True)
+    # Half of the time alone; as long as 7 both ways at the same time
+    assert net.batch_seconds(sent(5, (0, 1, 7))) == pytest.approx(110 + 7 / 2)
+    assert net.batch_seconds(sent(5, (0, 1, 7), (1, 0, 7))) == pytest.approx(110 + 7)
+    assert net.batch_seconds(sent(5, (0, 1, 7), (1, 0, 3))) == pytest.approx(110 + 3 + 4 / 2)
+    # Two ranks share an adapter: twelve bytes leave, of which five meet those that come
+    far = 4 * (5 + 0.75 * 7)
+    assert net.batch_seconds(sent(5, (0, 2, 7), (1, 3, 5), (2, 1, 5))) == pytest.approx(1050 + far)
+
+
 def by_loop(net: Network, bytes_DD: np.ndarray) -> float:
     """Return what `byte_seconds` does, one resource at a time."""
     ranks, seconds = range(net.num_ranks), [0.0]
+
+    def on(link: Level, amounts: list[float]) -> float:
+        low, high = sorted(amounts)
+        return link.beta * (low + link.one_way * (high - low))
 
     def node(rank: int) -> int:
         return rank // net.node_size
 
     pairs = [(i, j, bytes_DD[i, j]) for i in ranks for j in ranks if i != j]
-    for end in (0, 1):
-        for rank in ranks:
-            seconds.append(NEAR.beta * sum(p[2] for p in pairs if p[end] == rank and node(p[0]) == node(p[1])))
-            seconds.append(FAR.beta * sum(p[2] for p in pairs if p[end] == rank and node(p[0]) != node(p[1])))
-        for number in {*map(node, ranks)}:
-            crossing = sum(p[2] for p in pairs if node(p[end]) == number and node(p[0]) != node(p[1]))
-            seconds.append(FAR.beta * crossing / net.adapters)
+    near = [pair for pair in pairs if node(pair[0]) == node(pair[1])]
+    far = [pair for pair in pairs if node(pair[0]) != node(pair[1])]
+    for rank in ranks:
+        for link, some in ((net.near, near), (net.far, far)):
+            seconds.append(on(link, [sum(p[2] for p in some if p[end] == rank) for end in (0, 1)]))
+    for number in {*map(node, ranks)}:
+        seconds.append(on(net.far, [sum(p[2] for p in far if node(p[end]) == number) for end in (0, 1)]) / net.adapters)
     return max(seconds)
 
 
 @given(st.integers(1, 9), st.data())
 def test_the_busiest_resource_is_that_of_a_loop_over_all_of_them(num_ranks: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, num_ranks))
-    net = network(num_ranks, size, data.draw(st.floats(1, size)))
+    net = network(num_ranks, size, data.draw(st.floats(1, size)), data.draw(st.booleans()))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     batches_BDD = rng.integers(0, 9, (2, num_ranks, num_ranks)) * (rng.random((2, num_ranks, num_ranks)) < 0.4)
     found = net.byte_seconds(net.crossing(batches_BDD.astype(float)))
@@ -97,6 +114,15 @@ def test_a_profile_tells_how_many_ranks_an_adapter_carries() -> None:
         alone = base.link("p2p", "inter").beta
         links = {**base.links, "p2p": {**base.links["p2p"], "ep": Fit(0.0, beta * alone, 0.0, 0.0)}}
         assert Network.of(dataclasses.replace(base, links=links)).adapters == expected
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.95, 1.0), (1.3, 1.0), (0.7, 0.7), (0.2, 0.5)])
+def test_a_profile_tells_whether_directions_are_independent(share: float, expected: float) -> None:
+    base = builtin(8, 4, 64, 64)
+    assert Network.of(base).near.one_way == Network.of(base).far.one_way == 1
+    faster = {kind: line._replace(beta=share * line.beta) for kind, line in base.links["p2p"].items()}
+    net = Network.of(dataclasses.replace(base, links={**base.links, "one_way": faster}))
+    assert (net.near.one_way, net.far.one_way) == pytest.approx((expected, expected))
 
 
 def test_a_lone_message_takes_what_the_profile_says() -> None:

@@ -76,7 +76,7 @@ def test_the_profile_is_that_of_the_device_and_the_links(tmp_path: Path) -> None
     assert cost.forward_seconds(100.0) == pytest.approx(100 * device.expert_seconds_per_token)
     assert cost.backward_seconds(100.0) == pytest.approx(2 * cost.forward_seconds(100.0))
     # 2 MiB at 50 MB/s
-    assert profile.link("p2p").beta * cost.param_bytes == pytest.approx(0.0419, rel=0.01)
+    assert profile.link("p2p", "inter").beta * cost.param_bytes == pytest.approx(0.0419, rel=0.01)
     # Two ranks each send two of their three parts over the same link
     assert profile.link("all_to_all").beta == pytest.approx(4 / 3 * 8 / 400e6)
 

@@ -10,7 +10,7 @@ import torch
 from megatron_balance.planning.manager import GIVEN_UP, Manager
 from megatron_balance.planning.predictor import Predictor
 from megatron_balance.timeline.planner import Planner
-from tests.unit.balancers import COST, LAYERS, OWNERS, Hottest, World, build, hottest, loads, total
+from tests.unit.balancers import COST, LAYERS, OWNERS, Hottest, World, build, grouped, hottest, loads, total
 
 AHEAD = {"blocking": {"overlap": "none"}, "blockwise": {"overlap": "blockwise"}}
 
@@ -18,10 +18,10 @@ AHEAD = {"blocking": {"overlap": "none"}, "blockwise": {"overlap": "blockwise"}}
 class Stalls(Hottest):
     """Makes no plan for layer 5 from iteration 2 on."""
 
-    def plan(self, counts_DE, current, cost):
-        if self.number == 5 and np.array_equal(counts_DE, total(loads(2), 5)):
+    def plan(self, counts_BDE, current, cost):
+        if self.number == 5 and np.array_equal(counts_BDE, grouped(loads(2), 5)):
             threading.Event().wait()
-        return super().plan(counts_DE, current, cost)
+        return super().plan(counts_BDE, current, cost)
 
 
 def others_give_up(world: World) -> None:
@@ -64,8 +64,8 @@ def test_a_policy_that_is_given_up_on_any_rank_is_asked_no_more(monkeypatch, cap
 
 def test_the_log_is_not_flooded_by_a_policy(monkeypatch, caplog) -> None:
     class Inventive(Hottest):
-        def plan(self, counts_DE, current, cost):
-            raise type(f"\x1b[31mError{counts_DE.sum()}", (Exception,), {})("x" * 1000)
+        def plan(self, counts_BDE, current, cost):
+            raise type(f"\x1b[31mError{counts_BDE.sum()}", (Exception,), {})("x" * 1000)
 
     world = build(monkeypatch, policy=Inventive)
     world.group.rank_ = 0

@@ -119,7 +119,7 @@ MAKING = {
     f"{misbehaving.__name__}:SplitIsCalled": "SplitIsCalled.split is <bound method",
     f"{misbehaving.__name__}:SplitRaises": "raised SystemExit: 0",
     f"{misbehaving.__name__}:SplitIsUnknown": "SplitIsUnknown.split is best: choose from local_first, proportional",
-    f"{misbehaving.__name__}:NoPlan": "has no method plan(counts_DE, current, cost)",
+    f"{misbehaving.__name__}:NoPlan": "has no method plan(counts, current, cost)",
     f"{misbehaving.__name__}:PlanRaises": "cannot be made: SystemExit: 0",
     f"{misbehaving.__name__}:Missing": "cannot be imported: AttributeError: module",
     "leaves_at_import:Policy": "cannot be imported: SystemExit: 0; choose from demi, demi_s1",

@@ -27,6 +27,7 @@ from tests.unit.balancers import (
     Hottest,
     World,
     build,
+    grouped,
     hottest,
     loads,
     total,
@@ -40,10 +41,10 @@ MODES = {
 AHEAD = {name: mode for name, mode in MODES.items() if name != "exact"}
 
 
-def planned_for(world: World, exact: bool, seed: int, layer: int) -> np.ndarray:
-    """Return the load that the policy must plan for in iteration `seed`."""
+def planned_for(exact: bool, seed: int, layer: int) -> np.ndarray:
+    """Return [B, D, E], the loads that the policy must plan for in iteration `seed`."""
     load = loads(seed)
-    return load[layer][0] * MICROBATCHES if exact else total(load, layer)
+    return load[layer][0][None] * MICROBATCHES if exact else grouped(load, layer)
 
 
 def expected_journal(world: World) -> list[tuple]:
@@ -106,8 +107,8 @@ def test_plans_are_made_for_the_whole_iteration(monkeypatch, mode: str) -> None:
         world.journal.clear()
         world.iterate(iteration, loads(iteration))
         for layer in LAYERS:
-            ((counts_DE, _, microbatches),) = world.entries("PLAN", layer)
-            assert np.array_equal(counts_DE, planned_for(world, mode == "exact", iteration, layer))
+            ((counts_BDE, _, microbatches),) = world.entries("PLAN", layer)
+            assert np.array_equal(counts_BDE, planned_for(mode == "exact", iteration, layer))
             assert microbatches == MICROBATCHES
 
 
@@ -128,7 +129,7 @@ def test_a_plan_is_in_force_from_the_iteration_on_that_it_is_for(monkeypatch, mo
         used = world.iterate(iteration, loads(iteration))
         for layer in LAYERS:
             of = iteration if exact else iteration - 1
-            placement = hottest(planned_for(world, exact, of, layer)) if of else OWNERS
+            placement = hottest(planned_for(exact, of, layer)) if of else OWNERS
             assert used[layer] == [placement.trimmed] * MICROBATCHES
             assert world.balancer.loads()[layer][1] == placement
             sent = [entry for kind in ("TRANS", "AGG") for entry in world.entries(kind, layer)]
@@ -165,8 +166,9 @@ def test_all_microbatches_are_observed_and_reported(monkeypatch, mode: str) -> N
             assert np.array_equal(reported_DE, counts_DE)
             report = world.balancer.report()[layer]
             cost = dataclasses.replace(COST, microbatches=world.microbatches)
-            assert report.predicted_seconds == cost.layer_seconds(counts_DE, placement)
-            tokens = [cost.traffic(counts_DE, one).sum(0) for one in (OWNERS, placement)]
+            counts_BDE = grouped(load, layer)
+            assert report.predicted_seconds == cost.layer_seconds(counts_BDE, placement)
+            tokens = [cost.traffic(counts_BDE, one).sum(1) for one in (OWNERS, placement)]
             assert (report.ratio_before, report.ratio_after, report.rb) == evenness(*tokens)
 
 
@@ -192,18 +194,18 @@ def test_replicas_with_one_placement_plan_for_their_mean(monkeypatch, mode: str)
         own, other = replicas[replica], replicas[1 - replica]
         calls: list[int] = []
 
-        def contribute(rank: int, counts_DE: torch.Tensor, replica=replica, own=own, other=other, calls=calls):
-            if counts_DE.dtype == torch.uint8:
-                return counts_DE
+        def contribute(rank: int, counts_BDE: torch.Tensor, replica=replica, own=own, other=other, calls=calls):
+            if counts_BDE.dtype == torch.uint8:
+                return counts_BDE
             (iteration, layer) = next(
                 (iteration, layer)
                 for iteration, load in own.items()
                 for layer in LAYERS
-                if np.array_equal(total(load, layer), counts_DE)
+                if np.array_equal(load[layer], counts_BDE)
             )
             calls.append(layer)
             same = rank // RANKS == replica
-            return torch.from_numpy(total((own if same else other)[iteration], layer))
+            return torch.from_numpy(np.stack((own if same else other)[iteration][layer]))
 
         stage = Group(2 * RANKS, replica * RANKS + RANK, contribute)
         world = build(monkeypatch, **AHEAD[mode], ownership=SimpleNamespace(group=stage))
@@ -213,10 +215,11 @@ def test_replicas_with_one_placement_plan_for_their_mean(monkeypatch, mode: str)
         seen.append({layer: [entry[0] for entry in world.entries("PLAN", layer)] for layer in LAYERS})
     for layer in LAYERS:
         for iteration in (1, 2):
-            both_DE = sum(total(replica[iteration], layer) for replica in replicas)
-            assert (both_DE % 2).any(), "some means are halves"
+            both_BDE = sum(np.stack(replica[iteration][layer]) for replica in replicas)
+            assert (both_BDE % 2).any(), "some means are halves"
+            mean = {layer: list((both_BDE + 1) // 2)}
             for found in seen:
-                assert np.array_equal(found[layer][iteration - 1], np.floor(both_DE / 2 + 0.5))
+                assert np.array_equal(found[layer][iteration - 1], grouped(mean, layer))
 
 
 def test_without_ownership_each_replica_plans_for_itself(monkeypatch) -> None:
@@ -224,7 +227,7 @@ def test_without_ownership_each_replica_plans_for_itself(monkeypatch) -> None:
     world.group.others = lambda rank, own: own if own.dtype == torch.uint8 else own + 1
     world.iterate(1, loads(1))
     for layer in LAYERS:
-        assert np.array_equal(world.entries("PLAN", layer)[0][0], total(loads(1), layer))
+        assert np.array_equal(world.entries("PLAN", layer)[0][0], grouped(loads(1), layer))
 
 
 class Fails(Hottest):
@@ -232,9 +235,9 @@ class Fails(Hottest):
 
     problem = "raises"
 
-    def plan(self, counts_DE, current, cost):
-        planned = super().plan(counts_DE, current, cost)
-        if self.number == 5 and np.array_equal(counts_DE, total(loads(2), 5)):
+    def plan(self, counts_BDE, current, cost):
+        planned = super().plan(counts_BDE, current, cost)
+        if self.number == 5 and np.array_equal(counts_BDE, grouped(loads(2), 5)):
             if self.problem == "raises":
                 raise ZeroDivisionError("no tokens")
             return OWNERS.trimmed
@@ -320,7 +323,7 @@ def test_a_placement_adopted_after_an_evaluation_gets_its_weights(monkeypatch) -
     state, placement = world.balancer.layers[layer], hottest(loads(7)[layer][0])
     world.balancer.host(layer, counts_DE, training=False)
     assert placement != state.placement
-    decision = Decision(loads(7)[layer][0], placement)
+    decision = Decision(loads(7)[layer][0][None], placement)
     world.balancer._adopt(layer, state, Plan(decision, COST.transfers(placement), 0.0, 0.0))
     world.journal.clear()
     assert world.balancer.host(layer, counts_DE, training=False) == placement.trimmed

@@ -4,10 +4,11 @@
                                    [--splits even skewed one-hot-node] [--implementations NAME ...] [--repeats 9]
 
 All implementations take turns in one job and send the same rows with the same splits; the result of a first, untimed
-exchange of each must equal that of flat. Times are from the first rank's start to the last rank's end. `sequential`
-is p2p within nodes, followed by p2p between nodes: the baseline of ScheMoE's Eq. 18. The limit is that of the flat
-traffic (traffic.py). CPU time is in cores: `own` for our ranks, `kernel` for interrupts, which forward packets, and
-`foreign` for all other processes.
+exchange of each must equal that of flat. With `auto`, the ranks first measure the lines that it chooses by, and the
+last line of a table has its time over that of the fastest other implementation. Times are from the first rank's start
+to the last rank's end. `sequential` is p2p within nodes, followed by p2p between nodes: the baseline of ScheMoE's
+Eq. 18. The limit is that of the flat traffic (traffic.py). CPU time is in cores: `own` for our ranks, `kernel` for
+interrupts, which forward packets, and `foreign` for all other processes.
 """
 
 import argparse
@@ -17,18 +18,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import Exchange, FlatAllToAll, NodeAllToAll, post
+from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll, NodeAllToAll, post
+from megatron_balance.comm.auto import AutoAllToAll, members_of
 from megatron_balance.comm.pipelined import peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS
+from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.device import cpu
 from megatron_balance.job.groups import new_node_groups
+from megatron_balance.measure.measure import COUNTS, group_kinds
+from megatron_balance.measure.stopwatch import GroupBench, Passes, Stopwatch, node_groups, sub_groups
+from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, builtin, fit
 from namespaces import TestbedUnavailable
 from testbed import Testbed
 from traffic import SPLITS, Limit, limit, split_rows
@@ -38,6 +44,8 @@ MOST_CORES = 0.5
 """Maximum CPU use, in cores, of our own or of other processes; above it, the CPU limits the measurement."""
 
 MEETING_SECONDS = 0.05
+
+PROFILE_REPEATS = 5
 
 Run = Callable[[], torch.Tensor]
 """One exchange, which returns the received rows."""
@@ -122,10 +130,35 @@ class SequentialAllToAll(NodeAllToAll):
         return Exchange(lambda: received)
 
 
-IMPLEMENTATIONS = {
-    **{name: found for name, found in ALL_TO_ALLS.items() if name != "auto"},
-    "sequential": SequentialAllToAll,
-}
+IMPLEMENTATIONS = {**ALL_TO_ALLS, "sequential": SequentialAllToAll}
+
+DEFAULTS = [name for name in IMPLEMENTATIONS if name != "auto"]
+
+SIZES = tuple(4**power << 14 for power in range(5))
+"""Bytes of the messages that the lines of `auto` are fitted to: 16 KiB to 4 MiB."""
+
+
+def measured_profile(group: dist.ProcessGroup, node_size: int) -> ClusterProfile:
+    """Return a profile with measured messages and all-to-alls; everything else is the builtin one."""
+    base, kinds = builtin(group.size(), node_size, 64, 64), group_kinds(group.size(), node_size)
+    with sub_groups(group, group, kinds.values()) as groups, node_groups(group, group, node_size) as nodes:
+        bench = GroupBench(
+            stopwatch=Stopwatch(group, torch.device("cpu"), PROFILE_REPEATS),
+            groups=groups,
+            passes=lambda tokens: Passes(lambda: None, lambda: None),
+            dtype=torch.float32,
+            node_size=node_size,
+            all_to_alls={name: member for name, member in members_of(nodes).items() if name != DEFAULT},
+        )
+        links = {
+            collective: {
+                kind: fit(SIZES, bench.communicate(collective, members, SIZES)) for kind, members in kinds.items()
+            }
+            for collective in ("p2p", "all_to_all")
+        }
+        messages = {level: fit(COUNTS, bench.send(kinds[level], COUNTS)) for level in LEVELS}
+        lines = {name: fit(SIZES, bench.exchange(name, SIZES)) for name in bench.all_to_alls}
+    return replace(base, links={**base.links, **links}, messages=messages, all_to_alls=lines)
 
 
 def measure(case: Case) -> dict[str, list[Sample]]:
@@ -137,10 +170,13 @@ def measure(case: Case) -> dict[str, list[Sample]]:
     generator = torch.Generator().manual_seed(group.rank())
     rows = torch.randint(1 << 30, (int(splits_DD[group.rank()].sum()), ROW_BYTES // 4), generator=generator).int()
     nodes = new_node_groups(group, group, case.node_size)
-    members = {
-        name: found(nodes) if issubclass(found := IMPLEMENTATIONS[name], NodeAllToAll) else found(group)
-        for name in case.implementations
-    }
+    members: dict[str, AllToAll] = {}
+    for name in case.implementations:
+        found = IMPLEMENTATIONS[name]
+        if found is AutoAllToAll:
+            members[name] = AutoAllToAll(nodes, measured_profile(group, case.node_size))
+        else:
+            members[name] = found(nodes) if issubclass(found, NodeAllToAll) else found(group)
     runs = {name: lambda member=member: member.start(rows, splits_DD).wait() for name, member in members.items()}
     expected = FlatAllToAll(group).start(rows, splits_DD).wait()
     for name, run in runs.items():
@@ -187,6 +223,10 @@ def table(rows: dict[str, Row], allowed: Limit) -> str:
         if name in rows and "sequential" in rows:
             ratio = rows["sequential"].median / rows[name].median
             lines.append(f"sequential / {name}: {ratio:.2f}; S_max (Eq. 18) {allowed.largest_speedup:.2f}")
+    others = {name: row.median for name, row in rows.items() if name not in ("auto", "sequential")}
+    if "auto" in rows and others:
+        fastest = min(others, key=others.__getitem__)
+        lines.append(f"auto / {fastest}: {rows['auto'].median / others[fastest]:.3f}")
     return "\n".join(lines)
 
 
@@ -197,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--link-mbit", nargs="+", type=float, default=[400.0])
     parser.add_argument("--bus-mbit", nargs="+", type=_bus, default=[None], help="within a node; free: not limited")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["even"])
-    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=DEFAULTS)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args(argv)
     # This module cannot be preloaded: the fork server does not search for modules in a script's directory
@@ -226,7 +266,7 @@ def _report(testbed: Testbed, case: Case) -> None:
         f"limit {1e3 * allowed.seconds:.1f} ms"
     )
     # A generous multiple of the time for all bytes over one link
-    patience = 60 + 10 * (case.repeats + 2) * len(case.implementations) * (allowed.inter + allowed.intra)
+    patience = 240 + 10 * (case.repeats + 2) * len(case.implementations) * (allowed.inter + allowed.intra)
     by_rank = testbed.run(measure, case, timeout=patience)
     rows = {name: Row.of([samples[name] for samples in by_rank]) for name in case.implementations}
     print(table(rows, allowed), flush=True)

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -136,18 +137,16 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iter
         experts.allocate_guests(GUEST_SLOTS)
         placement = random_placement(_num_experts(config), groups.ep.size(), guests)
         plan = plan_transfers(placement, groups.ep.size(), CHUNKS)
-        rounds = len(plan.rounds)
         param_bytes, grad_bytes = (
             sum(tensor.nbytes for tensor in tensors) for tensors in (experts.weights_of(0), experts.gradients_of(0))
         )
-        label = f"{1e-6 * param_bytes:.2f} MB, {plan.experts_sent:.0f} experts in {rounds} rounds"
-        for kind, execute, num_bytes in (("trans", transfer.trans, param_bytes), ("agg", transfer.agg, grad_bytes)):
+        label = f"{1e-6 * param_bytes:.2f} MB, {plan.experts_sent:.0f} experts in {len(plan.rounds)} rounds"
+        sizes = {"param_bytes": param_bytes, "grad_bytes": grad_bytes}
+        for index, (kind, execute) in enumerate((("trans", transfer.trans), ("agg", transfer.agg))):
             yield Case(
                 kind,
                 label,
-                lambda cost, kind=kind, piece=num_bytes / CHUNKS, rounds=rounds: (
-                    rounds * cost.profile.link(kind).seconds(piece)
-                ),
+                lambda cost, plan=plan, index=index, sizes=sizes: replace(cost, **sizes).plan_seconds(plan)[index],
                 functools.partial(execute, plan, placement, experts),
             )
 
@@ -158,7 +157,22 @@ def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Ite
     for label, counts_DE in _loads(experts.config, num_ranks, COMPUTED_TOKENS):
         tokens_by_rank = counts_DE.sum(0).reshape(num_ranks, -1)
         passes = slot_passes(experts, torch.from_numpy(tokens_by_rank[rank]))
-        heaviest = float(tokens_by_rank.sum(1).max())
-        label = f"{label}: {int(heaviest)} rows"
-        yield Case("forward", label, lambda cost, tokens=heaviest: cost.forward_seconds(tokens), passes.forward)
-        yield Case("backward", label, lambda cost, tokens=heaviest: cost.backward_seconds(tokens), passes.backward)
+        tokens_D = tokens_by_rank.sum(1)
+        label = f"{label}: {tokens_D.max()} rows"
+        yield Case(
+            "forward",
+            label,
+            lambda cost, tokens_D=tokens_D: cost.forward_seconds(_longest(cost, tokens_D)),
+            passes.forward,
+        )
+        yield Case(
+            "backward",
+            label,
+            lambda cost, tokens_D=tokens_D: cost.backward_seconds(_longest(cost, tokens_D)),
+            passes.backward,
+        )
+
+
+def _longest(cost: CostModel, tokens_D: np.ndarray) -> float:
+    """Return the tokens of the rank that computes longest, at the mean rate."""
+    return float((tokens_D / cost.profile.rate_D).max())

@@ -1,10 +1,14 @@
 """Measures the quality of DEMI's schedules, its planning time, and the evenness of the resulting loads.
 
     python tools/bench/demi.py [--instances 200] [--seeds 4] [--guest-slots 2]
+    python tools/bench/demi.py --settings [1] [2] [--time-limit 600]
 
 Makespans are compared with the minimum, which a mixed-integer program finds by choosing placement and schedule
 together, for random problems with two or three workers and three to five experts. Planning time is the CPU time of this
 process, the median over unbalanced synthetic workloads and over seeds.
+
+With --settings, the paper's linear program is solved in full for its settings 1 and 2, and its rounding is compared
+with the plans of this repository.
 
 In the shapes, D counts workers and T time slots.
 """
@@ -14,23 +18,26 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import milp
 
+from demi_exact import least_makespan
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.problem import Problem
-from megatron_balance.planning.demi.program import ABSENT, Relaxed, Rows, relax
+from megatron_balance.planning.demi.program import Program, Relaxed, relax
 from megatron_balance.planning.demi.schedule import check
-from megatron_balance.planning.demi.search import best_pace, draw, relax_by_size, repair, solve
+from megatron_balance.planning.demi.search import best_pace, draw, relax_by_size, repair, round_shares, solve
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.policies.demi import Demi
+from megatron_balance.profile.cluster import Ranks, load_profile
+from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
-from planner import cost_model
 
 LAYOUTS = ((4, 16), (4, 64), (16, 64), (64, 256))
 """(D, E) of the paper's settings 1 and 2, and of larger ones."""
@@ -41,10 +48,24 @@ LARGEST = {"full": 4 * 64, "aggregated": 16 * 64}
 POLICIES = ("none", "demi", "demi_s1", "demi_s2", "demi_s3", "pro_prophet")
 BUSY = [name for name in WORKLOADS if name not in ("balanced", "burst")]
 TOKENS, TOPK, STEP = 4096, 2, 0
+HIDDEN, FFN, NUMBER_BYTES, NODE = 1024, 2048, 2, 8
 
-Program = Callable[[Problem], Relaxed | None]
+SETTINGS = {1: 16, 2: 64}
+"""Number of experts in the paper's settings, both on the four workers of one V100 server (its Section V-A)."""
 
-PROGRAMS: dict[str, Program] = {
+PAPER_WORKERS, PAPER_HIDDEN, PAPER_FFN, PAPER_TOKENS = 4, 500, 1000, 200 * 20
+"""Workers, widths of the model and of an expert, and tokens of each worker: 200 sequences of 20 tokens."""
+
+PAPER_EXPERT_BYTES, PAPER_NUMBER_BYTES = 7.64e6, 4
+"""Bytes of an expert as the paper gives them, and of a number."""
+
+PAPER_CLUSTER = Path(__file__).parents[2] / "configs/clusters/demi.yaml"
+
+METHODS = {"simplex": "highs-ds", "interior point": "highs-ipm"}
+
+Solver = Callable[[Problem], Relaxed | None]
+
+PROGRAMS: dict[str, Solver] = {
     "by size": relax_by_size,
     "full": lambda problem: relax(problem, np.arange(problem.num_experts)),
     "aggregated": lambda problem: relax(problem, np.zeros(problem.num_experts, dtype=np.int64)),
@@ -57,7 +78,13 @@ def main() -> int:
     parser.add_argument("--instances", type=int, default=200, help="random problems with a known optimum")
     parser.add_argument("--seeds", type=int, default=4, help="loads per workload")
     parser.add_argument("--guest-slots", type=int, default=2)
+    parser.add_argument("--settings", type=int, nargs="*", choices=SETTINGS, help="solve the paper's settings only")
+    parser.add_argument("--time-limit", type=float, default=600, help="seconds for each linear program of --settings")
     args = parser.parse_args()
+    if args.settings is not None:
+        for setting in args.settings or SETTINGS:
+            _setting(setting, args)
+        return 0
     _against_optimum(args.instances)
     _planning(args)
     _imbalance(args)
@@ -95,108 +122,6 @@ def instance(seed: int) -> Problem:
         slots=8,
         guests=[None, 1, 2][generator.integers(3)],
     )
-
-
-def least_makespan(problem: Problem, most: int) -> int | None:
-    """Return the exact minimum number of slots for all tasks, or None if it exceeds `most`.
-
-    This is problem (7) with whole experts and the intended form of (6b), with a binary variable per expert, worker and
-    slot, but with the number of used slots as the objective.
-    """
-    return _Exact(problem, most).solve()
-
-
-class _Exact:
-    """Variables and constraints of the mixed-integer program; axes of tokens are expert, source, worker and slot."""
-
-    def __init__(self, problem: Problem, slots: int) -> None:
-        self.problem, self.slots, self.count = problem, slots, 0
-        workers = problem.num_workers
-        self.apart_DD = ~np.eye(workers, dtype=bool)
-        self.foreign_ED = problem.owner_E[:, None] != np.arange(workers)
-        self.host_ED, self.used_T = self._variables(self.foreign_ED.shape), self._variables((slots,))
-        self.arrived_EDT = self._variables((*self.foreign_ED.shape, slots))
-        self.binaries = self.count
-        shape = (problem.num_experts, workers, workers, slots)
-        self.dispatch, self.compute, self.combine = (self._variables(shape) for _ in range(3))
-        for crossing in (self.dispatch, self.combine):
-            crossing[:, ~self.apart_DD] = ABSENT
-        self.trans_EDT = np.where(self.foreign_ED[..., None], self._variables(self.arrived_EDT.shape), ABSENT)
-        self.equal, self.most = Rows(), Rows()
-
-    def _variables(self, shape: tuple[int, ...]) -> np.ndarray:
-        self.count += math.prod(shape)
-        return np.arange(self.count - math.prod(shape), self.count).reshape(shape)
-
-    def solve(self) -> int | None:
-        self._places()
-        self._capacities()
-        self._order()
-        costs = np.zeros(self.count)
-        costs[self.used_T] = 1
-        equal, most = self.equal.matrix(self.count), self.most.matrix(self.count)
-        binary = np.arange(self.count) < self.binaries
-        # Binary variables are bounded by 1 in rows
-        bounded = Rows()
-        bounded.put(bounded.new(self.binaries, 1.0), np.arange(self.binaries), 1.0)
-        constraints = [
-            (equal, self.equal.bound, self.equal.bound),
-            (most, np.full(len(self.most.bound), -np.inf), self.most.bound),
-            (bounded.matrix(self.count), np.zeros(self.binaries), bounded.bound),
-        ]
-        answer = milp(costs, integrality=binary.astype(int), constraints=constraints, options={"mip_rel_gap": 0})
-        assert answer.status in (0, 2), answer.message
-        return None if answer.x is None else round(answer.fun)
-
-    def _places(self) -> None:
-        """Add constraints (1) to (4) and the bound on guests."""
-        problem, tokens_ED = self.problem, self.problem.tokens_DE.T
-        self.equal.put(self.equal.new(problem.num_experts, 1.0)[:, None], self.host_ED, 1.0)
-        for task, present_DD in ((self.dispatch, self.apart_DD), (self.combine, self.apart_DD), (self.compute, True)):
-            rows = self.equal.new(task.shape[:-1], 0.0)
-            self.equal.put(rows[..., None], task, 1.0)
-            self.equal.put(rows, self.host_ED[:, None], -np.where(present_DD, tokens_ED[:, :, None], 0.0))
-        rows = self.equal.new(self.host_ED.shape, 0.0)
-        self.equal.put(rows[..., None], self.trans_EDT, 1.0)
-        self.equal.put(rows, self.host_ED, -problem.size_E[:, None] * self.foreign_ED)
-        for room_D, sizes_E1 in (
-            (problem.token_room_D, problem.load_E[:, None]),
-            (problem.expert_room_D, problem.size_E[:, None]),
-            (np.minimum(problem.most_guests, problem.num_experts), self.foreign_ED.astype(float)),
-        ):
-            self.most.put(self.most.new(problem.num_workers, room_D), self.host_ED, sizes_E1)
-
-    def _capacities(self) -> None:
-        """Add constraints (5a) and (5b) for the slots in use, which are the first ones."""
-        problem, workers = self.problem, self.problem.num_workers
-        links = self.most.new((workers, workers, self.slots), 0.0)
-        self.most.put(links, self.dispatch, 1.0)
-        self.most.put(links[problem.owner_E], self.trans_EDT, 1.0)
-        self.most.put(links.swapaxes(0, 1), self.combine, 1.0)
-        self.most.put(links, self.used_T, -np.where(self.apart_DD, problem.link_DD, 0.0)[..., None])
-        computers = self.most.new((workers, self.slots), 0.0)
-        self.most.put(computers, self.compute, 1.0)
-        self.most.put(computers, self.used_T, -problem.compute_D[:, None])
-        in_order = self.most.new(self.slots - 1, 0.0)
-        self.most.put(in_order, self.used_T[1:], 1.0)
-        self.most.put(in_order, self.used_T[:-1], -1.0)
-
-    def _order(self) -> None:
-        """Add constraints (6a) to (6e)."""
-        up_to, before = np.tri(self.slots), np.tri(self.slots, k=-1)
-        remote = np.where(self.apart_DD[..., None], self.compute, ABSENT)
-        for later, earlier in ((remote, self.dispatch), (self.combine, remote)):
-            rows = self.most.new(later.shape, 0.0)[..., None]
-            self.most.put(rows, later[..., None, :], up_to)
-            self.most.put(rows, earlier[..., None, :], -before)
-        rows = self.most.new(self.compute.shape, 0.0)
-        foreign = np.where(self.foreign_ED[:, None, :, None], self.compute, ABSENT)
-        self.most.put(rows[..., None], foreign[..., None, :], up_to)
-        tokens = self.problem.tokens_DE.T[:, :, None, None]
-        self.most.put(rows, self.arrived_EDT[:, None], -tokens * self.foreign_ED[:, None, :, None])
-        rows = self.most.new(self.arrived_EDT.shape, 0.0)
-        self.most.put(rows, self.arrived_EDT, self.problem.size_E[:, None, None])
-        self.most.put(rows[..., None], self.trans_EDT[..., None, :], -before)
 
 
 class _Ratios(NamedTuple):
@@ -244,7 +169,7 @@ def _planning(args: argparse.Namespace) -> None:
     print("finish: when the best schedule ends, over that of the owners; speedup: of the layer by the cost model")
     print("D   E    program      of it LP ms      ms  max ms  finish  speedup")
     for num_ranks, num_experts in LAYOUTS:
-        cost, current = cost_model(num_ranks, "relay"), Placement.identity(num_experts, num_ranks, args.guest_slots)
+        cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, args.guest_slots)
         loads = [
             load_matrix(
                 name,
@@ -284,7 +209,7 @@ def _timed_policy(counts_DE: np.ndarray, current: Placement, cost: CostModel) ->
     return 1e3 * seconds, cost.layer_seconds(counts_DE, current) / cost.layer_seconds(counts_DE, planned)
 
 
-def _timed_program(problem: Problem, program: Program) -> tuple[float, float, float]:
+def _timed_program(problem: Problem, program: Solver) -> tuple[float, float, float]:
     """Return the milliseconds of the linear program and of the whole solution, and the best finish over the owners'."""
     start = time.process_time()
     relaxed = program(problem)
@@ -295,6 +220,87 @@ def _timed_program(problem: Problem, program: Program) -> tuple[float, float, fl
     return 1e3 * (middle - start), 1e3 * (end - start), float(found.finish_B[0] / owners)
 
 
+def paper_problem(setting: int, counts_DE: np.ndarray) -> Problem:
+    """Return the problem of one of the paper's settings, where only rooms bound the experts of a worker."""
+    workers, experts = PAPER_WORKERS, SETTINGS[setting]
+    ranks = Ranks(num_ranks=workers, node_size=workers, ranks_per_node=workers)
+    cost = CostModel(
+        load_profile(PAPER_CLUSTER, ranks, PAPER_HIDDEN, PAPER_FFN, PAPER_NUMBER_BYTES),
+        token_bytes=PAPER_HIDDEN * PAPER_NUMBER_BYTES,
+        param_bytes=PAPER_EXPERT_BYTES,
+        grad_bytes=PAPER_EXPERT_BYTES,
+    )
+    return replace(Demi().problem(counts_DE, Placement.identity(experts, workers, experts), cost), guests=None)
+
+
+def _paper_loads(experts: int, seeds: int) -> Iterator[np.ndarray]:
+    for workload in BUSY:
+        for seed in range(seeds):
+            size = {"num_ranks": PAPER_WORKERS, "num_experts": experts, "tokens_per_rank": PAPER_TOKENS}
+            yield load_matrix(workload, topk=TOPK, seed=seed, step=STEP, **size)
+
+
+def _setting(setting: int, args: argparse.Namespace) -> None:
+    loads = list(_paper_loads(SETTINGS[setting], args.seeds))
+    print(f"\nsetting {setting}: {SETTINGS[setting]} experts, {PAPER_WORKERS} workers, {len(loads)} loads")
+    sizes: list[tuple[int, int, int]] = []
+    columns: dict[str, list[float]] = {}
+    for index, counts_DE in enumerate(loads):
+        problem = paper_problem(setting, counts_DE)
+        start = time.process_time()
+        program = Program(problem, np.arange(problem.num_experts))
+        columns.setdefault("assembly, ms", []).append(1e3 * (time.process_time() - start))
+        sizes.append(program.size)
+        full = None
+        for name, method in METHODS.items():
+            start = time.process_time()
+            full = program.solve(method, args.time_limit) or full
+            columns.setdefault(f"{name}, ms", []).append(1e3 * (time.process_time() - start))
+        if full is None:
+            print(f"load {index}: not solved within {args.time_limit:g} s", file=sys.stderr, flush=True)
+            continue
+        for name, value in _rounded(problem, full, seed=index):
+            columns.setdefault(name, []).append(value)
+        print(f"{index + 1} of {len(loads)} loads", file=sys.stderr, flush=True)
+    for name, values in zip(("variables", "rows", "nonzeros"), zip(*sizes, strict=True), strict=True):
+        columns[name] = list(values)
+    print(f"{'':44s}{'median':>10s}{'least':>10s}{'most':>10s}")
+    for name, values in columns.items():
+        print(f"{name:44s}" + "".join(f"{of(values):10.4g}" for of in (statistics.median, min, max)))
+
+
+def _rounded(problem: Problem, full: Relaxed, seed: int) -> Iterator[tuple[str, float]]:
+    """Yield the figures of the owners and of the placements that follow from the full program and from the search.
+
+    They are the end of the schedule over that of the owners, and (7) of the schedule over the program's optimum.
+    """
+    drawn = repair(problem, draw(full.share_ED, 1, seed)[0])
+    rounded = (repair(problem, hosts_E) for hosts_E in round_shares(problem, full.share_ED))
+    rounded_BE = np.stack([problem.owner_E, *(hosts_E for hosts_E in rounded if hosts_E is not None)])
+    pace, finish_B = best_pace(problem, rounded_BE, full)
+    owners = best_pace(problem, problem.owner_E[None], full)
+    online, offline = (solve(problem, relaxed) for relaxed in (relax_by_size(problem), full))
+    plans = {
+        "owners": (problem.owner_E, owners[0]),
+        "one draw": (problem.owner_E if drawn is None else drawn, full.pace),
+        "best of nine roundings": (rounded_BE[finish_B.argmin()], pace),
+        "online search": (online.hosts_BE[0], online.pace),
+        "search from the full program": (offline.hosts_BE[0], offline.pace),
+    }
+    for name, (hosts_E, paced) in plans.items():
+        schedule = list_schedule(problem, hosts_E, paced)
+        weights = np.array([problem.weight(slot) for slot in range(schedule.makespan)])
+        yield f"{name}: end", finishes(problem, hosts_E[None], paced)[0] / owners[1][0]
+        yield f"{name}: (7)", float((np.array(schedule.amounts) @ weights).sum()) / full.objective
+
+
+def cost_model(num_ranks: int) -> CostModel:
+    """Return the model of the built-in cluster with nodes of eight."""
+    expert = 2 * HIDDEN * FFN * NUMBER_BYTES
+    profile = builtin(num_ranks, NODE, HIDDEN, FFN, NUMBER_BYTES)
+    return CostModel(profile, token_bytes=HIDDEN * NUMBER_BYTES, param_bytes=expert, grad_bytes=expert)
+
+
 def imbalance(tokens_D: np.ndarray) -> float:
     """Return DEMI's workload imbalance degree for equal workers: 1 / sqrt(D) if even, 1 if all is on one worker."""
     return float(np.sqrt((tokens_D**2).sum()) / tokens_D.sum())
@@ -303,7 +309,7 @@ def imbalance(tokens_D: np.ndarray) -> float:
 def _imbalance(args: argparse.Namespace) -> None:
     print("\nworkload imbalance degree D, the mean over seeds; even loads have 1 / sqrt(workers)")
     for num_ranks, num_experts in LAYOUTS[:3]:
-        cost, current = cost_model(num_ranks, "relay"), Placement.identity(num_experts, num_ranks, args.guest_slots)
+        cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, args.guest_slots)
         print(f"D={num_ranks} E={num_experts}, even {num_ranks**-0.5:.3f}")
         print(f"{'':20s}" + "".join(f"{name:>12s}" for name in POLICIES))
         for workload in BUSY:
@@ -320,7 +326,7 @@ def _imbalance(args: argparse.Namespace) -> None:
                 )
                 for index, name in enumerate(POLICIES):
                     planned = load_policy(name).plan(counts_DE, current, cost)
-                    degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum(0))
+                    degrees[seed, index] = imbalance(cost.traffic(counts_DE, planned).sum((0, 1)))
             print(f"{workload:20s}" + "".join(f"{degree:12.3f}" for degree in degrees.mean(0)), flush=True)
 
 

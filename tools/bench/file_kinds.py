@@ -135,7 +135,6 @@ def saved_flags_kind(folder: Path, _: Path) -> Kind:
 def profile_kind(folder: Path, _: Path) -> Kind:
     """`--balance-profile FILE.json`; accepted profiles are used to make a plan."""
     from megatron_balance.profile.cluster_profile import (
-        Bandwidth,
         CodecTimes,
         Fit,
         ParallelLines,
@@ -146,8 +145,10 @@ def profile_kind(folder: Path, _: Path) -> Kind:
 
     path, some = folder / "profile.json", Throughput(1e-8, 1e-5, 0.1, 0.2)
     base = builtin(4, 2, 64, 128)
-    lines = ParallelLines(2, 2, *(Fit(1e-5, 1e-10, 0.0, 0.0) for _ in range(4)))
-    measured = {"all_reduce": (Bandwidth(2, 1, 1e9),), "codecs": {"fp8": CodecTimes(some, some)}, "parallel": lines}
+    line = Fit(1e-5, 1e-10, 0.0, 0.0)
+    lines, rates = ParallelLines(2, 2, *[line] * 5), (0.5, 1.0, 1.0, 1.5)
+    measured = {"rates": rates, "all_to_alls": {"pipe": line}, "codecs": {"fp8": CodecTimes(some, some)}}
+    measured["parallel"] = lines
     valid = []
     for more in ({}, measured):
         type(base)(**(vars(base) | more)).save(path)
@@ -162,7 +163,7 @@ def profile_kind(folder: Path, _: Path) -> Kind:
             raise Refused from error
         _plan(profile)
 
-    hostile = [b"", b"[" * 100_000, b'{"version":' * 20_000, b'{"version": 2}', b"\0" * 5_000_000, b"9" * 5000]
+    hostile = [b"", b"[" * 100_000, b'{"version":' * 20_000, b'{"version": 3}', b"\0" * 5_000_000, b"9" * 5000]
     return Kind(read, valid, hostile, [json.loads(text) for text in valid])
 
 

@@ -1,48 +1,82 @@
 """The minimum modeled time of a layer over all placements of small cases, with which policies are compared.
 
-In the shapes, W counts the ways that Trans may take, P placements, N distinct cases of them, and C numbers of pieces.
+It is the optimum of a mixed-integer program. Messages within nodes, messages between nodes and the adapters of nodes
+are resources of their own, so a plan that ignores nodes is told apart from one that does not.
+
+In the shapes, B counts microbatches, N nodes, W the ways that Trans may take, and C numbers of pieces.
 """
 
 import itertools
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import Bounds, milp
+from scipy.sparse import csr_array
 
-from megatron_balance.cost.model import MOST_CHUNKS, CostModel, Overlap, owners
+from megatron_balance.cost.loads import by_microbatch
+from megatron_balance.cost.model import CostModel, Overlap, owners
+from megatron_balance.cost.sending import MOST_CHUNKS
 from megatron_balance.placement.placement import Placement
 
 Term = tuple[np.ndarray, ArrayLike]
 """Indices of the variables of a linear form, and their coefficients, or one coefficient for all."""
 
+MOST_NODES = 20_000
+"""Maximum number of nodes of the solver's search tree; then the bound that it has proven counts."""
 
-def least_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
-    """Return the minimum layer time over all placements and all ways to share tokens among hosts: no policy is faster.
 
-    Owners are fixed, but need not host their experts; shares may be fractions of tokens. With links `relay`, the result
-    is a lower bound: Trans and Agg take the minimum time over all routes and pieces.
+def least_seconds(counts: np.ndarray, current: Placement, cost: CostModel, *, copies: bool = False) -> float:
+    """Return a lower bound of the layer time over all placements and all ways to share tokens among hosts.
+
+    Owners are fixed, but need not host their experts; shares may be fractions of tokens. Exchanges and computation are
+    exact. Trans and Agg are bounded from below, each for itself: the bound counts
+
+    - the experts that a rank receives: over the far link, an expert enters each node once, at any of its guests there;
+    - one message of each owner for each expert with guests, to another node only if its own node has no guest;
+    - the experts that enter a node, and those that leave their owner's node, on shared adapters;
+    - doubling steps, in the owner's node and behind the entry to another node.
+
+    So it is the minimum if there is one node and no rank has to relay more than it receives, and if the split can share
+    tokens in the best way. Between nodes, it leaves out the messages that relays send, and steps that lead from node to
+    node.
 
     Args:
+        counts: tokens [D, E] or [B, D, E].
         current: defines the owners and the number of guest slots.
+        cost: exchanges tokens in one chunk and without a codec.
+        copies: only placements whose owners host their experts, with the split `local_first`.
 
     Raises:
-        RuntimeError: the solver found no optimum.
+        RuntimeError: the solver failed.
     """
+    assert cost.degrees == (1,) and not cost.coding
+    counts_BDE = by_microbatch(counts)
     # Solvers need numbers near 1: tokens in units of a rank's mean, seconds in units of the layer without guests
-    unit, plain = max(1.0, counts_DE.sum() / current.num_ranks), cost.layer_seconds(counts_DE, current) or 1.0
-    none, one = (np.array(cost.time_of(tokens, tokens, 0.0, 0.0)) / plain for tokens in (0.0, unit))
+    unit, plain = max(1.0, counts_BDE.sum() / current.num_ranks), cost.layer_seconds(counts, current) or 1.0
+    none, one = (np.array(cost.time_of(0.0, tokens, 0.0, 0.0)) / plain for tokens in (0.0, unit))
     slope = one - none
     program = _Program()
-    hosts_ED, exchanged, computed = _shares(program, counts_DE / unit, current)
+    hosts_ED = program.variables(current.num_experts, current.num_ranks, upper=1, integer=True)
+    _slots(program, hosts_ED, current, copies=copies)
+    exchanged_B, computed_B = program.variables(len(counts_BDE)), program.variables(len(counts_BDE))
+    for counts_DE, exchanged, computed in zip(counts_BDE, exchanged_B, computed_B, strict=True):
+        shares = _Shares.of(program, hosts_ED, counts_DE / unit, current, cost, copies=copies)
+        for rank, rate in enumerate(cost.rate_D):
+            program.require(
+                (computed[None], rate), *((part_ED[:, rank], -1) for part_ED in shares.computed if part_ED.size)
+            )
+        shares.exchange(program, exchanged[None], cost, unit * cost.token_bytes / plain)
     overlap, seen = cost.overlap or Overlap(0.0, 0.0, experts=False), program.variables(2)
     experts = overlap.experts / cost.microbatches
     for index, (variables, seconds) in enumerate(_sending(program, hosts_ED, current, cost)):
         # Trans and Agg overlap with a pass of the experts of a microbatch, and with the layers in between
         free = experts * none[1 + index] + overlap[index] / plain
-        hiding = (computed, experts * slope[1 + index])
+        hiding = (computed_B, experts * slope[1 + index])
         program.require((seen[[index]], 1), hiding, (variables, -np.asarray(seconds) / plain), lower=-free)
-    terms = (exchanged, slope[0]), (computed, slope[1] + slope[2]), (seen, 1)
+    terms = (exchanged_B, 4), (computed_B, slope[1] + slope[2]), (seen, 1)
     return plain * float(none.sum() + program.least(*terms))
 
 
@@ -62,156 +96,222 @@ class _Program:
         return np.arange(first, first + count).reshape(shape)
 
     def require(self, *terms: Term, lower: float = 0.0, upper: float = math.inf) -> None:
-        """Bound the sum of the terms."""
+        """Bound the sum of the terms; a variable may be in several of them."""
         self._rows.append((terms, lower, upper))
 
     def least(self, *terms: Term) -> float:
         """Return the minimum of the sum of the terms, as the solver's bound.
 
         Raises:
-            RuntimeError: the solver found no optimum.
+            RuntimeError: the solver failed.
         """
         rows, lower, upper = zip(*self._rows, strict=True)
         found = milp(
-            self._row(terms),
-            constraints=(np.stack([self._row(row) for row in rows]), lower, upper),
+            self._matrix([terms]).toarray()[0],
+            constraints=(self._matrix(rows), lower, upper),
             integrality=np.array(self._integer),
-            bounds=Bounds(0, self._upper),
-            options={"mip_rel_gap": 1e-9},
+            bounds=Bounds(np.zeros(len(self._upper)), np.array(self._upper)),
+            options={"mip_rel_gap": 1e-6, "node_limit": MOST_NODES},
         )
-        if found.status != 0:
-            raise RuntimeError(f"no optimum: {found.message}")
+        if found.mip_dual_bound is None or not np.isfinite(found.mip_dual_bound):
+            raise RuntimeError(f"no bound: {found.message}")
         return float(found.mip_dual_bound)
 
-    def _row(self, terms: tuple[Term, ...]) -> np.ndarray:
-        row = np.zeros(len(self._upper))
-        for variables, coefficients in terms:
-            row[variables] = coefficients
-        return row
+    def _matrix(self, rows: "list[tuple[Term, ...]] | tuple[tuple[Term, ...], ...]") -> csr_array:
+        cells = [
+            (index, np.ravel(variables), np.broadcast_to(coefficients, np.shape(variables)).ravel())
+            for index, terms in enumerate(rows)
+            for variables, coefficients in terms
+        ]
+        row = np.concatenate([np.full(variables.size, index) for index, variables, _ in cells])
+        column, value = (np.concatenate([cell[part] for cell in cells]) for part in (1, 2))
+        return csr_array((value, (row, column)), shape=(len(rows), len(self._upper)))
 
 
-def _shares(program: _Program, tokens_DE: np.ndarray, current: Placement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Add the variables for hosts [E, D], exchanged tokens [1] and computed tokens [1].
-
-    Only the number of tokens of each expert that a rank computes matters, and how many of them are its own: the others
-    can be assigned in any way.
-    """
-    num_ranks, num_experts = tokens_DE.shape
-    hosts_ED = program.variables(num_experts, num_ranks, upper=1, integer=True)
-    computed_ED, local_ED = program.variables(num_experts, num_ranks), program.variables(num_experts, num_ranks)
-    exchanged, computed = program.variables(1), program.variables(1)
-    total_E, owner_E = tokens_DE.sum(0), owners(current)
-    for expert, rank in itertools.product(range(num_experts), range(num_ranks)):
-        host, share, own = hosts_ED[expert, [rank]], computed_ED[expert, [rank]], local_ED[expert, [rank]]
-        program.require((host, total_E[expert]), (share, -1))
-        program.require((host, tokens_DE[rank, expert]), (own, -1))
-        program.require((share, 1), (own, -1))
-    for expert in range(num_experts):
-        program.require((computed_ED[expert], 1), lower=total_E[expert], upper=total_E[expert])
-        program.require((hosts_ED[expert], 1), lower=1)
-    for rank in range(num_ranks):
+def _slots(program: _Program, hosts_ED: np.ndarray, current: Placement, *, copies: bool) -> None:
+    owner_E = owners(current)
+    for expert, owner in enumerate(owner_E):
+        program.require((hosts_ED[expert, [owner]] if copies else hosts_ED[expert], 1), lower=1)
+    for rank in range(current.num_ranks):
         program.require((hosts_ED[owner_E != rank, rank], 1), upper=current.guest_slots)
-        program.require((computed, 1), (computed_ED[:, rank], -1))
-        # A rank receives the tokens of others that it computes, and sends its own tokens that others compute
-        program.require((exchanged, 1), (computed_ED[:, rank], -1), (local_ED[:, rank], 1))
-        program.require((exchanged, 1), (local_ED[:, rank], 1), lower=tokens_DE[rank].sum())
-    return hosts_ED, exchanged, computed
+
+
+class _Shares(NamedTuple):
+    """Variables for the tokens of each expert that ranks compute, send and receive in one microbatch.
+
+    Tokens of an expert are alike, so only their numbers matter: they can be assigned in any way.
+    """
+
+    tokens_DE: np.ndarray
+    nodes: list[np.ndarray]
+    """The ranks of each node."""
+    local_ED: np.ndarray
+    """Own tokens that a rank computes."""
+    near_ED: np.ndarray
+    """Tokens of other ranks of the node that a rank computes."""
+    far_ED: np.ndarray
+    """Tokens of other nodes that a rank computes; no variables if there is one node."""
+    sent_ED: np.ndarray
+    """Own tokens that a rank sends to other nodes; no variables if there is one node."""
+
+    @classmethod
+    def of(
+        cls,
+        program: _Program,
+        hosts_ED: np.ndarray,
+        tokens_DE: np.ndarray,
+        current: Placement,
+        cost: CostModel,
+        *,
+        copies: bool,
+    ) -> "_Shares":
+        """Add the variables and the rules for one microbatch."""
+        num_experts, num_ranks = hosts_ED.shape
+        nodes = np.split(np.arange(num_ranks), cost.network.first_N[1:])
+        local_ED, near_ED = (program.variables(num_experts, num_ranks) for _ in range(2))
+        far = (num_experts, num_ranks) if len(nodes) > 1 else (num_experts, 0)
+        shares = cls(tokens_DE, nodes, local_ED, near_ED, program.variables(*far), program.variables(*far))
+        total_E = tokens_DE.sum(0)
+        for expert, rank in np.ndindex(hosts_ED.shape):
+            host, cell = hosts_ED[expert, [rank]], (expert, slice(rank, rank + 1))
+            own, received = shares.local_ED[cell], (shares.near_ED[cell], shares.far_ED[cell])
+            program.require((host, tokens_DE[rank, expert]), (own, -1))
+            program.require((host, total_E[expert]), (own, -1), *((part, -1) for part in received))
+            program.require((own, 1), (shares.sent_ED[cell], 1), upper=tokens_DE[rank, expert])
+            if copies:
+                # A host computes its own tokens, and owners those of ranks that are no hosts
+                program.require((host, tokens_DE[rank, expert]), (own, -1), upper=0)
+                for part in received if current.owner(expert) != rank else ():
+                    program.require((part, 1), upper=0)
+        for expert in range(num_experts):
+            shares._conserve(program, expert)
+        return shares
+
+    def _conserve(self, program: _Program, expert: int) -> None:
+        """Require that tokens within a node, and between nodes, arrive where other ranks compute them."""
+        sent, received = (self.sent_ED[expert], 1), (self.far_ED[expert], 1)
+        for ranks in self.nodes:
+            tokens = self.tokens_DE[ranks, expert].sum()
+            inside = [(part_ED[expert, ranks], 1) for part_ED in (self.local_ED, self.near_ED)]
+            if len(self.nodes) == 1:
+                program.require(*inside, lower=tokens, upper=tokens)
+                continue
+            leaving, entering = ((part_ED[expert, ranks], 1) for part_ED in (self.sent_ED, self.far_ED))
+            program.require(*inside, leaving, lower=tokens, upper=tokens)
+            # What a node sends, other nodes receive
+            program.require(sent, (leaving[0], -1), (entering[0], -1))
+        if len(self.nodes) > 1:
+            program.require(sent, (received[0], -1), upper=0)
+
+    @property
+    def computed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Variables whose sum over experts is what a rank computes."""
+        return self.local_ED, self.near_ED, self.far_ED
+
+    def exchange(self, program: _Program, exchanged: np.ndarray, cost: CostModel, byte: float) -> None:
+        """Require that `exchanged` is no less than the time of any link or adapter.
+
+        Args:
+            byte: the factor from tokens and seconds per byte to the unit of `exchanged`.
+        """
+        network, byte = cost.network, byte * cost.exchange.scale
+        near, far = network.near.beta * byte, network.far.beta * byte
+        for rank, tokens_E in enumerate(self.tokens_DE):
+            program.require((exchanged, 1), (self.near_ED[:, rank], -near))
+            kept = [(self.local_ED[:, rank], near)]
+            if len(self.nodes) > 1:
+                kept.append((self.sent_ED[:, rank], near))
+                for part_ED in (self.far_ED, self.sent_ED):
+                    program.require((exchanged, 1), (part_ED[:, rank], -far))
+            program.require((exchanged, 1), *kept, lower=near * tokens_E.sum())
+        if len(self.nodes) > 1:
+            for ranks, part_ED in itertools.product(self.nodes, (self.far_ED, self.sent_ED)):
+                program.require((exchanged, 1), (part_ED[:, ranks], -far / network.adapters))
+
+
+class _Way(NamedTuple):
+    """What Trans has to do at least. The unit of time is an expert, or a piece of one, within a node."""
+
+    busy: float
+    """Time of whole experts on the busiest rank or adapter."""
+    near: int
+    """Steps in which a piece reaches all guests of the owner's node; 0 if there are none."""
+    far: int
+    """Steps in which a piece reaches all guests of another node after entering it; -1 if there are none."""
+
+    def seconds(self, cost: CostModel) -> tuple[float, float]:
+        """Return the seconds of Trans and of Agg with the best number of pieces for each."""
+        if not self.busy:
+            return 0.0, 0.0
+        transport = cost.transport
+        chunks_C = np.arange(transport.fewest_chunks, MOST_CHUNKS + 1)
+        time_C = np.maximum(self.busy * chunks_C, chunks_C - 1 + self.near)
+        if self.far >= 0:
+            time_C = np.maximum(time_C, chunks_C * transport.far + self.far)
+        return (
+            float(transport.trans_seconds(time_C, chunks_C).min()),
+            float(transport.agg_seconds(time_C, chunks_C).min()),
+        )
 
 
 def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: CostModel) -> tuple[Term, Term]:
     """Return the seconds of Trans and of Agg, including overlapped parts."""
-    num_experts, num_ranks = hosts_ED.shape
-    owned_ED = owners(current)[:, None] == np.arange(num_ranks)
-    one = np.array([cost.trans_seconds(1, 1), cost.agg_seconds(1, 1)])
-    if cost.links == "average":
-        guests = hosts_ED[~owned_ED]
-        return (guests, one[0] / num_ranks), (guests, one[1] / num_ranks)
-    into = [hosts_ED[~owned_ED[:, rank], rank] for rank in range(num_ranks)]
-    if cost.links == "direct":
-        rounds = program.variables(1)
-        out = [hosts_ED[owned_ED[:, rank]][:, np.arange(num_ranks) != rank] for rank in range(num_ranks)]
-        for guests in (*into, *out):
-            program.require((rounds, 1), (guests, -1))
-        return (rounds, one[0]), (rounds, one[1])
-    # A way has a number of experts on the busiest link, and a number of links to the last guest of an expert
-    most = max(current.guest_slots, current.home_slots)
-    depths = sorted({math.ceil(math.log2(ranks)) for ranks in range(2, num_ranks + 1)})
-    ways_W2 = np.array([(0, 0), *itertools.product(range(1, most + 1), depths)])
-    way_W = program.variables(len(ways_W2), upper=1, integer=True)
+    network, far, owner_E = cost.network, cost.transport.far, owners(current)
+    assert far >= 1, "links within a node are the faster ones"
+    node_E, nodes = network.node_D[owner_E], np.split(np.arange(current.num_ranks), network.first_N[1:])
+    ways = [_Way(0.0, 0, -1), *_ways(current, cost)]
+    way_W, busy, enters_EN = (
+        program.variables(len(ways), upper=1, integer=True),
+        program.variables(1),
+        program.variables(current.num_experts, len(nodes)),
+    )
+    entry_ED = program.variables(*hosts_ED.shape)
     program.require((way_W, 1), lower=1, upper=1)
-    sent_E = program.variables(num_experts, upper=1)
-    for expert, rank in zip(*(~owned_ED).nonzero(), strict=True):
-        program.require((sent_E[[expert]], 1), (hosts_ED[expert, [rank]], -1))
-    for guests in (*into, *(sent_E[owned_ED[:, rank]] for rank in range(num_ranks))):
-        program.require((way_W, ways_W2[:, 0]), (guests, -1))
-    for expert in range(num_experts):
-        program.require((way_W, 2.0 ** ways_W2[:, 1] - 1), (hosts_ED[expert, ~owned_ED[expert]], -1))
-    trans_W, agg_W = fewest_seconds(ways_W2[:, 0], ways_W2[:, 1], cost)
+    program.require((way_W, [way.busy for way in ways]), (busy, -1))
+    for expert, node in np.ndindex(enters_EN.shape):
+        guests, is_home = hosts_ED[expert, nodes[node][nodes[node] != owner_E[expert]]], node == node_E[expert]
+        for guest in guests:
+            program.require((enters_EN[expert, [node]], 1), (guest[None], -1))
+        most = [2**way.near - 1 if is_home else int(2.0**way.far) for way in ways]
+        program.require((way_W, most), (guests, -1))
+        program.require((entry_ED[expert, nodes[node]], 1), (enters_EN[expert, [node]], -float(not is_home)))
+    for rank, node in enumerate(network.node_D):
+        program.require((busy, 1), (hosts_ED[owner_E != rank, rank], -1), (entry_ED[node_E != node, rank], 1 - far))
+    for node in range(len(nodes)):
+        program.require((busy, 1), (enters_EN[node_E != node, node], -far / network.adapters))
+    _owners_send(program, busy, enters_EN, current, cost)
+    trans_W, agg_W = np.array([way.seconds(cost) for way in ways]).T
     return (way_W, trans_W), (way_W, agg_W)
 
 
-def fewest_seconds(experts_N: np.ndarray, depth_N: np.ndarray, cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """Return lower bounds of the seconds of Trans and of Agg over all routes and numbers of pieces, [N] each.
-
-    Args:
-        experts_N: number of whole experts that cross the busiest link.
-        depth_N: rounds that a piece takes to the last of an expert's guests; by then, up to 2**depth ranks have it.
-    """
-    chunks_C, experts_N1 = np.arange(1, MOST_CHUNKS + 1), experts_N[:, None]
-    rounds_NC = np.maximum(experts_N1 * chunks_C, chunks_C + depth_N[:, None] - 1) * (experts_N1 > 0)
-    return cost.trans_seconds(rounds_NC, chunks_C).min(1), cost.agg_seconds(rounds_NC, chunks_C).min(1)
-
-
-def best_seconds(counts_DE: np.ndarray, current: Placement, cost: CostModel) -> float:
-    """Return the minimum layer time if owners host and the split is local_first, by trying all guests in all slots.
-
-    With links `relay` it is a lower bound, see `least_seconds`. A rank's choice of guests moves tokens between it and
-    the owners, independent of other ranks' choices, so every quantity of a placement is a sum over ranks of table rows.
-    """
-    assert cost.split == "local_first"
-    num_ranks, slots = current.num_ranks, current.guest_slots
-    owner_E = owners(current)
-    owned_ED = owner_E[:, None] == np.arange(num_ranks)
-    traffic_DD = cost.traffic(counts_DE, current)
-    local_D = traffic_DD.diagonal()
-    base = [traffic_DD.sum(0), traffic_DD.sum(0) - local_D, traffic_DD.sum(1) - local_D]
-    # Tokens computed, received and sent; guests on each rank; guests of each expert. The axis of choices precedes that
-    # of ranks [D] or of experts [E]
-    sums = [*(part.astype(np.float64) for part in base), np.zeros(num_ranks), np.zeros(current.num_experts)]
-    for rank in range(num_ranks):
-        strangers = np.flatnonzero(owner_E != rank).tolist()
-        options = [set_ for size in range(slots + 1) for set_ in itertools.combinations(strangers, size)]
-        chosen_OE = np.zeros((len(options), current.num_experts))
-        for row, option in enumerate(options):
-            chosen_OE[row, list(option)] = 1
-        moved_OD = chosen_OE * counts_DE[rank] @ owned_ED
-        own_OD = np.zeros_like(moved_OD)
-        own_OD[:, rank] = moved_OD.sum(1)
-        taken_OD = np.zeros_like(moved_OD)
-        taken_OD[:, rank] = chosen_OE.sum(1)
-        changes = (own_OD - moved_OD, -moved_OD, -own_OD, taken_OD, chosen_OE)
-        sums = [
-            (part[..., None, :] + change).reshape(-1, change.shape[-1])
-            for part, change in zip(sums, changes, strict=True)
-        ]
-    computed, received, sent = (part.max(-1) for part in sums[:3])
-    trans, agg = _sending_seconds(sums[3], sums[4], owned_ED, cost)
-    return float(cost.time_of(np.maximum(received, sent), computed, trans, agg).total.min())
+def _owners_send(
+    program: _Program, busy: np.ndarray, enters_EN: np.ndarray, current: Placement, cost: CostModel
+) -> None:
+    """Bound the time in which owners send their experts once, and in which these leave their nodes."""
+    network, far = cost.network, cost.transport.far
+    node_E, (num_experts, num_nodes) = network.node_D[owners(current)], enters_EN.shape
+    first_E, leaves_E = program.variables(num_experts), program.variables(num_experts)
+    for expert, node in np.ndindex(enters_EN.shape):
+        enters, inside = enters_EN[expert, [node]], enters_EN[expert, [node_E[expert]]]
+        if node == node_E[expert]:
+            program.require((first_E[[expert]], 1), (enters, -1))
+        else:
+            program.require((first_E[[expert]], 1), (enters, -far), (inside, far - 1))
+            program.require((leaves_E[[expert]], 1), (enters, -1))
+    for own in current.home:
+        program.require((busy, 1), (first_E[list(own)], -1))
+    for node in range(num_nodes):
+        program.require((busy, 1), (leaves_E[node_E == node], -far / network.adapters))
 
 
-def _sending_seconds(
-    into_PD: np.ndarray, guests_PE: np.ndarray, owned_ED: np.ndarray, cost: CostModel
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds [P] of Trans and of Agg of placements, from the guests on each rank and of each expert."""
-    if cost.links == "average":
-        return cost.trans_seconds(into_PD.mean(-1), 1), cost.agg_seconds(into_PD.mean(-1), 1)
-    if cost.links == "direct":
-        rounds_P = np.maximum(into_PD.max(-1), (guests_PE @ owned_ED).max(-1))
-        return cost.trans_seconds(rounds_P, 1), cost.agg_seconds(rounds_P, 1)
-    started_PD = (guests_PE > 0) @ owned_ED.astype(np.float64)
-    experts_P = np.maximum(into_PD.max(-1), started_PD.max(-1))
-    depth_P = np.ceil(np.log2(guests_PE.max(-1) + 1))
-    cases_2N, index_P = np.unique(np.stack([experts_P, depth_P]), axis=1, return_inverse=True)
-    experts_N, depth_N = cases_2N
-    trans_N, agg_N = fewest_seconds(experts_N, depth_N, cost)
-    return trans_N[index_P.ravel()], agg_N[index_P.ravel()]
+def _ways(current: Placement, cost: CostModel) -> Iterator[_Way]:
+    """Yield the ways of all placements with guests."""
+    size, far, several = cost.network.node_size, cost.transport.far, len(cost.network.first_N) > 1
+    most = max(current.guest_slots, current.home_slots)
+    times = {near + far * other for near in range(most + 1) for other in range((most - near) * several + 1)} - {0}
+    if several and cost.network.adapters < size:
+        times |= {number * far / cost.network.adapters for number in range(1, most * size + 1)}
+    steps = sorted({math.ceil(math.log2(ranks)) for ranks in range(1, size + 1)})
+    for busy, near, outside in itertools.product(sorted(times), steps, (-1, *steps) if several else (-1,)):
+        if (near or outside >= 0) and (outside < 0 or busy >= far):
+            yield _Way(busy, near, outside)

@@ -110,7 +110,7 @@ def drifting_router(num_ranks: int, num_experts: int, tokens: int, iterations: i
 def play(policy: Policy, counts_NDE: np.ndarray, args: argparse.Namespace, interval: int = 1) -> list[Step]:
     """Simulate a policy for a sequence of loads, starting without guests."""
     _, num_ranks, num_experts = counts_NDE.shape
-    cost = cost_model(num_ranks, split=policy.split)
+    cost = cost_model(num_ranks, policy.split)
     slots = min(args.guest_slots, num_experts - num_experts // num_ranks)
     owners = Placement.identity(num_experts, num_ranks, slots)
     manager = Manager(policy, cost, Predictor(args.predictor), owners, interval=interval)
@@ -118,9 +118,9 @@ def play(policy: Policy, counts_NDE: np.ndarray, args: argparse.Namespace, inter
     for counts_DE in counts_NDE:
         steps.append(_step(before, manager.placement, counts_DE, cost, plan_seconds))
         before, start = manager.placement, time.process_time()
-        manager.observe(counts_DE)
-        if manager.is_due(ahead=1) and manager.expected_DE is not None:
-            decision = manager.decide(manager.expected_DE, 1)
+        manager.observe(counts_DE[None])
+        if manager.is_due(ahead=1) and manager.expected_BDE is not None:
+            decision = manager.decide(manager.expected_BDE, 1)
             if decision.placement is None:
                 raise RuntimeError(f"{policy}: {decision.problem}")
             manager.adopt(decision)
@@ -138,7 +138,7 @@ def _step(before: Placement, now: Placement, counts_DE: np.ndarray, cost: CostMo
         expert not in (EMPTY, *kept) for kept, row in zip(before.guests, now.guests, strict=True) for expert in row
     )
     return Step(
-        balance_ratio(cost.traffic(counts_DE, now).sum(0)),
+        balance_ratio(cost.traffic(counts_DE, now).sum(1)),
         changes,
         now.added_hosts * (cost.param_bytes + cost.grad_bytes),
         arrived * cost.param_bytes,

@@ -1,6 +1,6 @@
 """Compares the policies' plans for each synthetic workload: quality, planning time, and distance from the optimum.
 
-    python tools/bench/planner.py [--links relay] [--tokens 4096] [--seeds 4] [--trace DIR] [--skip-optimum]
+    python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR] [--skip-optimum]
 
 Every policy is evaluated with its own split of tokens. Planning time is CPU time of this process; layer times are those
 of the cost model, for the built-in cluster with nodes of eight. Measures of the ranks' loads: max/mean is FlexMoE's
@@ -20,19 +20,26 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cost.model import LINKS, CostModel, balance_gain, balance_ratio
+from megatron_balance.cost.model import CostModel, balance_gain, balance_ratio
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy, registered
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
-from oracle import best_seconds, least_seconds
+from oracle import least_seconds
 
 LAYOUTS = ((4, 16), (16, 16), (16, 64), (64, 256))
 """(D, E)."""
 
-SMALL = ((4, 4, 2), (3, 6, 2), (4, 8, 1), (4, 8, 2), (4, 16, 1))
-"""(D, E, guest slots) of the cases whose optimum is known."""
+SMALL = (
+    *((4, 4, 2, 4), (3, 6, 2, 3), (4, 8, 1, 4), (4, 8, 2, 4), (4, 16, 1, 4)),
+    *((4, 8, 1, 2), (4, 8, 2, 2), (8, 8, 1, 4)),
+    *((4, 8, 1, 1), (8, 8, 1, 2)),
+)
+"""(D, E, guest slots, ranks per node) of the cases whose optimum is known, on one, two and four nodes."""
+
+FEW = 8
+"""Number of ranks from which the optimum is found for one seed only, because it takes long."""
 
 HIDDEN, FFN, DTYPE_BYTES, TOPK, NODE = 1024, 2048, 2, 2, 8
 BURST_STEP = 9
@@ -58,7 +65,6 @@ Loads = dict[str, list[np.ndarray]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", choices=LINKS, default="relay", help="how Trans reaches several guests")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=4, help="loads per synthetic workload")
@@ -67,8 +73,10 @@ def main() -> int:
     args = parser.parse_args()
     traces = read_traces(args.trace) if args.trace else {}
     for num_ranks, num_experts in dict.fromkeys((*LAYOUTS, *traces)):
-        print(f"\nD={num_ranks} E={num_experts} guest slots={args.guest_slots} links={args.links}")
-        loads = _synthetic(num_ranks, num_experts, args) if (num_ranks, num_experts) in LAYOUTS else {}
+        print(f"\nD={num_ranks} E={num_experts} guest slots={args.guest_slots}")
+        loads = (
+            _synthetic(num_ranks, num_experts, args.tokens, args.seeds) if (num_ranks, num_experts) in LAYOUTS else {}
+        )
         _table(num_ranks, num_experts, loads | traces.get((num_ranks, num_experts), {}), args)
     if not args.skip_optimum:
         _against_optimum(traces, args)
@@ -86,7 +94,7 @@ def read_traces(directory: Path) -> dict[tuple[int, int], Loads]:
     return traces
 
 
-def _synthetic(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Loads:
+def _synthetic(num_ranks: int, num_experts: int, tokens: int, seeds: int) -> Loads:
     """Return every workload's loads, one for each seed."""
     return {
         name: [
@@ -95,21 +103,20 @@ def _synthetic(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Lo
                 num_ranks=num_ranks,
                 num_experts=num_experts,
                 topk=TOPK,
-                tokens_per_rank=args.tokens,
+                tokens_per_rank=tokens,
                 seed=seed,
                 step=BURST_STEP,
             )
-            for seed in range(args.seeds)
+            for seed in range(seeds)
         ]
         for name in WORKLOADS
     }
 
 
-def cost_model(num_ranks: int, links: str = "relay", split: str = "local_first") -> CostModel:
+def cost_model(num_ranks: int, split: str = "local_first", node_size: int = NODE) -> CostModel:
     expert = 2 * HIDDEN * FFN * DTYPE_BYTES
-    profile = builtin(num_ranks, NODE, HIDDEN, FFN, DTYPE_BYTES)
-    token = HIDDEN * DTYPE_BYTES
-    return CostModel(profile, token_bytes=token, param_bytes=expert, grad_bytes=expert, split=split, links=links)
+    profile = builtin(num_ranks, node_size, HIDDEN, FFN, DTYPE_BYTES)
+    return CostModel(profile, token_bytes=HIDDEN * DTYPE_BYTES, param_bytes=expert, grad_bytes=expert, split=split)
 
 
 def imbalance_degree(tokens_D: np.ndarray) -> float:
@@ -126,7 +133,7 @@ def _table(num_ranks: int, num_experts: int, loads: Loads, args: argparse.Namesp
     for workload, matrices in loads.items():
         reached = {}
         for name in registered():
-            rows = np.array([_row(name, counts_DE, current, args.links) for counts_DE in matrices])
+            rows = np.array([_row(name, counts_DE, current) for counts_DE in matrices])
             reached[name] = rows[:, [column for column, *_ in COLUMNS].index("RB")]
             numbers = zip(np.median(rows, axis=0), COLUMNS, strict=True)
             cells = "".join(f"{number:{width}.{digits}f}" for number, (_, width, digits) in numbers)
@@ -153,12 +160,12 @@ def _print_gains(gains: dict[str, list[float]]) -> None:
     print(f"  exceptions, below 1: {', '.join(worse) or 'none'}")
 
 
-def _row(name: str, counts_DE: np.ndarray, current: Placement, links: str) -> tuple[float, ...]:
+def _row(name: str, counts_DE: np.ndarray, current: Placement) -> tuple[float, ...]:
     """Return the numbers of one policy for one load, in the order of COLUMNS."""
-    cost = cost_model(current.num_ranks, links, load_policy(name).split)
+    cost = cost_model(current.num_ranks, load_policy(name).split)
     placement, milliseconds = _timed(name, counts_DE, current, cost)
     plain, seconds = (cost.layer_seconds(counts_DE, each) for each in (current, placement))
-    before_D, after_D = (cost.traffic(counts_DE, each).sum(0) for each in (current, placement))
+    before_D, after_D = (cost.traffic(counts_DE, each).sum((0, 1)) for each in (current, placement))
     owners = [placement.owner(expert) for expert in range(placement.num_experts)]
     hosts = [{*ranks} for ranks in placement.hosts]
     return (
@@ -181,41 +188,41 @@ def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel
 
 
 def _against_optimum(traces: dict[tuple[int, int], Loads], args: argparse.Namespace) -> None:
-    print(f"\nmodeled layer time over the least of any placement and split, links {args.links}")
-    if args.links == "relay":
-        print("the least one's links are counted from below, so the true ratios are these or smaller")
+    print("\nmodeled layer time over the least of any placement and split")
+    print("the least one's Trans and Agg are counted from below, so the true ratios are these or smaller")
     print(f"'{COPIES}': the best copies of experts, where owners compute too and the split is local_first")
-    print("D   E   G  policy         10%  median     90%     max  optimal  loads")
-    for num_ranks, num_experts, guest_slots in SMALL:
+    print("nodes D   E   G  policy         10%  median     90%     max  optimal  loads")
+    for num_ranks, num_experts, guest_slots, node_size in SMALL:
         current = Placement.identity(num_experts, num_ranks, guest_slots)
-        costs = {name: cost_model(num_ranks, args.links, load_policy(name).split) for name in registered()}
-        ratios: dict[str, list[float]] = {name: [] for name in (COPIES, *registered())}
         recorded = itertools.chain.from_iterable(traces.get((num_ranks, num_experts), {}).values())
-        for counts_DE in itertools.chain(_small_loads(num_ranks, num_experts, args), recorded):
-            copies = cost_model(num_ranks, args.links)
+        seeds = args.seeds if num_ranks < FEW else 1
+        ratios: dict[str, list[float]] = {name: [] for name in (COPIES, *registered())}
+        for counts_DE in itertools.chain(_small_loads(num_ranks, num_experts, args.tokens, seeds), recorded):
+            copies = cost_model(num_ranks, node_size=node_size)
             least = least_seconds(counts_DE, current, copies)
-            ratios[COPIES].append(best_seconds(counts_DE, current, copies) / least)
-            for name, cost in costs.items():
-                placement = load_policy(name).plan(counts_DE, current, cost)
-                ratios[name].append(cost.layer_seconds(counts_DE, placement) / least)
+            ratios[COPIES].append(least_seconds(counts_DE, current, copies, copies=True) / least)
+            for name in registered():
+                policy = load_policy(name)
+                cost = cost_model(num_ranks, policy.split, node_size)
+                ratios[name].append(cost.layer_seconds(counts_DE, policy.plan(counts_DE, current, cost)) / least)
         for name, values in ratios.items():
             low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
             share = np.mean(np.array(values) < 1 + PRECISION)
             print(
-                f"{num_ranks} {num_experts:3d} {guest_slots:3d}  {name:11s} {low:7.3f} {median:7.3f} {high:7.3f} "
-                f"{max(values):7.3f}  {share:6.0%} {len(values):6d}",
+                f"{-(-num_ranks // node_size):5d} {num_ranks} {num_experts:3d} {guest_slots:3d}  {name:11s} {low:7.3f} "
+                f"{median:7.3f} {high:7.3f} {max(values):7.3f}  {share:6.0%} {len(values):6d}",
                 flush=True,
             )
 
 
-def _small_loads(num_ranks: int, num_experts: int, args: argparse.Namespace) -> Iterator[np.ndarray]:
-    yield from itertools.chain.from_iterable(_synthetic(num_ranks, num_experts, args).values())
+def _small_loads(num_ranks: int, num_experts: int, tokens: int, seeds: int) -> Iterator[np.ndarray]:
+    yield from itertools.chain.from_iterable(_synthetic(num_ranks, num_experts, tokens, seeds).values())
     generator = np.random.default_rng(0)
-    for _ in range(4 * args.seeds):
+    for _ in range(4 * seeds):
         # Log-normal popularities that differ between sources, like those of a router early in training
         weights_DE = generator.lognormal(0, 1, num_experts) * generator.lognormal(0, 0.5, (num_ranks, num_experts))
         shares_DE = weights_DE / weights_DE.sum(1, keepdims=True)
-        yield np.stack([generator.multinomial(TOPK * args.tokens, row) for row in shares_DE])
+        yield np.stack([generator.multinomial(TOPK * tokens, row) for row in shares_DE])
 
 
 if __name__ == "__main__":

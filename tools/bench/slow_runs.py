@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ranks
 from emulated import BACKWARD_RATIO, EmulatedDevice, emulate
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, ClusterProfile, CodecTimes, Fit, Throughput
+from megatron_balance.profile.cluster_profile import (
+    LEVELS,
+    ClusterProfile,
+    CodecTimes,
+    Fit,
+    Throughput,
+    fit,
+    from_links,
+)
 from testbed import Testbed
 
 if TYPE_CHECKING:
@@ -130,17 +138,19 @@ def device_of(config: "RunConfig", gflops: float) -> EmulatedDevice:
 def profile_of(device: EmulatedDevice, nodes: int, node_size: int, link_mbit: float) -> ClusterProfile:
     """Return the profile that `tools/profile_cluster.py` would measure there; bytes within a node are free.
 
-    In a round of Trans, a rank sends one message, which has the link for itself, as in the profile's ring of messages.
-    In an all-to-all of D ranks, each of a node's n ranks sends D - n of its D - 1 parts over the node's link.
+    A message between nodes has its node's link for itself, or shares it with those of the node's other ranks.
     """
-    num_ranks, byte_seconds = nodes * node_size, 8 / (link_mbit * 1e6)
-    message = Fit(MESSAGE_SECONDS, byte_seconds, 0.0, 0.0)
-    shared = node_size * (num_ranks - node_size) / (num_ranks - 1)
-    lines = dict.fromkeys(COLLECTIVES, message) | {"all_to_all": message._replace(beta=shared * byte_seconds)}
+    message = Fit(MESSAGE_SECONDS, 8 / (link_mbit * 1e6), 0.0, 0.0)
     forward = Throughput(device.expert_seconds_per_token, 0.0, 0.0, 0.0)
-    backward = forward._replace(seconds_per_token=BACKWARD_RATIO * forward.seconds_per_token)
-    links: Mapping[str, Mapping[str, Fit]] = {kind: dict.fromkeys(GROUPS, line) for kind, line in lines.items()}
-    return ClusterProfile(num_ranks=num_ranks, node_size=node_size, links=links, forward=forward, backward=backward)
+    return from_links(
+        nodes * node_size,
+        node_size,
+        message._replace(beta=0.0),
+        message,
+        shared=message._replace(beta=node_size * message.beta),
+        forward=forward,
+        backward=forward._replace(seconds_per_token=BACKWARD_RATIO * forward.seconds_per_token),
+    )
 
 
 def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "GroupedExperts") -> ClusterProfile:
@@ -154,7 +164,7 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     import torch.distributed as dist
 
     from megatron_balance.comm.codecs import load_codec
-    from megatron_balance.measure.measure import REPEATS, throughput
+    from megatron_balance.measure.measure import COUNTS, REPEATS, experts_speed, throughput
     from megatron_balance.measure.probes import codec_passes, expert_passes
     from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
@@ -168,17 +178,26 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     tokens, everyone = [load // part for part in (16, 8, 4, 2, 1)], tuple(range(profile.num_ranks))
     passes = functools.partial(expert_passes, experts)
     stopwatch, dtype = Stopwatch(world, host, REPEATS), transformer.params_dtype
-    bench = GroupBench(stopwatch=stopwatch, groups={everyone: world}, passes=passes, dtype=dtype, codecs=codecs)
-    (message,) = bench.communicate("p2p", everyone, [4096])
+    bench = GroupBench(
+        stopwatch=stopwatch,
+        groups={everyone: world},
+        passes=passes,
+        dtype=dtype,
+        node_size=profile.node_size,
+        codecs=codecs,
+    )
+    (message,), batches = bench.communicate("p2p", everyone, [4096]), fit(COUNTS, bench.send(everyone, COUNTS))
     links = {
         collective: {kind: line._replace(alpha=message) for kind, line in lines.items()}
         for collective, lines in profile.links.items()
     }
-    forward, backward = (throughput(tokens, seconds) for seconds in bench.compute(tokens))
+    links["all_to_all"]["ep"] = profile.link("all_to_all")._replace(alpha=batches.seconds(profile.num_ranks - 1))
+    messages = dict.fromkeys(LEVELS, batches)
+    _, forward, backward = experts_speed(tokens, *bench.compute(tokens))
     coded = {
         name: CodecTimes(*(throughput(tokens, seconds) for seconds in bench.code(name, tokens))) for name in codecs
     }
-    return replace(profile, links=links, forward=forward, backward=backward, codecs=coded)
+    return replace(profile, links=links, messages=messages, forward=forward, backward=backward, codecs=coded)
 
 
 def build(

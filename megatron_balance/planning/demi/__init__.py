@@ -8,4 +8,8 @@
     search        placements with short schedules, from the shares (lines 1 and 2) and by local search
 
 `policies/demi.py` makes a Problem from a load and the cost model.
+
+A run executes the hosts of a schedule and, with `--moe-comm-order demi`, the chunks of tokens that slots compute. It does
+not execute the slots of TRANS: weights travel in the rounds of `placement/transfers.py`. Their order does not matter to
+the schedule, because a layer's experts compute only after all of them have arrived.
 """

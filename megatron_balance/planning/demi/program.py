@@ -43,13 +43,7 @@ def relax(problem: Problem, group_E: np.ndarray) -> Relaxed | None:
     Returns:
         The optimum; None if the work does not fit into T slots.
     """
-    program = _Program(problem, group_E)
-    program.place()
-    program.complete()
-    program.share_capacities()
-    program.keep_order()
-    program.wait_for_experts()
-    return program.solve()
+    return Program(problem, group_E).solve()
 
 
 class Rows:
@@ -85,10 +79,15 @@ class Rows:
         return np.concatenate(self.bounds)
 
 
-class _Program:
+class Program:
     """The program's variables, and its constraints by equation. r is not a variable, because (2a) to (2d) give it."""
 
     def __init__(self, problem: Problem, group_E: np.ndarray) -> None:
+        """Assemble the program.
+
+        Args:
+            group_E: [E] the group of each expert, 0 .. G-1.
+        """
         self.problem, self.group_E = problem, group_E
         workers, slots = problem.num_workers, np.arange(problem.slots)
         # Sizes near 1, as the solver's tolerances expect them
@@ -112,6 +111,17 @@ class _Program:
         self.combine_GDDT = self._variables(crossing & (slots >= 2))
         """Axes: source, worker."""
         self.equal, self.most = Rows(), Rows()
+        self._place()
+        self._complete()
+        self._share_capacities()
+        self._keep_order()
+        self._wait_for_experts()
+        self.matrices = self.most.matrix(self.count), self.equal.matrix(self.count)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Numbers of variables, of rows and of nonzeros."""
+        return self.count, self.most.count + self.equal.count, sum(matrix.nnz for matrix in self.matrices)
 
     def _variables(self, exist: np.ndarray) -> np.ndarray:
         variables = np.full(exist.shape, ABSENT)
@@ -125,7 +135,7 @@ class _Program:
         """Variables of task 3 on other workers' tokens."""
         return np.where(self.apart_DD[..., None], self.compute_GDDT, ABSENT)
 
-    def place(self) -> None:
+    def _place(self) -> None:
         """Add (1), (3a), (3b) and the bound on guests."""
         problem, workers = self.problem, self.problem.num_workers
         self.equal.put(self.equal.new(problem.num_experts, 1.0)[:, None], self.share_ED, 1.0)
@@ -136,7 +146,7 @@ class _Program:
         if problem.guests is not None:
             self.most.put(self.most.new(workers, problem.guests), self.share_ED, self.foreign_ED.astype(np.float64))
 
-    def complete(self) -> None:
+    def _complete(self) -> None:
         """Add (2a) to (2d) with (4): shares determine the work over all slots."""
         first = np.where(self.apart_DD[..., None], self.dispatch_GDDT, self.compute_GDDT)
         tokens = self.equal.new(first.shape[:-1], 0.0)
@@ -151,7 +161,7 @@ class _Program:
         self.equal.put(experts[..., None], self.trans_EDT, 1.0)
         self.equal.put(experts, self.share_ED, -np.where(self.migrates_ED, self.size_E[:, None], 0.0))
 
-    def share_capacities(self) -> None:
+    def _share_capacities(self) -> None:
         """Add (5a) and (5b)."""
         problem, workers, slots = self.problem, self.problem.num_workers, self.problem.slots
         link = np.where(self.apart_DD, problem.link_DD, 0.0) / self.unit
@@ -162,7 +172,7 @@ class _Program:
         computers_DT = self.most.new((workers, slots), problem.compute_D[:, None] / self.unit)
         self.most.put(computers_DT, self.compute_GDDT, 1.0)
 
-    def keep_order(self) -> None:
+    def _keep_order(self) -> None:
         """Add (6a) and (6c). The variables' slots satisfy (6d) and (6e), and (4) covers the last slot."""
         end, remote_GDDT = self.problem.slots, self._remote_GDDT
         self._follow(remote_GDDT, self.dispatch_GDDT, 1, end - 2)
@@ -178,7 +188,7 @@ class _Program:
         """Return [T, T]: for each slot, 1 for the slots up to itself plus `offset`."""
         return np.tri(self.problem.slots, k=offset)
 
-    def wait_for_experts(self) -> None:
+    def _wait_for_experts(self) -> None:
         """Add (6b) for fractional shares: the computed part of an expert does not exceed the part that has arrived.
 
         The paper bounds the computed part by a variable g, and g only from below, which bounds nothing. Its
@@ -198,17 +208,27 @@ class _Program:
         factors = -per_size[:, :, None, None, None] * self._up_to(-1)[:-1]
         self.most.put(by_expert[..., None], self.trans_EDT[:, None, :, None, :], factors)
 
-    def solve(self) -> Relaxed | None:
-        """Minimize (7) and return the optimum; None if there is none."""
+    def solve(self, method: str = "highs-ds", seconds: float | None = None) -> Relaxed | None:
+        """Minimize (7).
+
+        Args:
+            method: one of HiGHS's in `scipy.optimize.linprog`.
+            seconds: time limit, if any.
+
+        Returns:
+            The optimum; None if there is none, or none was found in time.
+        """
         tasks = (self.dispatch_GDDT, self.trans_EDT, self.compute_GDDT, self.combine_GDDT)
         weight_T = self.problem.weight_T
         costs = np.zeros(self.count)
         for task in tasks:
             exist = task != ABSENT
             costs[task[exist]] = np.broadcast_to(weight_T, task.shape)[exist]
-        matrices = self.most.matrix(self.count), self.most.bound, self.equal.matrix(self.count), self.equal.bound
-        answer = scipy.optimize.linprog(costs, *matrices, method="highs-ds")
-        if answer.x is None:
+        most, equal = self.matrices
+        bounds = self.most.bound, self.equal.bound
+        options = {} if seconds is None else {"time_limit": seconds}
+        answer = scipy.optimize.linprog(costs, most, bounds[0], equal, bounds[1], method=method, options=options)
+        if not answer.success:
             return None
         # ABSENT indexes the last value
         values = np.append(answer.x, 0.0)

@@ -107,13 +107,13 @@ class Demi(Policy):
         counts_DE = by_microbatch(counts).sum(0)
         tokens_DE, owner_E = counts_DE * float(cost.token_bytes), owners(current)
         profile, network = cost.profile, cost.network
-        share_D = cost.rate_D / cost.rate_D.mean()
+        share_D, mean = cost.rate_D / cost.rate_D.mean(), float(counts_DE.sum() / cost.rate_D.sum())
         betas = np.where(network.is_near_DD, network.near.beta, network.far.beta * network.node_size / network.adapters)
         per_byte_DD = (betas * cost.exchange.scale).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
         per_token = (profile.forward.seconds_per_token + profile.backward.seconds_per_token) / 2
-        compute_D = share_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
+        compute_D = cost.rate_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
         one = cost.transport.trans_seconds(1, 1), cost.transport.agg_seconds(1, 1)
-        size = float(sum(cost.exposed(float(counts_DE.sum()) / num_ranks, *one))) / 2 / float(per_byte_DD.min())
+        size = float(sum(cost.exposed(mean, *one))) / 2 / float(per_byte_DD.min())
         owned_DD = np.zeros((num_ranks, num_ranks))
         np.add.at(owned_DD, owner_E, tokens_DE.T)
         crossing_DD = owned_DD + owned_DD.T
@@ -145,4 +145,4 @@ class Demi(Policy):
         exchanged = (tokens - float(counts_DE.max(0).sum())) / num_ranks
         beta = min(network.near.beta, network.far.beta) * cost.exchange.scale
         one = cost.transport.trans_seconds(1, 1), cost.transport.agg_seconds(1, 1)
-        return float(cost.time_of(beta * cost.token_bytes * exchanged, tokens / num_ranks, *one).total)
+        return float(cost.time_of(beta * cost.token_bytes * exchanged, tokens / float(cost.rate_D.sum()), *one).total)

@@ -94,12 +94,15 @@ class ProProphet(Policy):
             everywhere.spread(expert)
             searches.append(everywhere.copy(near=False))
         # The search counts the busiest rank's messages, the cost model also those before and after them on their routes
-        timed = sorted(((search.seconds(), index) for index, search in enumerate(searches)))[:CONFIRMED]
-        for estimate, index in timed:
-            if estimate >= min(limit, timed[0][0] * (1 + UNSURE)):
+        timed = sorted((search.seconds(), index) for index, search in enumerate(searches))
+        promising = min(limit, timed[0][0] * (1 + UNSURE))
+        for estimate, index in timed[:CONFIRMED]:
+            if estimate >= promising:
                 break
             planned = _placement(current, searches[index].chosen)
-            if (seconds := cost.layer_seconds(counts, planned)) < limit:
+            sending = cost.sending(planned)
+            work = cost.work_of(searches[index].loads_FBD)
+            if (seconds := float(cost.time_of(*work, sending.trans, sending.agg).total)) < limit:
                 best, limit = planned, seconds
         return best
 
@@ -127,8 +130,8 @@ class _Search:
         self.times_D = np.zeros(num_ranks)
         self.experts = np.lexsort((-tokens_E, self.owner_E)).reshape(num_ranks, -1).tolist()
         """Experts of each rank, heaviest first."""
-        computed_BD = self.loads_FBD[COMPUTED] / cost.rate_D
-        self.mean = float(computed_BD.mean(-1).sum())
+        self.mean = float(tokens_E.sum() / cost.rate_D.sum())
+        """Tokens per rank if all ranks computed equally long."""
         self.spread_B = alpha * self.counts_EBD.sum((0, 2)) / len(self.counts_EBD)
         self.chosen: dict[int, Chosen] = {}
 
