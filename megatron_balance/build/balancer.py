@@ -85,11 +85,9 @@ def build_balancer(
         )
         states[number] = LayerState(manager, layer.experts, overlap, fields)
     minutes = config.launch.distributed_timeout_minutes
-    twin = new_twin(groups.ep, world(), minutes)
-    connect(twin)
     balancer = Balancer(
         group=groups.ep,
-        transfer=ExpertTransfer(twin),
+        transfer=_transfer(groups, minutes),
         layers=states,
         schedule=_schedule(config, groups, by_chunk),
         microbatches=microbatches,
@@ -144,6 +142,12 @@ def _schedule(
         )
 
     return schedule
+
+
+def _transfer(groups: ProcessGroupCollection, timeout_minutes: float) -> ExpertTransfer:
+    twin = new_twin(groups.ep, world(), timeout_minutes)
+    connect(twin)
+    return ExpertTransfer(twin)
 
 
 def _ownership(groups: ProcessGroupCollection, timeout_minutes: float) -> OwnershipTransfer:

@@ -198,7 +198,8 @@ def test_a_restored_balancer_has_the_same_factors(monkeypatch) -> None:
     for world in worlds:
         world.iterate(3, loads(3))
     assert worlds[1].balancer.factors == worlds[0].balancer.factors != Factors()
-    assert worlds[1].balancer.report() == worlds[0].balancer.report()
+    seconds = [{n: r.predicted_seconds for n, r in world.balancer.report().items()} for world in worlds]
+    assert seconds[0] == seconds[1]
 
 
 def test_a_record_decides_instead_of_measurements(monkeypatch, tmp_path: Path) -> None:
