@@ -59,8 +59,7 @@ def build_balancer(
         policy: the result of `start_policy` for the flags, if it was called before.
 
     Raises:
-        ValueError: the policy cannot be made, the profile cannot be read or measured, or `--balance-calibrate` names a
-            file that does not fit the run.
+        ValueError: the policy cannot be made, or the profile or `--balance-calibrate` cannot be read, or does not fit.
     """
     config, groups, settings = wiring.config, wiring.groups, wiring.config.balance
     if settings.balance_policy == "none":

@@ -205,7 +205,7 @@ def test_tensorboard_has_every_layers_balance(single_rank: None, tmp_path: Path)
     log.close()
     ours = {name: value for name, value in recorded.items() if name.startswith("moe/")}
     suffixes = ("layer_0", "layer_2", "p50", "p90")
-    assert {ours.pop(f"moe/calibration_{name}") for name in Factors._fields} == {1.0}
+    assert {ours.pop(f"moe/calibration_{name}") for name in Factors._fields} == {(1.0, 3)}
     assert ours.keys() == {f"moe/{name}_{suffix}" for name in LayerReport._fields for suffix in suffixes}
     assert [ours[f"moe/ratio_after_{suffix}"] for suffix in suffixes[:3]] == [(1.25, 3), (1.75, 3), (1.5, 3)]
     assert recorded["lm loss"] == (6.25, 3)

@@ -173,7 +173,7 @@ VALUES = {
     "balance_predictor": "ema",
     "balance_token_split": "proportional",
     "balance_profile": "auto",
-    "balance_calibrate": "on",
+    "balance_calibrate": "calibration.jsonl",
     "balance_explain": "",
     "balance_log_dir": "loads",
     "balance_overlap": "blockwise",
