@@ -205,7 +205,8 @@ def prediction(run: LoggedRun) -> Figure | None:
         line(factors, run.scalars.get(f"moe/calibration_{name}"), name, color)
     factors.set_yscale("log")
     titled(factors, "measured over predicted, median of the latest iterations", legend=True)
-    iterations_N, (x_N, y_N) = aligned([run.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")])
+    totals = [run.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")]
+    iterations_N, (x_N, y_N) = aligned([series for series in totals if series is not None])
     if (y_N > 0).all():
         line(ratio, Series(iterations_N, x_N / y_N), None, AFTER)
     titled(ratio, "calibrated prediction over measured, all layers")

@@ -223,6 +223,12 @@ def test_weights_travel_ahead_of_a_load_that_is_predicted_only() -> None:
         parse(f"{EP4} --balance-policy top2 --balance-overlap blockwise --balance-load exact")
 
 
+def test_calibrated_plans_are_recorded() -> None:
+    with pytest.raises(ValueError, match=r"^--balance-calibrate on: .*; also give --balance-log-dir$"):
+        parse(f"{TOP2} --balance-calibrate on")
+    parse(f"{TOP2} --balance-calibrate on --balance-log-dir d")
+
+
 @pytest.mark.parametrize("flag", ["--balance-explain", "--balance-profile builtin"])
 def test_balance_flags_that_chunks_read(flag: str) -> None:
     parsed = parse(f"{CHUNKS} {flag}")

@@ -124,6 +124,7 @@ def test_the_summary(written: dict[str, Path]) -> None:
         "hosts added per iteration": ("", "4.0"),
         "experts moved per iteration": ("", "2.00"),
         "Trans and Agg per iteration, MB": ("", "24.0"),
+        "predicted over measured layer time, median": ("", "0.69"),
         # For two layers: each rank sends away the tokens of 6 experts; copies keep two ranks' 40 tokens local
         "all-to-alls per iteration, tokens": ("576.0", f"{2 * (288 - 80 * 11 / 12):.1f}"),
         "iteration time, median, ms": ("500", "500"),
@@ -257,5 +258,5 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     run = runs.read_run(tmp_path, None, None, "local_first")
     ends = {tag: series.iterations_N[-1] for tag, series in run.scalars.items()}
     assert set(ends.values()) == {11, 12}
-    assert run.over_layers("ratio_before", "transfer_bytes").iterations_N.tolist() == list(range(1, 12))
+    assert run.over_layers("ratio_before", "measured_agg_seconds").iterations_N.tolist() == list(range(1, 12))
     make(tmp_path / "report.html", {"--tensorboard-dir": tmp_path})
