@@ -153,7 +153,7 @@ class CommConfig:
     """Communication schedule of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section
     III). The values mean: megatron: all-to-all, then all-gather among an expert's shards. baseline: the reverse, as in
     DeepSpeed-MoE. s1: each tensor-parallel rank routes its part of the tokens. s2: each sends its part of the rows.
-    auto: the faster of s1 and s2 by --balance-profile."""
+    auto: the fastest of megatron, s1 and s2 by --balance-profile."""
 
     moe_parallel_saa: bool = flag_field(True, arg_names=["--no-moe-parallel-saa"])
     """With s2, gather results among tensor-parallel ranks after the all-to-all instead of overlapping the two (SAA)."""

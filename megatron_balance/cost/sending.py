@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
-from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
+from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile
 
 FANOUTS = (1, 2, 16)
 """Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
@@ -30,6 +30,8 @@ LEAST_ALPHA = 1e-6
 
 WORTHWHILE = 1.05
 """Time of chains over a lower bound for all routes, below which no trees are tried."""
+
+ROUNDING = 1e-9
 
 USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
@@ -64,9 +66,7 @@ class SendingModel:
         """Time of a piece between nodes, in pieces within a node; 1 if there is one node."""
         if self.profile.num_ranks <= self.profile.node_size:
             return 1.0
-        near, far = (
-            self.profile.link("trans", level).seconds(self.param_bytes / USUAL_CHUNKS) for level in ("intra", "inter")
-        )
+        near, far = (self.profile.link("trans", level).seconds(self.param_bytes / USUAL_CHUNKS) for level in LEVELS)
         return far / near if near else 1.0
 
     def best(self, placement: Placement) -> Sending:
@@ -184,7 +184,8 @@ class SendingModel:
         An expert of b bytes in c pieces takes (m * c + x) * (alpha + beta * b / c) seconds, which is least at
         c = sqrt(x * beta * b / (m * alpha)).
         """
-        return np.rint(np.sqrt(extra / busy * self._latencies)).clip(self.fewest_chunks, MOST_CHUNKS)
+        latencies = np.where(self._is_far(busy), self._latencies["inter"], self._latencies["intra"])
+        return np.rint(np.sqrt(extra / busy * latencies)).clip(self.fewest_chunks, MOST_CHUNKS)
 
     @cached_property
     def fewest_chunks(self) -> int:
@@ -192,29 +193,42 @@ class SendingModel:
 
         A plan is split between pieces.
         """
-        return max(1, min(LEAST_CHUNKS, int(self._latencies / 4))) if self.in_parts else 1
+        return max(1, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else 1
 
     @cached_property
-    def _latencies(self) -> float:
-        """Seconds to send the bytes of a whole expert within a node, in latencies of a message."""
-        line = self.profile.link("trans", "intra")
-        return line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA)
+    def _latencies(self) -> dict[str, float]:
+        """Seconds to send the bytes of a whole expert, in latencies of a message, by kind of link."""
+        lines = {level: self.profile.link("trans", level) for level in LEVELS}
+        return {level: line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for level, line in lines.items()}
 
     def trans_seconds(self, time: Any, chunks: Any) -> Any:
         """Return the seconds of Eq. 4 for the time that `LinkLoads` counts, with experts in `chunks` pieces.
 
-        Arguments are numbers, or arrays of one shape.
+        The ratio of the two kinds of links depends on the size of pieces. Time that includes an expert between nodes is
+        therefore counted in messages between nodes.
+
+        Args:
+            time, chunks: numbers, or arrays of one shape.
         """
-        return time * self.profile.link("trans", "intra").seconds(self.param_bytes / chunks)
+        return self._seconds("trans", time, chunks, self.param_bytes)
 
     def agg_seconds(self, time: Any, chunks: Any) -> Any:
         """Return the seconds of Eq. 5, the reverse of Eq. 4."""
-        return time * self.profile.link("agg", "intra").seconds(self.grad_bytes / chunks)
+        return self._seconds("agg", time, chunks, self.grad_bytes)
+
+    def _seconds(self, kind: str, time: Any, chunks: Any, num_bytes: float) -> Any:
+        near, far = (self.profile.link(kind, level).seconds(num_bytes / chunks) for level in LEVELS)
+        return time * np.where(self._is_far(time / chunks), far / self.far, near)
+
+    def _is_far(self, busy: Any) -> Any:
+        """Return whether links that are busy for this time carry an expert between nodes."""
+        return (busy >= self.far * (1 - ROUNDING)) & (self.far > 1)
 
     def progress(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward.
 
-        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer.
+        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
+        adapters of a node carry the bytes of its ranks' messages in the order of rounds.
         """
         (trans, _), (agg, _) = self._both(plan)
         return trans, agg
@@ -248,26 +262,30 @@ class SendingModel:
         """Return the seconds after which each round is complete, and [D] those after which each rank is."""
         near, far = (self.profile.link(kind, level) for level in ("intra", "inter"))
         network, free_D, ends = self.network, np.zeros(self.profile.num_ranks), []
+        carried_2N = np.zeros((2, len(network.first_N)))
+        """When each node's adapters have sent and received all bytes so far."""
         for messages in reversed(plan.rounds) if backward else plan.rounds:
             pairs_M2 = np.array([message[1:3] for message in messages])
             source_M, target_M = pairs_M2.T[::-1] if backward else pairs_M2.T
             start_M = np.maximum(free_D[source_M], free_D[target_M])
-            end_M = start_M + self._round_seconds(network, near, far, piece_bytes, source_M, target_M)
+            end_M = start_M + near.seconds(piece_bytes)
+            is_far_M = network.node_D[source_M] != network.node_D[target_M]
+            if is_far_M.any():
+                ends_2M = network.node_D[np.stack([source_M, target_M])[:, is_far_M]]
+                begun_M = start_M[is_far_M]
+                carried_M = self._carry(carried_2N, ends_2M, begun_M, far.beta * piece_bytes / network.adapters)
+                end_M[is_far_M] = far.alpha + np.maximum(begun_M + far.beta * piece_bytes, carried_M)
             np.maximum.at(free_D, source_M, end_M)
             np.maximum.at(free_D, target_M, end_M)
             ends.append(float(free_D.max()))
         return np.array(ends), free_D
 
     @staticmethod
-    def _round_seconds(
-        network: Network, near: Fit, far: Fit, piece_bytes: float, source_M: np.ndarray, target_M: np.ndarray
-    ) -> np.ndarray:
-        """Return [M] the seconds of one round's messages; messages of a node to other nodes share its adapters."""
-        from_M, to_M = network.node_D[source_M], network.node_D[target_M]
-        is_far_M = from_M != to_M
-        if not is_far_M.any():
-            return np.full(len(source_M), near.seconds(piece_bytes))
-        leaving_N = np.bincount(from_M[is_far_M], minlength=len(network.first_N))
-        entering_N = np.bincount(to_M[is_far_M], minlength=len(network.first_N))
-        sharing_M = np.maximum(np.maximum(leaving_N[from_M], entering_N[to_M]) / network.adapters, 1.0)
-        return np.where(is_far_M, far.alpha + far.beta * piece_bytes * sharing_M, near.seconds(piece_bytes))
+    def _carry(carried_2N: np.ndarray, node_2M: np.ndarray, start_M: np.ndarray, seconds: float) -> np.ndarray:
+        """Add one round's messages to the adapters of their nodes, and return [M] when these have carried them."""
+        for carried_N, node_M in zip(carried_2N, node_2M, strict=True):
+            first_N = np.full(len(carried_N), np.inf)
+            np.minimum.at(first_N, node_M, start_M)
+            number_N = np.bincount(node_M, minlength=len(carried_N))
+            carried_N[:] = np.where(number_N, np.maximum(carried_N, first_N) + number_N * seconds, carried_N)
+        return carried_2N[np.arange(2)[:, None], node_2M].max(0)

@@ -74,32 +74,37 @@ class Stopwatch:
 
     repeats: int
 
-    def medians(self, calls: Sequence[Call]) -> list[float]:
+    def medians(self, calls: Sequence[Call], together: int = 1) -> list[float]:
         """Return each call's seconds on its slowest rank, as the median over the repeats; the same on every rank.
 
-        The slowest rank counts because the root of a broadcast returns before the others have its data. The calls take
-        turns, so that other load on the machine affects all of them.
+        The slowest rank counts because a rank may return before the others have its data. The calls take turns, so
+        that other load on the machine affects all of them. Their order differs from repeat to repeat, because a call
+        that follows a long one takes longer.
+
+        Args:
+            together: number of consecutive calls that keep their order.
         """
-        seconds = self._repeat(calls)
+        seconds = self._repeat(calls, together)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
         return seconds.quantile(0.5, dim=0).tolist()
 
-    def medians_by_rank(self, calls: Sequence[Call]) -> np.ndarray:
+    def medians_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
         """Return the median seconds of each call on each rank, [calls, ranks]; the same on every rank."""
-        own = self._repeat(calls).quantile(0.5, dim=0)
+        own = self._repeat(calls, together).quantile(0.5, dim=0)
         found = own.new_empty(self.group.size() * len(calls))
         dist.all_gather_into_tensor(found, own, group=self.group)
         return found.view(-1, len(calls)).T.cpu().numpy()
 
-    def _repeat(self, calls: Sequence[Call]) -> torch.Tensor:
+    def _repeat(self, calls: Sequence[Call], together: int) -> torch.Tensor:
         """Return this rank's seconds of each call in each repeat, [repeats, calls] float64."""
         for call in calls:
             call()
         seconds = torch.zeros(self.repeats, len(calls), dtype=torch.float64, device=self.device)
         for repeat in range(self.repeats):
-            for index, call in enumerate(calls):
+            firsts = np.random.default_rng(repeat).permutation(np.arange(0, len(calls), together)).tolist()
+            for index in (first + offset for first in firsts for offset in range(together)):
                 self._meet()
-                seconds[repeat, index] = self._seconds(call)
+                seconds[repeat, index] = self._seconds(calls[index])
         return seconds
 
     def _meet(self) -> None:
@@ -172,11 +177,11 @@ class GroupBench:
         return self.stopwatch.medians([_even_exchange(exchange, self._buffer(size)) for size in sizes_bytes])
 
     def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        seconds = self.stopwatch.medians_by_rank([call for count in tokens for call in self.passes(count)])
+        seconds = self.stopwatch.medians_by_rank([call for count in tokens for call in self.passes(count)], 2)
         return seconds[::2], seconds[1::2]
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        seconds = self.stopwatch.medians([call for count in tokens for call in self.codecs[name](count)])
+        seconds = self.stopwatch.medians([call for count in tokens for call in self.codecs[name](count)], 2)
         return seconds[::2], seconds[1::2]
 
     def _step(self, members: Members) -> int:

@@ -27,9 +27,9 @@ class Turning:
     def __init__(self) -> None:
         self.plans = 0
 
-    def plan(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         self.plans += 1
-        good = Top2().plan(counts_DE, current, cost)
+        good = Top2().plan(counts, current, cost)
         return good if self.plans <= GOOD * LAYERS else self.go_wrong(current, good)
 
     def go_wrong(self, current: Placement, good: Placement) -> Placement:

@@ -255,6 +255,25 @@ def test_rounds_move_everything_once(ranks) -> None:
     ranks(4).run(rounds_move_everything)
 
 
+def orders() -> list[list[int]]:
+    """Return the order of the calls in each of four repeats, after the first call of each."""
+    found: list[int] = []
+    stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 4)
+    calls = [functools.partial(found.append, index) for index in range(8)]
+    stopwatch.medians(calls)
+    stopwatch.medians(calls, 2)
+    return [found[first : first + 8] for first in range(0, 80, 8)]
+
+
+def test_no_call_always_follows_the_same_one(ranks) -> None:
+    first, *others = ranks(2).run(orders)
+    assert others == [first]
+    assert all(sorted(order) == [*range(8)] for order in first)
+    assert len(set(map(tuple, first[1:5]))) == 4
+    for order in first[6:]:
+        assert all(after == before + 1 for before, after in zip(order[::2], order[1::2], strict=True))
+
+
 def batches() -> dict[int, tuple[set[int], int]]:
     """Return, by the number of messages of a batch, the ranks that get one, and the messages that this rank sends."""
     bench = GroupBench(

@@ -215,9 +215,9 @@ def test_the_policy_in_the_docs_plans(tmp_path: Path, monkeypatch: pytest.Monkey
     current = Placement.identity(16, 4, guest_slots=1)
     # Experts are cheap to move and expensive to compute
     cost = CostModel(builtin(4, 4, hidden=4096, ffn=16384), token_bytes=1, param_bytes=1, grad_bytes=1)
-    planned = policy.plan(load_matrix("hot_experts", 4, 16, 2, 4096, seed=0, step=0), current, cost)
+    planned = policy.plan(load_matrix("hot_experts", 4, 16, 2, 4096, seed=0, step=0)[None], current, cost)
     assert planned.added_hosts == 4
-    assert policy.plan(np.zeros((4, 16), dtype=np.int64), current, cost).is_identity
+    assert policy.plan(np.zeros((1, 4, 16), dtype=np.int64), current, cost).is_identity
 
 
 def test_the_table_of_features_is_that_of_the_tests() -> None:

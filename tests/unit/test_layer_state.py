@@ -1,5 +1,6 @@
 """How a Trans or an Agg is divided among the computations that it overlaps with."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,18 +37,18 @@ def parts(state: LayerState, operation: Operation) -> list[TransferPlan]:
 @given(placements(), st.floats(0, 0.01), st.floats(0, 0.01))
 def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backward: float) -> None:
     state = layer(placement, Overlap(forward, backward))
-    cost, chunks, rounds = state.manager.cost, state.transfers.chunks, state.transfers.rounds
+    transport, plan, rounds = state.manager.cost.transport, state.transfers, state.transfers.rounds
+    trans, agg = (np.append(0.0, ends) for ends in transport.progress(plan))
     during_experts, during_others = parts(state, Operation.TRANS)
     assert during_experts.rounds + during_others.rounds == rounds
-    seconds = [
-        cost.trans_seconds(count, chunks) for count in (len(during_others.rounds), len(during_others.rounds) + 1)
-    ]
-    assert seconds[0] <= forward and (seconds[1] > forward or not during_experts.rounds)
+    first = len(during_experts.rounds)
+    assert not during_others.rounds or trans[-1] - trans[first] <= forward
+    assert not first or trans[-1] - trans[first - 1] > forward
     # Agg runs the rounds in reverse and overlaps with the non-MoE part first
     during_others, during_experts = parts(state, Operation.AGG)
     assert during_experts.rounds + during_others.rounds == rounds
-    seconds = [cost.agg_seconds(count, chunks) for count in (len(during_others.rounds), len(during_others.rounds) + 1)]
-    assert seconds[0] <= backward and (seconds[1] > backward or not during_experts.rounds)
+    count = len(during_others.rounds)
+    assert agg[count] <= backward and (not during_experts.rounds or agg[count + 1] > backward)
     for operation in (Operation.TRANS, Operation.AGG):
         assert state.part(Action(1, operation)) == state.transfers
 

@@ -164,6 +164,44 @@ def test_copies_are_the_least_of_all_copies(node_size: int, shared: float) -> No
     assert 1 - EXACT < min(cost.layer_seconds(counts_DE, placement) for placement in placements) / found < 1.05
 
 
+@pytest.mark.parametrize("counts", ["near", "far", "both"])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_messages_cannot_change_their_links(counts: str, shared: float) -> None:
+    # Without guest slots there is nothing to choose
+    owners, cost, counts_DE = Placement.identity(4, 4, 0), cost_model(4, 2, shared=shared), load(5, 4, 4)
+    is_near_DE = cost.network.is_near_DD
+    counts_DE = counts_DE * {"near": is_near_DE, "far": ~is_near_DE, "both": 1}[counts]
+    least = oracle.least_seconds(counts_DE, owners, cost)
+    assert least == pytest.approx(cost.layer_seconds(counts_DE, owners), rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("additions", "shared", "busy"),
+    [
+        ([(0, 2), (2, 2)], 1, "2 far"),  # one rank receives two experts from another node
+        ([(0, 2), (2, 3)], 1, "1 far"),
+        ([(0, 4), (4, 5)], 2, "2 far"),  # two experts enter a node by one adapter
+        ([(0, 2), (2, 4)], 2, "2 far"),  # two experts leave a node by one adapter
+        ([(0, 2), (1, 4)], 1, "2 far"),  # one rank sends two experts to other nodes
+        ([(0, 2), (0, 1), (1, 4), (1, 1)], 1, "1 far"),  # it sends them within its node, where they are relayed
+        ([(0, 1), (3, 0)], 1, "1 near"),
+    ],
+)
+def test_every_end_of_a_link_is_busy(additions: list[tuple[int, int]], shared: float, busy: str) -> None:
+    placement, cost = Placement.identity(12, 6, 2).with_hosts(additions), cost_model(6, 2, shared=shared)
+    program = oracle._Program()
+    hosts_ED = program.variables(12, 6, upper=1, integer=True)
+    for expert, rank in np.ndindex(hosts_ED.shape):
+        here = float(rank in placement.hosts[expert])
+        program.require((hosts_ED[expert, [rank]], 1), lower=here, upper=here)
+    trans, _ = oracle._sending(program, hosts_ED, placement, cost)
+    count, level = busy.split()
+    time = int(count) * {"near": 1, "far": cost.transport.far}[level]
+    least = min(cost.transport.trans_seconds(time * c, c) for c in range(1, 65))
+    assert 1e3 * least == pytest.approx(program.least((trans[0], 1e3 * np.asarray(trans[1]))), rel=EXACT)
+    assert least <= cost.sending(placement).trans
+
+
 @settings(max_examples=40)
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_no_policy_and_no_split_is_faster(data: st.DataObject, seed: int) -> None:

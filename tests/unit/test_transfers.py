@@ -170,21 +170,21 @@ def test_parts_of_a_plan(placement: Placement, chunks: int, rounds: int) -> None
     assert first.experts_sent + rest.experts_sent == pytest.approx(plan.experts_sent)
 
 
-def loads_of(num_ranks: int, found: list[Route]) -> LinkLoads:
-    loads = LinkLoads(num_ranks)
+def loads_of(num_ranks: int, node_size: int, found: list[Route], adapters: float = 64) -> LinkLoads:
+    loads = LinkLoads(num_ranks, node_size, adapters)
     for route in found:
         loads.add(route)
     return loads
 
 
 def least_rounds(loads: LinkLoads, chunks: int) -> int:
-    return max((experts * chunks + extra for experts, extra in loads.lines), default=0)
+    return max((round(busy * chunks + extra) for busy, extra in loads.lines), default=0)
 
 
 @settings(max_examples=300)
 @given(placements(), node_sizes, chunk_numbers, fanouts)
 def test_rounds_are_counted_from_below(placement: Placement, node_size: int, chunks: int, fanout: int) -> None:
-    loads = loads_of(placement.num_ranks, list(routes(placement, node_size, fanout).values()))
+    loads = loads_of(placement.num_ranks, node_size, list(routes(placement, node_size, fanout).values()))
     rounds = len(plan_transfers(placement, node_size, chunks, fanout).rounds)
     assert least_rounds(loads, chunks) <= rounds <= 1.75 * least_rounds(loads, chunks)
 
@@ -194,13 +194,39 @@ def test_rounds_are_counted_from_below(placement: Placement, node_size: int, chu
 @pytest.mark.parametrize("chunks", [1, 4, 16])
 def test_rounds_of_one_expert_are_counted_exactly(num_ranks: int, fanout: int, chunks: int) -> None:
     placement = one_to_all(num_ranks)
-    loads = loads_of(num_ranks, list(routes(placement, 8, fanout).values()))
+    loads = loads_of(num_ranks, 8, list(routes(placement, 8, fanout).values()))
     assert len(plan_transfers(placement, 8, chunks, fanout).rounds) == least_rounds(loads, chunks)
 
 
 @given(placements(), node_sizes, fanouts, st.randoms())
 def test_link_loads_do_not_depend_on_the_order(placement: Placement, node_size: int, fanout: int, random) -> None:
-    found = list(routes(placement, node_size, fanout).values())
-    lines = loads_of(placement.num_ranks, found).lines
+    found = list(routes(placement, node_size, fanout, far=3).values())
+    lines = loads_of(placement.num_ranks, node_size, found, adapters=1).lines
     random.shuffle(found)
-    assert loads_of(placement.num_ranks, found).lines == lines
+    assert loads_of(placement.num_ranks, node_size, found, adapters=1).lines == lines
+
+
+@given(placements(), node_sizes, fanouts)
+def test_hops_between_nodes_are_weighted(placement: Placement, node_size: int, fanout: int) -> None:
+    plain, weighted = (routes(placement, node_size, fanout, far) for far in (1, 3))
+    for expert, route in weighted.items():
+        assert {link[:2] for link in route} == {link[:2] for link in plain[expert]}
+        for link in route:
+            assert link.time == (1 if link.source // node_size == link.target // node_size else 3)
+            feeder = next((other for other in route if other.target == link.source), None)
+            least = feeder.before + feeder.time if feeder else 0
+            assert link.before >= least and link.behind >= 0
+        last = max(route, key=lambda link: link.before + link.time)
+        assert last.behind == 0
+
+
+def test_adapters_are_busy_with_all_messages_of_their_node() -> None:
+    # Ranks 0 and 1 each send an expert to the other node, which takes four times as long as within the node
+    placement = Placement.identity(4, 4, 2).with_hosts([(0, 2), (1, 3)])
+    found = list(routes(placement, 2, far=4).values())
+    assert loads_of(4, 2, found, adapters=2).lines == [(4, 0)]
+    assert loads_of(4, 2, found, adapters=1).lines == [(4, 0), (8, 0)]
+    # Only the sending node has a busy adapter, or only the receiving node
+    for additions in ([(0, 2), (1, 4)], [(2, 0), (4, 1)]):
+        found = list(routes(Placement.identity(6, 6, 1).with_hosts(additions), 2, far=4).values())
+        assert loads_of(6, 2, found, adapters=1).lines == [(4, 0), (8, 0)]

@@ -65,13 +65,15 @@ def measure(task: dict, machine: Machine) -> dict:
     transformer.perform_initialization = False
     experts = _experts(transformer, groups)
     device, dtype = experts.linear_fc1.weight.device, transformer.params_dtype
-    cases = [*exchanges(transformer, groups, device), *transfers(transformer, groups), *computations(experts, groups)]
+    apart = [*exchanges(transformer, groups, device), *transfers(transformer, groups)]
+    pairs = [*computations(experts, groups)]
+    cases = [*apart, *pairs]
     stopwatch = Stopwatch(groups.ep, device, task["repeats"])
     seconds = []
     for _ in range(task["rounds"]):
         profile = measure_cluster(config, groups, task["node_size"])
         cost = CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
-        measured = stopwatch.medians([case.run for case in cases])
+        measured = stopwatch.medians([case.run for case in apart]) + stopwatch.medians([case.run for case in pairs], 2)
         seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
     return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}
 

@@ -88,7 +88,11 @@ def _experts(run: "Run", tokens: list[int]) -> str:
     experts = GroupedExperts(range(shape.num_moe_experts), shape, run.groups)
     stopwatch = Stopwatch(dist.group.WORLD, experts.linear_fc1.weight.device, REPEATS)
     bench = GroupBench(
-        stopwatch=stopwatch, groups={}, passes=functools.partial(expert_passes, experts), dtype=shape.params_dtype
+        stopwatch=stopwatch,
+        groups={},
+        passes=functools.partial(expert_passes, experts),
+        dtype=shape.params_dtype,
+        node_size=1,
     )
     forward, backward = (throughput(tokens, seconds) for seconds in bench.compute(tokens))
     flops = 2 * sum(weight[0].numel() for weight in (experts.linear_fc1.weight, experts.linear_fc2.weight))

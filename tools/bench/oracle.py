@@ -24,7 +24,7 @@ from megatron_balance.placement.placement import Placement
 Term = tuple[np.ndarray, ArrayLike]
 """Indices of the variables of a linear form, and their coefficients, or one coefficient for all."""
 
-MOST_NODES = 20_000
+MOST_NODES = 2_000
 """Maximum number of nodes of the solver's search tree; then the bound that it has proven counts."""
 
 
@@ -272,9 +272,12 @@ def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: 
         guests, is_home = hosts_ED[expert, nodes[node][nodes[node] != owner_E[expert]]], node == node_E[expert]
         for guest in guests:
             program.require((enters_EN[expert, [node]], 1), (guest[None], -1))
+        program.require((guests, 1), (enters_EN[expert, [node]], -1))
         most = [2**way.near - 1 if is_home else int(2.0**way.far) for way in ways]
         program.require((way_W, most), (guests, -1))
         program.require((entry_ED[expert, nodes[node]], 1), (enters_EN[expert, [node]], -float(not is_home)))
+        for rank in nodes[node]:
+            program.require((hosts_ED[expert, [rank]], 1), (entry_ED[expert, [rank]], -1))
     for rank, node in enumerate(network.node_D):
         program.require((busy, 1), (hosts_ED[owner_E != rank, rank], -1), (entry_ED[node_E != node, rank], 1 - far))
     for node in range(len(nodes)):

@@ -1,6 +1,6 @@
 """Compares the policies' plans for each synthetic workload: quality, planning time, and distance from the optimum.
 
-    python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR] [--skip-optimum]
+    python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR] [--part plans optimum]
 
 Every policy is evaluated with its own split of tokens. Planning time is CPU time of this process; layer times are those
 of the cost model, for the built-in cluster with nodes of eight. Measures of the ranks' loads: max/mean is FlexMoE's
@@ -47,6 +47,8 @@ REPEATS = 7
 TRACED = 16
 """Number of iterations of each layer that are taken from a trace."""
 
+PARTS = ("plans", "optimum")
+
 COLUMNS = (
     *(("plan ms", 9, 2), ("layer ms", 10, 3), ("speedup", 9, 2)),
     *(("max/mean", 10, 2), ("RB", 8, 2), ("D", 7, 3)),
@@ -69,16 +71,16 @@ def main() -> int:
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=4, help="loads per synthetic workload")
     parser.add_argument("--trace", type=Path, help="directory written by --balance-log-dir: also plan for its loads")
-    parser.add_argument("--skip-optimum", action="store_true")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     traces = read_traces(args.trace) if args.trace else {}
-    for num_ranks, num_experts in dict.fromkeys((*LAYOUTS, *traces)):
+    for num_ranks, num_experts in dict.fromkeys((*LAYOUTS, *traces)) if "plans" in args.part else ():
         print(f"\nD={num_ranks} E={num_experts} guest slots={args.guest_slots}")
         loads = (
             _synthetic(num_ranks, num_experts, args.tokens, args.seeds) if (num_ranks, num_experts) in LAYOUTS else {}
         )
         _table(num_ranks, num_experts, loads | traces.get((num_ranks, num_experts), {}), args)
-    if not args.skip_optimum:
+    if "optimum" in args.part:
         _against_optimum(traces, args)
     return 0
 

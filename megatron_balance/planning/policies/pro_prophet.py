@@ -17,10 +17,10 @@ from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.interface import Policy, hottest_first, owners_host
 
-CONFIRMED = 2
+CONFIRMED = 3
 """Number of selections that the cost model times exactly."""
 
-UNSURE = 0.1
+UNSURE = 0.15
 """Share by which the search may underestimate the time of a selection."""
 
 LOANS = 4
@@ -48,9 +48,10 @@ class ProProphet(Policy):
 
     Algorithm 1, extended to ranks that own several experts and to nodes: take the heaviest rank, then its heaviest
     expert not yet examined, and give it the guests with which owner and guests are fastest, Trans and Agg included. The
-    number of guests (the paper's D - n) is chosen for each expert, within the guest slots. Then the choice is repeated
-    for each selected expert, given all others, while that makes the layer faster. All this happens twice: with guests
-    on the owner's node only, and with guests anywhere. By the cost model, a plan is never slower than no guests at all.
+    number of guests (the paper's D - n) is chosen for each expert, within the guest slots. Then some choices are
+    repeated, given all others. All this happens twice: with guests anywhere, and on the owner's node only. Alternatives
+    are the hottest experts on all ranks. The most promising selections are timed by the cost model, so that a plan is
+    never slower than no guests at all.
     """
 
     name = "pro_prophet"
@@ -85,8 +86,9 @@ class ProProphet(Policy):
         for near in (False, True):
             search = plain.copy(near)
             search.select(self.budget, self.min_gain)
-            search.repeat(self.repeats, self.min_gain)
-            searches.append(search)
+            searches.append(search.copy(near))
+            if search.repeat(self.repeats, self.min_gain):
+                searches.append(search)
             if not search.leaves_nodes:
                 break
         everywhere = plain.copy(near=False)
@@ -177,9 +179,14 @@ class _Search:
         change = loads_AFBD[1] - loads_AFBD[0], times_AD[1], float(extra_A[1])
         self._add(expert, Chosen(guests_AD[1].nonzero()[0].tolist(), owner, *change))
 
-    def repeat(self, budget: int, min_gain: float) -> None:
-        """Choose the guests of each selected expert again, given all others, while the layer becomes faster."""
-        best, waiting = self.seconds(), deque(self.chosen)
+    def repeat(self, budget: int, min_gain: float) -> bool:
+        """Choose the guests of some selected experts again, given all others, where that makes the layer faster.
+
+        Returns:
+            Whether a choice has changed.
+        """
+        start = self.seconds()
+        best, waiting = start, deque(self.chosen)
         for _ in range(min(budget, len(self.chosen))):
             expert = waiting.popleft()
             before = self._remove(expert)
@@ -192,6 +199,7 @@ class _Search:
             if choice is not None:
                 self._remove(expert)
             self._add(expert, before)
+        return best < start
 
     def seconds(self) -> float:
         """Return the seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
@@ -249,10 +257,7 @@ class _Search:
         """
         microbatch, owner = place
         cost, seconds_BD = self.cost, self.cost.rank_seconds(self.loads_FBD)
-        # Ranks that are nearly as slow as the owner are to be relieved too
-        slow = (seconds_BD[microbatch, owner] + seconds_BD[microbatch].mean()) / 2
-        able_D = (self.free_D > 0) & (seconds_BD[microbatch] < slow)
-        able_D[owner] = False
+        able_D = (self.free_D > 0) & (seconds_BD[microbatch] < seconds_BD[microbatch, owner])
         if self.near:
             able_D &= cost.network.is_near_DD[owner]
         hosts_AD, primary_A = self._options(owner, expert, able_D, seconds_BD.sum(0))
@@ -279,20 +284,21 @@ class _Search:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] sets of hosts and [A] their primaries; the first one is the owner alone.
 
-        Guests are the ranks with most of the expert's tokens or the lightest ones, anywhere or on the owner's node.
-        Under `local_first`, a guest may also be the primary, which computes the tokens of all ranks that are not hosts.
+        Guests are the lightest ranks, anywhere or on the owner's node. Under `local_first` they are the ranks with most
+        of the expert's tokens, or one guest is the primary, which computes the tokens of all ranks that are not hosts.
         """
         tokens_D, local = self.counts_EBD[expert].sum(0), self.cost.split == "local_first"
-        orders = [np.lexsort((total_D, -tokens_D, ~able_D))]
+        order_D = np.lexsort((total_D, -tokens_D if local else total_D, ~able_D))
         if local:
-            able_D = able_D & (tokens_D > 0)
-        else:
-            orders.append(np.lexsort((total_D, ~able_D)))
-        sets = [_prefixes(order_D, able_D) for order_D in orders]
+            # A rank that would become as heavy as the owner cannot help
+            computed_D = self.loads_FBD[COMPUTED].sum(0)
+            able_D = able_D & (tokens_D > 0) & (computed_D + tokens_D < computed_D[owner])
+            order_D = order_D[np.argsort(~able_D[order_D], kind="stable")]
+        sets = [_prefixes(order_D, able_D)]
         near_D = able_D & self.cost.network.is_near_DD[owner]
         if self.cost.network.has_both_levels and not self.near and near_D.any():
-            sets += [_prefixes(order_D[np.argsort(~near_D[order_D], kind="stable")], near_D) for order_D in orders]
-        loans = orders[0][:0]
+            sets.append(_prefixes(order_D[np.argsort(~near_D[order_D], kind="stable")], near_D))
+        loans = order_D[:0]
         if local:
             loans = np.argsort(np.where(able_D, total_D, np.inf), kind="stable")[: min(LOANS, int(able_D.sum()))]
             sets.append(loans[:, None] == np.arange(len(able_D)))

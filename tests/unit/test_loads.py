@@ -1,0 +1,136 @@
+"""What placements make ranks compute and exchange: by expert, by microbatch, and in groups of microbatches."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.cost.loads import FEATURES, MOST_GROUPS, condensed, crossing_of, expert_loads, owner_loads
+from megatron_balance.cost.model import CostModel, balance_ratio, owners
+from megatron_balance.observe.balance import evenness
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SPLITS, vexperts
+from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.predictor import METHODS, Predictor
+from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
+from tests.unit.placements import loads as any_loads
+from tests.unit.placements import placements
+
+
+def cost_model(num_ranks: int, node_size: int, **options: Any) -> CostModel:
+    """Return a model with latencies, links of two kinds, and shared adapters."""
+    profile = from_links(
+        num_ranks,
+        node_size,
+        Fit(1.0, 0.5, 0.0, 0.0),
+        Fit(3.0, 2.0, 0.0, 0.0),
+        shared=Fit(3.0, 3.0, 0.0, 0.0),
+        forward=Throughput(1.0, 0.25, 0.0, 0.0),
+        backward=Throughput(2.0, 0.5, 0.0, 0.0),
+        rates=tuple(np.linspace(0.5, 1.5, num_ranks).tolist()),
+    )
+    return CostModel(profile, token_bytes=4, param_bytes=6, grad_bytes=12, **options)
+
+
+def summed(cost: CostModel, counts_BDE: np.ndarray, placement: Placement) -> np.ndarray:
+    """Return [5, B, D], the sum of all experts' loads."""
+    counts_EBD = counts_BDE.transpose(2, 0, 1).astype(np.float64)
+    primary_E = np.asarray(placement.primary)
+    loads_EFBD = expert_loads(cost.network, cost.split, counts_EBD, vexperts(placement), primary_E)
+    assert loads_EFBD.shape == (placement.num_experts, FEATURES, *counts_BDE.shape[:2])
+    return loads_EFBD.sum(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), placements(), st.integers(1, 6), st.integers(1, 3), st.sampled_from(sorted(SPLITS)))
+def test_the_loads_of_experts_add_up_to_those_of_the_layer(
+    data: st.DataObject, placement: Placement, node_size: int, microbatches: int, split: str
+) -> None:
+    cost = cost_model(placement.num_ranks, node_size, split=split, microbatches=microbatches)
+    counts_BDE = np.stack([data.draw(any_loads(placement, 10**4)).numpy() for _ in range(microbatches)])
+    loads_FBD = summed(cost, counts_BDE, placement)
+    traffic_BDD = cost.traffic(counts_BDE, placement)
+    expected = cost.network.crossing(traffic_BDD)
+    found = crossing_of(loads_FBD)
+    assert loads_FBD[0] == pytest.approx(traffic_BDD.sum(-2), abs=1e-6)
+    assert found.near_2XD == pytest.approx(expected.near_2XD, abs=1e-6)
+    assert found.far_2XD == pytest.approx(expected.far_2XD, abs=1e-6)
+    assert [float(value) for value in cost.work_of(loads_FBD)] == pytest.approx(
+        cost.work(counts_BDE, placement), abs=1e-6
+    )
+    home = placement.rehost([(owner,) for owner in placement.owners])
+    owned_FBD = owner_loads(cost.network, counts_BDE.transpose(2, 0, 1), owners(placement))
+    assert summed(cost, counts_BDE, home) == pytest.approx(owned_FBD, abs=1e-6)
+
+
+@settings(deadline=None)
+@given(st.data(), placements(), st.integers(1, 6))
+def test_the_slowest_rank_bounds_the_layer(data: st.DataObject, placement: Placement, node_size: int) -> None:
+    """Different ranks may compute and exchange longest; a rank's own time is that of its tokens."""
+    cost = cost_model(placement.num_ranks, node_size)
+    counts_BDE = data.draw(any_loads(placement, 100)).numpy()[None]
+    loads_FBD = summed(cost, counts_BDE, placement)
+    seconds_BD = cost.rank_seconds(loads_FBD)
+    computed, *exchanged = loads_FBD
+    rank = data.draw(st.integers(0, placement.num_ranks - 1))
+    near, far = (max(pair[0][0, rank], pair[1][0, rank]) for pair in (exchanged[:2], exchanged[2:]))
+    busy = 4 * 4 * cost.exchange.scale * max(0.5 * near, 2.0 * far)
+    assert seconds_BD[0, rank] == pytest.approx(busy + 3 * computed[0, rank] / cost.rate_D[rank])
+    bare = cost.layer_time(counts_BDE, placement)._replace(trans=0, agg=0)
+    latencies = 4 * cost.exchange.latency + 0.75
+    assert seconds_BD.max() <= (bare.total - latencies) * (1 + 1e-9) + 1e-9
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, MOST_GROUPS))
+def test_groups_keep_the_sums_and_what_busiest_ranks_have(
+    seed: int, microbatches: int, ranks: int, home: int, most: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    counts_BDE = generator.integers(0, 50, (microbatches, ranks, ranks * home))
+    owner_E = generator.permutation(np.repeat(np.arange(ranks), home))
+    found = condensed(counts_BDE, owner_E, most)
+    assert len(found) <= min(most, microbatches) and np.array_equal(found.sum(0), counts_BDE.sum(0))
+    before, after = (counts.sum(1) @ (owner_E[:, None] == np.arange(ranks)) for counts in (counts_BDE, found))
+    if len(set(before.argmax(1))) <= most:
+        assert after.max(1).sum() == before.max(1).sum()
+    else:
+        assert after.max(1).sum() <= before.max(1).sum()
+
+
+def alternating(microbatches: int = 6) -> np.ndarray:
+    """Return loads in which even microbatches choose expert 0 and odd ones expert 3, of 4 experts on 2 ranks."""
+    counts_BDE = np.full((microbatches, 2, 4), 10)
+    counts_BDE[::2, :, 0] = counts_BDE[1::2, :, 3] = 70
+    return counts_BDE
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_experts_that_are_hot_in_turn_stay_so_in_plans(method: str) -> None:
+    """In the iteration, both ranks have equally many tokens; in each microbatch, one has 160 of 200."""
+    seen = []
+
+    class Policy:
+        def plan(self, counts_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+            seen.append(cost.layer_time(counts_BDE, current))
+            return current.with_hosts([(0, 1), (3, 0)])
+
+    plain, counts_BDE = Placement.identity(4, 2, 1), alternating()
+    cost = cost_model(2, 2)
+    manager = Manager(Policy(), cost, Predictor(method), plain)
+    for _ in range(3):
+        manager.observe(counts_BDE)
+    expected_BDE = manager.expected_BDE
+    assert expected_BDE is not None and len(expected_BDE) == 2
+    tokens_BD = cost.traffic(expected_BDE, plain).sum(1)
+    assert balance_ratio(tokens_BD) == evenness(tokens_BD, tokens_BD)[0] == 1.6
+    decision = manager.decide(expected_BDE, 6)
+    assert decision.placement is not None
+    even = cost_model(2, 2, microbatches=6)
+    assert seen[0] == pytest.approx(even.layer_time(counts_BDE, plain))
+    assert seen[0].total > even.layer_seconds(counts_BDE.sum(0), plain)
+    # With both experts on both ranks, each microbatch is even
+    after = even.layer_time(expected_BDE, decision.placement)
+    assert after.forward < seen[0].forward
+    assert balance_ratio(cost.traffic(expected_BDE, decision.placement).sum(1)) == 1
