@@ -62,6 +62,9 @@ class LayerState:
     _fits: tuple[TransferPlan, tuple[int, int]] | None = None
     """A plan and its `_fitting`."""
 
+    _sent: tuple[TransferPlan, int, tuple[float, float]] | None = None
+    """A plan, a rank and its `_sending`."""
+
     def __post_init__(self) -> None:
         self.transfers = self.manager.cost.transfers(self.placement)
 
@@ -155,6 +158,13 @@ class LayerState:
         totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
         return f"layer {number}: {totals} ms expected ({changes}): {self.placement}"
 
+    def _sending(self, plan: TransferPlan, rank: int) -> tuple[float, float]:
+        """Return the uncalibrated seconds of a rank's parts of Trans and Agg."""
+        if self._sent is None or self._sent[:2] != (plan, rank):
+            trans_D, agg_D = self.manager.cost.transport.rank_seconds(plan)
+            self._sent = plan, rank, (float(trans_D[rank]), float(agg_D[rank]))
+        return self._sent[2]
+
     def report(self, rank: int, factors: Factors) -> LayerReport:
         """Return the finished iteration in numbers; the device must have finished it.
 
@@ -176,7 +186,7 @@ class LayerState:
         predicted = cost.forward_seconds(own) + cost.backward_seconds(own)
         # The slowest rank of each microbatch does not wait in its exchanges; the others do
         waiting = time.forward + time.backward - predicted
-        trans, agg = (float(seconds_D[rank]) for seconds_D in cost.transport.rank_seconds(last.transfers))
+        trans, agg = self._sending(last.transfers, rank)
         return LayerReport(
             ratio_before=before,
             ratio_after=after,
@@ -194,9 +204,9 @@ class LayerState:
             measured_exchange_seconds=exchanging - waiting,
             predicted_experts_seconds=predicted,
             measured_experts_seconds=computing,
-            predicted_trans_seconds=trans,
+            predicted_trans_seconds=factors.trans * trans,
             measured_trans_seconds=worked[Operation.TRANS],
-            predicted_agg_seconds=agg,
+            predicted_agg_seconds=factors.agg * agg,
             measured_agg_seconds=worked[Operation.AGG],
             prediction_error=last.prediction_error,
             experts_moved=last.experts_moved,
