@@ -38,6 +38,7 @@ FEATURES = {
     "policy": Feature("--balance-policy top2"),
     "exact plans": Feature("--balance-policy top2 --balance-load exact"),
     "blockwise overlap": Feature("--balance-policy top2 --balance-overlap blockwise"),
+    "calibrated plans": Feature("--balance-policy top2 --balance-calibrate on --balance-log-dir unused"),
     "ownership": Feature("--balance-policy demi --balance-ownership transfer"),
     "distributed optimizer": Feature("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "pipeline": Feature("--pipeline-model-parallel-size 2", learns=True),

@@ -109,6 +109,10 @@ def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> lis
             for name in ("crossing_before_N", "crossing_N")
         ]
         rows.append(Row(f"all-to-alls per iteration, {unit}", *(f"{amount:,.1f}" for amount in crossing)))
+    if after.layers("predicted_seconds"):
+        series = [after.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")]
+        _, (predicted_N, measured_N) = charts.aligned([one for one in series if one is not None])
+        rows.append(Row("predicted over measured layer time, median", "", f"{np.median(predicted_N / measured_N):.2f}"))
     times = [run.scalars.get("iteration-time") for run in (before, after)]
     medians = [f"{np.median(series.values_N) * 1e3:,.0f}" if series else "" for series in times]
     rows.append(Row("iteration time, median, ms", *medians))

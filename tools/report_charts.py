@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_balance.cost.calibration import Factors
 from report_runs import LayerLoads, LoggedRun, Series, aligned
 
 BEFORE, AFTER, INK, GRID = "#c2703d", "#2f6db3", "#1f2328", "#d1d9e0"
@@ -175,20 +176,20 @@ def exchanged(token_bytes: int) -> float:
 
 
 def prediction(run: LoggedRun) -> Figure | None:
-    """Draw predicted against measured time of each layer and iteration, and the error of the predicted load."""
+    """Draw predicted against measured time of each layer and iteration, the factors of the calibration, and errors."""
     predicted, measured = run.layers("predicted_seconds"), run.layers("measured_seconds")
     if not predicted:
         return None
-    drawn, ((left, right),) = figure(1, 2, 3.4)
+    drawn, ((left, right), (factors, ratio)) = figure(2, 2, 3.2)
     pairs = [aligned([predicted[layer], measured[layer]])[1] for layer in predicted]
     for layer, (x_N, y_N), color in zip(predicted, pairs, layer_colors(len(pairs)), strict=True):
         left.scatter(x_N * 1e3, y_N * 1e3, s=9, color=color, alpha=0.6, linewidths=0, label=f"layer {layer}")
     title, (x_M, y_M) = "time of a layer", np.concatenate(pairs, axis=1)
     if (x_M > 0).all() and (y_M > 0).all():
-        ratio = float(np.median(y_M / x_M))
+        slope = float(np.median(y_M / x_M))
         line_X = np.linspace(x_M.min(), x_M.max()) * 1e3
-        left.plot(line_X, line_X * ratio, "--", color=INK, linewidth=0.8)
-        title += f"; dashed: {ratio:,.{2 if ratio < 100 else 0}f} x as predicted"
+        left.plot(line_X, line_X * slope, "--", color=INK, linewidth=0.8)
+        title += f"; dashed: {slope:,.{2 if slope < 100 else 0}f} x as predicted"
         for set_scale, times_M in ((left.set_xscale, x_M), (left.set_yscale, y_M)):
             if times_M.max() > 10 * times_M.min():
                 set_scale("log")
@@ -200,6 +201,15 @@ def prediction(run: LoggedRun) -> Figure | None:
     line(right, run.over_layers("prediction_error", mean=True, factor=100), None, AFTER)
     titled(right, "tokens predicted on the wrong expert or source, %")
     right.set_ylim(bottom=0)
+    for name, color in zip(Factors._fields, layer_colors(len(Factors._fields)), strict=True):
+        line(factors, run.scalars.get(f"moe/calibration_{name}"), name, color)
+    factors.set_yscale("log")
+    titled(factors, "measured over predicted, median of the latest iterations", legend=True)
+    totals = [run.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")]
+    iterations_N, (x_N, y_N) = aligned([series for series in totals if series is not None])
+    if (y_N > 0).all():
+        line(ratio, Series(iterations_N, x_N / y_N), None, AFTER)
+    titled(ratio, "calibrated prediction over measured, all layers")
     return drawn
 
 

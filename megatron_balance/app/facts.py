@@ -32,10 +32,13 @@ MAY_DIFFER = {
 PACKAGES = ("torch", "megatron-core", "numpy", "scipy", "transformer-engine", "apex")
 
 FILES = {
-    "balance": ("balance_profile",),
+    "balance": ("balance_profile", "balance_calibrate"),
     "tokenizer": ("tokenizer_model", "tokenizer_metadata", "vocab_file", "merge_file"),
 }
 """Fields that may name a file or directory whose content affects the run, by part of the configuration."""
+
+NO_PATHS = {"balance_profile": ("builtin", "auto"), "balance_calibrate": ("off", "on")}
+"""Values of these fields that name no file."""
 
 MODULES = {
     "balance": ("balance_policy",),
@@ -84,7 +87,7 @@ def _files(config: RunConfig) -> Facts:
     return {
         f"the content of --{name.replace('_', '-')} {path}": content_digest(Path(path))
         for name, path in named.items()
-        if path is not None and not (name == "balance_profile" and path in ("builtin", "auto"))
+        if path is not None and path not in NO_PATHS.get(name, ())
     }
 
 

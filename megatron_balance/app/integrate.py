@@ -56,7 +56,7 @@ from megatron_balance.training.progress import Progress
 
 OUR_GROUPS = [(title, cls) for title, cls in GROUPS if cls in (BalanceConfig, CommConfig)]
 
-ONLY_IN_OUR_LOOP = ("balance_log_dir", "balance_timeline")
+ONLY_IN_OUR_LOOP = ("balance_log_dir", "balance_timeline", "balance_calibrate")
 """Settings that only our own training program implements."""
 
 NOT_THERE = (
@@ -239,7 +239,9 @@ class _Iterations:
         if balancer is not None and progress.iteration % self.balancing.config.log.log_interval == 0:
             # The device's times are known only once it has finished
             torch.cuda.synchronize()
-            self.report(progress.iteration, mean_over_ranks(balancer.report(), self.hooks.num_layers))
+            reports = mean_over_ranks(balancer.report(), self.hooks.num_layers)
+            balancer.calibrate(reports)
+            self.report(progress.iteration, reports)
         return result
 
 
@@ -283,7 +285,7 @@ def _refuse(values: Mapping[str, Any], given: set[str]) -> None:
     """Refuse settings that only our own training loop implements, and settings that our MoE layer does not support."""
     for name in ONLY_IN_OUR_LOOP:
         if name in given:
-            raise ValueError(f"{flag_of(name)}: only pretrain_gpt_moe.py writes it; leave it out")
+            raise ValueError(f"{flag_of(name)}: only pretrain_gpt_moe.py has it; leave it out")
     if values["balance_ownership"] == "transfer":
         raise ValueError(
             "--balance-ownership transfer: moves optimizer state, which only pretrain_gpt_moe.py does and saves; use "

@@ -13,7 +13,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.app import facts
 from megatron_balance.app.dry_run import dry_run
-from megatron_balance.build.balancer import patience
+from megatron_balance.build.balancer import calibrated_job, patience
 from megatron_balance.build.run import build_run
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.save_directory import SaveDirectory
@@ -26,6 +26,7 @@ from megatron_balance.job.endings import Ending, guarded_exit, unbreakable_outpu
 from megatron_balance.job.errors import CheckpointError, raise_everywhere
 from megatron_balance.job.groups import Topology, expert_node_size
 from megatron_balance.job.hang_guard import HangGuard
+from megatron_balance.observe.calibration_log import CalibrationLog
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
@@ -148,6 +149,10 @@ def _prepare(asked: _Asked, guard: HangGuard, held: SaveDirectory) -> tuple[Run,
     checkpoints = Checkpoints(run, log, patience=patience(minutes), save_directory=held)
     checkpoints.prepare()
     checkpoints.load()
+    record = None if run.balancer is None else run.balancer.record
+    if record is not None and record.last < run.length.iterations:
+        flag = f"--balance-calibrate {record.path}"
+        log.message(f"note: {flag}: ends with iteration {record.last}; later plans keep its last factors")
     return run, log, checkpoints
 
 
@@ -169,12 +174,16 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
     rank, done = dist.get_rank(), run.progress.iteration
     trace_path, balance = run.config.log.moe_routing_trace_path, run.config.balance
     intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
-    trace, loads, timeline, error = None, None, None, None
+    trace, loads, factors, timeline, error = None, None, None, None, None
     try:
         if trace_path is not None:
             trace = RoutingTrace(run.model, Path(trace_path), rank, lambda: run.progress.iteration, first_step=done)
         if balance.balance_log_dir is not None and run.groups.ep.rank() == 0:
             loads = LoadLog(Path(balance.balance_log_dir), rank, done + 1)
+        if run.balancer is not None and run.balancer.record is not None:
+            run.balancer.record.check_start(done + 1)
+        elif balance.balance_calibrate == "on" and balance.balance_log_dir is not None and rank == 0:
+            factors = CalibrationLog(Path(balance.balance_log_dir), calibrated_job(run.config), done + 1)
         if balance.balance_timeline is not None and run.balancer is not None:
             timeline = run.balancer.timeline = Timeline(Path(balance.balance_timeline), rank)
     except ValueError as failure:
@@ -189,13 +198,17 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
             # A resumed run continues from a checkpoint: earlier loads must be on disk by then
             if any(report.iteration % interval == 0 for interval in intervals if interval):
                 loads.flush()
+        if factors is not None:
+            factors.add(report.iteration, report.calibration)
+            # As the loads, it must be on disk when a checkpoint is
+            factors.flush()
         if timeline is not None and report.iteration % run.config.log.log_interval == 0:
             timeline.flush()
 
     try:
         yield after_step
     finally:
-        for record in (trace, loads, timeline):
+        for record in (trace, loads, factors, timeline):
             if record is not None:
                 record.flush(last=True)
 

@@ -21,6 +21,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
+from megatron_balance.observe.calibration_log import Job, Record, read_record
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import policy_options, split_of
@@ -35,6 +36,7 @@ from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import lower
 from megatron_balance.timeline.planner import Planner
 from megatron_balance.timeline.runtime import Balancer
+from megatron_balance.training.logging import moe_layer_pattern
 from megatron_balance.training.optimizer_state import expert_fields, state_bytes
 
 
@@ -57,7 +59,7 @@ def build_balancer(
         policy: the result of `start_policy` for the flags, if it was called before.
 
     Raises:
-        ValueError: the policy cannot be made, or the profile cannot be read or measured.
+        ValueError: the policy cannot be made, or the profile or `--balance-calibrate` cannot be read, or does not fit.
     """
     config, groups, settings = wiring.config, wiring.groups, wiring.config.balance
     if settings.balance_policy == "none":
@@ -82,11 +84,9 @@ def build_balancer(
         )
         states[number] = LayerState(manager, layer.experts, overlap, fields)
     minutes = config.launch.distributed_timeout_minutes
-    twin = new_twin(groups.ep, world(), minutes)
-    connect(twin)
     balancer = Balancer(
         group=groups.ep,
-        transfer=ExpertTransfer(twin),
+        transfer=_transfer(groups, minutes),
         layers=states,
         schedule=_schedule(config, groups, by_chunk),
         microbatches=microbatches,
@@ -95,9 +95,22 @@ def build_balancer(
         explain=settings.balance_explain,
         shards=groups.tp_ep,
         planner=planner,
+        calibrates=settings.balance_calibrate != "off",
+        record=_record(config),
     )
     hooks.install(balancer, layers, model, config.transformer)
     return balancer
+
+
+def calibrated_job(config: RunConfig) -> Job:
+    """Return what a record of `--balance-calibrate` must have in common with a run."""
+    return Job(world().size(), sum(moe_layer_pattern(config.transformer)))
+
+
+def _record(config: RunConfig) -> Record | None:
+    """Return the calibration to repeat, if `--balance-calibrate` names one."""
+    path = config.balance.balance_calibrate
+    return None if path in ("off", "on") else read_record(path, calibrated_job(config))
 
 
 def _owners(config: RunConfig, groups: ProcessGroupCollection) -> Placement:
@@ -128,6 +141,12 @@ def _schedule(
         )
 
     return schedule
+
+
+def _transfer(groups: ProcessGroupCollection, timeout_minutes: float) -> ExpertTransfer:
+    twin = new_twin(groups.ep, world(), timeout_minutes)
+    connect(twin)
+    return ExpertTransfer(twin)
 
 
 def _ownership(groups: ProcessGroupCollection, timeout_minutes: float) -> OwnershipTransfer:

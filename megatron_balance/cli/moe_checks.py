@@ -171,6 +171,11 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
         )
     if values["balance_ownership"] == "transfer":
         _transfer(values)
+    if values["balance_calibrate"] == "on" and values["balance_log_dir"] is None:
+        raise ValueError(
+            "--balance-calibrate on: measured times decide where experts are, so only a record of them can repeat the "
+            "run; also give --balance-log-dir"
+        )
 
 
 def _capacities(capacities: tuple[float, ...] | None, num_ranks: int) -> None:

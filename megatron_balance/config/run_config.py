@@ -89,6 +89,11 @@ class BalanceConfig:
     stored in --save, or read from --load. Otherwise the path of a profile from tools/profile_cluster.py, or of a
     cluster's data sheet (.yaml, see configs/clusters)."""
 
+    balance_calibrate: str = "off"
+    """Whether plans depend on what the run measures. off: only on --balance-profile. on: its times are multiplied by
+    measured over predicted ones, which are recorded in --balance-log-dir. Otherwise the path of such a record
+    (calibration.jsonl), with which a run makes the same plans again."""
+
     balance_explain: bool = False
     """Print each change of a placement, with the layer's predicted times before and after it."""
 

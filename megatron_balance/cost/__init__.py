@@ -5,6 +5,7 @@
     sending    seconds of Trans and Agg, and their best routes and pieces
     loads      what ranks compute, send and receive under a placement
     model      CostModel: seconds of a layer under a placement, after Pro-Prophet
+    calibration  how much longer a run measures than the model predicts, by component
 
 Read model first.
 """

@@ -230,6 +230,15 @@ class SendingModel:
         A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
         adapters of a node carry the bytes of its ranks' messages in the order of rounds.
         """
+        (trans, _), (agg, _) = self._both(plan)
+        return trans, agg
+
+    def rank_seconds(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Return [D] the seconds after which each rank has completed its part of Trans, and of Agg."""
+        (_, trans_D), (_, agg_D) = self._both(plan)
+        return trans_D, agg_D
+
+    def _both(self, plan: TransferPlan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         return (
             self._progress(plan, "trans", self.param_bytes / plan.chunks, backward=False),
             self._progress(plan, "agg", self.grad_bytes / plan.chunks, backward=True),
@@ -247,7 +256,10 @@ class SendingModel:
         taken = ends[-1] - np.append(0.0, ends[:-1])[::-1] if forward else ends
         return int((taken <= seconds).sum())
 
-    def _progress(self, plan: TransferPlan, kind: str, piece_bytes: float, *, backward: bool) -> np.ndarray:
+    def _progress(
+        self, plan: TransferPlan, kind: str, piece_bytes: float, *, backward: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds after which each round is complete, and [D] those after which each rank is."""
         near, far = (self.profile.link(kind, level) for level in ("intra", "inter"))
         network, free_D, ends = self.network, np.zeros(self.profile.num_ranks), []
         carried_2N = np.zeros((2, len(network.first_N)))
@@ -266,7 +278,7 @@ class SendingModel:
             np.maximum.at(free_D, source_M, end_M)
             np.maximum.at(free_D, target_M, end_M)
             ends.append(float(free_D.max()))
-        return np.array(ends)
+        return np.array(ends), free_D
 
     @staticmethod
     def _carry(carried_2N: np.ndarray, node_2M: np.ndarray, start_M: np.ndarray, seconds: float) -> np.ndarray:

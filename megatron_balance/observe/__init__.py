@@ -2,6 +2,7 @@
 
 balance         LayerReport: measures of balance, for the log line and TensorBoard
 load            tokens per expert, counted at the routers
+calibration_log file of the factors that plans contain (--balance-calibrate)
 load_log        files of load matrices and placements (--balance-log-dir)
 routing_trace   files of every token's experts (--moe-routing-trace-path)
 trace           files for Perfetto with the activities of each stream (--balance-timeline)

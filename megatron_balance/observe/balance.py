@@ -1,5 +1,6 @@
 """Measures of how well balancing works, for the training log line and TensorBoard."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.model import balance_gain, balance_ratio
 
 PERCENTILES = (50, 90)
@@ -44,9 +46,11 @@ class LayerReport(NamedTuple):
     """Seconds that the computation waited for Plan, Trans and Agg: the parts of them that were not overlapped."""
 
     predicted_seconds: float
-    """Time of the layer by the cost model."""
+    """Time of the layer by the cost model, with the calibration of the iterations before."""
 
     measured_seconds: float
+    """The layer's exchanges and experts, and its waits for Trans and Agg."""
+
     prediction_error: float
     """Fraction of tokens that were predicted for the wrong expert or source (`predictor.prediction_error`)."""
 
@@ -55,6 +59,20 @@ class LayerReport(NamedTuple):
 
     transfer_bytes: float = 0.0
     """Bytes moved with these experts, optimizer state included, over all links."""
+
+    predicted_exchange_seconds: float = 0.0
+    measured_exchange_seconds: float = 0.0
+    """The layer's exchanges, without the predicted time that a rank waits in them for slower ones."""
+
+    predicted_experts_seconds: float = 0.0
+    measured_experts_seconds: float = 0.0
+    """Computation of a rank's own tokens."""
+
+    predicted_trans_seconds: float = 0.0
+    measured_trans_seconds: float = 0.0
+    predicted_agg_seconds: float = 0.0
+    measured_agg_seconds: float = 0.0
+    """Trans and Agg, hidden or not, until a rank's own part is complete."""
 
 
 def evenness(before_BD: np.ndarray, after_BD: np.ndarray) -> tuple[float, float, float]:
@@ -84,6 +102,16 @@ def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int
     }
 
 
+def component_seconds(reports: Mapping[int, LayerReport]) -> tuple[list[float], list[float]]:
+    """Return the measured and the predicted seconds of each component of `Factors`, summed over layers."""
+
+    def seconds(kind: str) -> list[float]:
+        names = [f"{kind}_{component}_seconds" for component in Factors._fields]
+        return [math.fsum(getattr(report, name) for report in reports.values()) for name in names]
+
+    return seconds("measured"), seconds("predicted")
+
+
 def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
     """Return the log line's fields about balance, ending in a bar, averaged over iterations of layer -> report.
 
@@ -110,12 +138,17 @@ def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
     )
 
 
-def tensorboard_scalars(reports: Mapping[int, LayerReport]) -> dict[str, float]:
+def calibration_field(factors: Factors) -> str:
+    """Return the log line's field about calibration, ending in a bar."""
+    return f" measured/predicted {'/'.join(factors._fields)}: {'/'.join(f'{factor:.3g}' for factor in factors)} |"
+
+
+def tensorboard_scalars(reports: Mapping[int, LayerReport], factors: Factors) -> dict[str, float]:
     """Return an iteration's numbers under Megatron's names: `moe/{name}_layer_{i}`, and `moe/{name}_p50` over layers.
 
-    In these names, the first layer of the model is number 0.
+    In these names, the first layer of the model is number 0. `moe/calibration_{component}` are the factors.
     """
-    scalars = {}
+    scalars = {f"moe/calibration_{name}": factor for name, factor in factors._asdict().items()}
     for name in LayerReport._fields:
         values = {layer: getattr(report, name) for layer, report in reports.items()}
         scalars |= {f"moe/{name}_layer_{layer - 1}": float(value) for layer, value in values.items()}

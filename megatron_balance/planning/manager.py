@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.cost.calibration import UNCALIBRATED, Factors, calibrated
 from megatron_balance.cost.loads import condensed
 from megatron_balance.cost.model import CostModel, owners
+from megatron_balance.cost.sending import SendingModel
 from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.ownership import Guest, Settlement, lasting, settle
@@ -19,6 +21,9 @@ INVALID = bytes(16)
 
 GIVEN_UP = bytes(15) + b"\1"
 """Digest of a decision without a placement, after which the policy is not asked again in this run."""
+
+MOST_COSTS = 8
+"""Number of cost models that a manager keeps."""
 
 LONGEST_PAUSE = 1024
 """Largest number of iterations between two attempts to change owners."""
@@ -74,7 +79,11 @@ class Question:
     """The placement in use."""
 
     cost: CostModel
-    """Cost model for the iteration's number of microbatches."""
+    """Cost model for the iteration's number of microbatches, calibrated."""
+
+    transport: SendingModel
+    """Chooses routes and pieces of Trans and Agg. It is not calibrated, because the order of sums depends on them, and
+    a resumed run chooses them again."""
 
     held: Mapping[Guest, int]
     """Number of iterations that each guest has been on its rank."""
@@ -136,7 +145,9 @@ class Manager:
         self.pause, self.resumes = 0, 0
         """Iterations from the last failed Transfer to the next attempt, and the iteration of that attempt."""
         self.history = History()
-        self._costs: dict[int, CostModel] = {}
+        self.factors = UNCALIBRATED
+        """Calibration of the cost model that plans are made with."""
+        self._costs: dict[tuple[int, Factors], CostModel] = {}
         self.expected_BDE: np.ndarray | None = None
         """[B, D, E] the loads expected in the next iteration."""
         self.iterations = 0
@@ -149,11 +160,14 @@ class Manager:
         self.expected_BDE = self.predictor.predict(self.history)
         return None if expected_BDE is None else prediction_error(expected_BDE, counts_BDE)
 
-    def cost_of(self, microbatches: int) -> CostModel:
-        """Return the cost model of iterations with this number of microbatches."""
-        if microbatches not in self._costs:
-            self._costs[microbatches] = replace(self.cost, microbatches=microbatches)
-        return self._costs[microbatches]
+    def cost_of(self, microbatches: int, factors: Factors | None = None) -> CostModel:
+        """Return the cost model of iterations with this number of microbatches, calibrated as plans are by default."""
+        key = microbatches, self.factors if factors is None else factors
+        if key not in self._costs:
+            if len(self._costs) == MOST_COSTS:
+                self._costs.clear()
+            self._costs[key] = replace(calibrated(self.cost, key[1]), microbatches=microbatches)
+        return self._costs[key]
 
     def is_due(self, ahead: int) -> bool:
         """Return whether a plan is due for the next iteration (`ahead` 1) or for the current one (0)."""
@@ -170,6 +184,7 @@ class Manager:
             expected_BDE=expected_BDE.copy(),
             placement=self.placement,
             cost=self.cost_of(microbatches),
+            transport=self.cost.transport,
             held=dict(self.held),
             ages={expert: self.iterations - since for expert, since in self.wanted.items()},
             transfers=self.transfers and self.iterations >= self.resumes,

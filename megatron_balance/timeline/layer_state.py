@@ -1,13 +1,15 @@
 """The state of one MoE layer during an iteration, and its record of the finished iteration."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_balance.comm.ownership_transfer import Field
 from megatron_balance.comm.trans_agg import Slots
+from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.loads import condensed
 from megatron_balance.cost.model import Overlap, owners
 from megatron_balance.device import clock
@@ -48,8 +50,8 @@ class LayerState:
     observed: bool = False
     """Whether the manager has received this iteration's load."""
     prediction_error: float = 0.0
-    spans: list[Interval] = field(default_factory=list)
-    """Intervals in which the layer exchanged tokens or its experts computed."""
+    spans: list[tuple[Operation, Interval]] = field(default_factory=list)
+    """Intervals in which the layer exchanged tokens, its experts computed, or its Trans or Agg ran."""
     waits: list[tuple[Operation, Interval]] = field(default_factory=list)
     """Intervals in which computation waited for the layer's Plan, Trans or Agg."""
     plan_seconds: float = 0.0
@@ -59,6 +61,9 @@ class LayerState:
 
     _fits: tuple[TransferPlan, tuple[int, int]] | None = None
     """A plan and its `_fitting`."""
+
+    _sent: tuple[TransferPlan, int, tuple[float, float]] | None = None
+    """A plan, a rank and its `_sending`."""
 
     def __post_init__(self) -> None:
         self.transfers = self.manager.cost.transfers(self.placement)
@@ -105,11 +110,11 @@ class LayerState:
             sent, size = sum(message.target == rank for message in messages), cost.grad_bytes
         return round(sent * size / self.transfers.chunks)
 
-    def close(self, placement: Placement, experts_sent: float) -> None:
-        """Record the finished iteration, in which `placement` was in force and Trans sent `experts_sent` experts."""
+    def close(self, placement: Placement, transfers: TransferPlan) -> None:
+        """Record the finished iteration, in which `placement` was in force and `transfers` were executed."""
         self.last = Iteration(
             placement=placement,
-            experts_sent=experts_sent,
+            transfers=transfers,
             counts_BDE=np.stack(self.loads),
             spans=self.spans,
             waits=self.waits,
@@ -153,37 +158,68 @@ class LayerState:
         totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
         return f"layer {number}: {totals} ms expected ({changes}): {self.placement}"
 
-    def report(self) -> LayerReport:
-        """Return the finished iteration in numbers; the device must have finished it."""
+    def _sending(self, plan: TransferPlan, rank: int) -> tuple[float, float]:
+        """Return the uncalibrated seconds of a rank's parts of Trans and Agg."""
+        if self._sent is None or self._sent[:2] != (plan, rank):
+            trans_D, agg_D = self.manager.cost.transport.rank_seconds(plan)
+            self._sent = plan, rank, (float(trans_D[rank]), float(agg_D[rank]))
+        return self._sent[2]
+
+    def report(self, rank: int, factors: Factors) -> LayerReport:
+        """Return the finished iteration in numbers; the device must have finished it.
+
+        Args:
+            rank: this rank in the expert-parallel group.
+            factors: calibration of the predictions.
+        """
         last = self.last
         assert last is not None
-        cost = self.manager.cost_of(len(last.counts_BDE))
+        cost = self.manager.cost_of(len(last.counts_BDE), factors)
         initial = Placement.identity(last.placement.num_experts, last.placement.num_ranks)
         counts_BDE = condensed(last.counts_BDE, owners(initial))
         before_BD, after_BD = (cost.traffic(counts_BDE, placement).sum(-2) for placement in (initial, last.placement))
         before, after, gain = evenness(before_BD, after_BD)
-        waited = {
-            operation: sum(clock.seconds(*span) for kind, span in last.waits if kind is operation)
-            for operation in (Operation.PLAN, Operation.TRANS, Operation.AGG)
-        }
-        worked = sum(clock.seconds(*span) for span in last.spans)
+        time = cost.layer_time(counts_BDE, last.placement)
+        worked, waited = _totals(last.spans), _totals(last.waits)
+        computing, exchanging = worked[Operation.FEC] + worked[Operation.BEC], worked[Operation.A2A]
+        own = float((after_BD[:, rank] / cost.rate_D[rank]).sum())
+        predicted = cost.forward_seconds(own) + cost.backward_seconds(own)
+        # The slowest rank of each microbatch does not wait in its exchanges; the others do
+        waiting = time.forward + time.backward - predicted
+        trans, agg = self._sending(last.transfers, rank)
         return LayerReport(
             ratio_before=before,
             ratio_after=after,
             rb=gain,
             hosts_added=last.placement.added_hosts,
-            trans_bytes=last.experts_sent * cost.param_bytes,
-            agg_bytes=last.experts_sent * cost.grad_bytes,
+            trans_bytes=last.transfers.experts_sent * cost.param_bytes,
+            agg_bytes=last.transfers.experts_sent * cost.grad_bytes,
             plan_seconds=last.plan_seconds,
             plan_wait_seconds=waited[Operation.PLAN],
             trans_wait_seconds=waited[Operation.TRANS],
             agg_wait_seconds=waited[Operation.AGG],
-            predicted_seconds=cost.layer_seconds(counts_BDE, last.placement),
-            measured_seconds=worked + waited[Operation.TRANS] + waited[Operation.AGG],
+            predicted_seconds=float(time.total),
+            measured_seconds=exchanging + computing + waited[Operation.TRANS] + waited[Operation.AGG],
+            predicted_exchange_seconds=float(time.all_to_all),
+            measured_exchange_seconds=exchanging - waiting,
+            predicted_experts_seconds=predicted,
+            measured_experts_seconds=computing,
+            predicted_trans_seconds=factors.trans * trans,
+            measured_trans_seconds=worked[Operation.TRANS],
+            predicted_agg_seconds=factors.agg * agg,
+            measured_agg_seconds=worked[Operation.AGG],
             prediction_error=last.prediction_error,
             experts_moved=last.experts_moved,
             transfer_bytes=last.transfer_bytes,
         )
+
+
+def _totals(spans: Sequence[tuple[Operation, Interval]]) -> Mapping[Operation, float]:
+    """Return the seconds of each operation; 0 for one without spans."""
+    totals: defaultdict[Operation, float] = defaultdict(float)
+    for operation, span in spans:
+        totals[operation] += clock.seconds(*span)
+    return totals
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -191,11 +227,11 @@ class Iteration:
     """One layer's finished iteration."""
 
     placement: Placement
-    experts_sent: float
-    """Experts that Trans sent, and whose gradients Agg sent back."""
+    transfers: TransferPlan
+    """The messages of Trans, and of Agg in reverse."""
     counts_BDE: np.ndarray
     """[B, D, E] load of each microbatch."""
-    spans: list[Interval]
+    spans: list[tuple[Operation, Interval]]
     waits: list[tuple[Operation, Interval]]
     plan_seconds: float
     prediction_error: float

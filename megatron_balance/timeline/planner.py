@@ -34,7 +34,7 @@ def plan_for(question: Question) -> Plan:
         decision = question.answer()
         placement, transfers = decision.placement, None
         if placement is not None and placement != question.placement:
-            transfers = question.cost.transfers(placement)
+            transfers = question.transport.plan(placement)
         return Plan(decision, transfers, start, time.perf_counter())
 
 

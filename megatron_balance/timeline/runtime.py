@@ -32,9 +32,11 @@ from torch.profiler import record_function
 
 from megatron_balance.comm.ownership_transfer import OwnershipTransfer
 from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.cost.calibration import UNCALIBRATED, Calibration
 from megatron_balance.device import clock
 from megatron_balance.device.side_stream import AsyncWork, SideStream
-from megatron_balance.observe.balance import LayerReport
+from megatron_balance.observe.balance import LayerReport, component_seconds
+from megatron_balance.observe.calibration_log import Record
 from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
@@ -67,6 +69,8 @@ class Balancer:
         explain: bool = False,
         shards: dist.ProcessGroup | None = None,
         planner: Planner | None = None,
+        calibrates: bool = False,
+        record: Record | None = None,
     ) -> None:
         """
         Args:
@@ -81,12 +85,17 @@ class Balancer:
             explain: print the expected effect of each plan.
             shards: the ranks of all shards of these experts, which have one placement; None: `group`.
             planner: makes the plans; None: a thread without a time limit.
+            calibrates: whether plans are made with calibrated cost models.
+            record: the factors to calibrate with; None: those that this run measures.
         """
         self.group, self.transfer, self.layers = group, transfer, dict(layers)
         self.schedule, self.microbatches, self.guest_bytes = schedule, microbatches, guest_bytes
         self.ownership, self.explain = ownership, explain
         self.deciders = (shards or group) if ownership is None else ownership.group
         """The ranks that have one placement."""
+        self.calibrates, self.record = calibrates, record
+        self.calibration, self.factors = Calibration(), UNCALIBRATED
+        """What the finished iterations measured, and the factors of the iteration in progress."""
         self.timeline: Timeline | None = None
         """Records spans of computation, communication, planning and waits."""
         self.aggregated: Callable[[int], None] = lambda number: None
@@ -113,6 +122,10 @@ class Balancer:
         self._entered.clear()
         self._to_repeat.clear()
         self._now = None
+        self.factors = self.calibration.factors if self.record is None else self.record.at(number)
+        if self.calibrates:
+            for state in self.layers.values():
+                state.manager.factors = self.factors
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
@@ -147,7 +160,7 @@ class Balancer:
 
     def finish_iteration(self) -> None:
         """Put the next placements in force and record what happened in this iteration."""
-        finished = {number: (state.placement, state.transfers.experts_sent) for number, state in self.layers.items()}
+        finished = {number: (state.placement, state.transfers) for number, state in self.layers.items()}
         self._begin(Action(0, Operation.STEP))
         assert not (self._steps or self._started or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
@@ -274,6 +287,7 @@ class Balancer:
             began, ended = work.wait()
             if state.part(action).rounds:
                 self._record_wait(action, start)
+                state.spans.append((action.operation, (began, ended)))
                 sent = state.sent_bytes(action, self.group.rank()) if self.timeline is not None else 0
                 self._record("communication", action, began, ended, issued=work.issued, num_bytes=sent)
         if action.part < action.parts:
@@ -340,7 +354,7 @@ class Balancer:
 
     def _record_computation(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
         if computation.operation in EXPERTS:
-            self.layers[computation.block].spans.append((start, end))
+            self.layers[computation.block].spans.append((computation.operation, (start, end)))
         self._record("computation", computation, start, end)
 
     def _record_wait(self, action: Action, start: clock.Mark) -> None:
@@ -354,7 +368,13 @@ class Balancer:
 
     def report(self) -> dict[int, LayerReport]:
         """Return the finished iteration as this rank saw it, by layer; the device must have finished it."""
-        return {number: state.report() for number, state in self.layers.items() if state.last is not None}
+        rank, factors = self.group.rank(), self.factors
+        states = {number: state for number, state in self.layers.items() if state.last is not None}
+        return {number: state.report(rank, factors) for number, state in states.items()}
+
+    def calibrate(self, reports: Mapping[int, LayerReport]) -> None:
+        """Calibrate later iterations by the finished one; all ranks of the job give the same reports, of all layers."""
+        self.calibration = self.calibration.observe(*component_seconds(reports), self.factors)
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
         """Return the load matrix [D, E] and the placement of every layer in the finished iteration."""
@@ -363,11 +383,13 @@ class Balancer:
 
     def state(self) -> dict[str, Any]:
         """Return lists, numbers and strings for a checkpoint of this rank."""
-        return {str(number): state.manager.state() for number, state in self.layers.items()}
+        layers = {str(number): state.manager.state() for number, state in self.layers.items()}
+        return {"layers": layers, "calibration": self.calibration.to_plain()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Continue with the placements and predictions of a `state`."""
+        """Continue with the placements, predictions and calibration of a `state`."""
+        self.calibration = Calibration.from_plain(states["calibration"])
         for number, state in self.layers.items():
-            state.manager.restore(states[str(number)])
+            state.manager.restore(states["layers"][str(number)])
             state.slots.own(state.placement.experts_of(self.group.rank()))
             state.transfers, state.fresh = state.manager.cost.transfers(state.placement), False

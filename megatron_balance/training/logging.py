@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.observe.balance import log_fields, tensorboard_scalars
+from megatron_balance.observe.balance import calibration_field, log_fields, tensorboard_scalars
 from megatron_balance.profile.flops import attended_width, attention_weights
 from megatron_balance.training.progress import Progress, StepReport
 
@@ -85,7 +85,7 @@ class RunLog:
         line += f" number of nan iterations: {progress.nan_iterations:3d} |"
         progress.skipped_iterations = progress.nan_iterations = 0
         if last.balance:
-            line += log_fields([report.balance for report in reports])
+            line += log_fields([report.balance for report in reports]) + calibration_field(last.calibration)
         return line
 
     def _record(self, report: StepReport, writer: "Scalars") -> None:
@@ -104,7 +104,7 @@ class RunLog:
         if self.config.log.log_world_size_to_tensorboard:
             scalars["world-size"] = dist.get_world_size()
         if report.balance:
-            scalars |= tensorboard_scalars(report.balance)
+            scalars |= tensorboard_scalars(report.balance, report.calibration)
         for name, value in scalars.items():
             writer.add_scalar(name, value, report.iteration)
 

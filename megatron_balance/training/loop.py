@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, tr
 from megatron.core.utils import get_attr_wrapped_model
 from torch.profiler import record_function
 
+from megatron_balance.cost.calibration import UNCALIBRATED
 from megatron_balance.observe.balance import LayerReport, mean_over_ranks
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
@@ -117,6 +118,7 @@ def train_step(run: Run) -> StepReport:
         skipped=not stepped,
         seconds=time.perf_counter() - start,
         balance=balance,
+        calibration=UNCALIBRATED if run.balancer is None else run.balancer.factors,
         fault=fault,
     )
 
@@ -196,7 +198,9 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
 def _balance_reports(run: Run) -> dict[int, LayerReport]:
     if run.balancer is None:
         return {}
-    return mean_over_ranks(run.balancer.report(), run.config.transformer.num_layers)
+    reports = mean_over_ranks(run.balancer.report(), run.config.transformer.num_layers)
+    run.balancer.calibrate(reports)
+    return reports
 
 
 def _auxiliary_losses(run: Run) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from megatron_balance.cost.calibration import UNCALIBRATED, Factors
 from megatron_balance.observe.balance import LayerReport
 
 
@@ -37,6 +38,9 @@ class StepReport:
     seconds: float
     balance: dict[int, LayerReport] = field(default_factory=dict)
     """Balance of each layer, by layer number; empty without a policy."""
+
+    calibration: Factors = UNCALIBRATED
+    """The factors that the predictions in `balance` contain."""
 
     fault: str | None = None
     """Source of a NaN or infinite loss or gradient; None if there was none."""

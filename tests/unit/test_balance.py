@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from megatron_balance.observe.balance import LARGEST_GAIN, LayerReport, evenness, log_fields, tensorboard_scalars
+from megatron_balance.cost.calibration import Factors
+from megatron_balance.observe.balance import (
+    LARGEST_GAIN,
+    LayerReport,
+    calibration_field,
+    evenness,
+    log_fields,
+    tensorboard_scalars,
+)
 
 
 def report(**changes: float) -> LayerReport:
@@ -47,6 +55,11 @@ def test_balancing_that_acted_seldom_is_not_none(iterations: int, shown: str) ->
     assert f"| hosts added: {shown} | experts moved: 0 |" in line
 
 
+def test_calibration_field() -> None:
+    line = calibration_field(Factors(exchange=1284.5, experts=0.98765, trans=2e-5))
+    assert line == " measured/predicted exchange/experts/trans/agg: 1.28e+03/0.988/2e-05/1 |"
+
+
 def test_evenness() -> None:
     assert evenness(np.array([[4, 0, 2, 2]]), np.array([[3, 1, 2, 2]])) == (2.0, 1.5, pytest.approx(2.0))
     assert evenness(np.array([[4, 0]]), np.array([[2, 2]])) == (2.0, 1.0, LARGEST_GAIN)
@@ -58,7 +71,10 @@ def test_evenness() -> None:
 
 def test_tensorboard_scalars() -> None:
     reports = {2 * layer: report(ratio_after=1 + layer, hosts_added=layer % 2) for layer in range(1, 12)}
-    scalars = tensorboard_scalars(reports)
+    factors = Factors(1.5, 2.5, 3.5, 4.5)
+    scalars = tensorboard_scalars(reports, factors)
+    found = [scalars.pop(f"moe/calibration_{name}") for name in ("exchange", "experts", "trans", "agg")]
+    assert found == [1.5, 2.5, 3.5, 4.5]
     names = [f"moe/{name}" for name in LayerReport._fields]
     suffixes = [f"_layer_{layer - 1}" for layer in reports] + ["_p50", "_p90"]
     assert scalars.keys() == {f"{name}{suffix}" for name in names for suffix in suffixes}

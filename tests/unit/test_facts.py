@@ -100,3 +100,14 @@ def test_the_source_of_a_policy_is_a_fact(tmp_path: Path, monkeypatch: pytest.Mo
         _written(tmp_path / "planner.py", text)
         sources.append(facts._modules(config)["the source of planner"])
     assert len({*sources, "not found"}) == 3
+
+
+def test_the_content_of_a_calibration_is_a_fact(tmp_path: Path) -> None:
+    record, machine = tmp_path / "calibration.jsonl", Machine(2, cuda=False, transformer_engine=False, apex=False)
+    flags, found = f"{BASE} --expert-model-parallel-size 2 --balance-policy top2 --balance-calibrate", []
+    for content in ("1", "2"):
+        record.write_text(content)
+        found.append(facts.gather(parse_args(f"{flags} {record}".split(), machine), Topology(2, 2)))
+    name = f"the content of --balance-calibrate {record}"
+    assert {fact for fact in found[0] if found[0][fact] != found[1][fact]} == {name}
+    assert not any("content of --balance-calibrate" in fact for fact in facts.gather(parsed(), Topology(1, 1)))

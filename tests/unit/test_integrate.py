@@ -57,7 +57,7 @@ def test_settings_reach_the_builders() -> None:
         ("--balance-interval 0", {}, {}, "--balance-interval 0: give at least 1"),
         ("--balance-alpha 0.3", {}, {}, "--balance-alpha: has no effect with --balance-policy none"),
         ("--balance-policy top2", {}, {"expert_model_parallel_size": 1}, "needs --expert-model-parallel-size above 1"),
-        ("--balance-policy top2 --balance-log-dir d", {}, {}, "--balance-log-dir: only pretrain_gpt_moe.py writes it"),
+        ("--balance-policy top2 --balance-log-dir d", {}, {}, "--balance-log-dir: only pretrain_gpt_moe.py has it"),
         (
             *("--balance-policy demi --balance-ownership transfer", {}, {}),
             "--balance-ownership transfer: .*use --balance-ownership fixed",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.cost.calibration import Factors
 from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.training.logging import RunLog, flops_per_sample, moe_layer_pattern
@@ -72,7 +73,8 @@ LINE = re.compile(
     r"( max/mean load: (?P<before>\d+\.\d\d) -> (?P<after>\d+\.\d\d) \|"
     r" hosts added: (?P<hosts>\d+(\.\d+)?) \| experts moved: (?P<moved>\d+(\.\d+)?) \|"
     r" plan \(ms\): (?P<plan>\d+\.\d) \| trans\+agg \(MB\): (?P<megabytes>\d+\.\d) \|"
-    r" waited for plan/trans/agg \(ms\): \d+\.\d/\d+\.\d/\d+\.\d \|)?"
+    r" waited for plan/trans/agg \(ms\): \d+\.\d/\d+\.\d/\d+\.\d \|"
+    r" measured/predicted exchange/experts/trans/agg: (?P<factors>[^ ]+) \|)?"
 )
 """Megatron's training log line as a scraper reads it; with a policy, our fields follow."""
 
@@ -140,7 +142,11 @@ def balance(**changes: float) -> LayerReport:
 def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     reports = [
         report(1, balance={1: balance(), 2: balance(ratio_before=3.5)}),
-        report(2, balance={1: balance(experts_moved=2.0), 2: balance(hosts_added=4.0)}),
+        report(
+            2,
+            balance={1: balance(experts_moved=2.0), 2: balance(hosts_added=4.0)},
+            calibration=Factors(exchange=1.5, experts=2.0, agg=0.25),
+        ),
         report(3),
         report(4),
     ]
@@ -148,6 +154,7 @@ def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.
     assert with_policy.split(" number of nan iterations:   0 |")[1] == (
         " max/mean load: 2.75 -> 1.25 | hosts added: 6.5 | experts moved: 1 | plan (ms): 0.4 | trans+agg (MB): 12.0 |"
         " waited for plan/trans/agg (ms): 0.0/0.0/0.0 |"
+        " measured/predicted exchange/experts/trans/agg: 1.5/2/1/0.25 |"
     )
     names = ("before", "after", "hosts", "moved", "plan", "megabytes")
     assert [fields(with_policy)[name] for name in names] == ["2.75", "1.25", "6.5", "1", "0.4", "12.0"]
@@ -198,6 +205,7 @@ def test_tensorboard_has_every_layers_balance(single_rank: None, tmp_path: Path)
     log.close()
     ours = {name: value for name, value in recorded.items() if name.startswith("moe/")}
     suffixes = ("layer_0", "layer_2", "p50", "p90")
+    assert {ours.pop(f"moe/calibration_{name}") for name in Factors._fields} == {(1.0, 3)}
     assert ours.keys() == {f"moe/{name}_{suffix}" for name in LayerReport._fields for suffix in suffixes}
     assert [ours[f"moe/ratio_after_{suffix}"] for suffix in suffixes[:3]] == [(1.25, 3), (1.75, 3), (1.5, 3)]
     assert recorded["lm loss"] == (6.25, 3)

@@ -173,6 +173,7 @@ VALUES = {
     "balance_predictor": "ema",
     "balance_token_split": "proportional",
     "balance_profile": "auto",
+    "balance_calibrate": "calibration.jsonl",
     "balance_explain": "",
     "balance_log_dir": "loads",
     "balance_overlap": "blockwise",
@@ -220,6 +221,12 @@ def test_flags_of_one_policy(policy: str, name: str) -> None:
 def test_weights_travel_ahead_of_a_load_that_is_predicted_only() -> None:
     with pytest.raises(ValueError, match=r"^--balance-load exact: not with --balance-overlap blockwise, .* predicted$"):
         parse(f"{EP4} --balance-policy top2 --balance-overlap blockwise --balance-load exact")
+
+
+def test_calibrated_plans_are_recorded() -> None:
+    with pytest.raises(ValueError, match=r"^--balance-calibrate on: .*; also give --balance-log-dir$"):
+        parse(f"{TOP2} --balance-calibrate on")
+    parse(f"{TOP2} --balance-calibrate on --balance-log-dir d")
 
 
 @pytest.mark.parametrize("flag", ["--balance-explain", "--balance-profile builtin"])

@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 import report
 import report_charts as charts
 import report_runs as runs
+from megatron_balance.cost.calibration import Factors
 from megatron_balance.observe.balance import LayerReport, tensorboard_scalars
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.trace import Span, Timeline
@@ -19,6 +20,7 @@ from megatron_balance.placement.placement import Placement
 LAYERS, RANKS, EXPERTS, ITERATIONS = (2, 3), 4, 8, 12
 OWNERS = Placement.identity(EXPERTS, RANKS, 1)
 COPIED = OWNERS.with_hosts([(0, 2), (0, 3)])
+FACTORS = Factors(exchange=1300.0, experts=0.25)
 SECTIONS = ["training", "balance", "ranks", "experts", "decisions", "traffic", "prediction", "timeline"]
 
 
@@ -39,7 +41,7 @@ def write_events(directory: Path, balanced: bool, losses: dict[int, float] | Non
             scalars = {"lm loss": 8 / iteration, "iteration-time": 0.5, "learning-rate": 1e-3}
             scalars["lm loss"] *= (losses or {}).get(iteration, 1.0)
             if balanced:
-                scalars |= tensorboard_scalars({layer: figures(iteration, layer) for layer in LAYERS})
+                scalars |= tensorboard_scalars({layer: figures(iteration, layer) for layer in LAYERS}, FACTORS)
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
     return directory
@@ -102,6 +104,7 @@ def test_all_is_in_one_file(tmp_path: Path, written: dict[str, Path], capsys: py
     for section, text in (
         *(("training", "lm loss"), ("balance", "layer 3"), ("ranks", "as computed"), ("experts", "layer 2: load")),
         *(("decisions", "hosts added"), ("traffic", "Agg: gradients"), ("prediction", "predicted, ms")),
+        ("prediction", "exchange"),
     ):
         assert text in shown[section] and "<path" in shown[section], section
     assert shown["timeline"] == "PNG" and picture.read_bytes().startswith(b"\x89PNG")
@@ -121,6 +124,7 @@ def test_the_summary(written: dict[str, Path]) -> None:
         "hosts added per iteration": ("", "4.0"),
         "experts moved per iteration": ("", "2.00"),
         "Trans and Agg per iteration, MB": ("", "24.0"),
+        "predicted over measured layer time, median": ("", "0.69"),
         # For two layers: each rank sends away the tokens of 6 experts; copies keep two ranks' 40 tokens local
         "all-to-alls per iteration, tokens": ("576.0", f"{2 * (288 - 80 * 11 / 12):.1f}"),
         "iteration time, median, ms": ("500", "500"),
@@ -254,5 +258,5 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     run = runs.read_run(tmp_path, None, None, "local_first")
     ends = {tag: series.iterations_N[-1] for tag, series in run.scalars.items()}
     assert set(ends.values()) == {11, 12}
-    assert run.over_layers("ratio_before", "transfer_bytes").iterations_N.tolist() == list(range(1, 12))
+    assert run.over_layers("ratio_before", "measured_agg_seconds").iterations_N.tolist() == list(range(1, 12))
     make(tmp_path / "report.html", {"--tensorboard-dir": tmp_path})

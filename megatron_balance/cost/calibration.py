@@ -1,0 +1,114 @@
+"""How much longer the parts of a layer take than its cost model predicts.
+
+A factor of a component is measured over predicted seconds: the median over the latest iterations in which the component
+occurred, so that a few slow iterations have no effect. Each iteration's ratio is taken over all layers and ranks.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput
+
+WINDOW = 15
+"""Number of iterations that a factor is the median of."""
+
+LEAST, MOST = 1e-6, 1e6
+"""Limits of a factor."""
+
+Line = TypeVar("Line", Fit, Throughput)
+
+
+class Factors(NamedTuple):
+    """Measured over predicted seconds, by component."""
+
+    exchange: float = 1.0
+    """All-to-alls and their codecs."""
+
+    experts: float = 1.0
+    """Computation of the experts. That of the other layers, which hides Trans and Agg, is taken to be off alike."""
+
+    trans: float = 1.0
+    agg: float = 1.0
+
+
+UNCALIBRATED = Factors()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Running estimate of the factors."""
+
+    ratios: tuple[tuple[float, ...], ...] = ((),) * len(Factors._fields)
+    """The latest ratios of each component, oldest first; at most WINDOW."""
+
+    @property
+    def factors(self) -> Factors:
+        """The estimate; 1 for components that have never occurred."""
+        return Factors(*(statistics.median(ratios) if ratios else 1.0 for ratios in self.ratios))
+
+    def observe(self, measured: Sequence[float], predicted: Sequence[float], used: Factors) -> "Calibration":
+        """Return the estimate after one more iteration.
+
+        Args:
+            measured, predicted: seconds of each component. Without predicted seconds, it did not occur.
+            used: factors that the prediction contains.
+        """
+        found = []
+        for ratios, seconds, expected, factor in zip(self.ratios, measured, predicted, used, strict=True):
+            if expected > 0:
+                ratios = (*ratios, min(max(factor * seconds / expected, LEAST), MOST))[-WINDOW:]
+            found.append(ratios)
+        return Calibration(tuple(found))
+
+    def to_plain(self) -> list[list[float]]:
+        """Return lists and numbers for a checkpoint."""
+        return [list(ratios) for ratios in self.ratios]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Sequence[float]]) -> "Calibration":
+        """Return the inverse of `to_plain`."""
+        return cls(tuple(map(tuple, plain)))
+
+
+def calibrated(cost: CostModel, factors: Factors) -> CostModel:
+    """Return the cost model whose predictions contain the factors.
+
+    Messages of a Transfer take as much longer as those of an exchange.
+    """
+    if factors == UNCALIBRATED:
+        return cost
+    overlap = cost.overlap
+    if overlap is not None:
+        forward, backward = factors.experts * overlap.forward, factors.experts * overlap.backward
+        overlap = overlap._replace(forward=forward, backward=backward)
+    profile = calibrated_profile(cost.profile, factors)
+    return replace(cost, profile=profile, coding=factors.exchange * cost.coding, overlap=overlap)
+
+
+def calibrated_profile(profile: ClusterProfile, factors: Factors) -> ClusterProfile:
+    """Return the profile with the factors in all lines that a CostModel reads."""
+    by_kind = {"trans": factors.trans, "agg": factors.agg}
+    return replace(
+        profile,
+        links={
+            kind: {group: _slower(line, by_kind.get(kind, factors.exchange)) for group, line in groups.items()}
+            for kind, groups in profile.links.items()
+        },
+        messages={level: _slower(line, factors.exchange) for level, line in profile.messages.items()},
+        all_to_alls={name: _slower(line, factors.exchange) for name, line in profile.all_to_alls.items()},
+        forward=_slower(profile.forward, factors.experts),
+        backward=_slower(profile.backward, factors.experts),
+    )
+
+
+def _slower(line: Line, factor: float) -> Line:
+    """Return the line for a multiple of the seconds."""
+    if isinstance(line, Fit):
+        return line._replace(alpha=factor * line.alpha, beta=factor * line.beta)
+    return line._replace(
+        seconds_per_token=factor * line.seconds_per_token,
+        overhead=factor * line.overhead,
+    )
