@@ -53,9 +53,17 @@ class Case(NamedTuple):
     ffn: int
     """Inner width of an expert without gates; a gated expert has 3/2 of its own."""
     workload: str
+    """A synthetic workload, or WARM."""
 
+
+WARM = "warm"
+"""Two experts of rank 0 receive WARMER times the mean tokens of a rank each, all others evenly many."""
+
+WARMER = 1.75
 
 CASES = (
+    Case("Mixtral, two warm experts of one rank", "h100.yaml", 16, 32, 4096, 21504, WARM),
+    Case("GPT-MoE-L, two warm experts of one rank", "flexmoe.yaml", 32, 64, 2048, 8192, WARM),
     Case("Mixtral, two hot experts of one rank", "h100.yaml", 16, 32, 4096, 21504, "hot_rank"),
     Case("Mixtral, two hot experts of two ranks", "h100.yaml", 16, 16, 4096, 21504, "hot_rank"),
     Case("Mixtral, one hot expert, another half as hot", "h100.yaml", 16, 32, 4096, 21504, "hot_experts"),
@@ -76,6 +84,24 @@ def main() -> int:
     return 0
 
 
+def _loads(case: Case, tokens: int, seed: int) -> np.ndarray:
+    """Return the loads [D, E] of a case."""
+    if case.workload != WARM:
+        return load_matrix(
+            case.workload,
+            num_ranks=case.num_ranks,
+            num_experts=case.num_experts,
+            topk=TOPK,
+            tokens_per_rank=tokens,
+            seed=seed,
+            step=BURST_STEP,
+        )
+    warm = int(WARMER * TOPK * tokens / case.num_ranks)
+    counts_DE = np.full((case.num_ranks, case.num_experts), (TOPK * tokens - 2 * warm) // (case.num_experts - 2))
+    counts_DE[:, :2] = warm
+    return counts_DE
+
+
 def cost_model(case: Case) -> CostModel:
     """Return the cost model of bfloat16 experts with float32 gradients."""
     cluster = read(CLUSTERS / case.cluster)
@@ -86,15 +112,7 @@ def cost_model(case: Case) -> CostModel:
 
 def _table(case: Case, args: argparse.Namespace) -> None:
     cost, current = cost_model(case), Placement.identity(case.num_experts, case.num_ranks, SLOTS)
-    counts_DE = load_matrix(
-        case.workload,
-        num_ranks=case.num_ranks,
-        num_experts=case.num_experts,
-        topk=TOPK,
-        tokens_per_rank=args.tokens,
-        seed=args.seed,
-        step=BURST_STEP,
-    )
+    counts_DE = _loads(case, args.tokens, args.seed)
     print(f"\n{case.label}: D={case.num_ranks} E={case.num_experts}, {case.cluster}")
     print("policy            layer ms  over best  guests  exchanges  experts  Trans+Agg ms")
     plans: dict[str, tuple[CostModel, Placement]] = {}
