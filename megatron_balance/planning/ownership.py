@@ -140,7 +140,8 @@ def settle(
 
     A guest is expected to stay as long as it has already stayed, and another exchange to pay in as many iterations as
     it was proposed for. Several exchanges may be needed before any seconds are saved, because the slowest rank or link
-    decides. Exchanges between owners are sought in addition to the guests, and instead of them; the policy may lend again.
+    decides. Exchanges between owners are sought in addition to the guests, and instead of them, because the policy may
+    lend again later.
 
     Args:
         counts_BDE: [B, D, E] the loads that the placement is for.

@@ -101,15 +101,18 @@ class ProProphet(Policy):
         # The search counts the busiest rank's messages, the cost model also those before and after them on their routes
         timed = sorted((search.seconds(), index) for index, search in enumerate(searches))
         promising = min(limit, timed[0][0] * (1 + UNSURE))
+        found: list[tuple[float, int, Placement]] = []
         for estimate, index in timed[:CONFIRMED]:
-            if estimate >= promising:
-                break
-            planned = _placement(current, searches[index].chosen)
-            sending = cost.sending(planned)
-            work = cost.work_of(searches[index].loads_FBD)
-            if (seconds := float(cost.time_of(*work, sending.trans, sending.agg).total)) < limit:
-                best, limit = planned, seconds
-        return best
+            if estimate < promising:
+                planned = _placement(current, searches[index].chosen)
+                _, *sent = cost.transport.fewest_seconds(cost.transport.chains(planned)[0])
+                seconds = cost.time_of(*cost.work_of(searches[index].loads_FBD), *sent).total
+                found.append((float(seconds), index, planned))
+        if not found:
+            return best
+        seconds, _, planned = min(found)
+        # Chains are only one way to send experts
+        return planned if seconds < limit or cost.layer_seconds(counts, planned) < limit else best
 
 
 def _placement(current: Placement, chosen: Mapping[int, Chosen]) -> Placement:
