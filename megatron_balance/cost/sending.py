@@ -78,8 +78,9 @@ class SendingModel:
         if not placement.added_hosts:
             return Sending(1, 1, 0.0, 0.0)
         lines, received = self.chains(placement)
-        choices, hosts = [Sending(1, *self.fewest_seconds(lines))], max(map(len, placement.hosts))
-        if choices[0].trans > WORTHWHILE * self.fewest_seconds(np.array([[received, np.log2(hosts)]]))[1]:
+        choices, hosts = [Sending(1, *self.fewest_seconds(lines))], max(len({*ranks}) for ranks in placement.hosts)
+        least = np.array([[received, 0.0], [1.0, np.log2(hosts) - 1]])
+        if choices[0].trans > WORTHWHILE * self.fewest_seconds(least)[1]:
             for fanout in FANOUTS[1:]:
                 loads = LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
                 for route in routes(placement, self.profile.node_size, fanout, self.far).values():
