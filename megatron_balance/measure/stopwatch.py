@@ -283,11 +283,11 @@ def _messages(group: dist.ProcessGroup, buffer: torch.Tensor, count: int) -> Cal
 
 
 def _even_exchange(exchange: AllToAll, buffer: torch.Tensor) -> Call:
-    """Return a call in which each rank sends equal parts of its buffer to the others."""
+    """Return a call in which each rank sends equal parts of its buffer to the others, and keeps another such part."""
     size = exchange.group.size()
     each = -(-len(buffer) // (size - 1))
-    splits_DD = each * (1 - torch.eye(size, dtype=torch.int64))
-    sent = buffer.new_zeros(each * (size - 1))
+    splits_DD = torch.full((size, size), each)
+    sent = buffer.new_zeros(each * size)
     return lambda: exchange.start(sent, splits_DD).wait()
 
 
