@@ -114,6 +114,15 @@ def test_messages_of_different_rounds_share_adapters() -> None:
     assert alone.progress(plan)[0].tolist() == [30, 40]
 
 
+@pytest.mark.parametrize(("one_way", "seconds"), [(1.0, 20), (0.5, 5 + 10), (0.75, 7.5 + 10)])
+def test_fewer_messages_than_ranks_may_be_faster(one_way: float, seconds: float) -> None:
+    links = profile(2, 2, line(0.0, 1.0), line(0.0, 1.0), 2)
+    faster = {group: fit._replace(beta=one_way * fit.beta) for group, fit in links.links["p2p"].items()}
+    model = dataclasses.replace(FOUR, profile=dataclasses.replace(links, links={**links.links, "one_way": faster}))
+    plan = TransferPlan(((Message(0, 0, 1, 0),), (Message(1, 0, 1, 0), Message(2, 1, 0, 0))), chunks=1)
+    assert model.progress(plan)[0][-1] == seconds
+
+
 def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, backward: bool) -> list[Fraction]:
     """Return `SendingModel.progress` message by message, in exact numbers."""
     near, far = (model.profile.link(kind, level) for level in ("intra", "inter"))
