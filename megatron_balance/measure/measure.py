@@ -35,11 +35,12 @@ from megatron_balance.profile.cluster_profile import (
     load,
 )
 
-SIZES = tuple(4**power << 14 for power in range(6))
-"""Bytes of the messages that are timed: 16 KiB to 16 MiB."""
+SIZES = tuple(4**power << 13 for power in range(6))
+"""Bytes of the messages that are timed: 8 KiB to 8 MiB. Of two ranks, each then receives 16 MiB in an exchange; glibc
+allocates 32 MiB and more anew each time, which takes longer than copying them."""
 
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
-"""Sizes for fast links, on which 16 MiB take hardly longer than an empty message."""
+"""Sizes for fast links, on which 8 MiB take hardly longer than an empty message."""
 
 LARGEST_PIECE = 4 << 20
 """Maximum bytes of a piece of an expert that is timed: its expert and a guest have `ROUNDS` of them each."""

@@ -30,7 +30,7 @@ from megatron_balance.workloads.synthetic import load_matrix
 WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
 
 EXCHANGED_TOKENS = (24, 160, 700, 3000, 12000)
-"""Tokens per source rank; on a CPU, links are fitted to sizes from 16 KiB to 16 MiB."""
+"""Tokens per source rank; on a CPU, links are fitted to sizes from 8 KiB to 8 MiB."""
 
 COMPUTED_TOKENS = (100, 200, 370, 720, 1500)
 """Tokens per source rank; with balanced load each rank computes twice as many. Experts are fitted to 256 to 4096."""
