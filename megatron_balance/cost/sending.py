@@ -88,10 +88,16 @@ class SendingModel:
                 choices.append(Sending(fanout, *self.fewest_seconds(np.array(loads.lines))))
         return min(choices, key=lambda choice: choice.trans)
 
+    def along_chains(self, placement: Placement) -> Sending:
+        """Return the pieces with the fewest seconds if every expert travels along a chain; `best` is not slower."""
+        if not placement.added_hosts:
+            return Sending(1, 1, 0.0, 0.0)
+        return Sending(1, *self.fewest_seconds(self.chains(placement)[0]))
+
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
 
-        It is `route_of` with `fanout` 1 and `LinkLoads` for all experts at once.
+        It is `route_of` with `fanout` 1 and `LinkLoads` for all experts at once. There is at least one guest.
         """
         network, num_ranks = self.network, self.profile.num_ranks
         guests_DG, owner_E, node_D = np.asarray(placement.guests), np.asarray(placement.owners), network.node_D

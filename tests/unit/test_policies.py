@@ -135,6 +135,18 @@ def test_pro_prophet_decides_by_exact_times(monkeypatch: pytest.MonkeyPatch) -> 
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
 
 
+def test_selections_without_guests_are_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
+    counts_DE[:, 0] = [5_000, 10, 10, 40_000]
+    seconds = _Search.seconds
+    # An expert may find no rank with a free slot, and sums of loads differ by rounding
+    monkeypatch.setattr(_Search, "seconds", lambda search: seconds(search) * (1 - 1e-15 * len(search.chosen)))
+    monkeypatch.setattr(_Search, "select", lambda search, *_: search.free_D.fill(0) or search.spread(7))
+    monkeypatch.setattr(_Search, "repeat", lambda *_: False)
+    monkeypatch.setattr(pro_prophet, "hottest_first", lambda _: [])
+    assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
+
+
 def test_top_k_copies_the_heaviest_to_all() -> None:
     counts_DE = np.array([[5, 1, 9, 0]] * 4)
     current = Placement.identity(4, 4, 2)

@@ -105,8 +105,9 @@ class ProProphet(Policy):
         for estimate, index in timed[:CONFIRMED]:
             if estimate < promising:
                 planned = _placement(current, searches[index].chosen)
-                _, *sent = cost.transport.fewest_seconds(cost.transport.chains(planned)[0])
-                seconds = cost.time_of(*cost.work_of(searches[index].loads_FBD), *sent).total
+                sending = cost.transport.along_chains(planned)
+                work = cost.work_of(searches[index].loads_FBD)
+                seconds = cost.time_of(*work, sending.trans, sending.agg).total
                 found.append((float(seconds), index, planned))
         if not found:
             return best
