@@ -186,7 +186,7 @@ class CostModel:
 
     def exchange_seconds(self, tokens: Crossing) -> np.ndarray:
         """Return [...] the seconds of one exchange beyond its latency, Eq. 1 on the busiest link or adapter."""
-        seconds = self.exchange.one_stage_seconds(tokens * self.token_bytes)
+        seconds = self.exchange.one_stage_seconds(tokens.scaled(self.token_bytes))
         if self.coding:
             seconds = seconds + self.coding * (tokens.near_2XD + tokens.far_2XD).max((0, -1))
         return seconds

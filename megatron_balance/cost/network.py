@@ -56,7 +56,8 @@ class Crossing(NamedTuple):
     far_2XD: np.ndarray
     """[2, ..., D] sent to and received from other nodes."""
 
-    def __mul__(self, factor: float) -> "Crossing":  # type: ignore[override]
+    def scaled(self, factor: float) -> "Crossing":
+        """Return the amounts in another unit, such as bytes for tokens."""
         return Crossing(self.near_2XD * factor, self.far_2XD * factor)
 
 

@@ -279,7 +279,7 @@ class Change(NamedTuple):
     sent_AD: np.ndarray
     extra_A: np.ndarray
 
-    def __add__(self, other: "Change") -> "Change":  # type: ignore[override]
+    def with_other(self, other: "Change") -> "Change":
         """Return the change of both modifications, which are of different experts."""
         extra_A = np.maximum(self.extra_A, other.extra_A)
         return Change(self.loads_AFBD + other.loads_AFBD, self.sent_AD + other.sent_AD, extra_A)

@@ -97,7 +97,7 @@ def test_the_busiest_resource_is_that_of_a_loop_over_all_of_them(num_ranks: int,
     batches_BDD = rng.integers(0, 9, (2, num_ranks, num_ranks)) * (rng.random((2, num_ranks, num_ranks)) < 0.4)
     found = net.byte_seconds(net.crossing(batches_BDD.astype(float)))
     assert found == pytest.approx([by_loop(net, bytes_DD) for bytes_DD in batches_BDD])
-    doubled = net.byte_seconds(net.crossing(batches_BDD.astype(float)) * 2)
+    doubled = net.byte_seconds(net.crossing(batches_BDD.astype(float)).scaled(2))
     assert doubled == pytest.approx(2 * found)
 
 

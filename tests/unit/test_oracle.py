@@ -60,7 +60,7 @@ def every_placement(owners: Placement) -> Iterator[Placement]:
 
 
 def every_copy(owners: Placement) -> Iterator[Placement]:
-    """Yield all guests beside the owners, one slot for each rank."""
+    """Yield all placements in which owners host and each rank has at most one guest."""
     choices = [[None, *({*range(owners.num_experts)} - {*home})] for home in owners.home]
     for guests in itertools.product(*choices):
         yield owners.with_hosts((expert, rank) for rank, expert in enumerate(guests) if expert is not None)

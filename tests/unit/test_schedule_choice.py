@@ -120,7 +120,7 @@ def test_exchanges_from_the_lines_of_links() -> None:
     """Two nodes of four ranks; a batch takes 0.9 of a message's latency, and each message a tenth."""
     shape = SHAPE._replace(esp=2)
     y, rows = 2.0 * ETM * 2 / 2, 2.0 * ETM
-    # Half of what a rank sends leaves the node
+    # Half of the bytes that a rank sends leave the node
     all_to_all, far_bytes = 900 + 4 * 100 + 10 * y / 2, 10 * y / 2
     gather = 100 + rows
     model = links(4)

@@ -211,7 +211,7 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
         if not len(rank_A):
             continue
         change = state.changed(np.full_like(rank_A, expert), (rank_A, 1))
-        change += state.changed(smallest_D[rank_A], (rank_A, -1))
+        change = change.with_other(state.changed(smallest_D[rank_A], (rank_A, -1)))
         if (choice := _fastest(state, expert, place, change, change.loads_AFBD[:, COMPUTED].any(1))) is not None:
             rank = int(rank_A[choice])
             return [Shrink(int(smallest_D[rank]), rank), Expand(expert, rank)]
@@ -228,7 +228,10 @@ def _expansions(state: VExperts, expert: int, slowest: int, rank_R: np.ndarray) 
     near_R = rank_R[network.node_D[rank_R] == network.node_D[state.layer.owner_E[expert]]]
     groups = [rank_R[[index]] for index in range(min(CANDIDATES, len(rank_R)))]
     groups += [
-        ranks[:count] for ranks in (rank_R, near_R) for count in {*GROUPS, len(ranks)} if 1 < count <= len(ranks)
+        ranks[:count]
+        for ranks in (rank_R, near_R)
+        for count in sorted({*GROUPS, len(ranks)})
+        if 1 < count <= len(ranks)
     ]
     groups += [near_R[[index]] for index in range(min(CANDIDATES, len(near_R))) if len(near_R) < len(rank_R)]
     more_AD = np.zeros((len(groups) + (state.number_E[expert] > 1), len(state.sent_D)), dtype=np.int64)
@@ -308,7 +311,7 @@ def _migrate(state: VExperts) -> Sequence[Modification]:
     change = state.changed(expert_A, (source_A, -1), (target_A, 1))
     swaps_A = 1 * (partner_A != EMPTY)
     back = state.changed(np.maximum(partner_A, 0), (target_A, -swaps_A), (source_A, swaps_A))
-    for row in _saving(state, change + back)[:1]:
+    for row in _saving(state, change.with_other(back))[:1]:
         return [Migrate(*(int(part_A[row]) for part_A in (expert_A, source_A, target_A, partner_A)))]
     return []
 
