@@ -85,7 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--balance-log-dir", type=Path, help="load matrices and placements")
     parser.add_argument("--balance-timeline", type=Path, help="timelines of the ranks; the latest iteration is drawn")
     parser.add_argument("--before-tensorboard-dir", type=Path, help="events of a run without balancing")
-    parser.add_argument("--balance-token-split", choices=get_args(Split), default="local_first", help="as in the run")
+    parser.add_argument(
+        "--balance-token-split",
+        choices=get_args(Split),
+        default="proportional",
+        help="as in the run; default: what pro_prophet and flexmoe prefer",
+    )
     parser.add_argument("--token-bytes", type=positive_int, help="hidden size times bytes per number; gives megabytes")
     parser.add_argument("--title", default="Balance report")
     parser.add_argument("--output", type=Path, required=True, help="the HTML file to write")

@@ -19,7 +19,7 @@ POWER = 4
 """Exponent of the soft maximum."""
 
 SIGNS = np.array([-1, 1])
-"""Signs of what leaves the source and enters the target."""
+"""Signs of the changes of two workers: the source loses an amount, and the target gains it."""
 
 
 class Times(NamedTuple):
