@@ -47,9 +47,9 @@ class Quota(Policy):
     are worth their Trans and Agg are the first ones. What they leave the busiest rank is the capacity of a second fit,
     which needs fewer guests. This happens with guests on their owner's node only, and with guests anywhere.
 
-    On few ranks it also happens after the experts that other nodes have most tokens for have guests there, which compute
-    the tokens of their nodes, so that these do not leave them. The cost model decides between all these plans and no
-    guests. With several microbatches, each is leveled in turn, given the guests for the others.
+    On few ranks it also happens after the experts that other nodes have most tokens for get guests there, which compute
+    their nodes' tokens, so that these do not leave them. The cost model decides between all these plans and no guests.
+    With several microbatches, each is leveled in turn, given the guests for the others.
     """
 
     name = "quota"
