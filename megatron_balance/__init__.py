@@ -25,6 +25,7 @@ Rooms
     flow         where a token goes: one layer, one iteration
     timeline     when experts' weights and gradients move: one iteration to the next
     planning     which placement comes next: predictions, policies, Transfers
+    kernels      decisions on the device, for loads that the host would have to wait for
     cost         how long a layer, an exchange or a Trans takes, from a cluster's profile
     placement    which ranks own and host which experts, and the messages that follow
     comm         how rows and experts travel: all-to-alls, codecs, transfers

@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
+source scripts/fetch.sh
 
 "${PYTHON}" -m ruff format --check .
 "${PYTHON}" -m ruff check .

@@ -17,7 +17,7 @@ LEVELS = (
     {"files", "config", "job", "device"},
     {"profile", "placement", "workloads"},
     {"cost"},
-    {"planning", "observe", "comm"},
+    {"planning", "observe", "comm", "kernels"},
     {"flow", "timeline"},
     {"measure", "training"},
     {"checkpoint"},

@@ -1,0 +1,239 @@
+"""`planning.fit.fit` on the device, to the bit.
+
+The exact load of a layer is known only when its router has run, and only on the device. A host that plans from it has
+to wait for the device and then launches the layer's other kernels late. Here, the host never reads a value. One program
+makes one layer's moves, in whole numbers, in a fixed order and without atomics, so all ranks that know the same loads
+find the same moves.
+
+A value and its index form one int64 key, value * 2**INDEX_BITS + index, so that one maximum finds both, with ties as in
+`planning.fit`. All state stays in the program's registers.
+
+Letters that differ: M moves; N states, one before each move and one at the end; F the fields of a Move.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_balance.planning.fit import PARTS
+
+INDEX_BITS = 20
+"""Experts, and ranks when the last node is counted as a full one, are fewer than 2**INDEX_BITS."""
+
+_BITS = tl.constexpr(INDEX_BITS)
+_INDEX = tl.constexpr((1 << INDEX_BITS) - 1)
+_NONE = tl.constexpr(-(1 << 62))
+"""A key below all others."""
+_PARTS = tl.constexpr(PARTS)
+
+EXPERTS_PER_WARP = 512
+"""A thread then keeps 16 keys of experts."""
+
+MAX_WARPS = 8
+
+
+class Fits(NamedTuple):
+    """The moves of each layer, int64, on the device of the loads. What follows a layer's last move is 0."""
+
+    moves_LMF: torch.Tensor
+    """[L, D * (S + 1), 4] fields of a `planning.fit.Move`: expert, source, target, tokens."""
+    number_L: torch.Tensor
+    """Number of moves."""
+    excess_LN: torch.Tensor
+    """[L, D * (S + 1) + 1] `planning.fit.Fitted.excess`."""
+    quotas_LED: torch.Tensor
+    """Tokens of each expert that each rank computes, of those that its owner may give away."""
+
+
+def fit(
+    tokens_LDS: torch.Tensor,
+    experts_LDS: torch.Tensor,
+    loads_LD: torch.Tensor,
+    capacities_LD: torch.Tensor,
+    slots_LD: torch.Tensor,
+    *,
+    num_experts: int,
+    node_size: int,
+    far: int = PARTS,
+    reaches_far: bool = True,
+    fills: bool = False,
+) -> Fits:
+    """Move each layer's tokens as `planning.fit.fit` does, without waiting for the device.
+
+    Tensors are int64, on one CUDA device. With TRITON_INTERPRET=1 in the environment, they may be in host memory.
+
+    Args:
+        tokens_LDS: tokens of the experts that a rank may give away, below 2**42; 0: no such expert.
+        experts_LDS: numbers of these experts, below num_experts; each occurs once in a layer.
+        loads_LD: tokens of each rank, also those that stay, below 2**42.
+        capacities_LD: tokens that a rank may have, below 2**42.
+        slots_LD: number of guests that a rank can take.
+        num_experts: number of logical experts.
+        node_size: number of consecutive ranks that share a node.
+        far: cost of a guest on another node, in PARTS of one on the owner's node; below 2**INDEX_BITS.
+        reaches_far: whether guests may be on other nodes than the owner.
+        fills: whether a guest takes over as many tokens as it has room for.
+
+    Raises:
+        ValueError: if a tensor has another type, shape or device, or if a number is too large for a key.
+    """
+    layers, ranks, homes = tokens_LDS.shape
+    per_rank = {"loads": loads_LD, "capacities": capacities_LD, "slots": slots_LD}
+    _check(tokens_LDS, {"experts": experts_LDS}, (layers, ranks, homes))
+    _check(tokens_LDS, per_rank, (layers, ranks))
+    largest = max(num_experts, -(-ranks // node_size) * node_size, far)
+    if largest >> INDEX_BITS:
+        raise ValueError(f"{num_experts} experts, {ranks} ranks and far {far} must be below {1 << INDEX_BITS}")
+    # Each move ends an expert, a rank's room or, unless it fills, a rank's excess. No rank has both
+    most = ranks * (homes + 1)
+    fits = Fits(
+        moves_LMF=tokens_LDS.new_zeros(layers, most, 4),
+        number_L=tokens_LDS.new_zeros(layers),
+        excess_LN=tokens_LDS.new_zeros(layers, most + 1),
+        quotas_LED=tokens_LDS.new_zeros(layers, num_experts, ranks),
+    )
+    given = (tensor.contiguous() for tensor in (tokens_LDS, experts_LDS, *per_rank.values()))
+    chosen = constants(ranks, homes, num_experts, node_size=node_size, reaches_far=reaches_far, fills=fills)
+    fit_kernel[(layers,)](*given, *fits, far, **chosen, num_warps=warps(ranks * homes))
+    return fits
+
+
+def constants(
+    ranks: int, homes: int, num_experts: int, *, node_size: int, reaches_far: bool, fills: bool
+) -> dict[str, int | bool]:
+    """Return the constants that the kernel is compiled for."""
+    return {
+        "RANKS": ranks,
+        "HOMES": homes,
+        "EXPERTS": num_experts,
+        "NODE_SIZE": node_size,
+        "REACHES_FAR": reaches_far,
+        "FILLS": fills,
+        "RANKS_BLOCK": triton.next_power_of_2(ranks),
+        "HOMES_BLOCK": triton.next_power_of_2(ranks * homes),
+    }
+
+
+def warps(experts: int) -> int:
+    """Return the number of warps for a layer with so many experts, a power of two."""
+    return min(MAX_WARPS, max(1, triton.next_power_of_2(experts) // EXPERTS_PER_WARP))
+
+
+def _check(tokens: torch.Tensor, others: dict[str, torch.Tensor], shape: tuple[int, ...]) -> None:
+    if not tokens.is_cuda and isinstance(fit_kernel, triton.JITFunction):
+        raise ValueError(f"tokens are on {tokens.device}: move them to a CUDA device, or set TRITON_INTERPRET=1")
+    for name, tensor in {"tokens": tokens, **others}.items():
+        if tensor.dtype != torch.int64 or tensor.device != tokens.device:
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: give it as int64 on {tokens.device}")
+    for name, tensor in others.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {[*tensor.shape]}: tokens {[*tokens.shape]} need {[*shape]}")
+
+
+@triton.jit(do_not_specialize=["far"])
+def fit_kernel(
+    tokens_LDS,
+    experts_LDS,
+    loads_LD,
+    capacities_LD,
+    slots_LD,
+    moves_LMF,
+    number_L,
+    excess_LN,
+    quotas_LED,
+    far,
+    RANKS: tl.constexpr,
+    HOMES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    NODE_SIZE: tl.constexpr,
+    REACHES_FAR: tl.constexpr,
+    FILLS: tl.constexpr,
+    RANKS_BLOCK: tl.constexpr,
+    HOMES_BLOCK: tl.constexpr,
+):
+    """Make the moves of the layer that is the program's number. `fit` and `constants` explain the arguments."""
+    layer = tl.program_id(0).to(tl.int64)
+    moves = moves_LMF + layer * (RANKS * (HOMES + 1) * 4)
+    states = excess_LN + layer * (RANKS * (HOMES + 1) + 1)
+    quotas = quotas_LED + layer * (EXPERTS * RANKS)
+    movable, owner = _read_experts(tokens_LDS, experts_LDS, layer, RANKS, HOMES, HOMES_BLOCK)
+    rank = tl.arange(0, RANKS_BLOCK)
+    node = rank // NODE_SIZE
+    above, rooms, slots = _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS, NODE_SIZE)
+    number, busiest = 0, tl.max(above)
+    stuck = tl.min(tl.where(rank < RANKS, above, busiest)) >> _BITS
+    tl.store(states, busiest >> _BITS)
+    while (busiest >> _BITS) > 0:
+        excess, source = busiest >> _BITS, busiest & _INDEX
+        largest = tl.max(tl.where(owner == source, movable, 0))
+        wanted = largest >> _BITS if FILLS else tl.minimum(largest >> _BITS, excess)
+        chosen = tl.max(tl.where(node == source // NODE_SIZE, rooms, 0))
+        if REACHES_FAR:
+            chosen = _worth(wanted, chosen, tl.max(rooms), far)
+        moved = tl.minimum(wanted, chosen >> _BITS)
+        if moved > 0:
+            target = _mirrored(chosen & _INDEX, RANKS, NODE_SIZE)
+            movable -= tl.where(movable == largest, moved << _BITS, 0)
+            above -= tl.where(rank == source, moved << _BITS, 0)
+            slots -= tl.where(rank == target, 1, 0)
+            # Without a slot, a rank has no room
+            rooms -= tl.where(rank == target, tl.where(slots != 0, moved, chosen >> _BITS) << _BITS, 0)
+            rooms += tl.where((rank == source) & (slots != 0), tl.maximum(moved - excess, 0) << _BITS, 0)
+            busiest = tl.max(above)
+            _write_move(moves + number * 4, largest & _INDEX, source, target, moved)
+            tl.store(quotas + (largest & _INDEX) * RANKS + target, moved)
+            number += 1
+            tl.store(states + number, tl.maximum(busiest >> _BITS, stuck))
+        else:
+            stuck = tl.maximum(stuck, excess)
+            above = tl.where(rank == source, _NONE, above)
+            busiest = tl.max(above)
+    tl.store(number_L + layer, number)
+    left = movable >> _BITS
+    tl.store(quotas + (movable & _INDEX) * RANKS + owner, left, mask=left > 0)
+
+
+@triton.jit
+def _read_experts(tokens_LDS, experts_LDS, layer, RANKS: tl.constexpr, HOMES: tl.constexpr, HOMES_BLOCK: tl.constexpr):
+    """Return keys (tokens, expert) of all ranks' experts, and the experts' owners."""
+    home = tl.arange(0, HOMES_BLOCK)
+    at, present = layer * (RANKS * HOMES) + home, home < RANKS * HOMES
+    tokens = tl.load(tokens_LDS + at, mask=present, other=0)
+    return (tokens << _BITS) + tl.load(experts_LDS + at, mask=present, other=0), home // HOMES
+
+
+@triton.jit
+def _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS: tl.constexpr, NODE_SIZE: tl.constexpr):
+    """Return keys (excess, rank) and (room, mirrored rank), and the number of slots."""
+    at, present = layer * RANKS + rank, rank < RANKS
+    slots = tl.load(slots_LD + at, mask=present, other=0)
+    excess = tl.load(loads_LD + at, mask=present, other=0) - tl.load(capacities_LD + at, mask=present, other=0)
+    room = tl.where((excess < 0) & (slots != 0), -excess, 0)
+    above = tl.where(present, (excess << _BITS) + rank, _NONE)
+    return above, tl.where(present, (room << _BITS) + _mirrored(rank, RANKS, NODE_SIZE), 0), slots
+
+
+@triton.jit
+def _mirrored(rank, RANKS: tl.constexpr, NODE_SIZE: tl.constexpr):
+    """Return the rank with the order of nodes reversed, or a rank from this number.
+
+    Of equal rooms, the largest key is then that of the first node, and on a node that of the last rank.
+    """
+    return ((RANKS - 1) // NODE_SIZE - rank // NODE_SIZE) * NODE_SIZE + rank % NODE_SIZE
+
+
+@triton.jit
+def _worth(wanted, near, other, far):
+    """Return the key of the room to use: the roomiest one on the source's node, or of all."""
+    takes, reached = tl.minimum(wanted, near >> _BITS), tl.minimum(wanted, other >> _BITS)
+    return tl.where((takes < wanted) & (reached * _PARTS > takes * far), other, near)
+
+
+@triton.jit
+def _write_move(at, expert, source, target, tokens):
+    tl.store(at, expert)
+    tl.store(at + 1, source)
+    tl.store(at + 2, target)
+    tl.store(at + 3, tokens)

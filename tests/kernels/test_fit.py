@@ -1,0 +1,62 @@
+"""The kernel of `fit` under Triton's interpreter: to the bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron_balance.kernels import fit as kernel
+from tests.kernels.equal import fits_equal, zipf
+from tests.unit.test_fit import cases
+
+
+@settings(deadline=None)
+@given(cases())
+def test_the_kernel_is_the_function(case: dict) -> None:
+    fits_equal([case], "cpu")
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_64_ranks_and_several_layers(fills: bool) -> None:
+    fits_equal(zipf(0, fills=fills), "cpu")
+
+
+def test_values_up_to_the_limit() -> None:
+    # Two equal ranks above and two below: all keys have large values
+    many = 2**42 - 4
+    case = {"experts": [[(many, 0)], [(many, 1)], [], []], "loads": [many, many, 0, 0], "capacities": [many // 2] * 4}
+    fits_equal([{**case, "slots": [1] * 4, "node_size": 2, "far": 1.0, "reaches_far": True, "fills": False}], "cpu")
+
+
+def arguments(**others: torch.Tensor) -> dict:
+    per_rank = {name: torch.zeros(1, 2, dtype=torch.int64) for name in ("loads_LD", "capacities_LD", "slots_LD")}
+    tokens = torch.zeros(1, 2, 3, dtype=torch.int64)
+    return {"tokens_LDS": tokens, "experts_LDS": tokens, **per_rank, "num_experts": 6, "node_size": 2, **others}
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"loads_LD": torch.zeros(1, 2)}, "loads is torch.float32 on cpu: give it as int64"),
+        ({"slots_LD": torch.zeros(1, 3, dtype=torch.int64)}, r"slots has shape \[1, 3\]: .* need \[1, 2\]"),
+        ({"num_experts": 2**20}, "1048576 experts"),
+        ({"far": 2**20}, "far 1048576"),
+    ],
+)
+def test_mistakes_are_named(others: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernel.fit(**arguments(**others))
+
+
+def test_the_host_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tensors without values, for a kernel that does nothing
+    monkeypatch.setattr(kernel, "fit_kernel", {(1,): lambda *tensors, **constants: None})
+    given = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in arguments().items()
+    }
+    assert kernel.fit(**given).quotas_LED.shape == (1, 6, 2)
+
+
+def test_host_memory_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel.triton, "JITFunction", type(kernel.fit_kernel))
+    with pytest.raises(ValueError, match=r"tokens are on cpu: .* TRITON_INTERPRET=1"):
+        kernel.fit(**arguments())
