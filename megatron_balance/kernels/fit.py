@@ -162,8 +162,7 @@ def fit_kernel(
     rank = tl.arange(0, RANKS_BLOCK)
     node = rank // NODE_SIZE
     above, rooms, slots = _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS, NODE_SIZE)
-    number, busiest = 0, tl.max(above)
-    stuck = tl.min(tl.where(rank < RANKS, above, busiest)) >> _BITS
+    number, busiest, stuck = 0, tl.max(above), tl.min(above) >> _BITS
     tl.store(states, busiest >> _BITS)
     while (busiest >> _BITS) > 0:
         excess, source = busiest >> _BITS, busiest & _INDEX

@@ -20,6 +20,16 @@ def test_64_ranks_and_several_layers(fills: bool) -> None:
     fits_equal(zipf(0, fills=fills), "cpu")
 
 
+@pytest.mark.parametrize(("far", "near", "other"), [(0.5, 20, 20), (1.0, 10, 10), (2.0, 10, 20)])
+def test_equal_rooms_and_equal_costs(far: float, near: int, other: int) -> None:
+    # Rank 3 has 20 tokens too many, and two equal experts. A move to another node would be as good, but not better
+    rooms = [other, other, near, 0, other, other]
+    loads = [40 - room for room in rooms]
+    loads[3] = 60
+    case = {"experts": [[], [], [], [(30, 5), (30, 4)], [], []], "loads": loads, "capacities": [40] * 6}
+    fits_equal([{**case, "slots": [1] * 6, "node_size": 2, "far": far, "reaches_far": True, "fills": False}], "cpu")
+
+
 def test_values_up_to_the_limit() -> None:
     # Two equal ranks above and two below: all keys have large values
     many = 2**42 - 4

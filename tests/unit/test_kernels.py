@@ -36,7 +36,8 @@ def test_without_a_gpu(file: str, tmp_path: Path) -> None:
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     # Without conftest.py, which imports megatron-core and leaves these files out of all other runs
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", f"tests/kernels/{file}"]
+    flags = ["--noconftest", "-p", "no:cacheprovider", "--timeout=120"]
+    command = [sys.executable, "-m", "pytest", *flags, f"tests/kernels/{file}"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
