@@ -8,7 +8,6 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
 PARTS = 64
 """Costs of guests are compared in whole parts of that of a guest on its owner's node, so that devices agree."""
 
