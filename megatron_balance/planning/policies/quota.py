@@ -202,6 +202,10 @@ class _Layer:
             return min(found, fit(*given, **reach, fills=True), key=lambda fit: fit.excess[-1])
 
         busiest = EVEN * mean
+        if not reaches_far:
+            # A node keeps its tokens
+            loads_N, rate_N = (np.add.reduceat(part_D, network.first_N) for part_D in (loads_D, rate_D))
+            busiest = EVEN * float((loads_N / rate_N).max())
         found = fitted(busiest)
         number = self._worthwhile(busiest, found, guests) if share is None else round(share * len(found.moves))
         if number and found.excess[number] > 0:
