@@ -95,6 +95,9 @@ class _Layer:
     cost: CostModel
     counts_EBD: np.ndarray
     owner_E: np.ndarray
+    home_DH: np.ndarray
+    """Experts of each rank."""
+
     owned_FBD: np.ndarray
     """`owner_loads` of all experts."""
 
@@ -116,6 +119,7 @@ class _Layer:
             cost=cost,
             counts_EBD=counts_EBD,
             owner_E=owner_E,
+            home_DH=np.array(current.home),
             owned_FBD=owner_loads(network, counts_EBD, owner_E),
             tokens_BE=counts_BDE.sum(1),
             total_E=counts_BDE.sum((0, 1)).tolist(),
@@ -180,15 +184,14 @@ class _Layer:
     def _moves(self, tokens_E: np.ndarray, guests: Guests, reaches_far: bool, share: float | None) -> list[Move]:
         """Return the moves of a microbatch's tokens that are worth their cost, given guests for other microbatches."""
         network, rate_D = self.cost.network, self.cost.rate_D
-        loads_D, slots, left_E = self._loads(tokens_E, guests), [self.slots] * network.num_ranks, tokens_E.tolist()
+        loads_D, slots, left_E = self._loads(tokens_E, guests), [self.slots] * network.num_ranks, tokens_E.copy()
         for (expert, rank), whole in guests.items():
             slots[rank] -= 1
             left_E[expert] -= -(-whole * int(tokens_E[expert]) // self.total_E[expert])
-        experts: list[list[tuple[int, int]]] = [[] for _ in slots]
+        # Pairs (tokens, expert) as single numbers, sorted for each owner
+        keys_DH = np.sort(np.maximum(left_E, 0)[self.home_DH] * len(left_E) + self.home_DH, axis=1)
+        experts = [[divmod(key, len(left_E)) for key in row] for row in keys_DH.tolist()]
         mean = float(loads_D.sum() / rate_D.sum())
-        for expert, (owner, left) in enumerate(zip(self.owner_E.tolist(), left_E, strict=True)):
-            if left > 0:
-                experts[owner].append((left, expert))
 
         def fitted(busiest: float) -> Fitted:
             """Fit with so many tokens on the busiest rank, or on one of average speed."""
