@@ -265,3 +265,60 @@ BOUNDED: Mapping[str, BoundedPlanner] = {
 
 PLANNERS: Mapping[str, Planner] = {**BOUNDED, "moonep": moonep, "eplb": eplb}
 """All planners by name, with their own targets."""
+
+
+def floor_of(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: int) -> int:
+    """Return a lower bound of the heaviest rank's tokens over all plans with so many slots, also with lent experts.
+
+    It is the smallest limit that no counting argument excludes; see `_may_fit`.
+    """
+    load_D = np.bincount(owner_E, weights=tokens_E, minlength=num_ranks).astype(np.int64)
+    low, high = int(-(-load_D.sum() // num_ranks)), int(load_D.max())
+    while low < high:
+        middle = (low + high) // 2
+        if _may_fit(middle, tokens_E, owner_E, load_D, slots):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _may_fit(limit: int, tokens_E: np.ndarray, owner_E: np.ndarray, load_D: np.ndarray, slots: int) -> bool:
+    """Return False only if no plan keeps all ranks within the limit; if True, so is the result for higher limits.
+
+    All guests need slots, those of one rank's experts on other ranks, and a rank below the limit receives at most what
+    the guests in its slots can take.
+    """
+    needed_D = _needed(limit, tokens_E, owner_E, load_D)
+    most = int(np.minimum(np.sort(tokens_E)[-slots:], limit).sum()) if slots else 0
+    taken = np.minimum(limit - load_D[load_D < limit], most).sum()
+    return bool(
+        needed_D.sum() <= len(load_D) * slots
+        and needed_D.max() <= (len(load_D) - 1) * slots
+        and taken >= (load_D - limit).clip(0).sum()
+    )
+
+
+def fewest_copies(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, target: float) -> int:
+    """Return a lower bound of the guests of all plans within a target, whatever the number of slots.
+
+    Ranks above the limit need guests that take their excess, and all excess needs ranks with room.
+    """
+    load_D = np.bincount(owner_E, weights=tokens_E, minlength=num_ranks).astype(np.int64)
+    limit = limit_of(int(load_D.sum()), num_ranks, target)
+    excess, room_D = (load_D - limit).clip(0).sum(), np.sort((limit - load_D).clip(0))[::-1]
+    receivers = 1 + int(np.searchsorted(np.cumsum(room_D), excess)) if excess else 0
+    return max(receivers, int(_needed(limit, tokens_E, owner_E, load_D).sum()))
+
+
+def _needed(limit: int, tokens_E: np.ndarray, owner_E: np.ndarray, load_D: np.ndarray) -> np.ndarray:
+    """Return [D] a lower bound of the guests of each rank's experts if all ranks are within the limit.
+
+    A guest takes at most the limit, and at most its expert's tokens.
+    """
+    needed_D = np.zeros(len(load_D), dtype=np.int64)
+    for rank in np.flatnonzero(load_D > limit).tolist():
+        whole_A, rest_A = np.divmod(tokens_E[owner_E == rank], limit)
+        pieces = [limit] * int(whole_A.sum()) + sorted(rest_A.tolist(), reverse=True)
+        needed_D[rank] = 1 + np.searchsorted(np.cumsum(pieces), load_D[rank] - limit)
+    return needed_D
