@@ -298,7 +298,7 @@ def _print_small() -> None:
 
 
 def least_ratio(load: Load, slots: int) -> float:
-    """Return the least max/mean of all plans, with fractions of tokens: the layer's time if only computation has one."""
+    """Return the least max/mean of all plans, with fractions of tokens: the time of computation alone."""
     profile = free(builtin(load.num_ranks, load.num_ranks, HIDDEN, GATED_FFN))
     profile = dataclasses.replace(
         profile, forward=Throughput(1.0, 0.0, 0.0, 0.0), backward=Throughput(0.0, 0.0, 0.0, 0.0)
