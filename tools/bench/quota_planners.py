@@ -293,22 +293,31 @@ def _may_fit(limit: int, tokens_E: np.ndarray, owner_E: np.ndarray, load_D: np.n
     most = int(np.minimum(np.sort(tokens_E)[-slots:], limit).sum()) if slots else 0
     taken = np.minimum(limit - load_D[load_D < limit], most).sum()
     return bool(
-        needed_D.sum() <= len(load_D) * slots
+        max(needed_D.sum(), _receptions(limit, load_D)) <= len(load_D) * slots
         and needed_D.max() <= (len(load_D) - 1) * slots
         and taken >= (load_D - limit).clip(0).sum()
     )
 
 
 def fewest_copies(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, target: float) -> int:
-    """Return a lower bound of the guests of all plans within a target, whatever the number of slots.
-
-    Ranks above the limit need guests that take their excess, and all excess needs ranks with room.
-    """
+    """Return a lower bound of the guests of all plans within a target, whatever the number of slots."""
     load_D = np.bincount(owner_E, weights=tokens_E, minlength=num_ranks).astype(np.int64)
     limit = limit_of(int(load_D.sum()), num_ranks, target)
-    excess, room_D = (load_D - limit).clip(0).sum(), np.sort((limit - load_D).clip(0))[::-1]
-    receivers = 1 + int(np.searchsorted(np.cumsum(room_D), excess)) if excess else 0
-    return max(receivers, int(_needed(limit, tokens_E, owner_E, load_D).sum()))
+    return max(_receptions(limit, load_D), int(_needed(limit, tokens_E, owner_E, load_D).sum()))
+
+
+def _receptions(limit: int, load_D: np.ndarray) -> int:
+    """Return a lower bound of the guests, from the tokens that ranks below the limit have room for.
+
+    Let S(k) be the k largest rooms. All excess X needs at least K(X) receivers, the fewest with S(K) >= X. Draw an edge
+    from owner to host for each guest: n donors and the receivers that a connected part of the graph has need at least
+    n + K(X) - 1 edges, for the excess X of these donors. As S is concave, K(x + y) >= K(x) + K(y) - 1, so this is at
+    least the sum of K(x) over the donors.
+    """
+    room_D = np.cumsum(np.sort((limit - load_D).clip(0))[::-1])
+    excess_A = load_D[load_D > limit] - limit
+    receivers_A = 1 + np.searchsorted(room_D, excess_A)
+    return max(int(receivers_A.sum()), 1 + int(np.searchsorted(room_D, excess_A.sum()))) if len(excess_A) else 0
 
 
 def _needed(limit: int, tokens_E: np.ndarray, owner_E: np.ndarray, load_D: np.ndarray) -> np.ndarray:
