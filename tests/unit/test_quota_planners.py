@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pareto
+import pareto_plans
 import quota_planners
 from quota_planners import BOUNDED, PLANNERS, fewest_copies, floor_of, guests_of, limit_of
 
@@ -211,44 +211,46 @@ class TestFloors:
     def test_the_solver_finds_the_best_of_all_plans(self) -> None:
         for seed in range(3):
             generator = np.random.default_rng(seed)
-            load = pareto.Load("", generator.integers(0, 100, (3, 6)) * np.repeat([5, 1], [2, 4]))
+            load = pareto_plans.Load(generator.integers(0, 100, (3, 6)) * np.repeat([5, 1], [2, 4]))
             least = min(every_plan(load.tokens_E, load.owner_E, 3, 1))[0]
-            ratio = pareto.least_ratio(load, 1)
+            ratio = pareto_plans.least_ratio(load, 1)
             assert ratio * load.counts_DE.sum() / 3 == pytest.approx(least, abs=1)
 
 
 @pytest.fixture(scope="module")
-def loads() -> list[pareto.Load]:
-    return [load for ranks in pareto.RANKS for load in pareto.loads_of(ranks, 2)]
+def loads() -> list[pareto_plans.Load]:
+    return [load for ranks in pareto_plans.RANKS for load in pareto_plans.loads_of(ranks, 2)]
 
 
-def means(name: str, loads: list[pareto.Load], slots: int) -> tuple[float, float]:
+def means(name: str, loads: list[pareto_plans.Load], slots: int) -> tuple[float, float]:
     """Return a planner's mean max/mean and its mean number of copies."""
-    scores = [pareto.reference(PLANNERS[name], load, slots) for load in loads]
+    scores = [pareto_plans.reference(PLANNERS[name], load, slots) for load in loads]
     return float(np.mean([score.ratio for score in scores])), float(np.mean([score.copies for score in scores]))
 
 
 class TestFigures:
-    def test_interleaving_is_more_even_than_donors_in_order(self, loads: list[pareto.Load]) -> None:
+    def test_interleaving_is_more_even_than_donors_in_order(self, loads: list[pareto_plans.Load]) -> None:
         (ours, copies), (theirs, _) = (means(name, loads, 1) for name in ("interleaved", "ultraep"))
         assert ours == pytest.approx(1.024, abs=0.01) and theirs > ours + 0.01
         assert copies == pytest.approx(52, rel=0.1)
 
-    def test_interleaving_needs_fewer_copies_than_donors_in_order(self, loads: list[pareto.Load]) -> None:
+    def test_interleaving_needs_fewer_copies_than_donors_in_order(self, loads: list[pareto_plans.Load]) -> None:
         (ours, copies), (theirs, more) = (means(name, loads, 2) for name in ("interleaved", "ultraep"))
         assert ours == pytest.approx(1.01, abs=0.002) and theirs == pytest.approx(1.016, abs=0.005)
         assert copies == pytest.approx(56, rel=0.1) and more == pytest.approx(62, rel=0.1)
 
-    def test_exact_plans_replace_those_of_higher_targets(self, loads: list[pareto.Load]) -> None:
+    def test_exact_plans_replace_those_of_higher_targets(self, loads: list[pareto_plans.Load]) -> None:
         for load in loads[::8]:
-            ratio = pareto.reference(quota_planners.with_alias, load, 1).ratio
-            exact = pareto.reference(quota_planners.moonep, load, pareto.EXPERTS)
+            ratio = pareto_plans.reference(quota_planners.with_alias, load, 1).ratio
+            exact = pareto_plans.reference(quota_planners.moonep, load, pareto_plans.EXPERTS)
             assert ratio <= (
-                1.01 if exact.received <= 1 else pareto.reference(quota_planners.interleaved, load, 1).ratio
+                1.01 if exact.received <= 1 else pareto_plans.reference(quota_planners.interleaved, load, 1).ratio
             )
 
     @pytest.mark.parametrize(("slots", "share"), [(1, 0.83), (2, 1.0)])
-    def test_moonep_fits_the_slots_of_most_loads(self, loads: list[pareto.Load], slots: int, share: float) -> None:
-        scores = [pareto.reference(quota_planners.moonep, load, pareto.EXPERTS) for load in loads]
+    def test_moonep_fits_the_slots_of_most_loads(
+        self, loads: list[pareto_plans.Load], slots: int, share: float
+    ) -> None:
+        scores = [pareto_plans.reference(quota_planners.moonep, load, pareto_plans.EXPERTS) for load in loads]
         assert all(score.ratio == pytest.approx(1, abs=1e-4) for score in scores)
         assert np.mean([score.received <= slots for score in scores]) == pytest.approx(share, abs=0.1)
