@@ -217,6 +217,40 @@ class TestFloors:
             assert ratio * load.counts_DE.sum() / 3 == pytest.approx(least, abs=1)
 
 
+class TestScores:
+    def test_a_placement_of_quotas_gives_each_rank_its_tokens(self) -> None:
+        generator = np.random.default_rng(0)
+        load = pareto_plans.Load(generator.integers(0, 100, (4, 8)) * np.repeat([1, 5, 1], [2, 2, 4]))
+        cost = pareto_plans.model(pareto_plans.priced(4, 0.0), "proportional")
+        for name, planner in PLANNERS.items():
+            quotas_ED = planner(load.tokens_E, load.owner_E, 4, 2)
+            placement = pareto_plans.placement_of(quotas_ED, load.placement(2))
+            tokens_D = cost.traffic(load.counts_DE, placement).sum((0, 1))
+            np.testing.assert_allclose(tokens_D, quotas_ED.sum(0), rtol=1e-12, err_msg=name)
+            assert placement.added_hosts == guests_of(quotas_ED, load.owner_E).sum()
+
+    def test_a_score_counts_guests_by_expert_owner_and_rank(self) -> None:
+        # Expert 0 has two guests, expert 1 of the same rank has one, and the experts of rank 1 have one
+        quotas_ED = np.array([[4, 3, 3], [5, 0, 5], [0, 9, 0], [2, 8, 0], [0, 0, 1], [0, 0, 0]])
+        load = pareto_plans.Load(np.stack([quotas_ED.sum(1), *[0 * quotas_ED.sum(1)] * 2]))
+        score = pareto_plans.reference(lambda *_: quotas_ED, load, 2)
+        assert score[:-1] == (20 * 3 / 40, 4, 2, 3, 2)
+
+    def test_policies_weigh_prices(self) -> None:
+        load = next(pareto_plans.loads_of(8, 1))
+        free, dear = (pareto_plans.policy("quota", load, 2, price) for price in (0.0, 10.0))
+        assert free.ratio < 1.01 and free.copies
+        assert dear[:-1] == pareto_plans.policy("none", load, 2)[:-1] and not dear.copies
+
+    def test_loads_repeat_and_have_the_tokens_of_every_rank(self) -> None:
+        once, again = (list(pareto_plans.loads_of(8, 2)) for _ in range(2))
+        assert len(once) * len(pareto_plans.RANKS) == 96
+        for load, same in zip(once, again, strict=True):
+            np.testing.assert_array_equal(load.counts_DE, same.counts_DE)
+            assert (load.counts_DE.sum(1) == pareto_plans.TOKENS * pareto_plans.TOPK).all()
+        assert len({load.counts_DE.tobytes() for load in once}) == len(once)
+
+
 @pytest.fixture(scope="module")
 def loads() -> list[pareto_plans.Load]:
     return [load for ranks in pareto_plans.RANKS for load in pareto_plans.loads_of(ranks, 2)]

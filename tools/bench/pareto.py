@@ -57,7 +57,7 @@ LOOSE = (1.35, 1.5, 2.0, 3.0, 4.0, 5.0)
 PRICED = ("flexmoe", "pro_prophet", "quota")
 """Policies that weigh copies against seconds."""
 
-PRICES = (0.0, 0.003, 0.01, 0.03)
+PRICES = (0.0, 0.01, 0.03, 0.1, 0.3)
 """Prices of the picture's lines, as in `pareto_plans.priced`."""
 
 SMALL = ((3, 6, 1), (4, 4, 1), (4, 8, 1), (3, 12, 1), (3, 12, 2), (4, 16, 1))

@@ -61,7 +61,7 @@ def _panel(axes: Axes, x: int, points: Mapping[str, Point], lines: Mapping[str, 
     colors = [*matplotlib.colormaps["tab10"].colors, *[OTHERS] * len(points)]
     for index, name in enumerate(sorted(points, key=lambda name: name not in lines)):
         values = np.array(lines.get(name, [points[name]]))
-        style = {"linestyle": "-"} if name in lines else {"linestyle": "", "markersize": 8, "markerfacecolor": "none"}
+        style = {"linestyle": "-", "markersize": 5} if name in lines else {"linestyle": "", "markerfacecolor": "none"}
         marker = MARKERS[index % len(MARKERS)]
         axes.plot(values[:, x], values[:, 2].clip(EVEN), color=colors[index], marker=marker, label=name, **style)
     axes.set_yscale("log")
