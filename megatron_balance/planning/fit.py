@@ -8,6 +8,9 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
+PARTS = 64
+"""Costs of guests are compared in whole parts of that of a guest on its owner's node, so that devices agree."""
+
 
 class Move(NamedTuple):
     """A guest that takes over some tokens of an expert."""
@@ -55,7 +58,7 @@ def fit(
         capacities: [D] tokens that a rank may have.
         slots: [D] number of guests that a rank can take.
         node_size: number of consecutive ranks that share a node.
-        far: cost of a guest on another node; one on the owner's node costs 1.
+        far: cost of a guest on another node, rounded to PARTS; one on the owner's node costs 1.
         reaches_far: whether guests may be on other nodes than the owner.
         fills: whether a guest takes over as many tokens as it has room for, even if that leaves the source below its
             capacity, so that it can take guests itself. As in Walker's alias method, a receiver is then full after few
@@ -73,7 +76,7 @@ def fit(
         excess, source = above.pop()
         size, expert = movable[source][-1] if movable[source] else (0, 0)
         wanted = size if fills else min(size, excess)
-        room, target = rooms.take(source, wanted, far if reaches_far else None)
+        room, target = rooms.take(source, wanted, round(far * PARTS) if reaches_far else None)
         moved = min(wanted, room)
         if not moved:
             stuck = max(stuck, excess)
@@ -109,17 +112,17 @@ class _Rooms:
         insort(self.ranks[node], (room, rank))
         self.most[node] = self.ranks[node][-1][0]
 
-    def take(self, source: int, wanted: int, far: float | None) -> tuple[int, int]:
+    def take(self, source: int, wanted: int, far: int | None) -> tuple[int, int]:
         """Remove the room and the rank that take most of the wanted tokens for their cost; (0, 0) if there are none.
 
-        They are on the source's node if that takes all, if nothing may leave it (`far` None), or if `far` times as many
-        are not taken elsewhere.
+        They are on the source's node if that takes all, if nothing may leave it (`far` None), or if `far` / PARTS times
+        as many are not taken elsewhere.
         """
         node = source // self.node_size
         near = min(wanted, self.most[node])
         if far is not None and near < wanted:
             other = max(range(len(self.most)), key=self.most.__getitem__)
-            if min(wanted, self.most[other]) > near * far:
+            if min(wanted, self.most[other]) * PARTS > near * far:
                 node = other
         if not wanted or not self.most[node]:
             return 0, 0

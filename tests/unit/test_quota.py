@@ -128,7 +128,7 @@ def test_plans_are_never_slower_than_owners_alone(
     assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
     # The seconds that the search counts are those of the model, but for messages before and after the busiest rank's
     layer = _Layer.of(counts_BDE, current, cost)
-    guests = layer.leveled(True)
+    guests = layer.leveled(reaches_far=True)
     if guests:
         free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
         exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))

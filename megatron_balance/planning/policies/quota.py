@@ -5,6 +5,7 @@ M counts experts with guests; K counts numbers of moves, from none to all of a f
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,10 +25,13 @@ UNSURE = 0.15
 """Share by which the seconds of a plan may be underestimated before its messages are laid out."""
 
 FEW_RANKS = 32
-"""Number of ranks up to which SHARES are tried."""
+"""Number of ranks up to which there is time for SHARES and LOCALIZED."""
 
-SHARES = (0.5, 0.7)
+SHARES = (0.6,)
 """Parts of a fit's moves that are tried, because the first guest on another node costs much, and others no more."""
+
+LOCALIZED = (1 / 6, 1 / 3, 1 / 2, 1.0)
+"""Parts of all guest slots that are tried for guests that compute their node's tokens of an expert."""
 
 ROUNDS = 2
 """Number of times that each of several microbatches is leveled, given the guests for the others."""
@@ -41,9 +45,11 @@ class Quota(Policy):
 
     `fit` finds moves of tokens that level all ranks, in an order in which each relieves the busiest one. The moves that
     are worth their Trans and Agg are the first ones. What they leave the busiest rank is the capacity of a second fit,
-    which needs fewer guests. This happens with guests on their owner's node only, and with guests anywhere; the cost
-    model decides between the two plans and no guests. With several microbatches, each is leveled in turn, given the
-    guests for those before.
+    which needs fewer guests. This happens with guests on their owner's node only, and with guests anywhere.
+
+    On few ranks it also happens after the experts that other nodes have most tokens for get guests there, which compute
+    their nodes' tokens, so that these do not leave them. The cost model decides between all these plans and no guests.
+    With several microbatches, each is leveled in turn, given the guests for the others.
     """
 
     name = "quota"
@@ -57,10 +63,12 @@ class Quota(Policy):
             return alone
         layer = _Layer.of(counts, current, cost)
         limit = layer.seconds({}) * (1 - NEGLIGIBLE)
-        reaches = (False, True) if cost.network.has_both_levels else (True,)
-        plans = [layer.leveled(reaches_far) for reaches_far in reaches]
-        if cost.network.has_both_levels and current.num_ranks <= FEW_RANKS:
-            plans += [layer.leveled(True, share) for share in SHARES]
+        plans = [layer.leveled(reaches_far=True)]
+        if cost.network.has_both_levels:
+            plans += [layer.leveled(reaches_far=False)]
+        if len(cost.network.first_N) > 1 and current.num_ranks <= FEW_RANKS:
+            plans += [layer.leveled(reaches_far=True, share=share) for share in SHARES]
+            plans += [layer.leveled(reaches_far=True, start=layer.localized(share)) for share in LOCALIZED]
         timed = sorted((layer.seconds(guests), index) for index, guests in enumerate(plans) if guests)
         for seconds, index in timed:
             if seconds >= limit:
@@ -117,13 +125,35 @@ class _Layer:
             + 4 * cost.token_bytes * cost.exchange.scale * exchanging,
         )
 
-    def leveled(self, reaches_far: bool, share: float | None = None) -> Guests:
+    def localized(self, part: float) -> Guests:
+        """Return guests of the experts that other nodes than their owner's have most tokens for; they compute these.
+
+        Args:
+            part: part of all guest slots that they may take.
+        """
+        network, slots = self.cost.network, [self.slots] * self.cost.network.num_ranks
+        tokens_EN = np.add.reduceat(self.counts_EBD.sum(1), network.first_N, axis=1).astype(np.int64)
+        tokens_EN[np.arange(len(tokens_EN)), network.node_D[self.owner_E]] = 0
+        hottest = np.argsort(-tokens_EN, axis=None, kind="stable")[: int(part * sum(slots))]
+        loads, guests = self.owned_FBD[COMPUTED].sum(0).tolist(), dict[tuple[int, int], int]()
+        for expert, node in zip(*np.unravel_index(hottest, tokens_EN.shape), strict=True):
+            tokens, first = int(tokens_EN[expert, node]), int(network.first_N[node])
+            free = [rank for rank, left in enumerate(slots[first : first + network.node_size], first) if left]
+            if tokens and free:
+                rank = min(free, key=loads.__getitem__)
+                guests[int(expert), rank] = tokens
+                loads[rank], loads[self.owner_E[expert]] = loads[rank] + tokens, loads[self.owner_E[expert]] - tokens
+                slots[rank] -= 1
+        return guests
+
+    def leveled(self, *, reaches_far: bool, share: float | None = None, start: Guests = MappingProxyType({})) -> Guests:
         """Return the guests that are worth their cost, on their owner's node or anywhere.
 
         Args:
             share: share of the moves that are made; None: those that are worth their cost by a quick estimate.
+            start: guests to add to.
         """
-        found: dict[int, Guests] = {}
+        found: dict[int, Guests] = {-1: start}
         tokens_BD = self.owned_FBD[COMPUTED]
         order_B = np.argsort(tokens_BD.mean(1) - tokens_BD.max(1), kind="stable").tolist()
         for microbatch in order_B * (ROUNDS if len(order_B) > 1 else 1):
@@ -213,7 +243,11 @@ class _Layer:
             loads_FBD = loads_FBD + shared_FBD - owner_loads(network, counts_MBD, owner_M)
             is_guest_MD = (shares_MD > 0) & (np.arange(network.num_ranks) != owner_M[:, None])
             times_MD, extra_M = transport.link_times(owner_M, is_guest_MD)
-            sent = transport.seconds_of(times_MD.sum(0).max(), extra_M.max())
+            busy = times_MD.sum(0).max()
+            if network.adapters < network.node_size:
+                enters_MN = np.logical_or.reduceat(is_guest_MD & ~network.is_near_DD[owner_M], network.first_N, axis=1)
+                busy = max(busy, transport.far * enters_MN.sum(0).max() / network.adapters)
+            sent = transport.seconds_of(busy, extra_M.max())
         return float(self.cost.time_of(*self.cost.work_of(loads_FBD), *sent).total)
 
     def _shares(self, guests: Guests) -> tuple[np.ndarray, np.ndarray]:
