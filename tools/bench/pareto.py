@@ -1,9 +1,9 @@
 """Draws the Pareto curve of balance against bytes and fan-out: planners of other systems, and the policies.
 
     python tools/bench/pareto.py --cluster configs/clusters/h100.yaml --picture docs/balance_pareto.png
-    python tools/bench/pareto.py [--slots 1 2 4] [--seeds 2] [--ranks 8 64] [--part plans bounds small]
+    python tools/bench/pareto.py [--policy none quota] [--slots 1 2 4] [--ranks 8 64] [--seeds 2] [--part plans small]
 
-Plans are made for the loads of `pareto_plans`, by `quota_planners` and by all registered policies.
+Plans are made for the loads of `pareto_plans`, by `quota_planners` and by registered policies, all by default.
 
 plans   Policies see links that take no time, and so plan for balance alone. The columns: tokens of the heaviest rank
         over the mean (mean, 95% quantile and worst of all loads); means of the guests, the gigabytes of their weights
@@ -22,7 +22,7 @@ sending an expert.
 import argparse
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,7 @@ PARTS = ("plans", "bounds", "small", "time")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", nargs="*", choices=registered(), default=list(registered()))
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, default=2, help="loads of each distribution and expert-parallel size")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="expert-parallel sizes")
@@ -83,14 +84,14 @@ def main() -> int:
     print(f"{len(loads)} loads, E={EXPERTS}, EP {' '.join(map(str, args.ranks))}")
     tables = {}
     if "plans" in args.part or args.picture:
-        tables = {slots: table(loads, slots) for slots in args.slots}
+        tables = {slots: table(loads, slots, args.policy) for slots in args.slots}
     for slots in args.slots:
         if "plans" in args.part:
             _print_plans(loads, slots, tables[slots])
         if "bounds" in args.part:
             _print_bounds(loads, slots)
         if "time" in args.part and args.cluster:
-            _print_time(loads, slots, read(args.cluster))
+            _print_time(loads, slots, args.policy, read(args.cluster))
     if "small" in args.part:
         _print_small()
     if args.picture:
@@ -98,10 +99,10 @@ def main() -> int:
     return 0
 
 
-def table(loads: Sequence[Load], slots: int) -> dict[str, list[Score]]:
-    """Return the scores of all planners and policies."""
+def table(loads: Sequence[Load], slots: int, names: Sequence[str]) -> dict[str, list[Score]]:
+    """Return the scores of all planners, and of policies by name."""
     planners = {name: functools.partial(reference, planner) for name, planner in PLANNERS.items()}
-    policies = {name: functools.partial(policy, name) for name in registered()}
+    policies = {name: functools.partial(policy, name) for name in names}
     return {name: [score(load, slots) for load in loads] for name, score in {**planners, **policies}.items()}
 
 
@@ -112,15 +113,15 @@ def _draw(path: Path, loads: Sequence[Load], tables: Mapping[int, Mapping[str, S
     points = {slots: {name: _point(scores) for name, scores in rows.items()} for slots, rows in tables.items()}
     fewest_of = [(gigabytes(fewest(loads, target)), 100 * (target - 1)) for target in (1.0, *CURVE, *LOOSE)]
     most_even = {slots: 100 * (floors(loads, slots).mean() - 1) for slots in tables}
-    draw(path, points, {slots: _lines(loads, slots) for slots in tables}, most_even, fewest_of)
+    draw(path, points, {slots: _lines(loads, slots, rows) for slots, rows in tables.items()}, most_even, fewest_of)
 
 
-def _lines(loads: Sequence[Load], slots: int) -> dict[str, list[tuple[float, float, float]]]:
+def _lines(loads: Sequence[Load], slots: int, names: Container[str]) -> dict[str, list[tuple[float, float, float]]]:
     lines = {
         name: [_point([reference(planner, load, slots, target=target) for load in loads]) for target in CURVE]
         for name, planner in BOUNDED.items()
     }
-    for name in (name for name in PRICED if name in registered()):
+    for name in (name for name in PRICED if name in names):
         lines[name] = [_point([policy(name, load, slots, price) for load in loads]) for price in PRICES]
     return lines
 
@@ -171,7 +172,7 @@ def _kept(plans: Sequence[Score], target: float) -> str:
     return f"{copies:.1f}" if kept == 1 else f"{copies:.1f} ({kept:.0%})"
 
 
-def _print_time(loads: Sequence[Load], slots: int, cluster: Cluster) -> None:
+def _print_time(loads: Sequence[Load], slots: int, names: Sequence[str], cluster: Cluster) -> None:
     sizes = sorted({load.num_ranks for load in loads})
     print(f"\nlayer time over that without balancing, {cluster.name}, {slots} guest slot{'s' if slots > 1 else ''}\n")
     print(
@@ -180,7 +181,7 @@ def _print_time(loads: Sequence[Load], slots: int, cluster: Cluster) -> None:
     )
     print(f"|---|{'---|' * (len(sizes) + 6)}")
     plain = [timed("none", load, slots, cluster).time.total for load in loads]
-    for name in (*PLANNERS, *registered()):
+    for name in (*PLANNERS, *names):
         plans = [timed(name, load, slots, cluster) for load in loads]
         over = np.array([plan.time.total for plan in plans]) / plain
         means = [over[[load.num_ranks == size for load in loads]].mean() for size in sizes]

@@ -1,5 +1,6 @@
 """The picture of tools/bench/pareto.py: balance against the bytes of a plan and the copies that a rank sends."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 from report_charts import GRID, INK, STYLE
 
