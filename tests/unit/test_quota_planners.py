@@ -230,11 +230,11 @@ class TestScores:
             assert placement.added_hosts == guests_of(quotas_ED, load.owner_E).sum()
 
     def test_a_score_counts_guests_by_expert_owner_and_rank(self) -> None:
-        # Expert 0 has two guests, expert 1 of the same rank has one, and the experts of rank 1 have one
-        quotas_ED = np.array([[4, 3, 3], [5, 0, 5], [0, 9, 0], [2, 8, 0], [0, 0, 1], [0, 0, 0]])
+        # Rank 2 has a guest of each expert of the others, and rank 1 one of expert 0
+        quotas_ED = np.array([[4, 3, 3], [5, 0, 5], [0, 9, 1], [0, 8, 2], [0, 0, 1], [0, 0, 0]])
         load = pareto_plans.Load(np.stack([quotas_ED.sum(1), *[0 * quotas_ED.sum(1)] * 2]))
-        score = pareto_plans.reference(lambda *_: quotas_ED, load, 2)
-        assert score[:-1] == (20 * 3 / 40, 4, 2, 3, 2)
+        score = pareto_plans.reference(lambda *_: quotas_ED, load, 4)
+        assert score._replace(milliseconds=0) == (20 * 3 / 41, 5, 2, 3, 4, 0)
 
     def test_policies_weigh_prices(self) -> None:
         load = next(pareto_plans.loads_of(8, 1))
