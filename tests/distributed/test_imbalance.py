@@ -43,7 +43,7 @@ def test_every_mode(ranks, mode: str) -> None:
 
 
 def build(of: dict[str, Any]) -> Any:
-    run = bench_ranks.build({"none": of["flags"]["none"]}, Machine.here(dist.get_world_size()))["none"]
+    (run,) = bench_ranks.build({"none": of["common"]}, Machine.here(dist.get_world_size())).values()
     routing = functools.partial(imbalance_ranks.routing_of, of, run.config)
     imbalance_ranks._give_routing(run, routing, alone=True)
     return run

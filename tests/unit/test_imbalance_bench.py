@@ -27,12 +27,18 @@ def test_one_run_compares_megatrons_layer_ours_and_every_policy() -> None:
         (mode, name) for mode in imbalance.MODES for name in workloads.WORKLOADS
     ]
     (first, *_) = found
-    assert set(first["flags"]) == {"megatron"} | set(registered())
-    for name, line in first["flags"].items():
-        assert "--expert-model-parallel-size 4" in line and "--hidden-size 64" in line
+    assert "--expert-model-parallel-size 4" in first["common"] and "--hidden-size 64" in first["common"]
+    assert set(first["variants"]) == {"megatron"} | set(registered())
+    for name, line in first["variants"].items():
         assert ("--moe-layer-impl megatron" in line) == (name == "megatron")
         policy = name not in ("megatron", "none")
         assert (f"--balance-guest-slots=3 --balance-policy {name}" in line) == policy
+
+
+def test_the_testbed_emulates_only_our_layer() -> None:
+    (task,) = tasks("--testbed --nodes 2 --ranks-per-node 3 --workloads W1 --modes dispatch_only --policies top2")
+    assert "--expert-model-parallel-size 6 --moe-comm-node-size 3" in task["common"]
+    assert [*task["variants"]] == ["none", "top2"]
 
 
 def test_whole_periods_are_measured_and_traces_are_written_once() -> None:

@@ -16,8 +16,10 @@ training_step   iterations of a model that has these layers, with attention and 
 After the measurement, each variant sends rows of integers through its placement, and its experts return them unchanged:
 every rank must get back exactly K times what it sent, or the program exits with 1.
 
+With --testbed, the model, devices and network are those of policy_time.py, where only our layer runs.
+
 The table of a mode has the time of the slowest rank: the median over iterations, the 10th and 90th percentile, and the
-ratio of the medians to megatron-core's layer. `load` is max/mean of the tokens for the ranks' own experts, before
+ratio of the medians to the first variant. `load` is max/mean of the tokens for the ranks' own experts, before
 balancing. Ranks share this machine's cores.
 
 Rank r has the tokens that follow those of rank r-1. Under W4, rank r has r+1 parts of all tokens; in training_step, all
@@ -26,7 +28,6 @@ ranks have equally many. Layer n draws with --seed plus n-1, so the first layer 
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,14 +35,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import policy_time
 import ranks
-from imbalance_ranks import measure, measure_on_testbed
+import slow_runs
+from imbalance_ranks import measure, measure_emulated
 from megatron_balance.planning.policies import registered
 from megatron_balance.workloads import imbalance
 from megatron_balance.workloads.synthetic import NAMES
 from namespaces import TestbedUnavailable
-from policy_time import whole_periods
-from testbed import Testbed
+from slow_runs import Cluster, add_options
 
 MODES = ("dispatch_only", "moe_fwd_bwd", "training_step")
 
@@ -55,9 +57,6 @@ COMMON = (
 )
 """A layer of the benchmark's size; later flags override these."""
 
-SECONDS = 20.0
-"""Time limit of one iteration on the slow network, on average."""
-
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the flags of the runs."""
@@ -70,32 +69,27 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     parser.add_argument("--write-trace", type=Path, metavar="DIR", help="write the first step's trace to DIR/WORKLOAD")
     parser.add_argument("--policies", nargs="*", default=policies, metavar="NAME", help="values of --balance-policy")
     parser.add_argument("--balance", default="", metavar="FLAGS", help="flags of every variant with a policy")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of each rank, on average")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each rank, on average")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--iterations", type=int, default=20, help="measured, rounded up to whole periods")
     parser.add_argument("--warmup", type=int, default=5, help="iterations before")
-    parser.add_argument("--link-mbit", type=float, help="run on the slow network of testbed.py, with this link rate")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="with --link-mbit")
+    parser.add_argument("--testbed", action="store_true", help="run on the emulated cluster of the next five options")
+    add_options(parser, gflops=2.5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all settings and times there")
     ranks.add_worker_option(parser)
-    args, extra = parser.parse_known_args(argv)
-    if args.ranks % args.ranks_per_node:
-        parser.error(f"--ranks-per-node {args.ranks_per_node}: must divide --ranks {args.ranks}")
-    return args, extra
+    return parser.parse_known_args(argv)
 
 
-def variants_of(policies: Sequence[str], balance: str) -> dict[str, str]:
+def variants_of(args: argparse.Namespace) -> dict[str, str]:
     """Return the flags of each variant."""
-    flags = {MEGATRON: "--moe-layer-impl megatron", NONE: ""}
-    return flags | {policy: f"{balance} --balance-policy {policy}" for policy in policies}
+    theirs = {} if args.testbed else {MEGATRON: "--moe-layer-impl megatron"}
+    return {**theirs, NONE: "", **{name: f"{args.balance} --balance-policy {name}" for name in args.policies}}
 
 
 def tasks_of(args: argparse.Namespace, extra: Sequence[str]) -> list[ranks.Task]:
     """Return the parameters of all jobs, each of one workload in one mode; see imbalance_ranks.py."""
-    common = f"{COMMON} --seq-length {args.tokens} --expert-model-parallel-size {args.ranks} {' '.join(extra)}"
-    if args.link_mbit is not None:
-        common += f" --moe-comm-node-size {args.ranks_per_node}"
-    flags = {name: f"{common} {own}" for name, own in variants_of(args.policies, args.balance).items()}
+    layout = Cluster.of(args).flags if args.testbed else f"--expert-model-parallel-size {args.ranks}"
+    model = policy_time.COMMON if args.testbed else COMMON
     return [
         {
             "mode": mode,
@@ -105,8 +99,9 @@ def tasks_of(args: argparse.Namespace, extra: Sequence[str]) -> list[ranks.Task]
             "write_trace": str(args.write_trace / workload) if args.write_trace and mode == args.modes[0] else None,
             "seed": args.seed,
             "warmup": args.warmup,
-            "iterations": whole_periods(workload, args.iterations),
-            "flags": flags,
+            "iterations": policy_time.whole_periods(workload, args.iterations),
+            "common": f"{model} --seq-length {args.tokens} {layout} {' '.join(extra)}",
+            "variants": variants_of(args),
         }
         for mode in args.modes
         for workload in (args.workloads if args.trace is None else [Path(args.trace).name])
@@ -116,17 +111,18 @@ def tasks_of(args: argparse.Namespace, extra: Sequence[str]) -> list[ranks.Task]
 @contextmanager
 def jobs(args: argparse.Namespace) -> Iterator[Callable[[ranks.Task], dict[str, Any]]]:
     """Yield `job(task)`, which measures a task on new ranks."""
-    if args.link_mbit is None:
-        yield lambda task: ranks.job(__file__, args.ranks, task)
-        return
-    multiprocessing.set_forkserver_preload(["torch.distributed"])
-    with Testbed(args.ranks // args.ranks_per_node, args.ranks_per_node, args.link_mbit) as testbed:
+    if args.testbed:
+        cluster = Cluster.of(args)
+        with slow_runs.jobs(cluster) as job:
 
-        def job(task: ranks.Task) -> dict[str, Any]:
-            turns = (task["iterations"] + task["warmup"]) * len(task["flags"])
-            return testbed.run(measure_on_testbed, task, timeout=120 + SECONDS * turns)[0]
+            def measured(task: ranks.Task) -> dict[str, Any]:
+                turns = (task["iterations"] + task["warmup"]) * len(task["variants"])
+                return job(measure_emulated, task, cluster, turns=turns)[0]
 
-        yield job
+            yield measured
+    else:
+        with ranks.noise():
+            yield lambda task: ranks.job(__file__, args.ranks, task)
 
 
 def worst(seconds: Sequence[Sequence[float]]) -> list[float]:
@@ -136,9 +132,10 @@ def worst(seconds: Sequence[Sequence[float]]) -> list[float]:
 
 def records(task: ranks.Task, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return settings and results of each variant, given the result of `measure`."""
-    settings = {**task, "load": found["load"]}
+    settings = {key: value for key, value in task.items() if key != "variants"} | {"load": found["load"]}
+    flags = task["variants"]
     return [
-        {**settings, "variant": name, "flags": task["flags"][name], "ms": statistics.median(worst(of["seconds"])), **of}
+        {**settings, "variant": name, "flags": flags[name], "ms": statistics.median(worst(of["seconds"])), **of}
         for name, of in found["variants"].items()
     ]
 
@@ -168,12 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = tasks_of(args, extra)
     table, everything = [], []
     try:
-        with ranks.noise(), jobs(args) as job:
+        with jobs(args) as job:
             for number, task in enumerate(tasks, start=1):
                 print(f"{number} of {len(tasks)}: {task['mode']}, {task['workload']}", file=sys.stderr, flush=True)
                 found = records(task, job(task))
                 if not everything or everything[-1]["mode"] != task["mode"]:
-                    table += ["", *heads(task["mode"], list(task["flags"]))]
+                    table += ["", *heads(task["mode"], list(task["variants"]))]
                 table.append(row(found))
                 everything += found
     except TestbedUnavailable as error:

@@ -1,7 +1,7 @@
 """What every rank of imbalance.py does: given routing, layers alone, exchanges alone, and the integer round trip.
 
-A task has the keys `mode`, `workload`, `trace` and `write_trace` (paths or None), `seed`, `warmup` and `iterations`,
-and `flags`: the command line of each variant. Steps and layers of the routing are those of the runs.
+A task has the keys `mode`, `workload`, `trace` and `write_trace` (paths or None), `seed`, `warmup`, `iterations`,
+`common` (the flags of all runs) and `variants` (the additional flags of each).
 """
 
 import functools
@@ -21,6 +21,7 @@ from megatron_balance.cost.model import balance_ratio
 from megatron_balance.workloads import imbalance
 from megatron_balance.workloads.synthetic import workload_choices
 from routing_file import Routing
+from slow_runs import Cluster, Variant, build
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,20 @@ LARGEST = 4
 
 
 def measure(task: ranks.Task, machine: "Machine") -> dict[str, Any]:
-    """Measure all variants of one workload in one mode; every rank calls it.
+    """Build and measure all variants; the task of every rank."""
+    return compare(
+        ranks.build({name: f"{task['common']} {own}" for name, own in task["variants"].items()}, machine), task
+    )
+
+
+def measure_emulated(profile: Path, task: ranks.Task, cluster: Cluster) -> dict[str, Any]:
+    """Build and measure all variants with emulated computation on the slow network; the task of every rank."""
+    variants = {name: Variant(own) for name, own in task["variants"].items()}
+    return compare(build(variants, task["common"], profile, cluster)[0], task)
+
+
+def compare(runs: "dict[str, Run]", task: ranks.Task) -> dict[str, Any]:
+    """Measure the runs under one workload in one mode; every rank calls it.
 
     Returns:
         load: max/mean of the tokens for each rank's own experts, the mean over measured iterations and layers.
@@ -46,7 +60,6 @@ def measure(task: ranks.Task, machine: "Machine") -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    runs = ranks.build(task["flags"], machine)
     routing = functools.partial(routing_of, task, next(iter(runs.values())).config)
     for run in runs.values():
         _give_routing(run, routing, alone=task["mode"] != "training_step")
@@ -66,19 +79,6 @@ def measure(task: ranks.Task, machine: "Machine") -> dict[str, Any]:
     measured = range(task["warmup"], task["warmup"] + task["iterations"])
     layers = range(1, len(moe_layers(runs[name])) + 1)
     return {"load": _load([routing(layer, step) for layer in layers for step in measured]), "variants": variants}
-
-
-def measure_on_testbed(task: ranks.Task) -> dict[str, Any]:
-    """Measure on the slow network; the task of every rank."""
-    from megatron_balance.device import cpu, quiet
-
-    quiet.silence_expected_warnings()
-    cpu.install()
-    import torch.distributed as dist
-
-    from megatron_balance.cli.checks import Machine
-
-    return measure(task, Machine.here(dist.get_world_size()))
 
 
 def routing_of(task: ranks.Task, config: "RunConfig", layer: int, step: int) -> Routing:
