@@ -13,6 +13,7 @@ import torch
 
 import imbalance
 import routing_file
+from imbalance_ranks import Given
 from megatron_balance.planning.policies import registered
 from megatron_balance.workloads import imbalance as workloads
 
@@ -73,6 +74,20 @@ def test_a_trace_returns_as_it_was(tmp_path: Path) -> None:
     assert manifest["schema_version"] == 1 and manifest["tensors"]["gates"]["dtype"] == "float32"
     with pytest.raises(ValueError, match="choose a new directory"):
         routing_file.save(written, tmp_path / "trace")
+
+
+def test_a_router_gets_its_ranks_rows_of_each_step() -> None:
+    by_step = [routing(experts_TK=np.tile([step, step + 1], (12, 1))) for step in range(2)]
+    steps = [0]
+    given = Given(1, by_step.__getitem__, lambda: steps[-1])
+    scores_TE = torch.arange(6 * 8.0).reshape(6, 8)
+    for step in range(2):
+        steps.append(step)
+        scores_TK, experts_TK = given.get_replay_topk(scores_TE, 2)
+        assert experts_TK.tolist() == [[step, step + 1]] * 6 and torch.equal(scores_TK, scores_TE[:, step : step + 2])
+        gates_TE, chosen_TE = given.route(8)
+        assert torch.equal(gates_TE[:, step : step + 2], torch.from_numpy(by_step[step].gates_TK[6:]))
+        assert chosen_TE.sum() == 12 and chosen_TE[:, step : step + 2].all()
 
 
 def repeated(index: int, value: float) -> np.ndarray:
