@@ -197,6 +197,7 @@ GATHER = ("sharded-gather", "small-buckets")
 QUICK = {
     "replicas-gather": layout_of(*REPLICAS, *GATHER, "pro_prophet", "blockwise"),
     "replicas-gather-blocking": layout_of(*REPLICAS, *GATHER, "flexmoe"),
+    "replicas-gather-quota": layout_of(*REPLICAS, *GATHER, "quota", "blockwise"),
     "replicas-gather-transfer": layout_of(*REPLICAS, *GATHER, "demi", "blockwise", "transfer"),
     "replicas-gather-no-policy": layout_of(*REPLICAS, *GATHER, "none", "3-chunks"),
     "replicas-reduce": layout_of(
@@ -215,7 +216,7 @@ QUICK = {
 """Layouts with each policy, and with everything that affects the order of collectives. They share few references."""
 
 FEWEST = (
-    *("replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer"),
+    *("replicas-gather-quota", "replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer"),
     *("replicas-tensor-parallel", "interleaved", "8-ranks-shards"),
 )
 """Layouts of `QUICK` that are trained without `--slow`."""

@@ -193,6 +193,7 @@ def _manager(
     codec = profile.codec(config.comm.moe_comm_codec)
     split = settings.balance_token_split
     layer.split = cast(Split, split_of(policy)) if split == "policy" else split
+    layer.node_size = profile.node_size
     parameters = list(layer.experts.parameters())
     cost = CostModel(
         profile=profile,

@@ -162,6 +162,11 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
     for name in sorted(option_fields().intersection(given).difference(read)):
         raise ValueError(f"{flag_of(name)}: has no effect with {flag}; leave it out")
     _capacities(values["balance_capacities"], parallel)
+    if made is not None and made.sets_quotas and values["balance_token_split"] == "local_first":
+        raise ValueError(
+            f"--balance-token-split local_first: not with {flag}, which decides how many tokens each host computes; "
+            "leave it out"
+        )
     if made is not None:
         made.check(Placement.identity(values["num_moe_experts"], parallel, slots))
     if (values["balance_overlap"], values["balance_load"]) == ("blockwise", "exact"):

@@ -10,7 +10,7 @@ In the shapes, A counts experts, or ways to place one expert.
 import numpy as np
 
 from megatron_balance.cost.network import Crossing, Network
-from megatron_balance.placement.splits import SPLITS
+from megatron_balance.placement.splits import SPLITS, sent
 
 COMPUTED, FEATURES = 0, 5
 
@@ -46,46 +46,39 @@ def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROU
 
 
 def expert_loads(
-    network: Network, split: str, counts_ABD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray
+    network: Network, split: str, counts_ABD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray
 ) -> np.ndarray:
     """Return [A, 5, B, D]: the loads of A experts, or of one expert placed in A ways.
 
     Args:
         split: a name in SPLITS.
-        counts_ABD: tokens of each source rank.
-        vexperts_AD, primary_A: as `vexperts` of a placement, and its primary hosts.
+        counts_ABD: tokens of each source rank, float64.
+        shares_AD, primary_A: as `shares` of a placement, and its primary hosts.
     """
     ways, microbatches, ranks = counts_ABD.shape
     counts_XD = counts_ABD.reshape(-1, ranks)
-    repeated = (vexperts_AD, primary_A)
+    repeated = (shares_AD, primary_A)
     if microbatches > 1:
-        repeated = np.repeat(vexperts_AD, microbatches, axis=0), np.repeat(primary_A, microbatches)
-    local_XD, share_XD = SPLITS[split](counts_XD, *repeated)
-    away_XD = counts_XD - local_XD
-    away_X1 = away_XD.sum(-1, keepdims=True)
-    loads_FXD = np.zeros((FEATURES, *counts_XD.shape))
-    loads_FXD[COMPUTED] = local_XD + share_XD * away_X1
-    if len(network.first_N) == 1:
-        # Ranks with a share send none of their own tokens away
-        loads_FXD[1], loads_FXD[2] = away_XD, share_XD * away_X1
-    else:
-        near_XD, share_near_XD = (_node_sums(network, part_XD) for part_XD in (away_XD, share_XD))
-        loads_FXD[1], loads_FXD[2] = away_XD * share_near_XD, share_XD * near_XD
-        loads_FXD[3], loads_FXD[4] = away_XD - loads_FXD[1], share_XD * away_X1 - loads_FXD[2]
+        repeated = np.repeat(shares_AD, microbatches, axis=0), np.repeat(primary_A, microbatches)
+    quotas_XD = SPLITS[split](counts_XD, *repeated)
+    loads_FXD = np.stack([quotas_XD, *sent(counts_XD, quotas_XD, network.node_size)[1:]])
     return loads_FXD.reshape(FEATURES, ways, microbatches, ranks).swapaxes(0, 1)
 
 
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [5, B, D]: the loads of all experts if each is computed by its owner alone."""
-    ranks = network.num_ranks
-    traffic_BDD = counts_EBD.transpose(1, 2, 0) @ (owner_E[:, None] == np.arange(ranks))
-    crossing = network.crossing(traffic_BDD)
-    return np.stack([traffic_BDD.sum(-2), *crossing.near_2XD, *crossing.far_2XD])
-
-
-def _node_sums(network: Network, amounts_XD: np.ndarray) -> np.ndarray:
-    """Return [X, D]: the sum over the ranks of each rank's node."""
-    return np.add.reduceat(amounts_XD, network.first_N, axis=-1)[:, network.node_D]
+    experts, _, ranks = counts_EBD.shape
+    owned_ED = (owner_E[:, None] == np.arange(ranks)).astype(np.float64)
+    local_EB = counts_EBD[np.arange(experts), :, owner_E]
+    tokens_EB, out_BD = counts_EBD.sum(-1), counts_EBD.sum(0)
+    near_EB, near_BD = tokens_EB, out_BD
+    if len(network.first_N) > 1:
+        near_EBD = counts_EBD * network.is_near_DD[owner_E][:, None]
+        near_EB, near_BD = near_EBD.sum(-1), near_EBD.sum(0)
+    computed_BD, near_in_BD, local_BD = (part_EB.T @ owned_ED for part_EB in (tokens_EB, near_EB, local_EB))
+    return np.stack(
+        [computed_BD, near_BD - local_BD, near_in_BD - local_BD, out_BD - near_BD, computed_BD - near_in_BD]
+    )
 
 
 def crossing_of(loads_XFBD: np.ndarray) -> Crossing:

@@ -144,7 +144,12 @@ class CostModel:
 
     def traffic(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
         """Return [B, D, D]: tokens from each source rank to each computing rank in each microbatch."""
-        return np.stack([traffic_of(self.split, counts_DE, placement) for counts_DE in by_microbatch(counts)])
+        return np.stack(
+            [
+                traffic_of(self.split, counts_DE, placement, self.network.node_size)
+                for counts_DE in by_microbatch(counts)
+            ]
+        )
 
     def layer_seconds(self, counts: np.ndarray, placement: Placement) -> float:
         """Return the seconds of Eq. 6 (or Eq. 8) for loads [D, E] or [B, D, E] of tokens."""

@@ -79,6 +79,8 @@ class BalancedMoELayer(MoELayer):
         self.begin: Begin = lambda moment: None
         """Called when the experts begin and end their computation."""
         self.split: Split = "local_first"
+        self.node_size = self.ep_group.size()
+        """Number of consecutive hosts that share a node."""
 
         self.router = cast(Router, submodules.router(config=config, pg_collection=parallel.router_groups()))
         decide = self.router.routing
@@ -154,4 +156,4 @@ class BalancedMoELayer(MoELayer):
 
     def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:
         with record_function("plan"):
-            return make_dispatch_plan(counts_DE, self.placement, self.split)
+            return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size)

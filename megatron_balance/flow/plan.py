@@ -5,14 +5,15 @@ hosts (the ranks of an expert-parallel group), M experts with several hosts; K i
 """
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.placement import MOST_TOKENS, Placement
+from megatron_balance.placement.splits import SPLITS, paired, sent, shares
 
 Split = Literal["local_first", "proportional"]
 
@@ -51,7 +52,9 @@ class DispatchPlan:
         return self.received_DS(rank).sum(0)
 
 
-def make_dispatch_plan(counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first") -> DispatchPlan:
+def make_dispatch_plan(
+    counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first", node_size: int | None = None
+) -> DispatchPlan:
     """Share each source's tokens among the hosts of the experts that they chose.
 
     The rules below treat all sources on a host as one; the host's plan is then divided among them in their order.
@@ -60,23 +63,52 @@ def make_dispatch_plan(counts_DE: torch.Tensor, placement: Placement, split: Spl
         counts_DE: [D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. The sources of
             host 0 come first, then those of host 1, and so on; each host has the same number of sources.
         placement: hosts of every expert; the same on all ranks, so that all ranks make the same plan.
-        split: `local_first` (Pro-Prophet, section IV-A): a rank that hosts an expert computes its own tokens for it,
-            all other ranks send to the primary host. `proportional` (FlexMoE, Algorithm 3): every vExpert of an expert
-            computes the same number of tokens, its rank's own tokens first.
+        split: how many tokens each host of an expert computes. `local_first` (Pro-Prophet, section IV-A): its own, and
+            the primary host also those of ranks that are not hosts. `proportional`: in proportion to the placement's
+            quotas, or to vExperts (FlexMoE, Algorithm 3). Sources send by locality: see `placement/splits.py`.
+        node_size: number of consecutive hosts that share a node; None: all.
     """
     assert counts_DE.ndim == 2 and counts_DE.shape[1] == placement.num_experts
     assert len(counts_DE) % placement.num_ranks == 0
-    assert split in ("local_first", "proportional"), split
+    assert split in SPLITS, split
     if len(counts_DE) > placement.num_ranks:
-        plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split)
+        plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split, node_size)
         return DispatchPlan(placement, _among_sources(plan, counts_DE))
-    # One column per expert has no collision: a physical expert computes one logical expert
-    target_DE = _nearest_host(placement)
-    tokens_DP = counts_DE.new_zeros(placement.num_ranks, placement.num_physical).scatter_(1, target_DE, counts_DE)
+    # An expert with one host sends everything there; others are overwritten
+    only_E = torch.tensor([physicals[0] for physicals in placement.physicals])
+    tokens_DP = counts_DE.new_zeros(placement.num_ranks, placement.num_physical)
+    tokens_DP[:, only_E] = counts_DE
     shared = [expert for expert, physicals in enumerate(placement.physicals) if len(physicals) > 1]
-    if split == "proportional" and shared:
-        _share_proportionally(counts_DE, placement, shared, tokens_DP)
+    if shared:
+        _share(counts_DE[:, shared].numpy(), placement, shared, split, node_size, tokens_DP.numpy())
     return DispatchPlan(placement, tokens_DP)
+
+
+def _share(
+    counts_DM: np.ndarray,
+    placement: Placement,
+    shared: Sequence[int],
+    split: Split,
+    node_size: int | None,
+    tokens_DP: np.ndarray,
+) -> None:
+    """Overwrite the tokens of the `shared` experts, those with several hosts."""
+    counts_MD = counts_DM.T
+    assert counts_MD.sum(1).max() <= MOST_TOKENS, "a product of two counts fits an int64"
+    quotas_MD = SPLITS[split](counts_MD, shares(placement)[shared], np.asarray(placement.primary)[shared])
+    moved = sent(counts_MD, quotas_MD, node_size or placement.num_ranks)
+    rows = [placement.physicals[expert] for expert in shared]
+    physicals_MK, rows_M1 = pad_rows(rows).numpy(), np.arange(len(rows))[:, None]
+    ranks_MK, hosts_K = physicals_MK // placement.slots_per_rank, np.arange(physicals_MK.shape[1])
+    # Rows end in copies of their last host
+    is_host_MK = hosts_K < np.array([len(row) for row in rows])[:, None]
+    near_DMK, far_DMK = (
+        paired(out_MD, in_MD[rows_M1, ranks_MK] * is_host_MK)
+        for out_MD, in_MD in ((moved.near_out_AD, moved.near_in_AD), (moved.far_out_AD, moved.far_in_AD))
+    )
+    sent_DMK = near_DMK + far_DMK
+    sent_DMK[ranks_MK, rows_M1, hosts_K] += moved.local_AD[rows_M1, ranks_MK]
+    tokens_DP[:, physicals_MK[is_host_MK]] = sent_DMK[:, is_host_MK]
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
@@ -106,61 +138,3 @@ def pad_rows(rows: Sequence[Sequence[int]], fill: int | None = None) -> torch.Te
     """Return rows of uneven length as [rows, longest] int64, filled up with `fill` or with each row's last number."""
     width = max(len(row) for row in rows)
     return torch.tensor([(*row, *[row[-1] if fill is None else fill] * (width - len(row))) for row in rows])
-
-
-def _nearest_host(placement: Placement) -> torch.Tensor:
-    """Return [D, E], the physical expert to which each rank sends: its own if it hosts the expert, else the primary."""
-    primary = [placement.physical(rank, expert) for expert, rank in enumerate(placement.primary)]
-    target_DE = torch.tensor(primary).repeat(placement.num_ranks, 1)
-    experts_P = torch.tensor(placement.expert_of_physical)
-    hosting = (experts_P >= 0).nonzero().squeeze(1)
-    target_DE[hosting // placement.slots_per_rank, experts_P[hosting]] = hosting
-    return target_DE
-
-
-def _share_proportionally(
-    counts_DE: torch.Tensor, placement: Placement, shared: Sequence[int], tokens_DP: torch.Tensor
-) -> None:
-    """Overwrite the tokens of the `shared` experts (those with several hosts) by FlexMoE's Algorithm 3.
-
-    Tokens are whole: capacities are rounded by largest remainder, and each source in turn splits the tokens that it
-    cannot compute itself over the availability that earlier sources have left. Thus every host computes its capacity
-    exactly; independent splits would round the same way on every source, towards the same host.
-    """
-    counts_DM = counts_DE[:, shared]
-    assert int(counts_DM.sum(0).max()) < 2**31, "a product of two counts fits an int64"
-    physicals_MK = pad_rows([placement.physicals[expert] for expert in shared])
-    ranks_MK = physicals_MK // placement.slots_per_rank
-    copies_MK = pad_rows([tuple(Counter(placement.hosts[expert]).values()) for expert in shared], fill=0)
-
-    # Lines 2-3: a vExpert's capacity is an even share of its expert's tokens; a host's, the sum over its vExperts
-    capacity_MK = largest_remainder(counts_DM.sum(0), copies_MK)
-    # Lines 4-5: locality first
-    local_MK = torch.minimum(capacity_MK, counts_DM.T.gather(1, ranks_MK))
-    left_MD = counts_DM.T.scatter_add(1, ranks_MK, -local_MK)
-    # Lines 6-9: the rest in proportion to the hosts' availability
-    available_MK = capacity_MK - local_MK
-    sent_DMK = counts_DM.new_zeros(placement.num_ranks, *available_MK.shape)
-    for source, left_M in enumerate(left_MD.unbind(1)):
-        sent_DMK[source] = largest_remainder(left_M, available_MK)
-        available_MK = available_MK - sent_DMK[source]
-    sent_DMK.scatter_add_(0, ranks_MK.unsqueeze(0), local_MK.unsqueeze(0))
-
-    # Added, not assigned: rows end in copies of their last host, with no tokens
-    index_D_MK = physicals_MK.view(1, -1).expand(placement.num_ranks, -1)
-    tokens_DP.scatter_(1, index_D_MK, 0).scatter_add_(1, index_D_MK, sent_DMK.flatten(1))
-
-
-def largest_remainder(amount_M: torch.Tensor, weight_MK: torch.Tensor) -> torch.Tensor:
-    """Split each amount in proportion to its weights into whole numbers that sum to it: [M, K] int64.
-
-    Each share is its quota, rounded up where the remainders are largest (first ones among equals) and down elsewhere. A
-    weight of zero gets nothing. `amount_M` is zero wherever all weights are zero.
-    """
-    total_M1 = weight_MK.sum(1, keepdim=True).clamp(min=1)
-    product_MK = amount_M.unsqueeze(1) * weight_MK
-    share_MK = product_MK // total_M1
-    order_MK = (product_MK - share_MK * total_M1).argsort(dim=1, descending=True, stable=True)
-    missing_M1 = amount_M.unsqueeze(1) - share_MK.sum(1, keepdim=True)
-    one_more_MK = torch.arange(weight_MK.shape[1]) < missing_M1
-    return share_MK.scatter_add_(1, order_MK, one_more_MK.to(share_MK.dtype))

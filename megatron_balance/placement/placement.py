@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +9,10 @@ from functools import cached_property
 EMPTY = -1
 """Content of an empty slot."""
 
-_SLOT = re.compile(r"(?P<expert>\d+)(x(?P<times>\d+))?(?P<primary>!)?")
+MOST_TOKENS = 2**31 - 1
+"""Maximum sum of an expert's quotas, and of its tokens, so that a product of two fits an int64."""
+
+_SLOT = re.compile(r"(?P<expert>\d+)(x(?P<times>\d+)|:(?P<tokens>\d+))?(?P<primary>!)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,8 @@ class Placement:
 
     Raises:
         ValueError: `home` does not divide the experts evenly; an expert has no host, or a host without a slot for it; a
-            guest slot holds an expert that its rank owns, holds twice or does not host; a primary is not a host.
+            guest slot holds an expert that its rank owns, holds twice or does not host; a primary is not a host; quotas
+            do not fit the hosts.
     """
 
     num_experts: int
@@ -41,10 +44,15 @@ class Placement:
     primary: tuple[int, ...]
     """[E]: the host of tokens whose source rank is not a host."""
 
+    quotas: tuple[tuple[int, ...], ...] = ()
+    """[E]: how many of an expert's tokens each of its hosts computes, relative to the others; empty for an expert whose
+    vExperts share its tokens evenly. () stands for no quotas at all. A host with a quota has no second vExpert."""
+
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_guests()
         self._check_hosts()
+        self._check_quotas()
 
     @classmethod
     def identity(cls, num_experts: int, num_ranks: int, guest_slots: int = 0) -> "Placement":
@@ -80,6 +88,7 @@ class Placement:
         hosts: Sequence[Sequence[int]],
         primary: Sequence[int] | None = None,
         home: tuple[tuple[int, ...], ...] | None = None,
+        quotas: Sequence[Sequence[int]] = (),
     ) -> "Placement":
         """Return a placement with other hosts, and with other owners if `home` is given.
 
@@ -90,26 +99,42 @@ class Placement:
             hosts: [E] ranks in any order.
             primary: [E]; by default the current primary if it is still a host, else the owner, else the first host.
             home: as in Placement; None: the same owners.
+            quotas: as in Placement, in the order of `hosts`; those of the same rank are added up.
 
         Raises:
             ValueError: a rank lacks a free guest slot, or the placement is invalid.
         """
         # Most experts have one host, which needs no sorting
-        ascending = tuple(tuple(sorted(ranks)) if len(ranks) > 1 else tuple(ranks) for ranks in hosts)
-        if len(ascending) != self.num_experts:
-            raise ValueError(f"{len(ascending)} lists of hosts for {self.num_experts} experts")
+        ascending = [tuple(sorted(ranks)) if len(ranks) > 1 else tuple(ranks) for ranks in hosts]
+        for what, number in (("hosts", len(ascending)), ("quotas", len(quotas) or self.num_experts)):
+            if number != self.num_experts:
+                raise ValueError(f"{number} lists of {what} for {self.num_experts} experts")
+        ordered: list[tuple[int, ...]] = [()] * len(quotas)
+        for expert in (expert for expert, row in enumerate(quotas) if row):
+            total: dict[int, int] = {}
+            for rank, quota in zip(hosts[expert], quotas[expert], strict=True):
+                total[rank] = total.get(rank, 0) + quota
+            ascending[expert], ordered[expert] = zip(*sorted(total.items()), strict=True)
         owners = self.owners if home is None else _owners(home, self.num_experts)
         if primary is None:
             favorites = zip(self.primary, owners, ascending, strict=True)
             primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favorites]
         wanted: list[list[int]] = [[] for _ in self.home]
+        num_ranks = self.num_ranks
         for expert, (ranks, owner) in enumerate(zip(ascending, owners, strict=True)):
             for rank in {*ranks} - {owner} if ranks != (owner,) else ():
-                if not 0 <= rank < self.num_ranks:
+                if not 0 <= rank < num_ranks:
                     raise ValueError(f"expert {expert} on rank {rank}: there are {self.num_ranks} ranks")
                 wanted[rank].append(expert)
         guests = tuple(_assign(rank, *slots) for rank, slots in enumerate(zip(self.guests, wanted, strict=True)))
-        return replace(self, home=home or self.home, guests=guests, hosts=ascending, primary=tuple(primary))
+        return replace(
+            self,
+            home=home or self.home,
+            guests=guests,
+            hosts=tuple(ascending),
+            primary=tuple(primary),
+            quotas=tuple(ordered) if any(ordered) else (),
+        )
 
     @cached_property
     def trimmed(self) -> "Placement":
@@ -154,7 +179,7 @@ class Placement:
     @property
     def is_identity(self) -> bool:
         """Whether every expert is computed by its owner alone. Home slots may be in any order."""
-        return all(ranks == (self.owner(expert),) for expert, ranks in enumerate(self.hosts))
+        return all(ranks == (owner,) for ranks, owner in zip(self.hosts, self.owners, strict=True))
 
     def owner(self, expert: int) -> int:
         """Return the rank that keeps the expert's parameters."""
@@ -203,9 +228,10 @@ class Placement:
         return _owners(self.home, self.num_experts)
 
     def __str__(self) -> str:
-        """Return the home slots, a plus and the guest slots of each rank: `0 1 + 3! . | 2x2 3x0 + . .`
+        """Return the home slots, a plus and the guest slots of each rank: `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`
 
-        `x2` is two vExperts, `x0` none (a lent expert), `.` an empty slot, `!` the primary if it is not the owner.
+        `x2` is two vExperts, `x0` none (a lent expert), `:5` a quota, `.` an empty slot, `!` the primary if it is not
+        the owner.
         """
         rows = []
         for rank, (home, guests) in enumerate(zip(self.home, self.guests, strict=True)):
@@ -219,8 +245,10 @@ class Placement:
         if expert == EMPTY:
             return "."
         times = self.hosts[expert].count(rank)
-        primary = self.primary[expert] == rank != self.owner(expert)
-        return f"{expert}{f'x{times}' if times != 1 else ''}{'!' if primary else ''}"
+        primary = "!" if self.primary[expert] == rank != self.owner(expert) else ""
+        if times and self.quotas and (quotas := self.quotas[expert]):
+            return f"{expert}:{quotas[self.hosts[expert].index(rank)]}{primary}"
+        return f"{expert}{f'x{times}' if times != 1 else ''}{primary}"
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
@@ -233,10 +261,13 @@ class Placement:
         rows = [[[_parse_slot(slot) for slot in half] for half in (*row, [])[:2]] for row in halves]
         home, guests = (tuple(tuple(expert for expert, *_ in row[half]) for row in rows) for half in (0, 1))
         hosts: dict[int, list[int]] = {}
+        quotas: dict[int, tuple[int, ...]] = {}
         primary = {expert: rank for rank, row in enumerate(home) for expert in row}
         for rank, (own, other) in enumerate(rows):
-            for expert, times, is_primary in own + other:
+            for expert, times, quota, is_primary in own + other:
                 hosts.setdefault(expert, []).extend([rank] * times)
+                if quota is not None:
+                    quotas[expert] = (*quotas.get(expert, ()), quota)
                 if is_primary:
                     primary[expert] = rank
         experts = sorted(primary)
@@ -246,6 +277,7 @@ class Placement:
             guests=guests,
             hosts=tuple(tuple(hosts[expert]) for expert in experts),
             primary=tuple(primary[expert] for expert in experts),
+            quotas=tuple(quotas.get(expert, ()) for expert in experts) if quotas else (),
         )
         if text.split() != str(placement).split():
             raise ValueError(f"{text!r}: prints as {placement}")
@@ -267,30 +299,45 @@ class Placement:
 
     def _check_guests(self) -> None:
         for rank, row in enumerate(self.guests):
-            for expert, times in Counter(row).items():
-                if expert == EMPTY:
-                    continue
+            experts = [expert for expert in row if expert != EMPTY]
+            for expert in experts:
                 if not 0 <= expert < self.num_experts:
                     raise ValueError(f"rank {rank}: its guest {expert} is not one of {self.num_experts} experts")
-                if times > 1:
+                if (times := experts.count(expert)) > 1:
                     raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
-                if self.owner(expert) == rank:
+                if expert in self.home[rank]:
                     raise ValueError(f"rank {rank}: owns expert {expert} and keeps it as a guest")
                 if rank not in self.hosts[expert]:
                     raise ValueError(f"rank {rank}: keeps the guest {expert}, but the hosts are {self.hosts[expert]}")
 
     def _check_hosts(self) -> None:
-        kept = [{*home, *guests} for home, guests in zip(self.home, self.guests, strict=True)]
-        for expert, (ranks, primary) in enumerate(zip(self.hosts, self.primary, strict=True)):
+        num_ranks = self.num_ranks
+        for expert, (owner, ranks, primary) in enumerate(zip(self.owners, self.hosts, self.primary, strict=True)):
+            if ranks == (owner,) == (primary,):
+                continue
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
-            if len(ranks) > 1 and list(ranks) != sorted(ranks):
+            if list(ranks) != sorted(ranks):
                 raise ValueError(f"expert {expert}: its hosts {ranks} must ascend")
             for rank in ranks:
-                if not 0 <= rank < self.num_ranks or expert not in kept[rank]:
+                if rank != owner and (not 0 <= rank < num_ranks or expert not in self.guests[rank]):
                     raise ValueError(f"expert {expert}: its host {rank} has no slot for it")
             if primary not in ranks:
                 raise ValueError(f"expert {expert}: its primary {primary} is not one of its hosts {ranks}")
+
+    def _check_quotas(self) -> None:
+        if len(self.quotas) not in (0, self.num_experts):
+            raise ValueError(f"quotas of {len(self.quotas)} experts: give those of all {self.num_experts}, or none")
+        for expert, quotas in enumerate(self.quotas):
+            if not quotas:
+                continue
+            ranks = self.hosts[expert]
+            if len({*ranks}) != len(quotas) or len(ranks) != len(quotas):
+                raise ValueError(f"expert {expert}: its quotas {quotas} must be one for each of its hosts {ranks}")
+            if min(quotas) < 1 or sum(quotas) > MOST_TOKENS:
+                raise ValueError(
+                    f"expert {expert}: its quotas {quotas} must be at least 1, and {MOST_TOKENS} at most together"
+                )
 
 
 def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, ...]:
@@ -300,6 +347,8 @@ def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, .
 
 def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
     """Return a rank's guest slots with the wanted experts: current guests keep their slots, others fill free ones."""
+    if not wanted:
+        return (EMPTY,) * len(slots)
     new = iter([expert for expert in wanted if expert not in slots])
     filled = tuple(expert if expert != EMPTY and expert in wanted else next(new, EMPTY) for expert in slots)
     if left := list(new):
@@ -307,11 +356,12 @@ def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int
     return filled
 
 
-def _parse_slot(text: str) -> tuple[int, int, bool]:
-    """Return an expert, its multiplicity and whether it is marked as primary."""
+def _parse_slot(text: str) -> tuple[int, int, int | None, bool]:
+    """Return an expert, its number of vExperts, its quota if there is one, and whether it is marked as primary."""
     if text == ".":
-        return EMPTY, 0, False
+        return EMPTY, 0, None, False
     match = _SLOT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r}: a slot is an expert such as 3, 3x2 or 3x2!, or a dot")
-    return int(match["expert"]), int(match["times"] or 1), match["primary"] is not None
+        raise ValueError(f"{text!r}: a slot is an expert such as 3, 3x2, 3:40 or 3x2!, or a dot")
+    quota = None if match["tokens"] is None else int(match["tokens"])
+    return int(match["expert"]), int(match["times"] or 1), quota, match["primary"] is not None

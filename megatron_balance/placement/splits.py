@@ -1,6 +1,10 @@
-"""How the hosts of an expert share its tokens, in the cost model's fractions; `flow/plan.py` assigns whole tokens.
+"""How the hosts of an expert share its tokens, and which tokens leave their rank and their node for it.
 
-The first dimension of `_AD` arrays is A experts, or A ways to place one expert; `_DD` is [source rank, computing rank].
+Every host has a quota, the number of an expert's tokens that it computes. A split makes quotas from the load. Sources
+then send their tokens by locality: a rank's own tokens first, then those of its node, then the others.
+
+Functions take whole numbers of tokens, which give whole numbers, or fractions. The first dimension of `_AD` arrays is
+A experts, or A ways to place one expert; D counts ranks. Nodes are `node_size` consecutive ranks.
 """
 
 from collections.abc import Callable
@@ -12,57 +16,142 @@ import numpy as np
 from megatron_balance.placement.placement import Placement
 
 
-def vexperts(placement: Placement) -> np.ndarray:
-    """Return [E, D] int64: the number of vExperts that each expert has on each rank; 0 where the rank is not a host."""
-    ranks = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
-    experts = np.repeat(np.arange(placement.num_experts), [len(hosts) for hosts in placement.hosts])
-    cells = placement.num_experts * placement.num_ranks
-    return np.bincount(experts * placement.num_ranks + ranks, minlength=cells).reshape(-1, placement.num_ranks)
+def shares(placement: Placement) -> np.ndarray:
+    """Return [E, D] int64: how the ranks share an expert's tokens; 0 where the rank is not a host.
 
-
-class Shares(NamedTuple):
-    """How hosts share the tokens of A experts, or of one expert placed in A ways; tokens may be fractions."""
-
-    local_AD: np.ndarray
-    """[A, D] number of its own tokens that each rank computes; it sends the rest away."""
-
-    share_AD: np.ndarray
-    """[A, D] each rank's fraction of all tokens that are sent away. Ranks with a fraction above 0 send none away."""
-
-
-def local_first(counts_AD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray) -> Shares:
-    """Pro-Prophet's rule: a host computes its own tokens; tokens of other ranks go to the primary host."""
-    share_AD = np.zeros(counts_AD.shape)
-    share_AD[np.arange(len(share_AD)), primary_A] = 1
-    return Shares(np.where(vexperts_AD, counts_AD, 0), share_AD)
-
-
-def proportional(counts_AD: np.ndarray, vexperts_AD: np.ndarray, primary_A: np.ndarray) -> Shares:
-    """FlexMoE's rule, Algorithm 3: all vExperts of an expert compute equally many of its tokens, local tokens first.
-
-    Tokens above a source's own capacity go to the other hosts in proportion to their remaining capacity,
-    `cap * n - min(cap * n, I)`.
+    They are the placement's quotas, and 1 for each vExpert of experts without quotas.
     """
-    capacity_AD = vexperts_AD * (counts_AD.sum(1) / vexperts_AD.sum(1))[:, None]
-    local_AD = np.minimum(capacity_AD, counts_AD)
-    left_AD = capacity_AD - local_AD
-    left_A1 = left_AD.sum(1, keepdims=True)
-    return Shares(local_AD, np.divide(left_AD, left_A1, out=np.zeros_like(left_AD), where=left_A1 > 0))
+    experts, ranks = placement.num_experts, placement.num_ranks
+    hosts = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
+    cells = np.repeat(np.arange(experts) * ranks, [len(row) for row in placement.hosts]) + hosts
+    if not placement.quotas:
+        return np.bincount(cells, minlength=experts * ranks).reshape(experts, ranks)
+    rows = zip(placement.quotas, placement.hosts, strict=True)
+    quotas = np.fromiter(chain.from_iterable(quotas or (1,) * len(row) for quotas, row in rows), dtype=np.int64)
+    shares_ED = np.zeros((experts, ranks), dtype=np.int64)
+    np.add.at(shares_ED.reshape(-1), cells, quotas)
+    return shares_ED
 
 
-SPLITS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], Shares]] = {
+def local_first(counts_AD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> np.ndarray:
+    """Pro-Prophet's rule: a host computes its own tokens; tokens of other ranks go to the primary host."""
+    quotas_AD = np.where(shares_AD, counts_AD, 0)
+    quotas_AD[np.arange(len(quotas_AD)), primary_A] += (counts_AD - quotas_AD).sum(1)
+    return quotas_AD
+
+
+def proportional(counts_AD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> np.ndarray:
+    """Give each host its share of the tokens; with vExperts, FlexMoE's rule (Algorithm 3, lines 2 and 3)."""
+    if counts_AD.dtype.kind == "i":
+        return largest_remainder(counts_AD.sum(1), shares_AD)
+    return shares_AD * (counts_AD.sum(1) / shares_AD.sum(1))[:, None]
+
+
+SPLITS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
     "local_first": local_first,
     "proportional": proportional,
 }
-"""Rules by which hosts share tokens, as functions of [A, D] tokens, [A, D] vExperts and [A] primary hosts."""
+"""Rules that make quotas [A, D] from tokens [A, D] of each source rank, shares [A, D] and primary hosts [A]."""
 
 
-def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
-    """Return [D, D] float64: tokens from each source rank that each rank computes, local tokens on the diagonal."""
+def largest_remainder(amount_A: np.ndarray, weight_AK: np.ndarray) -> np.ndarray:
+    """Split each amount in proportion to its weights into whole numbers that sum to it: [A, K] int64.
+
+    Each part is rounded up where the remainders are largest (first ones among equals) and down elsewhere. A weight of
+    zero gets nothing. An amount is zero wherever all its weights are zero. Products of an amount and a weight are below
+    2**63.
+    """
+    total_A1 = np.maximum(weight_AK.sum(1, keepdims=True), 1)
+    product_AK = amount_A[:, None] * weight_AK
+    part_AK = product_AK // total_A1
+    order_AK = np.argsort(part_AK * total_A1 - product_AK, axis=1, kind="stable")
+    missing_A1 = amount_A[:, None] - part_AK.sum(1, keepdims=True)
+    one_more_AK = (np.arange(weight_AK.shape[1]) < missing_A1).astype(part_AK.dtype)
+    np.put_along_axis(part_AK, order_AK, np.take_along_axis(part_AK, order_AK, 1) + one_more_AK, 1)
+    return part_AK
+
+
+class Sent(NamedTuple):
+    """What ranks send and receive so that every host computes its quota, all [A, D].
+
+    A rank sends tokens or receives them, not both.
+    """
+
+    local_AD: np.ndarray
+    """Tokens that stay on their rank."""
+    near_out_AD: np.ndarray
+    near_in_AD: np.ndarray
+    """Tokens that are sent to, and received from, ranks of the same node."""
+    far_out_AD: np.ndarray
+    far_in_AD: np.ndarray
+    """Tokens that are sent to, and received from, other nodes."""
+
+
+def sent(counts_AD: np.ndarray, quotas_AD: np.ndarray, node_size: int) -> Sent:
+    """Return what ranks send and receive by locality; ranks of a node have equal parts of what leaves it.
+
+    Args:
+        counts_AD: tokens of each source rank.
+        quotas_AD: tokens that each rank computes, equally many for an expert.
+    """
+    local_AD = np.minimum(counts_AD, quotas_AD)
+    out_AD, in_AD = counts_AD - local_AD, quotas_AD - local_AD
+    if node_size >= counts_AD.shape[1]:
+        none_AD = np.zeros_like(out_AD)
+        return Sent(local_AD, out_AD, in_AD, none_AD, none_AD)
+    first_N = np.arange(0, counts_AD.shape[1], node_size)
+    out_AN, in_AN = (np.add.reduceat(part_AD, first_N, axis=1) for part_AD in (out_AD, in_AD))
+    near_AN = np.minimum(out_AN, in_AN)
+    near_out_AD, near_in_AD = _parts(out_AD, out_AN, near_AN, node_size), _parts(in_AD, in_AN, near_AN, node_size)
+    return Sent(local_AD, near_out_AD, near_in_AD, out_AD - near_out_AD, in_AD - near_in_AD)
+
+
+def _parts(amount_AD: np.ndarray, total_AN: np.ndarray, part_AN: np.ndarray, node_size: int) -> np.ndarray:
+    """Return [A, D]: a part of each node's total, in proportion to the amounts of the node's ranks.
+
+    Whole numbers are rounded so that they sum to the part: each rank has the difference of what is due up to it.
+    """
+    node_D = np.arange(amount_AD.shape[1]) // node_size
+    total_AD, part_AD = np.maximum(total_AN, 1)[:, node_D], part_AN[:, node_D]
+    if amount_AD.dtype.kind == "f":
+        return amount_AD * np.divide(part_AD, total_AN[:, node_D], out=np.zeros_like(part_AD), where=part_AD > 0)
+    before_AN = total_AN.cumsum(1) - total_AN
+    until_AD = amount_AD.cumsum(1) - before_AN[:, node_D]
+    return until_AD * part_AD // total_AD - (until_AD - amount_AD) * part_AD // total_AD
+
+
+def paired(out_AD: np.ndarray, in_AK: np.ndarray) -> np.ndarray:
+    """Return [D, A, K]: the tokens that each source sends to each of K receivers.
+
+    Sources and receivers of an expert, in their order, lie along one line of tokens, and exchange what overlaps.
+
+    Args:
+        out_AD, in_AK: tokens that each source sends and each receiver receives, equally many for an expert.
+    """
+    out_end_DA1, in_end_AK = out_AD.cumsum(1).T[..., None], in_AK.cumsum(1)
+    first_DAK = np.maximum(out_end_DA1 - out_AD.T[..., None], in_end_AK - in_AK)
+    return np.maximum(np.minimum(out_end_DA1, in_end_AK) - first_DAK, 0)
+
+
+def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_size: int) -> np.ndarray:
+    """Return [D, D] float64: tokens from each source rank that each rank computes, local tokens on the diagonal.
+
+    Each source's tokens are shared among the hosts that receive from its node, or from other nodes.
+    """
     # numpy multiplies integers without BLAS; float64 is exact for these
     counts_ED = counts_DE.T.astype(np.float64)
-    local_ED, share_ED = SPLITS[split](counts_ED, vexperts(placement), np.asarray(placement.primary))
-    traffic_DD = (counts_ED - local_ED).T @ share_ED
+    quotas_ED = SPLITS[split](counts_ED, shares(placement), np.asarray(placement.primary))
+    moved = sent(counts_ED, quotas_ED, node_size)
+    node_D = np.arange(placement.num_ranks) // node_size
+    is_near_DD, first_N = node_D[:, None] == node_D, np.arange(0, placement.num_ranks, node_size)
+    near_ED = np.add.reduceat(moved.near_in_AD, first_N, axis=1)[:, node_D]
+    traffic_DD = _over(moved.near_out_AD, near_ED).T @ moved.near_in_AD * is_near_DD
+    traffic_DD += _over(moved.far_out_AD, moved.far_in_AD.sum(1, keepdims=True)).T @ moved.far_in_AD
     diagonal = np.arange(placement.num_ranks)
-    traffic_DD[diagonal, diagonal] += local_ED.sum(0)
+    traffic_DD[diagonal, diagonal] += moved.local_AD.sum(0)
     return traffic_DD
+
+
+def _over(amount_AD: np.ndarray, total_AD: np.ndarray) -> np.ndarray:
+    """Return the fractions of totals; 0 where there is nothing."""
+    return np.divide(amount_AD, total_AD, out=np.zeros_like(amount_AD), where=total_AD > 0)

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_balance.cost.loads import COMPUTED, FEATURES, expert_loads, owner_loads
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.splits import vexperts
+from megatron_balance.placement.splits import shares
 from megatron_balance.planning.policies.interface import owners_host
 
 BUDGET = 24
@@ -179,11 +179,13 @@ def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
     """Return the placement after exchanges between owners, of experts that their owners alone compute."""
     if not exchanges:
         return placement
-    hosts, primary = [*placement.hosts], [*placement.primary]
+    hosts, primary, quotas = [*placement.hosts], [*placement.primary], [*placement.quotas]
     for experts, (source, target) in exchanges:
         for expert, rank in zip(experts, (target, source), strict=True):
             hosts[expert], primary[expert] = (rank,), rank
-    return placement.rehost(hosts, primary, home_of(placement, exchanges))
+            if quotas:
+                quotas[expert] = ()
+    return placement.rehost(hosts, primary, home_of(placement, exchanges), quotas)
 
 
 def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
@@ -215,8 +217,8 @@ def _swaps(
     ).nonzero()
     loads_FBD = owner_loads(cost.network, counts_EBD, owner_E)
     if len(shared_M):
-        vexperts_MD, primary_M = vexperts(placement)[shared_M], np.asarray(placement.primary)[shared_M]
-        loads_MFBD = expert_loads(cost.network, cost.split, counts_EBD[shared_M], vexperts_MD, primary_M)
+        shares_MD, primary_M = shares(placement)[shared_M], np.asarray(placement.primary)[shared_M]
+        loads_MFBD = expert_loads(cost.network, cost.split, counts_EBD[shared_M], shares_MD, primary_M)
         loads_FBD = loads_FBD + (loads_MFBD - alone.loads(shared_M, owner_E[shared_M])).sum(0)
     is_free_E = np.ones(len(owner_E), dtype=bool)
     is_free_E[shared_M] = False
@@ -356,7 +358,7 @@ def _candidates(
     if not guests:
         return
     expert_A, target_A = np.array(guests).T
-    owner_E, hosts_ED, ranks = owners(placement), vexperts(placement) > 0, np.arange(placement.num_ranks)
+    owner_E, hosts_ED, ranks = owners(placement), shares(placement) > 0, np.arange(placement.num_ranks)
     times_ED, _ = cost.transport.link_times(owner_E, hosts_ED & (owner_E[:, None] != ranks))
     after_AD, _ = cost.transport.link_times(target_A, hosts_ED[expert_A] & (target_A[:, None] != ranks))
     busiest_A = (times_ED.sum(0) - times_ED[expert_A] + after_AD).max(1)
@@ -376,7 +378,7 @@ def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
     """
     (expert, other), (source, target) = exchange.experts, exchange.ranks
     before = placement.hosts[other]
-    follows = tuple(sorted(source if rank == target else rank for rank in before))
+    follows = tuple(source if rank == target else rank for rank in before)
     for ranks in dict.fromkeys((follows, before)):
         # The guest becomes an owner, and the old owner a guest if it computes the expert
         more = len({*ranks} - {source}) - len({*before} - {target}) + (source in placement.hosts[expert]) - 1
@@ -388,4 +390,4 @@ def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
             hosts, primary = [*placement.hosts], [*placement.primary]
             hosts[other] = ranks
             primary[other] = primary[other] if primary[other] in ranks else source
-            yield placement.rehost(hosts, primary, home_of(placement, [exchange]))
+            yield placement.rehost(hosts, primary, home_of(placement, [exchange]), placement.quotas)

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.splits import vexperts
+from megatron_balance.placement.splits import shares
 
 
 class Expand(NamedTuple):
@@ -148,7 +148,7 @@ class VExperts:
     @classmethod
     def of(cls, layer: Layer, placement: Placement) -> "VExperts":
         """Return the vExperts of `placement`."""
-        vexperts_ED = vexperts(placement)
+        vexperts_ED = shares(placement)
         experts = np.arange(len(vexperts_ED))
         loads_EFBD, (sent_ED, extra_E) = layer.loads(experts, vexperts_ED), layer.sent(experts, vexperts_ED)
         return cls(layer, vexperts_ED, tuple(loads_EFBD), tuple(sent_ED), loads_EFBD.sum(0), sent_ED.sum(0), extra_E)

@@ -41,7 +41,7 @@ FEATURES = {
     "interval-dense-layers": "--balance-interval 3 --num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]",
 }
 
-POLICIES = ("pro_prophet", "fastermoe", "top2", "top3", "flexmoe", "demi")
+POLICIES = ("quota", "pro_prophet", "fastermoe", "top2", "top3", "flexmoe", "demi")
 WORKLOADS = ("hot_experts", "rotating_hotspot")
 
 
@@ -49,8 +49,9 @@ QUICK = (
     ("EP4", "exact", "hot_experts", "pro_prophet"),
     ("EP4", "blockwise", "hot_experts", "fastermoe"),
     ("EP4-3-microbatches", "blockwise", "rotating_hotspot", "demi"),
+    ("PP2xEP2", "predicted", "hot_experts", "quota"),
 )
-"""One case plans for the current load, two for the next. test_layouts.py trains the other layouts."""
+"""One case plans for the current load, the others for the next. test_layouts.py trains the other layouts."""
 
 
 @pytest.mark.parametrize(

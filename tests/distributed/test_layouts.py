@@ -135,7 +135,7 @@ MANY, COMPARED = 200, 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutate", [None, plan_apart], ids=["alike", "apart"])
-@pytest.mark.parametrize("policy", ["pro_prophet", "flexmoe", "top2", "demi"])
+@pytest.mark.parametrize("policy", ["quota", "pro_prophet", "flexmoe", "top2", "demi"])
 def test_many_iterations_without_a_stop(
     ranks, curve_of, profiles, policy: str, mutate: Callable[[Run], None] | None
 ) -> None:

@@ -12,8 +12,8 @@ UNSHRUNK = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    """Draw any small, valid placement: permuted homes, guests, several vExperts on a rank, lent experts."""
+def placements(draw: st.DrawFn, with_quotas: bool = True) -> Placement:
+    """Draw any small, valid placement: permuted homes, guests, several vExperts on a rank, lent experts, quotas."""
     ranks, slots, guest_slots = draw(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 3)))
     order = draw(st.permutations(range(ranks * slots)))
     home = tuple(tuple(order[rank * slots : (rank + 1) * slots]) for rank in range(ranks))
@@ -23,15 +23,25 @@ def placements(draw: st.DrawFn) -> Placement:
         chosen = st.lists(st.sampled_from(others), unique=True, max_size=guest_slots) if others else st.just([])
         row = draw(chosen)
         guests.append(tuple(draw(st.permutations(row + [-1] * (guest_slots - len(row))))))
-    hosts = []
+    hosts, quotas = [], []
     for expert in range(ranks * slots):
         on = [rank for rank, row in enumerate(guests) if expert in row]
         copies = {rank: draw(st.integers(1, 3)) for rank in on}
         owner = next(rank for rank, row in enumerate(home) if expert in row)
         copies[owner] = draw(st.integers(0 if on else 1, 3))
-        hosts.append(tuple(rank for rank in sorted(copies) for _ in range(copies[rank])))
+        has_quotas = with_quotas and draw(st.booleans())
+        times = {rank: min(number, 1) if has_quotas else number for rank, number in copies.items()}
+        hosts.append(tuple(rank for rank in sorted(times) for _ in range(times[rank])))
+        quotas.append(tuple(draw(st.integers(1, 10**6)) for _ in hosts[-1]) if has_quotas else ())
     primary = tuple(draw(st.sampled_from(row)) for row in hosts)
-    return Placement(num_experts=ranks * slots, home=home, guests=tuple(guests), hosts=tuple(hosts), primary=primary)
+    return Placement(
+        num_experts=ranks * slots,
+        home=home,
+        guests=tuple(guests),
+        hosts=tuple(hosts),
+        primary=primary,
+        quotas=tuple(quotas) if any(quotas) else (),
+    )
 
 
 @st.composite

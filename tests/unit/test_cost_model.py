@@ -46,8 +46,8 @@ def with_latencies(exchange: float, forward: float = 0.0, backward: float = 0.0)
 
 
 def test_traffic_of_the_papers_example() -> None:
-    assert traffic_of("local_first", COUNTS_DE, PLAIN).tolist() == [[2, 0, 1], [2, 1, 0], [1, 1, 1]]
-    assert traffic_of("local_first", COUNTS_DE, GUEST).tolist() == [[2, 0, 1], [0, 3, 0], [1, 1, 1]]
+    assert traffic_of("local_first", COUNTS_DE, PLAIN, 3).tolist() == [[2, 0, 1], [2, 1, 0], [1, 1, 1]]
+    assert traffic_of("local_first", COUNTS_DE, GUEST, 3).tolist() == [[2, 0, 1], [0, 3, 0], [1, 1, 1]]
 
 
 def test_equations_1_to_6() -> None:
@@ -181,24 +181,24 @@ def test_tokens_to_other_nodes_take_longer() -> None:
     assert cost.profile.link("all_to_all").beta == 1 and found.tolist() == [2 * 4 * 2 / 2]
 
 
-@given(st.data(), st.sampled_from(sorted(SPLITS)))
-def test_no_token_is_lost(data: st.DataObject, split: str) -> None:
+@given(st.data(), st.sampled_from(sorted(SPLITS)), st.integers(1, 6))
+def test_no_token_is_lost(data: st.DataObject, split: str, size: int) -> None:
     placement = data.draw(any_placements())
     counts_DE = data.draw(any_loads(placement, 100)).numpy()
-    traffic_DD = traffic_of(split, counts_DE, placement)
+    traffic_DD = traffic_of(split, counts_DE, placement, size)
     assert (traffic_DD >= -1e-9).all()
     assert traffic_DD.sum(1) == pytest.approx(counts_DE.sum(1))
     for expert in range(placement.num_experts):
         alone_DE = np.zeros_like(counts_DE)
         alone_DE[:, expert] = counts_DE[:, expert]
-        away = np.delete(traffic_of(split, alone_DE, placement).sum(0), sorted(set(placement.hosts[expert])))
+        away = np.delete(traffic_of(split, alone_DE, placement, size).sum(0), sorted(set(placement.hosts[expert])))
         assert away == pytest.approx(0)
 
 
 def test_proportional_split_fills_what_hosts_have_left() -> None:
     placement = Placement.identity(2, 2, 1).with_hosts([(0, 1)])
     # Expert 0 has 8 tokens and two hosts for 4 each: rank 0 keeps 4 of its 6, rank 1 keeps its 2 and receives 2
-    assert traffic_of("proportional", np.array([[6, 0], [2, 0]]), placement).tolist() == [[4, 2], [0, 2]]
+    assert traffic_of("proportional", np.array([[6, 0], [2, 0]]), placement, 2).tolist() == [[4, 2], [0, 2]]
 
 
 def test_metrics() -> None:

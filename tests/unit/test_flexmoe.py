@@ -62,7 +62,7 @@ def drawn_costs(draw: st.DrawFn, num_ranks: int, microbatches: int) -> CostModel
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel]:
     """Draw a placement in use, its load in one or two microbatches, and a cost model."""
-    placement, microbatches = draw(placements()), draw(st.integers(1, 2))
+    placement, microbatches = draw(placements(with_quotas=False)), draw(st.integers(1, 2))
     counts_BDE = np.stack([draw(loads(placement, largest=100_000)).numpy() for _ in range(microbatches)])
     cost = draw(drawn_costs(placement.num_ranks, microbatches))
     return counts_BDE, placement, cost
@@ -110,6 +110,19 @@ def test_the_same_load_leads_to_rest(case: tuple[np.ndarray, Placement, CostMode
             return
         placement = following
     pytest.fail(f"still changing: {policy.modifications(counts_BDE, placement, cost)}")
+
+
+@UNSHRUNK
+@given(st.data(), placements())
+def test_placements_with_quotas_in_use(data: st.DataObject, placement: Placement) -> None:
+    """A run may continue with another policy: the plan has vExperts only, or is the placement in use."""
+    counts_DE, cost = (
+        data.draw(loads(placement, largest=100_000)).numpy(),
+        data.draw(drawn_costs(placement.num_ranks, 1)),
+    )
+    planned = FlexMoE().plan(counts_DE, placement, cost)
+    assert planned == placement or not planned.quotas
+    assert cost.layer_seconds(counts_DE, planned) <= cost.layer_seconds(counts_DE, placement) * ROUNDING
 
 
 def random_modification(start: Placement, generator: np.random.Generator) -> Modification:

@@ -11,7 +11,7 @@ from megatron_balance.cost.loads import FEATURES, MOST_GROUPS, condensed, crossi
 from megatron_balance.cost.model import CostModel, balance_ratio, owners
 from megatron_balance.observe.balance import evenness
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import SPLITS, vexperts
+from megatron_balance.placement.splits import SPLITS, shares
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.predictor import METHODS, Predictor
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
@@ -38,7 +38,7 @@ def summed(cost: CostModel, counts_BDE: np.ndarray, placement: Placement) -> np.
     """Return [5, B, D], the sum of all experts' loads."""
     counts_EBD = counts_BDE.transpose(2, 0, 1).astype(np.float64)
     primary_E = np.asarray(placement.primary)
-    loads_EFBD = expert_loads(cost.network, cost.split, counts_EBD, vexperts(placement), primary_E)
+    loads_EFBD = expert_loads(cost.network, cost.split, counts_EBD, shares(placement), primary_E)
     assert loads_EFBD.shape == (placement.num_experts, FEATURES, *counts_BDE.shape[:2])
     return loads_EFBD.sum(0)
 

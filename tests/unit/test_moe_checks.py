@@ -85,7 +85,11 @@ BAD = [
     (f"{TOP2} --num-experts 12 --moe-router-topk 13", "--moe-router-topk 13", "1 to --num-experts 12"),
     (
         f"{EP4} --balance-policy topmost",
-        *("--balance-policy topmost", "choose from", "none, pro_prophet, top2", REMEDY),
+        *("--balance-policy topmost", "choose from", "none, pro_prophet, quota, top2", REMEDY),
+    ),
+    (
+        f"{EP4} --balance-policy quota --balance-token-split local_first",
+        *("--balance-token-split local_first", "not with --balance-policy quota", "leave it out"),
     ),
     ("--balance-policy top2", "--balance-policy top2", "--expert-model-parallel-size above 1", "--balance-policy none"),
     (

@@ -141,9 +141,9 @@ def test_guests_become_owners_wherever_it_leaves_fewer_guests(placement: Placeme
     wanted = []
     for ranks in ([source if rank == target else rank for rank in placement.hosts[other]], placement.hosts[other]):
         hosts = [*placement.hosts]
-        hosts[other] = tuple(sorted(ranks))
+        hosts[other] = tuple(ranks)
         try:
-            placed = placement.rehost(hosts, home=home_of(placement, [exchange]))
+            placed = placement.rehost(hosts, None, home_of(placement, [exchange]), placement.quotas)
         except ValueError:
             continue
         if placed.added_hosts < placement.added_hosts and placed.hosts not in wanted:

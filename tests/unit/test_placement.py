@@ -179,6 +179,11 @@ def test_texts_that_are_no_placement(text: str) -> None:
         ({"hosts": ((0, 2), (0, 1), (1,), (0,))}, r"expert 0: its host 2 has no slot for it"),
         ({"hosts": ((-1, 0), (0, 1), (1,), (0,))}, r"expert 0: its host -1 has no slot for it"),
         ({"primary": (0, 1, 0, 0)}, r"expert 2: its primary 0 is not one of its hosts \(1,\)"),
+        ({"quotas": ((1,), (), ())}, r"quotas of 3 experts: give those of all 4, or none"),
+        ({"quotas": ((1, 1), (), (), ())}, r"expert 0: its quotas \(1, 1\) must be one for each of its hosts \(0,\)"),
+        ({"quotas": ((), (1, 2, 3), (), ())}, r"expert 1: its quotas .* must be one for each of its hosts \(0, 0, 1\)"),
+        ({"quotas": ((0,), (), (), ())}, r"expert 0: its quotas \(0,\) must be at least 1, and 2147483647 at most"),
+        ({"quotas": ((2**31,), (), (), ())}, r"expert 0: its quotas \(2147483648,\) must be at least 1, and"),
     ],
 )
 def test_what_is_no_placement(changes: dict, message: str) -> None:
@@ -226,10 +231,21 @@ def test_more_hosts_for_any_placement(base: Placement, data: st.DataObject) -> N
 
 @given(placements())
 def test_the_same_hosts_again(placement: Placement) -> None:
-    assert placement.rehost(placement.hosts) == placement
+    assert placement.rehost(placement.hosts, placement.primary, quotas=placement.quotas) == placement
     alone = [(placement.owner(expert),) for expert in range(placement.num_experts)]
     assert placement.rehost(alone).is_identity
     assert placement.rehost(alone).primary == tuple(rank for (rank,) in alone)
+
+
+def test_quotas() -> None:
+    owners = Placement.identity(4, 2, guest_slots=1)
+    placement = owners.rehost([(1, 0), (0,), (1,), (0,)], quotas=[(7, 5), (), (), (9,)])
+    assert str(placement) == "0:5 1 + 3:9! | 2 3x0 + 0:7"
+    assert placement == Placement.parse(str(placement)) != owners.rehost([(1, 0), (0,), (1,), (0,)])
+    assert placement.quotas == ((5, 7), (), (), (9,))
+    # Those of one rank are added up; without any, vExperts share evenly
+    assert owners.rehost([(0, 1, 0), (0,), (1,), (1,)], quotas=[(1, 2, 3), (), (), ()]).quotas[0] == (4, 2)
+    assert owners.rehost(owners.hosts, quotas=[()] * 4) == owners
 
 
 def test_primary_of_a_lent_expert() -> None:

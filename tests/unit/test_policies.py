@@ -202,7 +202,7 @@ def test_policies_by_path() -> None:
     path = "megatron_balance.planning.policies.top_k:TopK"
     assert load_policy(path, k=4).k == 4
     for name, message in [
-        ("best", "choose from demi, .*, none, pro_prophet, top2"),
+        ("best", "choose from demi, .*, none, pro_prophet, quota, top2"),
         ("no.module:Class", "cannot be imported"),
         ("math:Nothing", "cannot be imported"),
         (path, "cannot be made with options"),

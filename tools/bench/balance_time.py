@@ -34,6 +34,9 @@ BASELINE = "none"
 AGAIN = "none again"
 """A second run without a policy, which shows this machine's noise: its ratio should be 1."""
 
+EVEN = "even routing"
+"""The same run with a router that sends every expert the same number of tokens."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,13 +58,16 @@ def main() -> int:
         balance = f"--balance-load {args.load} --balance-profile {args.profile} --balance-policy"
         for workload in args.workload:
             forced = f"{common} --moe-router-force-workload {workload}"
-            flags = {BASELINE: forced, AGAIN: forced}
+            flags = {BASELINE: forced, AGAIN: forced, EVEN: f"{common} --moe-router-force-workload balanced"}
             flags |= {policy: f"{forced} {balance} {policy}" for policy in args.policy}
             task = {"flags": flags, "iterations": args.iterations}
             jobs = [ranks.job(__file__, args.ranks, task) for _ in range(args.repeats)]
-            for policy in (AGAIN, *args.policy):
-                ratio = ranks.compare([job["seconds"] for job in jobs], policy, BASELINE)
-                print(f"{workload}, {policy}: {ratio} |{jobs[0]['balance'].get(policy, '')}", flush=True)
+            times = [job["seconds"] for job in jobs]
+            for policy in (AGAIN, EVEN, *args.policy):
+                ratio, done = ranks.compare(times, policy, BASELINE), jobs[0]["balance"].get(policy, "")
+                print(f"{workload}, {policy}: {ratio} |{done}", flush=True)
+            for policy in (BASELINE, *args.policy):
+                print(f"{workload}, {policy} over even routing: {ranks.compare(times, policy, EVEN)}", flush=True)
         for profile in Path(directory).glob("*.json") if args.profile == "auto" else ():
             print(f"profile: {_summary(profile)}")
     return 0

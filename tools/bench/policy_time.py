@@ -44,13 +44,14 @@ VARIANTS = {
     "fastermoe": "fastermoe",
     "pro_prophet": "pro_prophet",
     "flexmoe": "flexmoe",
+    "quota": "quota",
     "demi": "demi",
     "demi transfer": "demi --balance-ownership transfer",
     "flexmoe transfer": "flexmoe --balance-ownership transfer",
 }
 """Values of --balance-policy, with additional flags."""
 
-DEFAULT = ["fastermoe", "pro_prophet", "flexmoe", "demi", "demi transfer"]
+DEFAULT = ["fastermoe", "pro_prophet", "flexmoe", "quota", "demi", "demi transfer"]
 
 PERIODS = {"rotating_hotspot": ROTATION, "burst": BURST[0], **imbalance.PERIODS}
 """Period of a workload in iterations; 1 for others."""

@@ -122,7 +122,8 @@ class FlexMoE(Policy):
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        planned = modify(current, self.modifications(counts, current, cost))
+        start = _even(current)
+        planned = modify(start, self.modifications(counts, start, cost))
         if planned == current and current.is_identity:
             return current
         # The search counts the busiest rank's messages, the cost model also those before and after it on their routes
@@ -130,7 +131,7 @@ class FlexMoE(Policy):
         return min((*candidates, planned), key=lambda placement: cost.layer_seconds(counts, placement))
 
     def modifications(self, counts: np.ndarray, current: Placement, cost: CostModel) -> tuple[Modification, ...]:
-        """Return the changes of the placement, in order. Arguments as in `plan`."""
+        """Return the changes of the placement, which has no quotas, in order. Arguments as in `plan`."""
         limit = current.slots_per_rank if self.vexperts_per_rank is None else self.vexperts_per_rank
         if current.is_identity and self._is_balanced(cost.traffic(counts, current).sum(-2), cost):
             return ()
@@ -163,6 +164,11 @@ class FlexMoE(Policy):
             elif (left := _slow(state, best)) < slow:
                 waiting, slow = self.patience, left
         return best, done[:kept]
+
+
+def _even(current: Placement) -> Placement:
+    """Return the placement with one vExpert in place of each quota."""
+    return current.rehost(current.hosts, current.primary) if current.quotas else current
 
 
 def _slow(state: VExperts, before: VExperts) -> int:

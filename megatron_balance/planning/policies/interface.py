@@ -34,6 +34,9 @@ class Policy(ABC):
     single_host: ClassVar[bool] = False
     """Whether every expert has exactly one host in every plan."""
 
+    sets_quotas: ClassVar[bool] = False
+    """Whether plans have quotas, which only the split `proportional` keeps to."""
+
     orders_chunks: ClassVar[bool] = False
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
 

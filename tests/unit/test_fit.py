@@ -1,0 +1,140 @@
+"""Moves of tokens that level ranks: within rooms and slots, as a slow search makes them, and each prefix is a plan."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.planning.fit import PARTS, Fitted, Move, fit
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict:
+    """Draw arguments of `fit`."""
+    ranks, per_rank = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    tokens = draw(st.lists(st.integers(0, 200), min_size=ranks * per_rank, max_size=ranks * per_rank))
+    experts = [
+        [(tokens[expert], expert) for expert in range(rank * per_rank, (rank + 1) * per_rank) if tokens[expert]]
+        for rank in range(ranks)
+    ]
+    staying = draw(st.lists(st.integers(0, 50), min_size=ranks, max_size=ranks))
+    loads = [sum(size for size, _ in row) + more for row, more in zip(experts, staying, strict=True)]
+    mean = -(-sum(loads) // ranks)
+    return {
+        "experts": experts,
+        "loads": loads,
+        "capacities": [mean + draw(st.integers(0, 20)) for _ in loads],
+        "slots": draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks)),
+        "node_size": draw(st.integers(1, ranks)),
+        "far": draw(st.sampled_from([1.0, 1.51, 8.0])),
+        "reaches_far": draw(st.booleans()),
+        "fills": draw(st.booleans()),
+    }
+
+
+def reference(
+    experts: list[list[tuple[int, int]]],
+    loads: list[int],
+    capacities: list[int],
+    slots: list[int],
+    *,
+    node_size: int,
+    far: float,
+    reaches_far: bool,
+    fills: bool,
+) -> Fitted:
+    """Search all ranks before each move."""
+    left, loads, slots = [{expert: size for size, expert in row} for row in experts], [*loads], [*slots]
+    ranks, stuck, moves = range(len(loads)), set[int](), list[Move]()
+
+    def excess(rank: int) -> int:
+        return loads[rank] - capacities[rank]
+
+    excesses = [max(map(excess, ranks))]
+    while True:
+        waiting = [rank for rank in ranks if excess(rank) > 0 and rank not in stuck]
+        if not waiting:
+            return Fitted(moves, excesses)
+        source = max(waiting, key=lambda rank: (excess(rank), rank))
+        size, expert = max(((size, expert) for expert, size in left[source].items()), default=(0, 0))
+        wanted = size if fills else min(size, excess(source))
+        able = [rank for rank in ranks if excess(rank) < 0 and slots[rank]]
+        near = [rank for rank in able if rank // node_size == source // node_size]
+        # Of the nodes, the one with the most room, the first of equals; of its ranks, the last of equals
+        nodes = {rank // node_size for rank in able}
+        most = {node: max(-excess(rank) for rank in able if rank // node_size == node) for node in nodes}
+        chosen = source // node_size
+        here = min(wanted, most.get(chosen, 0))
+        if reaches_far and most and here < wanted:
+            roomiest = min(node for node in nodes if most[node] == max(most.values()))
+            if min(wanted, most[roomiest]) * PARTS > here * round(far * PARTS):
+                chosen = roomiest
+        near = [rank for rank in able if rank // node_size == chosen]
+        if not wanted or not near:
+            stuck.add(source)
+            continue
+        target = max(near, key=lambda rank: (-excess(rank), rank))
+        moved = min(wanted, -excess(target))
+        moves.append(Move(expert, source, target, moved))
+        left[source][expert] -= moved
+        if not left[source][expert]:
+            del left[source][expert]
+        loads[source], loads[target], slots[target] = loads[source] - moved, loads[target] + moved, slots[target] - 1
+        excesses.append(max(map(excess, ranks)))
+
+
+@given(cases())
+def test_fit_is_the_reference(case: dict) -> None:
+    found, expected = fit(**case), reference(**case)
+    assert found.moves == expected.moves
+    # Below capacity, only the sign counts
+    assert [max(0, excess) for excess in found.excess] == [max(0, excess) for excess in expected.excess]
+
+
+@given(cases())
+def test_moves_stay_within_what_ranks_have(case: dict) -> None:
+    found = fit(**case)
+    left = {expert: size for row in case["experts"] for size, expert in row}
+    loads, guests = [*case["loads"]], Counter()
+    for index, (expert, source, target, tokens) in enumerate(found.moves):
+        assert tokens > 0 and source != target
+        assert case["reaches_far"] or source // case["node_size"] == target // case["node_size"]
+        left[expert] -= tokens
+        loads[source] -= tokens
+        loads[target] += tokens
+        guests[target] += 1
+        assert loads[target] <= case["capacities"][target]
+        over = max(load - capacity for load, capacity in zip(loads, case["capacities"], strict=True))
+        assert max(0, over) == max(0, found.excess[index + 1]) <= max(0, found.excess[index])
+    assert min(left.values(), default=0) >= 0
+    assert all(guests[rank] <= slots for rank, slots in enumerate(case["slots"]))
+    assert found.fits == all(load <= capacity for load, capacity in zip(loads, case["capacities"], strict=True))
+
+
+def level(sizes: list[list[int]], capacity: int, slots: int, **options: bool) -> Fitted:
+    """Fit experts of these sizes to equal ranks of one node."""
+    numbers = iter(range(100))
+    experts = [[(size, next(numbers)) for size in row] for row in sizes]
+    ranks = len(sizes)
+    return fit(experts, [*map(sum, sizes)], [capacity] * ranks, [slots] * ranks, node_size=ranks, **options)
+
+
+def test_the_busiest_rank_comes_first() -> None:
+    found = level([[60, 40], [70, 10], [10, 10], [20, 20]], 60, 2)
+    # Ranks 0 and 1 have 100 and 80 tokens, ranks 2 and 3 room for 40 and 20
+    assert found.moves == [Move(0, 0, 2, 40), Move(2, 1, 3, 20)]
+    assert found.excess == [40, 20, 0]
+
+
+def test_filling_receivers_needs_fewer_slots() -> None:
+    # With one slot, rank 3 takes the excess of one rank only, unless it is filled and that rank takes the other's
+    sizes = [[50, 12], [40, 21], [50, 7], [10, 10]]
+    assert [level(sizes, 51, 1, fills=fills).fits for fills in (False, True)] == [False, True]
+
+
+@pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])
+def test_a_guest_on_another_node_has_to_take_more_for_its_cost(far: float, target: int) -> None:
+    # Room for 10 tokens on the same node, for 20 on the other one
+    found = fit([[(40, 0)], [], [], []], [40, 10, 0, 20], [20] * 4, [1] * 4, node_size=2, far=far)
+    assert found.moves[0].target == target

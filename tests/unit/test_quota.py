@@ -1,0 +1,135 @@
+"""The quota policy: guests take their quotas exactly, few of them level the ranks, and each saves what it costs."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.flow.plan import make_dispatch_plan
+from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies.quota import EVEN, Quota, _Layer
+from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
+from tests.unit.placements import UNSHRUNK, loads, placements
+
+
+def cost_model(num_ranks: int, node_size: int, *, near: float = 0.0, far: float = 0.0, **options: Any) -> CostModel:
+    """Return a model in which a token is computed in 3 s, and a guest costs `near` or `far` seconds each way."""
+    none = Fit(0.0, 0.0, 0.0, 0.0)
+    profile = from_links(
+        num_ranks,
+        node_size,
+        Fit(0.0, near, 0.0, 0.0),
+        Fit(0.0, far, 0.0, 0.0),
+        shared=none if num_ranks == node_size else Fit(0.0, far, 0.0, 0.0),
+        forward=Throughput(1.0, 0.0, 0.0, 0.0),
+        backward=Throughput(2.0, 0.0, 0.0, 0.0),
+    )
+    return CostModel(profile, token_bytes=0, param_bytes=1, grad_bytes=1, split="proportional", **options)
+
+
+def tokens_of(placement: Placement, counts_DE: np.ndarray) -> list[int]:
+    """Return the tokens that each rank computes."""
+    plan = make_dispatch_plan(torch.from_numpy(counts_DE), placement, "proportional")
+    return [int(plan.tokens_per_slot(rank).sum()) for rank in range(placement.num_ranks)]
+
+
+def skewed(num_ranks: int, num_experts: int, seed: int, exponent: float = 0.7) -> np.ndarray:
+    """Return loads with Zipf's law, in random order."""
+    generator = np.random.default_rng(seed)
+    shares = generator.permutation(np.arange(1, num_experts + 1) ** -exponent)
+    return np.stack([generator.multinomial(4096, shares / shares.sum()) for _ in range(num_ranks)])
+
+
+def test_a_guest_takes_what_its_owner_has_too_much() -> None:
+    counts_DE = np.array([[60, 0, 5, 15], [60, 20, 5, 15]])
+    # Rank 0 has 140 tokens and rank 1 has 40: with costless links, both compute 90, up to 0.2%
+    planned = Quota().plan(counts_DE, Placement.identity(4, 2, 1), cost_model(2, 2))
+    assert str(planned) == "0:70 1 + . | 2 3 + 0:50"
+    assert tokens_of(planned, counts_DE) == [90, 90]
+    # Each way, the guest takes as long as a token takes forward and backward; then it must save that much
+    costly = cost_model(2, 2, near=3 * 30)
+    assert Quota().plan(counts_DE, Placement.identity(4, 2, 1), costly).is_identity
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(8, 2), (16, 2), (32, 1), (64, 1), (64, 2)])
+def test_ranks_are_even_to_two_per_mille(ranks: int, slots: int) -> None:
+    for seed in range(3):
+        counts_DE = skewed(ranks, 256, seed)
+        planned = Quota().plan(counts_DE, Placement.identity(256, ranks, slots), cost_model(ranks, ranks))
+        tokens_D = tokens_of(planned, counts_DE)
+        assert sum(tokens_D) == counts_DE.sum()
+        assert max(tokens_D) <= np.ceil(EVEN * np.mean(tokens_D)), (seed, max(tokens_D) / np.mean(tokens_D))
+        assert planned.added_hosts <= 1.1 * ranks
+
+
+def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
+    counts_DE = skewed(16, 64, 0, 1.0)
+    slow, fast = (cost_model(16, 4, near=10.0, far=far) for far in (1e6, 10.0))
+    near, anywhere = (Quota().plan(counts_DE, Placement.identity(64, 16, 2), cost) for cost in (slow, fast))
+    for placement, leaves in ((near, False), (anywhere, True)):
+        pairs = [(placement.owner(e), rank) for e, ranks in enumerate(placement.hosts) for rank in ranks]
+        assert any(owner // 4 != rank // 4 for owner, rank in pairs) == leaves
+    assert (
+        max(tokens_of(anywhere, counts_DE))
+        < max(tokens_of(near, counts_DE))
+        < max(counts_DE.reshape(16, 16, 4).sum((0, 2)))
+    )
+
+
+def test_slower_ranks_compute_less() -> None:
+    counts_DE = skewed(4, 16, 1)
+    cost = cost_model(4, 4)
+    slow = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, rates=(0.5, 1.0, 1.0, 1.5)))
+    tokens_D = np.array(tokens_of(Quota().plan(counts_DE, Placement.identity(16, 4, 3), slow), counts_DE))
+    assert tokens_D / slow.rate_D == pytest.approx(counts_DE.sum() / 4, rel=0.01)
+
+
+def test_experts_that_are_hot_in_turn_are_leveled_in_each_microbatch() -> None:
+    """Over both microbatches, all ranks have equally many tokens."""
+    counts_BDE = np.full((2, 2, 4), 10)
+    counts_BDE[0, :, 0] = counts_BDE[1, :, 2] = 50
+    cost = cost_model(2, 2, microbatches=2)
+    planned = Quota().plan(counts_BDE, Placement.identity(4, 2, 2), cost)
+    assert cost.layer_seconds(counts_BDE, Placement.identity(4, 2)) == 3 * (120 + 120)
+    assert cost.layer_seconds(counts_BDE, planned) <= 3 * 2 * 80 * 1.02
+
+
+def test_an_expert_that_leaves_its_owner_is_lent() -> None:
+    counts_DE = np.array([[30, 50, 0, 0]] * 2)
+    planned = Quota().plan(counts_DE, Placement.identity(4, 2, 2), cost_model(2, 2))
+    assert tokens_of(planned, counts_DE) == [80, 80]
+    counts_DE = np.array([[25, 25, 0, 0]] * 2)
+    planned = Quota().plan(counts_DE, Placement.identity(4, 2, 2), cost_model(2, 2))
+    assert str(planned) == "0 1x0 + . . | 2 3 + 1:50! ."
+
+
+@UNSHRUNK
+@given(st.data(), placements(), st.integers(1, 3), st.sampled_from([0.0, 1e3, 1e6]), st.sampled_from([1.0, 7.0]))
+def test_plans_are_never_slower_than_owners_alone(
+    data: st.DataObject, current: Placement, microbatches: int, near: float, far: float
+) -> None:
+    counts_BDE = np.stack([data.draw(loads(current, 10**5)).numpy() for _ in range(microbatches)])
+    cost = cost_model(
+        current.num_ranks,
+        data.draw(st.integers(1, current.num_ranks)),
+        near=near,
+        far=near * far,
+        microbatches=microbatches,
+    )
+    planned = load_policy("quota").plan(counts_BDE, current, cost)
+    alone = current.rehost([(owner,) for owner in current.owners], current.owners)
+    assert cost.layer_seconds(counts_BDE, planned) <= cost.layer_seconds(counts_BDE, alone) * (1 + 1e-9)
+    assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
+    # The seconds that the search counts are those of the model, but for messages before and after the busiest rank's
+    layer = _Layer.of(counts_BDE, current, cost)
+    guests = layer.leveled(reaches_far=True)
+    if guests:
+        free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
+        exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
+        assert _Layer.of(counts_BDE, current, free).seconds(guests) == pytest.approx(exact, rel=1e-9)
