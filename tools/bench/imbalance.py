@@ -19,11 +19,12 @@ every rank must get back exactly K times what it sent, or the program exits with
 With --testbed, the model, devices and network are those of policy_time.py, where only our layer runs.
 
 The table of a mode has the time of the slowest rank: the median over iterations, the 10th and 90th percentile, and the
-ratio of the medians to the first variant. `load` is max/mean of the tokens for the ranks' own experts, before
-balancing. Ranks share this machine's cores.
+ratio of the medians to the first variant; under W7, only the 90th percentile is that of a burst. `load` is max/mean of
+the tokens for the ranks' own experts, before balancing. Ranks share this machine's cores.
 
 Rank r has the tokens that follow those of rank r-1. Under W4, rank r has r+1 parts of all tokens; in training_step, all
-ranks have equally many. Layer n draws with --seed plus n-1, so the first layer has the experts of the benchmark.
+ranks have equally many. All microbatches of a step have the same rows. Layer n draws with --seed plus n-1, so the
+first layer has the experts of the benchmark.
 """
 
 import argparse
@@ -34,6 +35,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import policy_time
 import ranks
@@ -149,7 +152,7 @@ def row(of_variants: Sequence[dict[str, Any]]) -> str:
     """Return the row of a workload, given its `records`, of which the first is the baseline."""
     first, cells = of_variants[0], []
     for record in of_variants:
-        low, *_, high = statistics.quantiles(worst(record["seconds"]), n=10, method="inclusive")
+        low, high = np.percentile(worst(record["seconds"]), [10, 90])
         cells.append(f"{record['ms']:.1f} ({low:.1f}-{high:.1f}), {record['ms'] / first['ms']:.3f}")
     return _line([first["workload"], f"{first['load']:.2f}", *cells])
 
