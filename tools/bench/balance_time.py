@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ranks
-from megatron_balance.workloads.synthetic import WORKLOADS
+from megatron_balance.workloads.synthetic import NAMES
 
 if TYPE_CHECKING:
     from megatron_balance.cli.checks import Machine
@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="also the expert-parallel size")
     parser.add_argument("--policy", nargs="+", default=["pro_prophet"], help="values of --balance-policy")
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["balanced", "hot_experts"])
+    parser.add_argument("--workload", nargs="+", choices=NAMES, default=["balanced", "hot_experts"])
     parser.add_argument("--load", choices=("predicted", "exact"), default="predicted")
     parser.add_argument("--profile", default="builtin", help="builtin, auto (measured once for all jobs) or a path")
     parser.add_argument("--repeats", type=int, default=3, help="jobs per workload")
