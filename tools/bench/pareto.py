@@ -37,6 +37,7 @@ from pareto_plans import (
     Score,
     Timed,
     fewest,
+    fitted,
     floors,
     gigabytes,
     least_ratio,
@@ -46,6 +47,9 @@ from pareto_plans import (
     timed,
 )
 from quota_planners import BOUNDED, PLANNERS
+
+TARGETED = {**BOUNDED, "quota, fit": fitted}
+"""Planners that take a target, by name."""
 
 TARGETS = (1.005, 1.01, 1.02, 1.05)
 CURVE = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2)
@@ -119,7 +123,7 @@ def _draw(path: Path, loads: Sequence[Load], tables: Mapping[int, Mapping[str, S
 def _lines(loads: Sequence[Load], slots: int, names: Container[str]) -> dict[str, list[tuple[float, float, float]]]:
     lines = {
         name: [_point([reference(planner, load, slots, target=target) for load in loads]) for target in CURVE]
-        for name, planner in BOUNDED.items()
+        for name, planner in TARGETED.items()
     }
     for name in (name for name in PRICED if name in names):
         lines[name] = [_point([policy(name, load, slots, price) for load in loads]) for price in PRICES]
@@ -159,7 +163,7 @@ def _print_bounds(loads: Sequence[Load], slots: int) -> None:
     groups = [*([load for load in loads if load.num_ranks == size] for size in sizes), loads]
     for target in TARGETS:
         print(f"| floor | {target} | {' | '.join(f'{fewest(group, target):.1f}' for group in groups)} |")
-        for name, planner in BOUNDED.items():
+        for name, planner in TARGETED.items():
             cells = [
                 _kept([reference(planner, load, slots, target=target) for load in part], target) for part in groups
             ]

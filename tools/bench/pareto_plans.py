@@ -15,11 +15,12 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.planning.fit import fit
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.profile.cluster import Cluster, Ranks, profile_of
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, builtin
 from oracle import least_seconds
-from quota_planners import PLANNERS, fewest_copies, floor_of, guests_of
+from quota_planners import PLANNERS, TARGET, fewest_copies, floor_of, guests_of, limit_of
 
 EXPERTS, TOPK, TOKENS = 256, 8, 4096
 HIDDEN, FFN, DTYPE_BYTES, GRAD_BYTES, NODE = 7168, 2048, 2, 4, 8
@@ -34,6 +35,24 @@ PARAMETERS, GATED_FFN = 3 * HIDDEN * FFN, 3 * FFN // 2
 """Parameters of an expert, and the inner width of one without gates that has as many."""
 
 FREE = Fit(0.0, 0.0, 0.0, 0.0)
+
+
+def fitted(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: int, target: float = TARGET) -> np.ndarray:
+    """Return the quotas [E, D] of the policy `quota`'s fit: the fewest moves, or receivers filled if slots are few."""
+    experts = [
+        sorted((int(tokens_E[e]), e) for e in np.flatnonzero(owner_E == rank).tolist()) for rank in range(num_ranks)
+    ]
+    loads = [sum(tokens for tokens, _ in row) for row in experts]
+    limits = [limit_of(sum(loads), num_ranks, target)] * num_ranks
+    fits = (
+        fit(experts, loads, limits, [slots] * num_ranks, node_size=num_ranks, fills=fills) for fills in (False, True)
+    )
+    found = min(fits, key=lambda found: max(0, found.excess[-1]))
+    quotas_ED = np.zeros((len(tokens_E), num_ranks), dtype=np.int64)
+    quotas_ED[np.arange(len(tokens_E)), owner_E] = tokens_E
+    for expert, source, rank, tokens in found.moves:
+        quotas_ED[expert, [source, rank]] += [-tokens, tokens]
+    return quotas_ED
 
 
 class Load(NamedTuple):
