@@ -48,7 +48,7 @@ def test_flags_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arg
     flags = [command[command.index("pretrain_gpt_moe.py") + 1 :] for command in training]
     before, after = (parse_args(own, machine).config for own in flags)
     assert [before.balance.balance_policy, after.balance.balance_policy] == (
-        ["none", "flexmoe" if "flexmoe" in arguments else "pro_prophet"]
+        ["none", "flexmoe" if "flexmoe" in arguments else "quota"]
     )
     assert after.balance.balance_overlap == "blockwise" and after.comm.moe_comm_alltoall == "pipe"
     for run in (before, after):
