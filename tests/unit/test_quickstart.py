@@ -36,7 +36,7 @@ def commands(folder: Path, *arguments: str) -> list[list[str]]:
     [
         [],
         ["--balance-policy", "flexmoe", "--balance-metric", "variance", "--train-iters", "7"],
-        ["--train-iters", "7", "--balance-alpha=0.5", "--moe-router-force-workload", "hot_experts"],
+        ["--train-iters", "7", "--balance-interval=2", "--moe-router-force-workload", "hot_experts"],
     ],
     ids=["none", "before others", "after others"],
 )

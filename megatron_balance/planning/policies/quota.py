@@ -218,7 +218,7 @@ class _Layer:
                 # Within a node, tokens more often lack room than slots
                 if found[-1].fits or not way.reaches_far:
                     break
-            return min(found, key=lambda fit: max(0, fit.excess[-1]))
+            return min(found, key=lambda fitted: max(0, fitted.excess[-1]))
 
         busiest = EVEN * mean
         if not way.reaches_far:
