@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
@@ -82,6 +82,16 @@ def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
     )
 
 
+def test_hidden_guests_are_not_free() -> None:
+    """Two nodes with one rank each. Guests on both save nearly all messages, but loads are even without them."""
+    counts_DE = np.array([[50, 50], [50, 50]])
+    for expert_bytes, hosts in ((1, 2), (100, 1)):
+        cost = cost_model(2, 1, far=40.0, overlap=Overlap(1e6, 1e6))
+        cost = dataclasses.replace(cost, token_bytes=0.02, param_bytes=expert_bytes, grad_bytes=expert_bytes)
+        planned = Quota().plan(counts_DE, Placement.identity(2, 2, 1), cost)
+        assert [len(ranks) for ranks in planned.hosts] == [hosts, hosts]
+
+
 def test_slower_ranks_compute_less() -> None:
     counts_DE = skewed(4, 16, 1)
     cost = cost_model(4, 4)
@@ -132,4 +142,4 @@ def test_plans_are_never_slower_than_owners_alone(
     if guests:
         free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
         exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
-        assert _Layer.of(counts_BDE, current, free).seconds(guests) == pytest.approx(exact, rel=1e-9)
+        assert _Layer.of(counts_BDE, current, free).seconds(guests) == pytest.approx((exact, 0.0), rel=1e-9)

@@ -22,6 +22,9 @@ EVEN = 1.01
 NEGLIGIBLE = 0.0005
 """Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
 
+HIDDEN = 0.2
+"""Share of hidden Trans and Agg that counts, because they slow down the computation that hides them."""
+
 UNSURE = 0.15
 """Share by which the seconds of a plan may be underestimated before its messages are laid out."""
 
@@ -63,11 +66,11 @@ class Quota(Policy):
         if not current.guest_slots or current.num_ranks == 1:
             return alone
         layer = _Layer.of(counts, current, cost)
-        limit = layer.seconds({}) * (1 - NEGLIGIBLE)
+        limit = sum(layer.seconds({})) * (1 - NEGLIGIBLE)
         plans = [layer.leveled(way) for way in _ways(cost.network, current.guest_slots)]
-        timed = sorted((layer.seconds(guests), index) for index, guests in enumerate(plans) if guests)
-        for seconds, index in timed:
-            if seconds >= limit:
+        timed = [(*layer.seconds(guests), index) for index, guests in enumerate(plans) if guests]
+        for seconds, hidden, index in sorted(timed, key=lambda plan: plan[0] + HIDDEN * plan[1]):
+            if seconds + HIDDEN * hidden >= limit:
                 break
             planned = layer.placement(current, plans[index])
             if seconds * (1 + UNSURE) < limit or cost.layer_seconds(counts, planned) < limit:
@@ -256,8 +259,8 @@ class _Layer:
         total_K = self.token_seconds * (busiest + np.maximum(found.excess, 0)) + sending
         return int((total_K <= total_K.min() * (1 + NEGLIGIBLE)).argmax())
 
-    def seconds(self, guests: Guests) -> float:
-        """Return the seconds of the layer, with Trans and Agg as on the busiest rank."""
+    def seconds(self, guests: Guests) -> tuple[float, float]:
+        """Return the seconds of the layer, and those of Trans and Agg that are hidden, both as on the busiest rank."""
         loads_FBD, sent = self.owned_FBD, (0.0, 0.0)
         if guests:
             network, transport, (shares_MD, expert_M) = self.cost.network, self.cost.transport, self._shares(guests)
@@ -271,7 +274,8 @@ class _Layer:
                 enters_MN = np.logical_or.reduceat(is_guest_MD & ~network.is_near_DD[owner_M], network.first_N, axis=1)
                 busy = max(busy, transport.far * enters_MN.sum(0).max() / network.adapters)
             sent = transport.seconds_of(busy, extra_M.max())
-        return float(self.cost.time_of(*self.cost.work_of(loads_FBD), *sent).total)
+        time = self.cost.time_of(*self.cost.work_of(loads_FBD), *sent)
+        return float(time.total), float(sum(sent) - time.trans - time.agg)
 
     def _shares(self, guests: Guests) -> tuple[np.ndarray, np.ndarray]:
         """Return [M, D] the tokens that each rank computes of experts with guests, and [M] these experts."""
