@@ -86,7 +86,7 @@ def test_hidden_guests_are_not_free() -> None:
     """Two nodes with one rank each. Guests on both save nearly all messages, but loads are even without them."""
     counts_DE = np.array([[50, 50], [50, 50]])
     for expert_bytes, hosts in ((1, 2), (100, 1)):
-        cost = cost_model(2, 1, far=40.0, overlap=Overlap(1e6, 1e6))
+        cost = cost_model(2, 1, near=1.0, far=40.0, overlap=Overlap(1e6, 1e6))
         cost = dataclasses.replace(cost, token_bytes=0.02, param_bytes=expert_bytes, grad_bytes=expert_bytes)
         planned = Quota().plan(counts_DE, Placement.identity(2, 2, 1), cost)
         assert [len(ranks) for ranks in planned.hosts] == [hosts, hosts]
