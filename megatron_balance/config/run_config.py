@@ -107,9 +107,25 @@ class BalanceConfig:
         "zero_load",
         "rotating_hotspot",
         "burst",
+        "W0",
+        "W1",
+        "W2",
+        "W3",
+        "W4",
+        "W5",
+        "W6",
+        "W7",
     ] = "none"
     """Route tokens by a synthetic workload instead of the router's scores, for benchmarks. The choices depend only on
-    the workload, --seed and the iteration, not on the layout."""
+    the workload, --seed and the iteration, not on the layout. W0 to W7 are those of Megatron-LM's imbalance benchmark:
+    W0: all experts in turn.
+    W1: three of four tokens choose from the first quarter of the experts.
+    W2: as W1, with other random numbers.
+    W3: three of four tokens choose from every other expert.
+    W4: uniform; sources are ragged in tools/bench/imbalance.py alone.
+    W5: only the upper half of the experts.
+    W6: as W1, with another quarter every 3 iterations.
+    W7: uniform; in every fourth iteration, half of the tokens choose from the first quarter."""
 
     balance_log_dir: str | None = None
     """Directory for the load matrices and placements of every iteration (.npz)."""

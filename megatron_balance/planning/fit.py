@@ -8,7 +8,6 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
 PARTS = 64
 """Costs of guests are compared in whole parts of that of a guest on its owner's node, so that devices agree."""
 
@@ -54,7 +53,7 @@ def fit(
     node takes over more tokens for its cost.
 
     Args:
-        experts: [D] pairs (tokens, expert) of the experts that a rank may give away.
+        experts: [D] pairs (tokens, expert) of the experts that a rank may give away, ascending.
         loads: [D] tokens of each rank, also those that stay.
         capacities: [D] tokens that a rank may have.
         slots: [D] number of guests that a rank can take.
@@ -66,7 +65,7 @@ def fit(
             moves. Otherwise a move takes what exceeds the source's capacity at most, which needs fewer moves as long as
             slots suffice.
     """
-    movable, slots = [sorted(row) for row in experts], [*slots]
+    movable, slots = [[*row] for row in experts], [*slots]
     above = sorted((load - capacity, rank) for rank, (load, capacity) in enumerate(zip(loads, capacities, strict=True)))
     rooms = _Rooms(len(loads), node_size)
     for excess, rank in above:

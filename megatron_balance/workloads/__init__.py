@@ -1,5 +1,6 @@
 """Synthetic routing, so that imbalance repeats.
 
 synthetic        the experts that each token chooses, as a function of workload, seed and step
+imbalance        the workloads W0 to W7 of Megatron-LM's benchmark of token imbalance
 forced_routing   routers that choose by a workload (--moe-router-force-workload)
 """

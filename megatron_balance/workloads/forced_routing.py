@@ -23,7 +23,7 @@ class Workload:
     """Parameters of the choices, in addition to the step and the token; layer number n (from 1) adds n to the seed."""
 
     name: str
-    """A name in workloads.synthetic.WORKLOADS."""
+    """A name in workloads.synthetic.NAMES."""
 
     seed: int
 
@@ -100,6 +100,8 @@ class ForcedChoices(RouterReplay):
         self.step, self.microbatches = step, microbatches
         self._calls: Counter[str] = Counter()
         self._calls_of_step: int | None = None
+        self._drawn: tuple[int, ...] | None = None
+        """What `_choices_MTK` is for."""
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_: object, **__: object
@@ -110,22 +112,26 @@ class ForcedChoices(RouterReplay):
         """
         step, total = self.step(), self.microbatches()
         microbatch = self._next_call(step) % total
-        samples = self.part.samples(len(scores))
-        tokens = total * self.part.data_ranks * samples * self.part.seq_length
-        choices = [
-            workload_choices(
-                self.workload,
-                num_experts=scores.shape[1],
-                topk=topk,
-                tokens=indices,
-                total_tokens=tokens,
-                seed=self.seed,
-                step=step,
-            )
-            for indices in self.part.token_ranges(microbatch, samples)
-        ]
-        choices_TK = torch.from_numpy(np.stack(choices, axis=1).reshape(-1, topk)).to(scores.device)
+        drawn = step, total, self.part.samples(len(scores)), scores.shape[1], topk
+        if drawn != self._drawn:
+            self._choices_MTK, self._drawn = self._draw(*drawn), drawn
+        choices_TK = torch.from_numpy(self._choices_MTK[microbatch].astype(np.int64)).to(scores.device)
         return scores.gather(1, choices_TK), choices_TK
+
+    def _draw(self, step: int, microbatches: int, samples: int, num_experts: int, topk: int) -> np.ndarray:
+        """Return this rank's choices in an iteration, [microbatches, T, K], in the smallest type that holds them."""
+        ranges = [self.part.token_ranges(microbatch, samples) for microbatch in range(microbatches)]
+        index_MBS = np.array([[np.arange(own.start, own.stop) for own in of] for of in ranges])
+        choices = workload_choices(
+            self.workload,
+            num_experts=num_experts,
+            topk=topk,
+            tokens=index_MBS.swapaxes(1, 2).ravel(),
+            total_tokens=microbatches * self.part.data_ranks * samples * self.part.seq_length,
+            seed=self.seed,
+            step=step,
+        )
+        return choices.reshape(microbatches, -1, topk).astype(np.min_scalar_type(num_experts))
 
     def _next_call(self, step: int) -> int:
         """Count a call and return the number of earlier calls of its kind in the iteration."""

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.workloads import imbalance
+
 HOT_SHARE = 0.5
 """Fraction of all choices that go to hot experts."""
 
@@ -31,23 +33,27 @@ class _Request(NamedTuple):
 
 
 def workload_choices(
-    workload: str, *, num_experts: int, topk: int, tokens: range, total_tokens: int, seed: int, step: int
+    workload: str, *, num_experts: int, topk: int, tokens: range | np.ndarray, total_tokens: int, seed: int, step: int
 ) -> np.ndarray:
     """Return the experts that tokens choose, [T, K] int64, K different ones for each token.
 
     Args:
-        workload: a name in WORKLOADS.
-        tokens: indices of the tokens among all `total_tokens` of the step.
+        workload: a name in NAMES.
+        tokens: indices of the tokens among all `total_tokens` of the step. For W0 to W7, all rows before the last of
+            them are drawn too, so ask for many at once.
 
     Raises:
         ValueError: there is no such workload, or there are more choices than experts.
     """
-    if workload not in WORKLOADS:
-        raise ValueError(f"--moe-router-force-workload {workload}: choose from {', '.join(WORKLOADS)}")
+    if workload not in NAMES:
+        raise ValueError(f"--moe-router-force-workload {workload}: choose from {', '.join(NAMES)}")
     if not 1 <= topk <= num_experts:
         raise ValueError(f"--moe-router-topk {topk}: must be between 1 and --num-experts {num_experts}")
-    index_T = np.arange(tokens.start, tokens.stop, tokens.step, dtype=np.int64)
-    return WORKLOADS[workload](_Request(num_experts, topk, index_T, total_tokens, seed, step))
+    index_T = np.arange(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, range) else tokens
+    request = _Request(num_experts, topk, index_T.astype(np.int64), total_tokens, seed, step)
+    if workload in imbalance.WORKLOADS:
+        return imbalance.choices(workload, **request._asdict())
+    return WORKLOADS[workload](request)
 
 
 def load_matrix(
@@ -55,14 +61,12 @@ def load_matrix(
 ) -> np.ndarray:
     """Return the tokens of each source rank for each expert, [D, E] int64, if each rank has consecutive tokens."""
     total = num_ranks * tokens_per_rank
-    counts_DE = np.zeros((num_ranks, num_experts), dtype=np.int64)
-    for rank in range(num_ranks):
-        own = range(rank * tokens_per_rank, (rank + 1) * tokens_per_rank)
-        choices_TK = workload_choices(
-            workload, num_experts=num_experts, topk=topk, tokens=own, total_tokens=total, seed=seed, step=step
-        )
-        counts_DE[rank] = np.bincount(choices_TK.ravel(), minlength=num_experts)
-    return counts_DE
+    choices_TK = workload_choices(
+        workload, num_experts=num_experts, topk=topk, tokens=range(total), total_tokens=total, seed=seed, step=step
+    )
+    source_T = np.arange(total) // tokens_per_rank
+    places_TK = source_T[:, None] * num_experts + choices_TK
+    return np.bincount(places_TK.ravel(), minlength=num_ranks * num_experts).reshape(num_ranks, num_experts)
 
 
 def _balanced(request: _Request) -> np.ndarray:
@@ -127,6 +131,9 @@ WORKLOADS: dict[str, Callable[[_Request], np.ndarray]] = {
     "rotating_hotspot": _rotating_hotspot,
     "burst": _burst,
 }
+
+NAMES = (*WORKLOADS, *imbalance.WORKLOADS)
+"""Every workload: ours, and those of Megatron-LM's benchmark."""
 
 
 def _start(request: _Request) -> int:

@@ -54,6 +54,8 @@ HOT = f"--moe-router-force-workload rotating_hotspot --global-batch-size 16 {DRO
 POLICIES = {
     "top2": f"--expert-model-parallel-size 4 --balance-policy top2 {HOT}",
     "top2 exact": f"--expert-model-parallel-size 4 --balance-policy top2 --balance-load exact {HOT}",
+    "quota blockwise pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy quota "
+    f"--balance-overlap blockwise {HOT}",
     "fastermoe ema dp2": "--expert-model-parallel-size 2 --balance-policy fastermoe --balance-predictor ema "
     f"--use-distributed-optimizer {HOT}",
     "top3 linear every third, pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy "
@@ -93,17 +95,19 @@ def test_a_resumed_run_keeps_its_chunks(ranks, tmp_path):
     assert all(kept == [] and forgotten for kept, forgotten in outcomes)
 
 
-NEEDED = "top3 linear every third, pp2"
+NEEDED = ("top3 linear every third, pp2", "quota blockwise pp2", "fastermoe ema dp2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != NEEDED])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in NEEDED])
 def test_a_resumed_run_keeps_its_placements(ranks, tmp_path, name: str):
     assert ranks(4).run(straight_against_resumed, POLICIES[name], str(tmp_path), ITERATIONS) == [[]] * 4
 
 
-def test_a_resumed_run_needs_and_keeps_its_placements(ranks, tmp_path):
-    outcomes = ranks(4).run(straight_against_spoiled, POLICIES[NEEDED], str(tmp_path), ITERATIONS, forget_placements)
+@pytest.mark.parametrize("name", [NEEDED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NEEDED[1:])])
+def test_a_resumed_run_needs_and_keeps_its_placements(ranks, tmp_path, profiles, name: str):
+    flags = f"{POLICIES[name]} --balance-profile {profiles[2]}"
+    outcomes = ranks(4).run(straight_against_spoiled, flags, str(tmp_path), ITERATIONS, forget_placements)
     assert all(kept == [] and forgotten for kept, forgotten in outcomes)
 
 

@@ -16,7 +16,7 @@ from megatron_balance.job.layout import build_groups
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
 from megatron_balance.workloads.forced_routing import BatchPart, Workload, force_routing
-from megatron_balance.workloads.synthetic import WORKLOADS, workload_choices
+from megatron_balance.workloads.synthetic import NAMES, workload_choices
 from tests.distributed import runs
 
 EXPERTS, TOPK, SEQUENCE, SAMPLES = 8, 3, 4, 2
@@ -93,7 +93,7 @@ def test_one_router(ranks, scores: str, dtype: str) -> None:
     ranks(1).run(force_one_router, "hot_experts", SCORES[scores] | DTYPES[dtype])
 
 
-@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+@pytest.mark.parametrize("workload", NAMES)
 def test_every_workload(ranks, workload: str) -> None:
     ranks(1).run(force_one_router, workload, {})
 

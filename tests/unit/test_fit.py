@@ -15,7 +15,7 @@ def cases(draw: st.DrawFn) -> dict:
     ranks, per_rank = draw(st.integers(1, 7)), draw(st.integers(1, 4))
     tokens = draw(st.lists(st.integers(0, 200), min_size=ranks * per_rank, max_size=ranks * per_rank))
     experts = [
-        [(tokens[expert], expert) for expert in range(rank * per_rank, (rank + 1) * per_rank) if tokens[expert]]
+        sorted((tokens[expert], expert) for expert in range(rank * per_rank, (rank + 1) * per_rank) if tokens[expert])
         for rank in range(ranks)
     ]
     staying = draw(st.lists(st.integers(0, 50), min_size=ranks, max_size=ranks))
@@ -115,7 +115,7 @@ def test_moves_stay_within_what_ranks_have(case: dict) -> None:
 def level(sizes: list[list[int]], capacity: int, slots: int, **options: bool) -> Fitted:
     """Fit experts of these sizes to equal ranks of one node."""
     numbers = iter(range(100))
-    experts = [[(size, next(numbers)) for size in row] for row in sizes]
+    experts = [sorted((size, next(numbers)) for size in row) for row in sizes]
     ranks = len(sizes)
     return fit(experts, [*map(sum, sizes)], [capacity] * ranks, [slots] * ranks, node_size=ranks, **options)
 

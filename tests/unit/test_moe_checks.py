@@ -6,7 +6,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.config.flags import flag_of
 from megatron_balance.planning.policies import registered
-from megatron_balance.workloads.synthetic import WORKLOADS
+from megatron_balance.workloads.synthetic import NAMES
 from tests.unit.commands import CPU, argv, parse
 
 EP4 = "--expert-model-parallel-size 4"
@@ -270,7 +270,7 @@ def test_two_experts_and_the_default_of_two_guest_slots() -> None:
         parse(f"{flags} --balance-guest-slots 2")
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", NAMES)
 def test_workloads(workload: str) -> None:
     settings = parse(f"--moe-router-force-workload {workload}").config.balance
     assert settings.moe_router_force_workload == workload
@@ -281,7 +281,7 @@ def test_unknown_workload(capsys: pytest.CaptureFixture[str]) -> None:
         parse("--moe-router-force-workload tepid")
     assert error.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "tepid" in line]
-    assert "--moe-router-force-workload" in line and all(workload in line for workload in WORKLOADS)
+    assert "--moe-router-force-workload" in line and all(workload in line for workload in NAMES)
 
 
 def test_grouped_gemm_is_noticed_with_our_layer_only() -> None:

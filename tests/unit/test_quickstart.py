@@ -36,7 +36,7 @@ def commands(folder: Path, *arguments: str) -> list[list[str]]:
     [
         [],
         ["--balance-policy", "flexmoe", "--balance-metric", "variance", "--train-iters", "7"],
-        ["--train-iters", "7", "--balance-alpha=0.5", "--moe-router-force-workload", "hot_experts"],
+        ["--train-iters", "7", "--balance-interval=2", "--moe-router-force-workload", "hot_experts"],
     ],
     ids=["none", "before others", "after others"],
 )
@@ -48,7 +48,7 @@ def test_flags_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arg
     flags = [command[command.index("pretrain_gpt_moe.py") + 1 :] for command in training]
     before, after = (parse_args(own, machine).config for own in flags)
     assert [before.balance.balance_policy, after.balance.balance_policy] == (
-        ["none", "flexmoe" if "flexmoe" in arguments else "pro_prophet"]
+        ["none", "flexmoe" if "flexmoe" in arguments else "quota"]
     )
     assert after.balance.balance_overlap == "blockwise" and after.comm.moe_comm_alltoall == "pipe"
     for run in (before, after):

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.policies.quota import EVEN, Quota, _Layer
+from megatron_balance.planning.policies.quota import EVEN, Quota, _Layer, _Way
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.placements import UNSHRUNK, loads, placements
 
@@ -48,7 +48,7 @@ def skewed(num_ranks: int, num_experts: int, seed: int, exponent: float = 0.7) -
 
 def test_a_guest_takes_what_its_owner_has_too_much() -> None:
     counts_DE = np.array([[60, 0, 5, 15], [60, 20, 5, 15]])
-    # Rank 0 has 140 tokens and rank 1 has 40: with costless links, both compute 90, up to 0.2%
+    # Rank 0 has 140 tokens and rank 1 has 40: with costless links, both compute 90, up to 1%
     planned = Quota().plan(counts_DE, Placement.identity(4, 2, 1), cost_model(2, 2))
     assert str(planned) == "0:70 1 + . | 2 3 + 0:50"
     assert tokens_of(planned, counts_DE) == [90, 90]
@@ -58,7 +58,7 @@ def test_a_guest_takes_what_its_owner_has_too_much() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(8, 2), (16, 2), (32, 1), (64, 1), (64, 2)])
-def test_ranks_are_even_to_two_per_mille(ranks: int, slots: int) -> None:
+def test_ranks_are_even_to_one_percent(ranks: int, slots: int) -> None:
     for seed in range(3):
         counts_DE = skewed(ranks, 256, seed)
         planned = Quota().plan(counts_DE, Placement.identity(256, ranks, slots), cost_model(ranks, ranks))
@@ -82,12 +82,22 @@ def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
     )
 
 
+def test_hidden_guests_are_not_free() -> None:
+    """Two nodes with one rank each. Guests on both save nearly all messages, but loads are even without them."""
+    counts_DE = np.array([[50, 50], [50, 50]])
+    for expert_bytes, hosts in ((1, 2), (100, 1)):
+        cost = cost_model(2, 1, near=1.0, far=40.0, overlap=Overlap(1e6, 1e6))
+        cost = dataclasses.replace(cost, token_bytes=0.02, param_bytes=expert_bytes, grad_bytes=expert_bytes)
+        planned = Quota().plan(counts_DE, Placement.identity(2, 2, 1), cost)
+        assert [len(ranks) for ranks in planned.hosts] == [hosts, hosts]
+
+
 def test_slower_ranks_compute_less() -> None:
     counts_DE = skewed(4, 16, 1)
     cost = cost_model(4, 4)
     slow = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, rates=(0.5, 1.0, 1.0, 1.5)))
     tokens_D = np.array(tokens_of(Quota().plan(counts_DE, Placement.identity(16, 4, 3), slow), counts_DE))
-    assert tokens_D / slow.rate_D == pytest.approx(counts_DE.sum() / 4, rel=0.01)
+    assert (tokens_D / slow.rate_D).max() <= EVEN * counts_DE.sum() / 4 < 1.1 * tokens_D[0] / slow.rate_D[0]
 
 
 def test_experts_that_are_hot_in_turn_are_leveled_in_each_microbatch() -> None:
@@ -128,8 +138,8 @@ def test_plans_are_never_slower_than_owners_alone(
     assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
     # The seconds that the search counts are those of the model, but for messages before and after the busiest rank's
     layer = _Layer.of(counts_BDE, current, cost)
-    guests = layer.leveled(reaches_far=True)
+    guests = layer.leveled(_Way(True, current.guest_slots))
     if guests:
         free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
         exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
-        assert _Layer.of(counts_BDE, current, free).seconds(guests) == pytest.approx(exact, rel=1e-9)
+        assert _Layer.of(counts_BDE, current, free).seconds(guests) == pytest.approx((exact, 0.0), rel=1e-9)

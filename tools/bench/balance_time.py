@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ranks
-from megatron_balance.workloads.synthetic import WORKLOADS
+from megatron_balance.workloads.synthetic import NAMES
 
 if TYPE_CHECKING:
     from megatron_balance.cli.checks import Machine
@@ -34,12 +34,15 @@ BASELINE = "none"
 AGAIN = "none again"
 """A second run without a policy, which shows this machine's noise: its ratio should be 1."""
 
+EVEN = "even routing"
+"""The same run with a router that sends every expert the same number of tokens."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="also the expert-parallel size")
     parser.add_argument("--policy", nargs="+", default=["pro_prophet"], help="values of --balance-policy")
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["balanced", "hot_experts"])
+    parser.add_argument("--workload", nargs="+", choices=NAMES, default=["balanced", "hot_experts"])
     parser.add_argument("--load", choices=("predicted", "exact"), default="predicted")
     parser.add_argument("--profile", default="builtin", help="builtin, auto (measured once for all jobs) or a path")
     parser.add_argument("--repeats", type=int, default=3, help="jobs per workload")
@@ -55,13 +58,16 @@ def main() -> int:
         balance = f"--balance-load {args.load} --balance-profile {args.profile} --balance-policy"
         for workload in args.workload:
             forced = f"{common} --moe-router-force-workload {workload}"
-            flags = {BASELINE: forced, AGAIN: forced}
+            flags = {BASELINE: forced, AGAIN: forced, EVEN: f"{common} --moe-router-force-workload balanced"}
             flags |= {policy: f"{forced} {balance} {policy}" for policy in args.policy}
             task = {"flags": flags, "iterations": args.iterations}
             jobs = [ranks.job(__file__, args.ranks, task) for _ in range(args.repeats)]
-            for policy in (AGAIN, *args.policy):
-                ratio = ranks.compare([job["seconds"] for job in jobs], policy, BASELINE)
-                print(f"{workload}, {policy}: {ratio} |{jobs[0]['balance'].get(policy, '')}", flush=True)
+            times = [job["seconds"] for job in jobs]
+            for policy in (AGAIN, EVEN, *args.policy):
+                ratio, done = ranks.compare(times, policy, BASELINE), jobs[0]["balance"].get(policy, "")
+                print(f"{workload}, {policy}: {ratio} |{done}", flush=True)
+            for policy in (BASELINE, *args.policy):
+                print(f"{workload}, {policy} over even routing: {ranks.compare(times, policy, EVEN)}", flush=True)
         for profile in Path(directory).glob("*.json") if args.profile == "auto" else ():
             print(f"profile: {_summary(profile)}")
     return 0

@@ -28,7 +28,7 @@ from megatron_balance.profile.cluster import Ranks, profile_of, read
 from megatron_balance.workloads.synthetic import load_matrix
 
 CLUSTERS = Path(__file__).parents[2] / "configs/clusters"
-POLICIES = ("none", "pro_prophet", "flexmoe", "demi")
+POLICIES = ("none", "pro_prophet", "flexmoe", "quota", "demi")
 TOKENS, TOPK, BURST_STEP, NODE, DTYPE_BYTES = 4096, 2, 9, 8, 2
 SLOTS = 2
 HOTTEST = 4

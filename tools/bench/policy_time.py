@@ -26,7 +26,8 @@ import sys
 from pathlib import Path
 
 import ranks
-from megatron_balance.workloads.synthetic import BURST, ROTATION, WORKLOADS
+from megatron_balance.workloads import imbalance
+from megatron_balance.workloads.synthetic import BURST, NAMES, ROTATION, WORKLOADS
 from namespaces import TestbedUnavailable
 from policy_table import CEILING, NONE, Job, Sample, heads, joined, plan_heads, plan_row, row
 from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs
@@ -52,7 +53,7 @@ VARIANTS = {
 
 DEFAULT = ["fastermoe", "pro_prophet", "flexmoe", "quota", "demi", "demi transfer"]
 
-PERIODS = {"rotating_hotspot": ROTATION, "burst": BURST[0]}
+PERIODS = {"rotating_hotspot": ROTATION, "burst": BURST[0], **imbalance.PERIODS}
 """Period of a workload in iterations; 1 for others."""
 
 
@@ -81,7 +82,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, gflops=2.5)
     others = [workload for workload in WORKLOADS if workload != "balanced"]
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=others, metavar="NAME")
+    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=others, metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME")
     parser.add_argument("--balance", default=BALANCE, metavar="FLAGS", help="flags of every variant")
     parser.add_argument("--iterations", type=int, default=6, help="measured iterations, rounded up to whole periods")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_balance.cli.checks import Machine
-    from megatron_balance.training.progress import StepReport
     from megatron_balance.training.run import Run
 
 WARMUP = 10
@@ -86,10 +85,12 @@ def take_turns(
     iterations: int,
     warmup: int = WARMUP,
     order: Callable[[int], Sequence[str]] | None = None,
-) -> "dict[str, list[StepReport]]":
+    step: "Callable[[Run], Any] | None" = None,
+) -> dict[str, list[Any]]:
     """Train the runs in turn, so that other load on the machine affects all of them equally.
 
     Args:
+        step: runs one iteration and returns its report; by default, it trains and returns a StepReport.
         order: returns the names of the runs that train one iteration each in a turn, given its number; by default all
             of them, in alternating order.
     """
@@ -97,13 +98,13 @@ def take_turns(
 
     from megatron_balance.training.loop import train_step
 
-    reports: dict[str, list[StepReport]] = {name: [] for name in runs}
-    names = list(runs)
+    reports: dict[str, list[Any]] = {name: [] for name in runs}
+    names, step = list(runs), step or train_step
     order = order or (lambda turn: names if turn % 2 else names[::-1])
     for iteration in range(warmup + iterations):
         for name in order(iteration):
             dist.barrier()
-            report = train_step(runs[name])
+            report = step(runs[name])
             if iteration >= warmup:
                 reports[name].append(report)
     return reports

@@ -5,21 +5,25 @@ M counts experts with guests; K counts numbers of moves, from none to all of a f
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads, owner_loads
 from megatron_balance.cost.model import CostModel, owners
+from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import Fitted, Move, fit
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
-EVEN = 1.002
+EVEN = 1.01
 """Tokens of the busiest rank over the mean that a first fit aims at."""
 
 NEGLIGIBLE = 0.0005
 """Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
+
+HIDDEN = 0.2
+"""Share of hidden Trans and Agg that counts, because they slow down the computation that hides them."""
 
 UNSURE = 0.15
 """Share by which the seconds of a plan may be underestimated before its messages are laid out."""
@@ -62,21 +66,38 @@ class Quota(Policy):
         if not current.guest_slots or current.num_ranks == 1:
             return alone
         layer = _Layer.of(counts, current, cost)
-        limit = layer.seconds({}) * (1 - NEGLIGIBLE)
-        plans = [layer.leveled(reaches_far=True)]
-        if cost.network.has_both_levels:
-            plans += [layer.leveled(reaches_far=False)]
-        if len(cost.network.first_N) > 1 and current.num_ranks <= FEW_RANKS:
-            plans += [layer.leveled(reaches_far=True, share=share) for share in SHARES]
-            plans += [layer.leveled(reaches_far=True, start=layer.localized(share)) for share in LOCALIZED]
-        timed = sorted((layer.seconds(guests), index) for index, guests in enumerate(plans) if guests)
-        for seconds, index in timed:
-            if seconds >= limit:
+        limit = sum(layer.seconds({})) * (1 - NEGLIGIBLE)
+        plans = [layer.leveled(way) for way in _ways(cost.network, current.guest_slots)]
+        timed = [(*layer.seconds(guests), index) for index, guests in enumerate(plans) if guests]
+        for seconds, hidden, index in sorted(timed, key=lambda plan: plan[0] + HIDDEN * plan[1]):
+            if seconds + HIDDEN * hidden >= limit:
                 break
             planned = layer.placement(current, plans[index])
             if seconds * (1 + UNSURE) < limit or cost.layer_seconds(counts, planned) < limit:
                 return planned
         return alone
+
+
+class _Way(NamedTuple):
+    """A way to find guests."""
+
+    reaches_far: bool
+    """Whether guests may be on other nodes than the owner's."""
+    slots: int
+    """Number of guests of a rank, if that suffices."""
+    share: float | None = None
+    """Part of a fit's moves that are made; None: those that are worth their cost by a quick estimate."""
+    localized: float = 0.0
+    """Part of all guest slots for guests that compute their node's tokens of an expert."""
+
+
+def _ways(network: Network, slots: int) -> list[_Way]:
+    """Return the ways that are tried: two on many ranks, because more take too long."""
+    ways = [_Way(True, 1, share=1.0), _Way(not network.has_both_levels, slots)]
+    if len(network.first_N) > 1 and network.num_ranks <= FEW_RANKS:
+        ways += [_Way(True, 1), _Way(True, slots), *(_Way(True, slots, share) for share in SHARES)]
+        ways += [_Way(True, slots, localized=part) for part in LOCALIZED]
+    return ways
 
 
 def _together(parts: Iterable[Guests]) -> Guests:
@@ -95,6 +116,9 @@ class _Layer:
     cost: CostModel
     counts_EBD: np.ndarray
     owner_E: np.ndarray
+    home_DH: np.ndarray
+    """Experts of each rank."""
+
     owned_FBD: np.ndarray
     """`owner_loads` of all experts."""
 
@@ -116,6 +140,7 @@ class _Layer:
             cost=cost,
             counts_EBD=counts_EBD,
             owner_E=owner_E,
+            home_DH=np.array(current.home),
             owned_FBD=owner_loads(network, counts_EBD, owner_E),
             tokens_BE=counts_BDE.sum(1),
             total_E=counts_BDE.sum((0, 1)).tolist(),
@@ -125,7 +150,7 @@ class _Layer:
             + 4 * cost.token_bytes * cost.exchange.scale * exchanging,
         )
 
-    def localized(self, part: float) -> Guests:
+    def _localized(self, part: float) -> Guests:
         """Return guests of the experts that other nodes than their owner's have most tokens for; they compute these.
 
         Args:
@@ -146,20 +171,15 @@ class _Layer:
                 slots[rank] -= 1
         return guests
 
-    def leveled(self, *, reaches_far: bool, share: float | None = None, start: Guests = MappingProxyType({})) -> Guests:
-        """Return the guests that are worth their cost, on their owner's node or anywhere.
-
-        Args:
-            share: share of the moves that are made; None: those that are worth their cost by a quick estimate.
-            start: guests to add to.
-        """
-        found: dict[int, Guests] = {-1: start}
+    def leveled(self, way: _Way) -> Guests:
+        """Return the guests that level all ranks, or as far as they are worth their cost."""
+        found: dict[int, Guests] = {-1: self._localized(way.localized) if way.localized else {}}
         tokens_BD = self.owned_FBD[COMPUTED]
         order_B = np.argsort(tokens_BD.mean(1) - tokens_BD.max(1), kind="stable").tolist()
         for microbatch in order_B * (ROUNDS if len(order_B) > 1 else 1):
             others = _together(guests for index, guests in found.items() if index != microbatch)
             tokens_E = self.tokens_BE[microbatch]
-            moves = self._moves(tokens_E, others, reaches_far, share)
+            moves = self._moves(tokens_E, others, way)
             # The same share of the expert's tokens in all microbatches, at most what the owner has left
             wholes = {
                 (expert, target): tokens * self.total_E[expert] // int(tokens_E[expert])
@@ -177,33 +197,39 @@ class _Layer:
             loads_D[self.owner_E[expert]] -= tokens
         return loads_D.astype(np.int64)
 
-    def _moves(self, tokens_E: np.ndarray, guests: Guests, reaches_far: bool, share: float | None) -> list[Move]:
+    def _moves(self, tokens_E: np.ndarray, guests: Guests, way: _Way) -> list[Move]:
         """Return the moves of a microbatch's tokens that are worth their cost, given guests for other microbatches."""
         network, rate_D = self.cost.network, self.cost.rate_D
-        loads_D, slots, left_E = self._loads(tokens_E, guests), [self.slots] * network.num_ranks, tokens_E.tolist()
+        loads_D, taken_D, left_E = self._loads(tokens_E, guests), [0] * network.num_ranks, tokens_E.copy()
         for (expert, rank), whole in guests.items():
-            slots[rank] -= 1
+            taken_D[rank] += 1
             left_E[expert] -= -(-whole * int(tokens_E[expert]) // self.total_E[expert])
-        experts: list[list[tuple[int, int]]] = [[] for _ in slots]
+        # Pairs (tokens, expert) as single numbers, sorted for each owner
+        keys_DH = np.sort(np.maximum(left_E, 0)[self.home_DH] * len(left_E) + self.home_DH, axis=1)
+        experts = [[divmod(key, len(left_E)) for key in row] for row in keys_DH.tolist()]
         mean = float(loads_D.sum() / rate_D.sum())
-        for expert, (owner, left) in enumerate(zip(self.owner_E.tolist(), left_E, strict=True)):
-            if left > 0:
-                experts[owner].append((left, expert))
 
         def fitted(busiest: float) -> Fitted:
             """Fit with so many tokens on the busiest rank, or on one of average speed."""
             capacity_D = np.maximum(np.ceil(mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
-            given = experts, loads_D.tolist(), capacity_D.tolist(), slots
-            reach = {"node_size": network.node_size, "far": self.cost.transport.far, "reaches_far": reaches_far}
-            found = fit(*given, **reach)
-            # Within a node, tokens more often lack room than slots
-            if found.fits or not reaches_far:
-                return found
-            return min(found, fit(*given, **reach, fills=True), key=lambda fit: fit.excess[-1])
+            given = experts, loads_D.tolist(), capacity_D.tolist()
+            reach = {"node_size": network.node_size, "far": self.cost.transport.far, "reaches_far": way.reaches_far}
+            found: list[Fitted] = []
+            for fills, slots in (False, way.slots), (True, way.slots), (True, self.slots):
+                free = [max(0, slots - taken) for taken in taken_D]
+                found.append(fit(*given, free, **reach, fills=fills))
+                # Within a node, tokens more often lack room than slots
+                if found[-1].fits or not way.reaches_far:
+                    break
+            return min(found, key=lambda fitted: max(0, fitted.excess[-1]))
 
         busiest = EVEN * mean
+        if not way.reaches_far:
+            # A node keeps its tokens
+            loads_N, rate_N = (np.add.reduceat(part_D, network.first_N) for part_D in (loads_D, rate_D))
+            busiest = EVEN * float((loads_N / rate_N).max())
         found = fitted(busiest)
-        number = self._worthwhile(busiest, found, guests) if share is None else round(share * len(found.moves))
+        number = self._worthwhile(busiest, found, guests) if way.share is None else round(way.share * len(found.moves))
         if number and found.excess[number] > 0:
             again = fitted(busiest + found.excess[number])
             if again.fits and len(again.moves) < number:
@@ -233,8 +259,8 @@ class _Layer:
         total_K = self.token_seconds * (busiest + np.maximum(found.excess, 0)) + sending
         return int((total_K <= total_K.min() * (1 + NEGLIGIBLE)).argmax())
 
-    def seconds(self, guests: Guests) -> float:
-        """Return the seconds of the layer, with Trans and Agg as on the busiest rank."""
+    def seconds(self, guests: Guests) -> tuple[float, float]:
+        """Return the seconds of the layer, and those of Trans and Agg that are hidden, both as on the busiest rank."""
         loads_FBD, sent = self.owned_FBD, (0.0, 0.0)
         if guests:
             network, transport, (shares_MD, expert_M) = self.cost.network, self.cost.transport, self._shares(guests)
@@ -248,7 +274,8 @@ class _Layer:
                 enters_MN = np.logical_or.reduceat(is_guest_MD & ~network.is_near_DD[owner_M], network.first_N, axis=1)
                 busy = max(busy, transport.far * enters_MN.sum(0).max() / network.adapters)
             sent = transport.seconds_of(busy, extra_M.max())
-        return float(self.cost.time_of(*self.cost.work_of(loads_FBD), *sent).total)
+        time = self.cost.time_of(*self.cost.work_of(loads_FBD), *sent)
+        return float(time.total), float(sum(sent) - time.trans - time.agg)
 
     def _shares(self, guests: Guests) -> tuple[np.ndarray, np.ndarray]:
         """Return [M, D] the tokens that each rank computes of experts with guests, and [M] these experts."""

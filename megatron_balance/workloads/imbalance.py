@@ -1,0 +1,139 @@
+"""The workloads of Megatron-LM's benchmark of token imbalance: W0 to W7, with the same experts for the same seed.
+
+The benchmark draws the rows of a step one after the other from one torch generator on the CPU: a row is the beginning
+of a random permutation of its candidates. We draw the same numbers with numpy, which has torch's generator (the
+Mersenne Twister), and permute many rows at once. Row t of a step is token t of the global batch, so the same tokens
+choose the same experts however they are split over ranks.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+
+WORKLOADS = {
+    "W0": "W0_balanced",
+    "W1": "W1_hot_expert_set",
+    "W2": "W2_hot_rank",
+    "W3": "W3_spread_hot_experts",
+    "W4": "W4_source_ragged",
+    "W5": "W5_zero_expert_rank",
+    "W6": "W6_rotating_hotspot",
+    "W7": "W7_burst",
+}
+"""Short name -> name in the benchmark, which is part of the random seed."""
+
+PERIODS = {"W6": 3, "W7": 4}
+"""Steps after which W6 moves its hot experts, and after which W7 repeats its burst."""
+
+BLOCK_NUMBERS = 1 << 20
+"""Random numbers that are drawn at once, which bounds the memory."""
+
+
+def choices(
+    workload: str, *, num_experts: int, topk: int, index_T: np.ndarray, total_tokens: int, seed: int, step: int
+) -> np.ndarray:
+    """Return the experts of the rows `index_T` among the `total_tokens` rows of a step, [T, K] int64, ascending.
+
+    W0 takes the experts in turn. Three of four rows of W1, W2, W3 and W6 take theirs from a hot pool: the first quarter
+    of the experts; every other expert in W3; another quarter every three steps in W6. W2 differs from W1 in the seed
+    only. W4 is uniform. W5 uses the upper half of the experts. Every fourth step of W7 takes half of the rows from the
+    first quarter; other steps are uniform.
+    """
+    chosen_TK, first = np.empty((len(index_T), topk), dtype=np.int64), 0
+    # Numbers are drawn in the order of the rows, so rows before a chosen one cannot be left out
+    rows = int(index_T.max(initial=-1)) + 1
+    assert rows <= total_tokens
+    for block_TK in _blocks(_generator(workload, seed, step), workload, num_experts, topk, rows, step):
+        inside = (first <= index_T) & (index_T < first + len(block_TK))
+        chosen_TK[inside] = block_TK[index_T[inside] - first]
+        first += len(block_TK)
+    return chosen_TK
+
+
+def draw(
+    workload: str, *, num_experts: int, topk: int, tokens: int, seed: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the experts [T, K] int64 and the gates [T, K] float32 of all rows of a step; a row's gates add up to 1."""
+    random = _generator(workload, seed, step)
+    chosen_TK = np.concatenate(list(_blocks(random, workload, num_experts, topk, tokens, step)))
+    # torch makes a float of the lower 24 bits
+    bits_TK = _numbers(random, tokens * topk).reshape(tokens, topk) & np.uint32(2**24 - 1)
+    gates_TK = bits_TK.astype(np.float32) * np.float32(2**-24) * np.float32(0.5) + np.float32(0.5)
+    return chosen_TK, gates_TK / gates_TK.sum(axis=1, keepdims=True)
+
+
+def source_sizes(workload: str, total_tokens: int, num_ranks: int) -> np.ndarray:
+    """Return how many tokens each rank has in a benchmark of one layer, [D] int64.
+
+    In W4, rank r has r + 1 parts; in other workloads, all have equally many, up to one token. In training, all ranks
+    always have equally many: there, W4 is merely uniform.
+    """
+    parts_D = np.arange(1, num_ranks + 1) if workload == "W4" else np.ones(num_ranks, dtype=np.int64)
+    ends_D = total_tokens * parts_D.cumsum() // parts_D.sum()
+    return np.diff(ends_D, prepend=0)
+
+
+def _generator(workload: str, seed: int, step: int) -> np.random.RandomState:
+    digest = hashlib.sha256(f"{WORKLOADS[workload]}|{seed}|{step}".encode()).hexdigest()
+    return np.random.RandomState(int(digest[:8], 16))
+
+
+def _numbers(random: np.random.RandomState, count: int) -> np.ndarray:
+    """Return the generator's next 32-bit numbers."""
+    return random.randint(0, 2**32, size=count, dtype=np.uint32)
+
+
+def _blocks(
+    random: np.random.RandomState, workload: str, num_experts: int, topk: int, tokens: int, step: int
+) -> Iterator[np.ndarray]:
+    """Yield the experts of rows 0 to `tokens`, block by block, [rows, K]."""
+    pool, everyone = _hot_pool(workload, num_experts, topk, step), np.arange(num_experts)
+    size = max(1, BLOCK_NUMBERS // num_experts)
+    for first in range(0, tokens, size):
+        index_T = np.arange(first, min(first + size, tokens))
+        if workload == "W0":
+            yield (index_T[:, None] * topk + np.arange(topk)) % num_experts
+            continue
+        hot_T = _is_hot(workload, step, index_T)
+        # A permutation of n candidates takes n - 1 numbers
+        needed_T = np.where(hot_T, len(pool), num_experts) - 1
+        ends_T = needed_T.cumsum()
+        numbers, chosen_TK = _numbers(random, int(ends_T[-1])), np.empty((len(index_T), topk), dtype=np.int64)
+        for of, candidates in ((hot_T, pool), (~hot_T, everyone)):
+            chosen_TK[of] = candidates[_permuted(numbers, (ends_T - needed_T)[of], len(candidates), topk)]
+        chosen_TK.sort(axis=1)
+        yield chosen_TK
+
+
+def _permuted(numbers: np.ndarray, starts_T: np.ndarray, candidates: int, topk: int) -> np.ndarray:
+    """Return the first K places of a random permutation for each row, [T, K], as torch.randperm shuffles.
+
+    Args:
+        numbers: random numbers of all rows.
+        starts_T: where each row's numbers start.
+    """
+    order, rows = np.tile(np.arange(candidates), (len(starts_T), 1)), np.arange(len(starts_T))
+    for place in range(min(topk, candidates - 1)):
+        other_T = place + (numbers[starts_T + place] % np.uint32(candidates - place)).astype(np.int64)
+        order[rows, place], order[rows, other_T] = order[rows, other_T], order[rows, place]
+    return order[:, :topk]
+
+
+def _hot_pool(workload: str, num_experts: int, topk: int, step: int) -> np.ndarray:
+    """Return the candidates of hot rows, at least K, in the order in which permutations count them."""
+    hot = np.arange(max(topk, num_experts // 4))
+    if workload == "W3":
+        spread = np.unique(2 * np.arange(max(topk, num_experts // 2)) % num_experts)
+        return spread if len(spread) >= topk else np.arange(num_experts)
+    if workload == "W5":
+        return np.arange(min(num_experts // 2, num_experts - topk), num_experts)
+    return (hot + step // PERIODS["W6"] * len(hot)) % num_experts if workload == "W6" else hot
+
+
+def _is_hot(workload: str, step: int, index_T: np.ndarray) -> np.ndarray:
+    """Return whether rows choose from the hot pool, [T] bool."""
+    if workload in ("W1", "W2", "W3", "W6"):
+        return index_T % 4 != 0
+    burst = workload == "W7" and step % PERIODS["W7"] == PERIODS["W7"] - 1
+    return index_T % 2 == 0 if burst else np.full(len(index_T), workload == "W5")
