@@ -65,7 +65,7 @@ def fit(
     Tensors are int64, on one CUDA device. With TRITON_INTERPRET=1 in the environment, they may be in host memory.
 
     Args:
-        tokens_LDS: tokens of the experts that a rank may give away, below 2**42; 0: no such expert.
+        tokens_LDS: tokens of the experts that a rank may give away, in any order, below 2**42; 0: no such expert.
         experts_LDS: numbers of these experts, below num_experts; each occurs once in a layer.
         loads_LD: tokens of each rank, also those that stay, below 2**42.
         capacities_LD: tokens that a rank may have, below 2**42.

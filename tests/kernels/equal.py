@@ -50,7 +50,7 @@ def zipf(seed: int, *, ranks: int = 64, per_rank: int = 4, layers: int = 2, **co
         tokens = (popularity * 20000)[torch.randperm(ranks * per_rank, generator=generator)].long().tolist()
         rows = [range(rank * per_rank, (rank + 1) * per_rank) for rank in range(ranks)]
         cases.append({
-            "experts": [[(tokens[expert], expert) for expert in row] for row in rows],
+            "experts": [sorted((tokens[expert], expert) for expert in row) for row in rows],
             "loads": [sum(tokens[expert] for expert in row) for row in rows],
             "capacities": [-(-sum(tokens) // ranks)] * ranks,
             "slots": [2] * ranks,

@@ -26,7 +26,7 @@ def test_equal_rooms_and_equal_costs(far: float, near: int, other: int) -> None:
     rooms = [other, other, near, 0, other, other]
     loads = [40 - room for room in rooms]
     loads[3] = 60
-    case = {"experts": [[], [], [], [(30, 5), (30, 4)], [], []], "loads": loads, "capacities": [40] * 6}
+    case = {"experts": [[], [], [], [(30, 4), (30, 5)], [], []], "loads": loads, "capacities": [40] * 6}
     fits_equal([{**case, "slots": [1] * 6, "node_size": 2, "far": far, "reaches_far": True, "fills": False}], "cpu")
 
 
