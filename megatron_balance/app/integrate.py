@@ -240,7 +240,7 @@ class _Iterations:
             # The device's times are known only once it has finished
             torch.cuda.synchronize()
             reports = mean_over_ranks(balancer.report(), self.hooks.num_layers)
-            balancer.calibrate(reports)
+            balancer.calibrate(reports, balancer.factors)
             self.report(progress.iteration, reports)
         return result
 

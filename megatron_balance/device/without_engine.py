@@ -8,7 +8,10 @@ versions define them as below.
 | `te_general_gemm` of the router                 | `None`; if undefined, the router raises NameError |
 | `HAVE_TE` of multi-latent attention             | false; otherwise it tests a layer against a mock |
 | `get_te_version()`                              | older than any version; `None` is not comparable |
+| `l2_norm_impl` of the optimizer                 | `l2_norm`; the original waits for each gradient  |
 """
+
+import torch
 
 
 def complete() -> None:
@@ -17,6 +20,7 @@ def complete() -> None:
     It imports megatron-core, so `cpu.install` calls it last.
     """
     from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from packaging.version import Version
@@ -27,3 +31,13 @@ def complete() -> None:
         multi_latent_attention.HAVE_TE = False
     if utils.get_te_version() is None:
         utils._te_version = Version("0.0.0")
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = l2_norm
+
+
+def l2_norm(
+    chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """Return the norm [1] of all tensors together, without waiting for the device; arguments as apex's function."""
+    norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors], dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None

@@ -20,7 +20,11 @@ LARGEST_GAIN = 1000.0
 
 
 class LayerReport(NamedTuple):
-    """Balance, bytes and times of one MoE layer in one iteration."""
+    """Balance, bytes and times of one MoE layer in one iteration.
+
+    The fields in SPORADIC, which are about placements that change now and then, are means over this iteration and those
+    before it that have no report.
+    """
 
     ratio_before: float
     """Heaviest rank's tokens over the mean (FlexMoE Eq. 6) without balancing, that is, if owners in their initial order
@@ -75,6 +79,15 @@ class LayerReport(NamedTuple):
     """Trans and Agg, hidden or not, until a rank's own part is complete."""
 
 
+COLUMNS = len(LayerReport._fields) + 1
+"""Columns of a table of reports: the fields, and the number of ranks."""
+
+SPORADIC = (
+    *("hosts_added", "trans_bytes", "agg_bytes", "experts_moved", "transfer_bytes"),
+    *("plan_seconds", "plan_wait_seconds", "trans_wait_seconds", "agg_wait_seconds"),
+)
+
+
 def evenness(before_BD: np.ndarray, after_BD: np.ndarray) -> tuple[float, float, float]:
     """Return `ratio_before`, `ratio_after` and `rb` for the tokens per rank before and after balancing.
 
@@ -84,22 +97,39 @@ def evenness(before_BD: np.ndarray, after_BD: np.ndarray) -> tuple[float, float,
     return balance_ratio(before_BD), balance_ratio(after_BD), gain
 
 
-def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int, LayerReport]:
-    """Average each layer's report over the ranks that have one; every rank of the job calls this.
+def sum_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> torch.Tensor:
+    """Start to add up each layer's reports; every rank of the job calls this.
+
+    It does not wait: the table that it returns, for `means`, is in host memory and complete when the device has done
+    what is queued by now.
 
     Args:
         own: this rank's reports by layer number, 1 to `num_layers`; may be empty.
     """
-    table = torch.zeros(num_layers + 1, len(LayerReport._fields) + 1, dtype=torch.float64)
-    for layer, report in own.items():
-        table[layer] = torch.tensor([*report, 1.0], dtype=torch.float64)
-    table = table.to(torch.cuda.current_device())
-    dist.all_reduce(table)
+    rows = [[*own[layer], 1.0] if layer in own else [0.0] * COLUMNS for layer in range(num_layers + 1)]
+    cuda = torch.cuda.is_available()
+    table = torch.tensor(rows, dtype=torch.float64, pin_memory=cuda)
+    total = table.to(torch.cuda.current_device(), non_blocking=True)
+    dist.all_reduce(total)
+    if not cuda:
+        return total
+    return torch.empty_like(total, device="cpu", pin_memory=True).copy_(total, non_blocking=True)
+
+
+def means(table: torch.Tensor) -> dict[int, LayerReport]:
+    """Return each layer's report, averaged over the ranks that have one."""
     return {
         layer: LayerReport(*(value / ranks for value in values))
         for layer, (*values, ranks) in enumerate(table.tolist())
         if ranks
     }
+
+
+def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int, LayerReport]:
+    """Wait for the device and return the result of both functions above; every rank of the job calls this."""
+    table = sum_over_ranks(own, num_layers)
+    torch.cuda.synchronize()
+    return means(table)
 
 
 def component_seconds(reports: Mapping[int, LayerReport]) -> tuple[list[float], list[float]]:

@@ -1,5 +1,6 @@
 """The state of one MoE layer during an iteration, and its record of the finished iteration."""
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from megatron_balance.cost.loads import condensed
 from megatron_balance.cost.model import Overlap, owners
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
-from megatron_balance.observe.balance import LayerReport, evenness
+from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Manager
@@ -56,6 +57,11 @@ class LayerState:
     """Intervals in which computation waited for the layer's Plan, Trans or Agg."""
     plan_seconds: float = 0.0
     last: "Iteration | None" = None
+    """The finished iteration."""
+    _unreported: dict[str, float] = field(default_factory=dict)
+    """Sums of the SPORADIC fields of the iterations before `last` that have no report, and their number."""
+    _reported: bool = False
+    """Whether `last` has a report."""
     logged: set[str] = field(default_factory=set)
     """Kinds of the policy's problems that have been logged."""
 
@@ -111,7 +117,15 @@ class LayerState:
         return round(sent * size / self.transfers.chunks)
 
     def close(self, placement: Placement, transfers: TransferPlan) -> None:
-        """Record the finished iteration, in which `placement` was in force and `transfers` were executed."""
+        """Record the finished iteration, in which `placement` was in force and `transfers` were executed.
+
+        The device has finished the one before, because the host has waited for this one's loads.
+        """
+        if self.last is None or self._reported:
+            self._unreported = {}
+        else:
+            self._unreported = _added(self._unreported, self._sporadic(self.last))
+        self._reported = False
         self.last = Iteration(
             placement=placement,
             transfers=transfers,
@@ -165,15 +179,35 @@ class LayerState:
             self._sent = plan, rank, (float(trans_D[rank]), float(agg_D[rank]))
         return self._sent[2]
 
-    def report(self, rank: int, factors: Factors) -> LayerReport:
-        """Return the finished iteration in numbers; the device must have finished it.
+    def finished(self, rank: int, factors: Factors) -> Callable[[], LayerReport]:
+        """Return a function that returns the report of the finished iteration, once the device has finished it.
 
         Args:
             rank: this rank in the expert-parallel group.
             factors: calibration of the predictions.
         """
-        last = self.last
-        assert last is not None
+        assert self.last is not None
+        self._reported = True
+        return functools.partial(self._report, self.last, self._unreported, rank, factors)
+
+    def _sporadic(self, last: "Iteration") -> dict[str, float]:
+        """Return the SPORADIC fields of an iteration, and 1 iteration."""
+        cost, waited = self.manager.cost, _totals(last.waits)
+        return {
+            "iterations": 1,
+            "hosts_added": last.placement.added_hosts,
+            "trans_bytes": last.transfers.experts_sent * cost.param_bytes,
+            "agg_bytes": last.transfers.experts_sent * cost.grad_bytes,
+            "experts_moved": last.experts_moved,
+            "transfer_bytes": last.transfer_bytes,
+            "plan_seconds": last.plan_seconds,
+            "plan_wait_seconds": waited[Operation.PLAN],
+            "trans_wait_seconds": waited[Operation.TRANS],
+            "agg_wait_seconds": waited[Operation.AGG],
+        }
+
+    def _report(self, last: "Iteration", before: Mapping[str, float], rank: int, factors: Factors) -> LayerReport:
+        sums = _added(before, self._sporadic(last))
         cost = self.manager.cost_of(len(last.counts_BDE), factors)
         initial = Placement.identity(last.placement.num_experts, last.placement.num_ranks)
         counts_BDE = condensed(last.counts_BDE, owners(initial))
@@ -191,13 +225,6 @@ class LayerState:
             ratio_before=before,
             ratio_after=after,
             rb=gain,
-            hosts_added=last.placement.added_hosts,
-            trans_bytes=last.transfers.experts_sent * cost.param_bytes,
-            agg_bytes=last.transfers.experts_sent * cost.grad_bytes,
-            plan_seconds=last.plan_seconds,
-            plan_wait_seconds=waited[Operation.PLAN],
-            trans_wait_seconds=waited[Operation.TRANS],
-            agg_wait_seconds=waited[Operation.AGG],
             predicted_seconds=float(time.total),
             measured_seconds=exchanging + computing + waited[Operation.TRANS] + waited[Operation.AGG],
             predicted_exchange_seconds=float(time.all_to_all),
@@ -209,8 +236,7 @@ class LayerState:
             predicted_agg_seconds=factors.agg * agg,
             measured_agg_seconds=worked[Operation.AGG],
             prediction_error=last.prediction_error,
-            experts_moved=last.experts_moved,
-            transfer_bytes=last.transfer_bytes,
+            **{name: sums[name] / sums["iterations"] for name in SPORADIC},
         )
 
 
@@ -220,6 +246,10 @@ def _totals(spans: Sequence[tuple[Operation, Interval]]) -> Mapping[Operation, f
     for operation, span in spans:
         totals[operation] += clock.seconds(*span)
     return totals
+
+
+def _added(sums: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums.get(name, 0.0) + value for name, value in values.items()}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -5,11 +5,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from megatron_balance.placement.transfers import TransferPlan
@@ -92,6 +94,17 @@ class Planner:
         """Stop planning; all ranks of the group call it after the same plans."""
         self.given_up = True
         self._stop()
+
+
+def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
+    """Return [plans][ranks], the digests of all ranks of a group; each rank calls it with as many digests."""
+    cuda = torch.cuda.is_available()
+    own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8, pin_memory=cuda)
+    own = own.to(torch.cuda.current_device(), non_blocking=True)
+    gathered = own.new_empty(group.size() * own.numel())
+    dist.all_gather_into_tensor(gathered, own.view(-1), group=group)
+    table = gathered.view(group.size(), *own.shape).transpose(0, 1).tolist()
+    return [[bytes(digest) for digest in ranks] for ranks in table]
 
 
 def _serve(tasks: "queue.SimpleQueue[Asked | None]") -> None:

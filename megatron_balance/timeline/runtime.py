@@ -32,7 +32,7 @@ from torch.profiler import record_function
 
 from megatron_balance.comm.ownership_transfer import OwnershipTransfer
 from megatron_balance.comm.trans_agg import ExpertTransfer
-from megatron_balance.cost.calibration import UNCALIBRATED, Calibration
+from megatron_balance.cost.calibration import UNCALIBRATED, Calibration, Factors
 from megatron_balance.device import clock
 from megatron_balance.device.side_stream import AsyncWork, SideStream
 from megatron_balance.observe.balance import LayerReport, component_seconds
@@ -44,7 +44,7 @@ from megatron_balance.planning.manager import GIVEN_UP, INVALID
 from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.timeline.layer_state import LayerState
-from megatron_balance.timeline.planner import Asked, Plan, Planner
+from megatron_balance.timeline.planner import Asked, Plan, Planner, gather
 
 EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
 """Computations of the MoE layer itself."""
@@ -310,7 +310,7 @@ class Balancer:
             self._record_wait(action, start)
             self._record("planning", action, plan.start, plan.end)
             self.layers[action.block].plan_seconds = plan.end - plan.start
-        gathered = self._gathered([plan.decision.digest for plan in plans.values()])
+        gathered = gather([plan.decision.digest for plan in plans.values()], self.deciders)
         for (number, plan), ranks in zip(plans.items(), gathered, strict=True):
             state, placement = self.layers[number], plan.decision.placement
             if len(set(ranks)) == 1 and placement is not None:
@@ -324,15 +324,6 @@ class Balancer:
                 state.warn(number, "the policy plans differently on different ranks")
             elif INVALID in ranks and self.deciders.rank() == ranks.index(INVALID):
                 state.warn(number, f"the policy {plan.decision.problem}")
-
-    def _gathered(self, digests: Sequence[bytes]) -> list[list[bytes]]:
-        """Return [layers][ranks], the digests of all deciding ranks."""
-        own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
-        own = own.to(torch.cuda.current_device())
-        gathered = own.new_empty(self.deciders.size() * own.numel())
-        dist.all_gather_into_tensor(gathered, own.view(-1), group=self.deciders)
-        table = gathered.view(self.deciders.size(), *own.shape).transpose(0, 1).tolist()
-        return [[bytes(digest) for digest in ranks] for ranks in table]
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
         """Put a plan's placement in force."""
@@ -366,15 +357,27 @@ class Balancer:
         if self.timeline is not None:
             self.timeline.add(Span(self._iteration, stream, action.name, start, end, **more))
 
-    def report(self) -> dict[int, LayerReport]:
-        """Return the finished iteration as this rank saw it, by layer; the device must have finished it."""
+    def finished(self) -> Callable[[], dict[int, LayerReport]]:
+        """Return a function that returns the finished iteration as this rank saw it, by layer.
+
+        Call that when the device has finished the iteration, before or after the next one begins.
+        """
         rank, factors = self.group.rank(), self.factors
         states = {number: state for number, state in self.layers.items() if state.last is not None}
-        return {number: state.report(rank, factors) for number, state in states.items()}
+        reports = {number: state.finished(rank, factors) for number, state in states.items()}
+        return lambda: {number: report() for number, report in reports.items()}
 
-    def calibrate(self, reports: Mapping[int, LayerReport]) -> None:
-        """Calibrate later iterations by the finished one; all ranks of the job give the same reports, of all layers."""
-        self.calibration = self.calibration.observe(*component_seconds(reports), self.factors)
+    def report(self) -> dict[int, LayerReport]:
+        """Return the finished iteration as this rank saw it, by layer; the device must have finished it."""
+        return self.finished()()
+
+    def calibrate(self, reports: Mapping[int, LayerReport], used: Factors) -> None:
+        """Calibrate later iterations by a finished one; all ranks of the job give the same reports, of all layers.
+
+        Args:
+            used: the factors of that iteration.
+        """
+        self.calibration = self.calibration.observe(*component_seconds(reports), used)
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
         """Return the load matrix [D, E] and the placement of every layer in the finished iteration."""

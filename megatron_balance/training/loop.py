@@ -1,9 +1,8 @@
 """The training loop, which runs megatron-core's schedules, optimizer and scheduler in each iteration."""
 
 import functools
-import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,15 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, tr
 from megatron.core.utils import get_attr_wrapped_model
 from torch.profiler import record_function
 
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.calibration import UNCALIBRATED
-from megatron_balance.observe.balance import LayerReport, mean_over_ranks
+from megatron_balance.device import clock
+from megatron_balance.training import optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.progress import StepReport
+from megatron_balance.training.reports import Queued, Reports
 from megatron_balance.training.run import Run
 from megatron_balance.training.stopping import Stopping
 
@@ -49,25 +51,33 @@ def train(
 
     Args:
         run: may be resumed; training continues after its `progress`.
-        after_step: called after every iteration.
+        after_step: called after every iteration, with a report that may lack what the device has not finished.
     """
     settings, progress = run.config.train, run.progress
     stopping = stopping or Stopping(settings)
+    reports = Reports(run.balancer, run.config.transformer.num_layers)
     if progress.iteration >= run.length.iterations:
         log.message(f"nothing to train: the run is at iteration {progress.iteration} of {run.length.iterations}")
     while progress.iteration < run.length.iterations:
-        report = train_step(run)
-        log.step(report, progress)
-        run.guard.review(report, progress, log.message)
+        queued = queue_step(run, with_balance=_reports_balance(run.config, progress.iteration + 1))
+        last = progress.iteration == run.length.iterations
+        complete = reports.add(queued)
+        if last or _is_due(progress.iteration, _moments(run.config)):
+            complete += reports.wait()
+        for report in complete:
+            log.step(report, progress)
+        run.guard.review(queued.report, progress, log.message)
         if after_step is not None:
-            after_step(report)
+            after_step(queued.report)
         if settings.eval_interval and progress.iteration % settings.eval_interval == 0 and run.data.valid:
             log.evaluation("validation", progress, evaluate(run, run.data.valid))
             progress.consumed_valid_samples += settings.eval_iters * settings.global_batch_size
         reason = stopping.reason(progress.iteration)
+        for report in reports.wait() if reason is not None else ():
+            log.step(report, progress)
         if checkpoints is not None:
             run.position.enter("checkpoint")
-            checkpoints.after_step(last=reason is not None or progress.iteration == run.length.iterations)
+            checkpoints.after_step(last=last or reason is not None)
         if reason is not None:
             log.message(f"exiting at iteration {progress.iteration} ({reason})")
             return
@@ -76,9 +86,23 @@ def train(
 
 
 def train_step(run: Run) -> StepReport:
-    """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step."""
-    start = time.perf_counter()
-    progress = run.progress
+    """Run one iteration, wait until the device has finished it, and return its complete report."""
+    reports = Reports(run.balancer, run.config.transformer.num_layers)
+    reports.add(queue_step(run))
+    (report,) = reports.wait()
+    return report
+
+
+def queue_step(run: Run, with_balance: bool = True) -> Queued:
+    """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step.
+
+    The host waits for the device once, before the step: it reads the losses, the gradient norm, and whether one of them
+    is NaN or infinite.
+
+    Args:
+        with_balance: whether there is a report of its balance, if there is a policy.
+    """
+    progress, start = run.progress, clock.mark()
     run.position.enter("forward-backward", progress.iteration + 1)
     run.batches.update(progress.consumed_samples, consistency_check=True)
     batch_size = run.batches.get_current_running_global_batch_size()
@@ -90,11 +114,14 @@ def train_step(run: Run) -> StepReport:
 
     repeat = functools.partial(_forward_backward, run, microbatches=run.batches.get(), forward_only=True)
     reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
-    fault = run.guard.fault(reports, repeat)
     run.position.enter("optimizer")
+    known = _known(run, reports)
+    fault = None
+    if known.bad:
+        fault = run.guard.fault(reports, repeat)
+        clear_aux_losses_tracker()
     with record_function("optimizer"):
-        # megatron-core's abstract `step` has no return type
-        stepped, grad_norm, _ = (False, None, None) if fault else run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
+        stepped, grad_norm = (False, None) if fault else optimizer_step.step(run.optimizer, known.squared_norms)
     if run.balancer is not None:
         run.balancer.transfer_owners()
     if stepped:
@@ -103,24 +130,59 @@ def train_step(run: Run) -> StepReport:
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.skipped_iterations += not stepped
-    losses = _mean_losses(reports, run.groups) | _auxiliary_losses(run)
-    progress.nan_iterations += fault is not None or any(value != value for value in losses.values())
+    progress.nan_iterations += fault is not None or any(value != value for value in known.losses.values())
     progress.bad_in_a_row = progress.bad_in_a_row + 1 if fault else 0
-    torch.cuda.synchronize()
-    balance = _balance_reports(run)
-    return StepReport(
+    scaled = optimizer_step.scales_losses(run.optimizer)
+    report = StepReport(
         iteration=progress.iteration,
-        losses=losses,
+        losses=known.losses,
         grad_norm=None if grad_norm is None else float(grad_norm),
         learning_rate=get_canonical_lr_for_logging(run.optimizer.param_groups),
-        loss_scale=float(run.optimizer.get_loss_scale()),
+        loss_scale=float(run.optimizer.get_loss_scale()) if scaled else 1.0,
         global_batch_size=batch_size,
         skipped=not stepped,
-        seconds=time.perf_counter() - start,
-        balance=balance,
         calibration=UNCALIBRATED if run.balancer is None else run.balancer.factors,
         fault=fault,
     )
+    balance = run.balancer.finished() if run.balancer is not None and with_balance else None
+    return Queued(report, start, clock.mark(), balance)
+
+
+class Known(NamedTuple):
+    """What the host knows before the optimizer's step."""
+
+    bad: bool
+    """Whether the step must not happen."""
+    losses: dict[str, float]
+    """As in StepReport."""
+    squared_norms: list[float]
+    """See `optimizer_step.squared_norms`."""
+
+
+def _known(run: Run, reports: LossReports) -> Known:
+    """Wait for the device and read from it, together, all that the host needs to know."""
+    bad = run.guard.evidence(reports)
+    norms = optimizer_step.squared_norms(run.optimizer)
+    losses = _mean_losses(reports, run.groups) | _auxiliary_losses(run)
+    numbers = torch.cat([value.reshape(1).float() for value in (bad, *norms, *losses.values())]).tolist()
+    middle = 1 + len(norms)
+    return Known(numbers[0] > 0, dict(zip(losses, numbers[middle:], strict=True)), numbers[1:middle])
+
+
+def _reports_balance(config: RunConfig, iteration: int) -> bool:
+    """Return whether somebody uses the report of an iteration's balance: it costs the host time and a collective."""
+    log = config.log
+    intervals = (log.log_interval, log.tensorboard_log_interval if log.tensorboard_dir is not None else None)
+    return config.balance.balance_calibrate == "on" or _is_due(iteration, intervals)
+
+
+def _moments(config: RunConfig) -> tuple[int | None, ...]:
+    """Return the intervals after which all reports must be complete: the log line, a checkpoint, an evaluation."""
+    return config.log.log_interval, config.checkpoint.save_interval, config.train.eval_interval
+
+
+def _is_due(iteration: int, intervals: Iterable[int | None]) -> bool:
+    return any(iteration % interval == 0 for interval in intervals if interval)
 
 
 @torch.no_grad()
@@ -134,7 +196,7 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
     for chunk in run.model:
         chunk.train()
     clear_aux_losses_tracker()
-    return _mean_losses(reports, run.groups)
+    return {name: value.item() for name, value in _mean_losses(reports, run.groups).items()}
 
 
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
@@ -183,7 +245,7 @@ def token_loss(
     return loss, tokens.int(), {"lm loss": torch.stack([loss.detach(), tokens]).clone()}
 
 
-def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[str, float]:
+def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[str, torch.Tensor]:
     """Return the per-token means over the microbatches and data-parallel ranks of the last pipeline stage."""
     if not is_pp_last_stage(groups.pp) or not reports:
         return {}
@@ -191,19 +253,11 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
     for name in reports[0]:
         total = torch.stack([report[name] for report in reports]).sum(0)
         dist.all_reduce(total, group=groups.dp_cp)
-        means[name] = (total[0] / total[1]).item()
+        means[name] = total[0] / total[1]
     return means
 
 
-def _balance_reports(run: Run) -> dict[int, LayerReport]:
-    if run.balancer is None:
-        return {}
-    reports = mean_over_ranks(run.balancer.report(), run.config.transformer.num_layers)
-    run.balancer.calibrate(reports)
-    return reports
-
-
-def _auxiliary_losses(run: Run) -> dict[str, float]:
+def _auxiliary_losses(run: Run) -> dict[str, torch.Tensor]:
     """Return megatron-core's auxiliary losses, averaged over the MoE layers, and clear its tracker."""
     config = run.config.transformer
     if config.num_moe_experts is None:
@@ -211,7 +265,7 @@ def _auxiliary_losses(run: Run) -> dict[str, float]:
     totals: dict[str, torch.Tensor] = {}
     track_moe_metrics(
         loss_scale=1 / run.batches.get(),
-        iteration=run.progress.iteration,
+        iteration=run.progress.iteration + 1,
         total_loss_dict=totals,
         # All pipeline stages must reduce the same names, even a stage without an MoE layer
         force_initialize=True,
@@ -220,7 +274,7 @@ def _auxiliary_losses(run: Run) -> dict[str, float]:
         moe_layer_freq=config.moe_layer_freq,
         pg_collection=run.groups,
     )
-    return {name: value.item() for name, value in totals.items()}
+    return totals
 
 
 def _auxiliary_loss_names(balancing: str | list[str], z_loss: float | None) -> list[str]:

@@ -1,7 +1,8 @@
 """Detection of a NaN or an infinity in a loss or a gradient before the optimizer's step.
 
 In a good iteration, the device reads every gradient bucket once, just before the bucket is reduced, and the ranks
-all-reduce a single number, which the host reads. Only a bad iteration is searched for the source.
+all-reduce a single number. The host reads it, with the other numbers of the iteration, before it launches the step.
+Only a bad iteration is searched for the source.
 """
 
 import functools
@@ -91,19 +92,33 @@ class LossGuard:
         )
         return list(self._start.data)
 
-    def fault(self, reports: LossReports, repeat: Repeat) -> str | None:
-        """Return the fault in the iteration's losses or gradients and its source, or None if the optimizer may step.
+    def evidence(self, reports: LossReports) -> torch.Tensor:
+        """Return [1] on the device: above 0 if any rank has a non-finite loss or gradient, so that no step is allowed.
 
-        Every rank calls this after gradients are reduced, and gets the same answer. After a fault, the routers' expert
-        biases are restored to those before the iteration, and the states of random number generators are as if no
-        forward pass had been repeated.
+        Every rank calls this after gradients are reduced.
 
         Args:
             reports: this rank's loss of each microbatch, before any reduction; empty except on the last pipeline stage.
+        """
+        numbers = [torch.zeros(1, device=torch.cuda.current_device())]
+        if not self.enabled:
+            return numbers[0]
+        numbers += [total.reshape(1) for _, total in self._gradients]
+        numbers += [value for report in reports for value in report.values()]
+        bad = torch.isfinite(torch.cat(numbers)).all().logical_not().float().reshape(1)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return bad
+
+    def fault(self, reports: LossReports, repeat: Repeat) -> str:
+        """Return the source of a fault, of which there is evidence; every rank calls this, and gets the same answer.
+
+        Afterwards, the routers' expert biases are those before the iteration, and the states of random number
+        generators are as if no forward pass had been repeated.
+
+        Args:
+            reports: as for `evidence`.
             repeat: repeats the forward pass without gradients; it communicates like the first one.
         """
-        if not self.enabled or not self._is_bad(reports):
-            return None
         if self._start.expert_biases is not None:
             for bias, before in zip(self._expert_biases(), self._start.expert_biases, strict=True):
                 bias.copy_(before)
@@ -137,16 +152,6 @@ class LossGuard:
             self._gradients += [(bucket, bucket.grad_data.sum()) for bucket in group.buckets]
         if check_for_large:
             type(group).check_grads(group, check_for_nan_or_inf=False, check_for_large=True)
-
-    def _is_bad(self, reports: LossReports) -> bool:
-        """Return whether any rank has a non-finite loss or gradient."""
-        numbers = [torch.zeros(1, device=torch.cuda.current_device())]
-        numbers += [total.reshape(1) for _, total in self._gradients]
-        numbers += [value for report in reports for value in report.values()]
-        bad = torch.isfinite(torch.cat(numbers)).all().logical_not().int()
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        # The host needs the answer before it launches the optimizer's step
-        return bool(bad.item())
 
     @torch.no_grad()
     def _repeat(self, repeat: Repeat) -> LossReports:

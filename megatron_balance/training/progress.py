@@ -1,5 +1,6 @@
 """Progress of a run, and reports about its iterations."""
 
+import math
 from dataclasses import dataclass, field
 
 from megatron_balance.cost.calibration import UNCALIBRATED, Factors
@@ -35,9 +36,12 @@ class StepReport:
     skipped: bool
     """Whether the optimizer did not step (fp16 overflow, or a fault)."""
 
-    seconds: float
+    seconds: float = math.nan
+    """Time of the iteration on the device; NaN until the device has finished it."""
+
     balance: dict[int, LayerReport] = field(default_factory=dict)
-    """Balance of each layer, by layer number; empty without a policy."""
+    """Balance of each layer, by layer number; empty until the device has finished the iteration, without a policy, and
+    where nobody uses it."""
 
     calibration: Factors = UNCALIBRATED
     """The factors that the predictions in `balance` contain."""

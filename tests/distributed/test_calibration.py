@@ -44,7 +44,7 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
     balancer = run.balancer
     assert balancer is not None
     if deaf:
-        balancer.calibrate = lambda reports: None
+        balancer.calibrate = lambda reports, used: None
     if first > 1:
         Checkpoints(run, Said(), patience=30.0).load()
     log = CalibrationLog(record, JOB, first) if record is not None and dist.get_rank() == 0 else None

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.training.loop import train_step
+from megatron_balance.training.loop import queue_step
+from megatron_balance.training.reports import Reports
 from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
@@ -22,7 +23,7 @@ class Watched(NamedTuple):
     complaints: list[str]
     """Races, and memory that was freed in use."""
     synchronizations: Counter[tuple[str, Place]]
-    """Host waits of the last iteration."""
+    """Host waits of the last iteration, without the one for its report."""
     streams: set[str]
     """Streams on which kernels ran."""
 
@@ -41,17 +42,23 @@ def watching() -> Iterator[Checker]:
 
 
 def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = None) -> Watched:
-    """Build and train a run on this rank; `mutate` changes the built run before it trains."""
+    """Build a run on this rank and train it as the loop does, with reports about balance in all iterations.
+
+    Args:
+        mutate: changes the built run before it trains.
+    """
     with watching() as checker:
         run = runs.build(flags)
         if mutate is not None:
             mutate(run)
-        reports = []
+        reports, unfinished = [], Reports(run.balancer, run.config.transformer.num_layers)
         for _ in range(iterations):
             checker.synchronizations.clear()
-            reports.append(train_step(run))
+            reports += unfinished.add(queue_step(run))
+        waits = Counter(checker.synchronizations)
+        reports += unfinished.wait()
         streams = {checker.names.get(stream, "of the program") for stream in checker.kernels}
-        waits, complaints = Counter(checker.synchronizations), checker.complaints()
+        complaints = checker.complaints()
     acted = sum(layer.hosts_added + layer.experts_moved for report in reports for layer in report.balance.values())
     return Watched(runs.curve_of(reports), acted, complaints, waits, streams)
 

@@ -18,7 +18,7 @@ from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.timeline.actions import Operation
 from megatron_balance.timeline.layer_state import LayerState
-from tests.unit.balancers import LAYERS, OWNERS, RANK, build, loads
+from tests.unit.balancers import LAYERS, OWNERS, RANK, World, build, loads
 
 RANKS, EXPERTS, NODE = 4, 8, 2
 JOB = Job(ranks=4, layers=2)
@@ -145,7 +145,7 @@ def test_exchange_does_not_contain_the_wait_for_slower_ranks(monkeypatch) -> Non
         lengths = {Operation.A2A: 30.0, Operation.FEC: 2.0, Operation.BEC: 3.0}
         spans = [(operation, (0.0, seconds)) for operation, seconds in lengths.items()]
         state.last = dataclasses.replace(last, spans=spans, waits=[])
-        reports = [state.report(rank, factors) for rank in range(3)]
+        reports = [state.finished(rank, factors)() for rank in range(3)]
         cost = state.manager.cost_of(5, factors)
         slowest = cost.layer_time(condensed(last.counts_BDE, owners(OWNERS)), last.placement)
         assert max(report.predicted_experts_seconds for report in reports) > 1
@@ -173,6 +173,11 @@ def measuring(reports: dict[int, LayerReport], factor: float) -> dict[int, Layer
     }
 
 
+def calibrate(world: World) -> None:
+    """Calibrate by measurements that are four times as long as predicted."""
+    world.balancer.calibrate(measuring(world.balancer.report(), 4.0), world.balancer.factors)
+
+
 @pytest.mark.parametrize("calibrates", [False, True])
 def test_only_decisions_that_may_be_calibrated_are(monkeypatch, calibrates: bool) -> None:
     world = timed(monkeypatch, calibrates=calibrates)
@@ -180,7 +185,7 @@ def test_only_decisions_that_may_be_calibrated_are(monkeypatch, calibrates: bool
     before = balancer.report()
     measured, predicted = component_seconds(measuring(before, 4.0))
     assert min(predicted) > 0 and measured == pytest.approx([4 * seconds for seconds in predicted])
-    balancer.calibrate(measuring(before, 4.0))
+    balancer.calibrate(measuring(before, 4.0), balancer.factors)
     assert balancer.report() == before, "an iteration is not calibrated by itself"
     world.iterate(3, loads(2))
     assert balancer.factors == pytest.approx(Factors(4, 4, 4, 4))
@@ -188,13 +193,13 @@ def test_only_decisions_that_may_be_calibrated_are(monkeypatch, calibrates: bool
         cost = state.manager.question(state.last.counts_BDE, 5).cost
         plain = state.manager.cost.profile.forward.overhead
         assert cost.profile.forward.overhead == pytest.approx((4 if calibrates else 1) * plain)
-        report, own = state.report(RANK, balancer.factors), state.report(RANK, Factors())
+        report, own = (state.finished(RANK, factors)() for factors in (balancer.factors, Factors()))
         assert report.predicted_seconds > 2 * own.predicted_seconds
 
 
 def test_a_restored_balancer_has_the_same_factors(monkeypatch) -> None:
     worlds = [timed(monkeypatch, calibrates=True) for _ in range(2)]
-    worlds[0].balancer.calibrate(measuring(worlds[0].balancer.report(), 4.0))
+    calibrate(worlds[0])
     state = json.loads(json.dumps(worlds[0].balancer.state()))
     worlds[1].balancer.restore(state)
     for world in worlds:
@@ -208,7 +213,7 @@ def test_a_record_decides_instead_of_measurements(monkeypatch, tmp_path: Path) -
     path = recorded(tmp_path, [Factors(), FACTORS, Factors(trans=5.0)])
     world = timed(monkeypatch, calibrates=True, record=read_record(str(path), JOB))
     assert world.balancer.factors == FACTORS
-    world.balancer.calibrate(measuring(world.balancer.report(), 4.0))
+    calibrate(world)
     for iteration in (3, 4):
         world.iterate(iteration, loads(iteration))
         assert world.balancer.factors == Factors(trans=5.0), "the last factors are kept"
