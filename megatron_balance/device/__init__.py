@@ -6,5 +6,6 @@ without_engine    megatron-core without Transformer Engine
 norm, attention   modules that megatron-core lacks, alone or without Transformer Engine
 side_stream       a CUDA stream, or a thread, for work that overlaps with computation
 clock             points in time on the device
+copies            copies between host and device for which nobody waits
 quiet             silence messages that need no action
 """

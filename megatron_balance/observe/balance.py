@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.model import balance_gain, balance_ratio
+from megatron_balance.device import copies
 
 PERCENTILES = (50, 90)
 """Percentiles over layers that TensorBoard shows."""
@@ -107,13 +108,9 @@ def sum_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> torch.Ten
         own: this rank's reports by layer number, 1 to `num_layers`; may be empty.
     """
     rows = [[*own[layer], 1.0] if layer in own else [0.0] * COLUMNS for layer in range(num_layers + 1)]
-    cuda = torch.cuda.is_available()
-    table = torch.tensor(rows, dtype=torch.float64, pin_memory=cuda)
-    total = table.to(torch.cuda.current_device(), non_blocking=True)
+    total = copies.to_device(rows, torch.float64)
     dist.all_reduce(total)
-    if not cuda:
-        return total
-    return torch.empty_like(total, device="cpu", pin_memory=True).copy_(total, non_blocking=True)
+    return copies.to_host(total)
 
 
 def means(table: torch.Tensor) -> dict[int, LayerReport]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from megatron_balance.device import copies
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Decision, Question
 
@@ -98,9 +99,7 @@ class Planner:
 
 def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
     """Return [plans][ranks], the digests of all ranks of a group; each rank calls it with as many digests."""
-    cuda = torch.cuda.is_available()
-    own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8, pin_memory=cuda)
-    own = own.to(torch.cuda.current_device(), non_blocking=True)
+    own = copies.to_device([list(digest) for digest in digests], torch.uint8)
     gathered = own.new_empty(group.size() * own.numel())
     dist.all_gather_into_tensor(gathered, own.view(-1), group=group)
     table = gathered.view(group.size(), *own.shape).transpose(0, 1).tolist()

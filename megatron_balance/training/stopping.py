@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.config.run_config import TrainConfig
+from megatron_balance.device import copies
 
 
 class Stopping:
@@ -18,6 +19,8 @@ class Stopping:
         self.config = config
         self.start = time.monotonic()
         self.signalled = False
+        self._states: torch.Tensor | None = None
+        """[2] whether any rank was signalled, and whether any rank's time was up, after the iteration before."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -35,7 +38,11 @@ class Stopping:
         self.signalled = True
 
     def reason(self, iteration: int) -> str | None:
-        """Return the reason to stop after this iteration, or None; collective if a signal or a time limit is set."""
+        """Return the reason to stop after this iteration, or None; collective if a signal or a time limit is set.
+
+        A signal and the time limit end the run one iteration later: by then the device has finished the collective, and
+        nobody has to wait for it.
+        """
         config = self.config
         if config.exit_interval and iteration % config.exit_interval == 0:
             return f"--exit-interval {config.exit_interval}"
@@ -43,10 +50,12 @@ class Stopping:
         if not config.exit_signal_handler and limit is None:
             return None
         late = limit is not None and time.monotonic() - self.start > limit * 60
+        before = self._states
         # One rank's signal or clock decides for all
-        state = torch.tensor([self.signalled, late], dtype=torch.int32, device=torch.cuda.current_device())
-        dist.all_reduce(state, op=dist.ReduceOp.MAX)
-        signalled, late = state.tolist()
+        states = copies.to_device([self.signalled, late], torch.int32)
+        dist.all_reduce(states, op=dist.ReduceOp.MAX)
+        self._states = copies.to_host(states)
+        signalled, late = (False, False) if before is None else before.tolist()
         if signalled:
             return f"{self.config.exit_signal.name} was received"
         return f"--exit-duration-in-mins {limit}" if late else None

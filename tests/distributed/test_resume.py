@@ -76,7 +76,7 @@ def reasons_to_stop(late: int, signalled: int) -> list[str | None]:
         stopping.start -= 61 * (rank == late)
         if rank == signalled:
             os.kill(os.getpid(), signal.SIGTERM)
-        return [stopping.reason(iteration) for iteration in (1, 5)]
+        return [stopping.reason(iteration) for iteration in (1, 2, 5)]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def reasons_to_stop(late: int, signalled: int) -> list[str | None]:
     [(9, 9, None), (1, 9, "--exit-duration-in-mins 1"), (9, 0, "SIGTERM was received"), (0, 1, "SIGTERM was received")],
 )
 def test_all_ranks_stop_for_one(late, signalled, reason, ranks):
-    assert ranks(2).run(reasons_to_stop, late, signalled) == [[reason, "--exit-interval 5"]] * 2
+    assert ranks(2).run(reasons_to_stop, late, signalled) == [[None, reason, "--exit-interval 5"]] * 2
 
 
 def test_nothing_to_load_is_a_warning_or_an_error(tmp_path):

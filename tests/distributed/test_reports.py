@@ -1,0 +1,82 @@
+"""What the loop logs, although it waits for the device only once in an iteration."""
+
+from typing import Any
+
+import pytest
+
+from megatron_balance.observe.balance import SPORADIC
+from megatron_balance.training import optimizer_step
+from megatron_balance.training.loop import train
+from megatron_balance.training.progress import Progress, StepReport
+from tests.distributed import runs
+
+EP2 = "--expert-model-parallel-size 2 --train-iters 7"
+POLICY = "--balance-policy top2 --balance-profile builtin --moe-router-force-workload rotating_hotspot"
+
+
+class Said:
+    """Stand-in for the run's log."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[StepReport, int]] = []
+        """The reports, and the iteration after which each came."""
+
+    def message(self, *_: object) -> None: ...
+
+    evaluation = message
+
+    def step(self, report: StepReport, progress: Progress) -> None:
+        self.steps.append((report, progress.iteration))
+
+
+def logged(flags: str) -> list[tuple[StepReport, int]]:
+    said: Any = Said()
+    train(runs.build(flags), said)
+    return said.steps
+
+
+@pytest.mark.parametrize("more", ["", "--tensorboard-dir unused --tensorboard-log-interval 2"])
+def test_every_iteration_is_logged_once_and_in_time(ranks, more: str) -> None:
+    flags = f"{EP2} {POLICY} --log-interval 3"
+    outcomes = ranks(2).run(logged, f"{flags} {more}")
+    whole = ranks(2).run(runs.train, flags, 7)
+    for steps, every in zip(outcomes, whole, strict=True):
+        reports = [report for report, _ in steps]
+        assert [report.iteration for report in reports] == [1, 2, 3, 4, 5, 6, 7]
+        assert [after for _, after in steps] == [3, 3, 3, 6, 6, 6, 7]
+        for report, other in zip(reports, every, strict=True):
+            assert (report.losses, report.grad_norm, report.skipped) == (other.losses, other.grad_norm, other.skipped)
+            assert report.seconds > 0
+        known = [report.iteration for report in reports if report.balance]
+        assert known == ([2, 3, 4, 6] if more else [3, 6])
+        since = 0
+        for iteration in known:
+            for layer, report in reports[iteration - 1].balance.items():
+                assert report.ratio_after == every[iteration - 1].balance[layer].ratio_after
+                between = [other.balance[layer].hosts_added for other in every[since:iteration]]
+                assert "hosts_added" in SPORADIC and report.hosts_added == pytest.approx(sum(between) / len(between))
+            since = iteration
+
+
+def upstreams(flags: str, iterations: int) -> runs.Curve:
+    """Train with megatron-core's own step, which computes the norm itself."""
+    ours, optimizer_step.scales_losses = optimizer_step.scales_losses, lambda optimizer: True
+    try:
+        run = runs.build(flags)
+        run.optimizer.get_loss_scale = lambda: 1.0
+        return runs.curve_of([runs.train_step(run) for _ in range(iterations)])
+    finally:
+        optimizer_step.scales_losses = ours
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--expert-model-parallel-size 2 --clip-grad 0.1",
+        "--expert-model-parallel-size 2 --clip-grad 0.1 --use-distributed-optimizer --bf16",
+        "--pipeline-model-parallel-size 2 --clip-grad 0 --bf16",
+    ],
+    ids=["norms of two groups", "one norm", "no clipping"],
+)
+def test_the_step_is_megatron_cores(ranks, flags: str) -> None:
+    assert ranks(2).run(runs.train_curve, flags, 4) == ranks(2).run(upstreams, flags, 4)
