@@ -139,10 +139,13 @@ def component_seconds(reports: Mapping[int, LayerReport]) -> tuple[list[float], 
     return seconds("measured"), seconds("predicted")
 
 
-def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
+def log_fields(iterations: Sequence[Mapping[int, LayerReport]], lengths: Sequence[float] | None = None) -> str:
     """Return the log line's fields about balance, ending in a bar, averaged over iterations of layer -> report.
 
     Load ratios are means over layers; hosts, experts moved, planning time, waits and bytes are sums over layers.
+
+    Args:
+        lengths: number of iterations whose SPORADIC fields each report averages; None: 1.
     """
 
     def averaged(name: str) -> float:
@@ -152,7 +155,8 @@ def log_fields(iterations: Sequence[Mapping[int, LayerReport]]) -> str:
 
     def summed(*names: str) -> float:
         return statistics.fmean(
-            sum(getattr(report, name) for report in layers.values() for name in names) for layers in iterations
+            [sum(getattr(report, name) for report in layers.values() for name in names) for layers in iterations],
+            lengths,
         )
 
     waited = "/".join(f"{summed(f'{name}_wait_seconds') * 1e3:.1f}" for name in ("plan", "trans", "agg"))

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,10 @@ class RunLog:
         line += f" number of nan iterations: {progress.nan_iterations:3d} |"
         progress.skipped_iterations = progress.nan_iterations = 0
         if last.balance:
-            line += log_fields([report.balance for report in reports]) + calibration_field(last.calibration)
+            reported = [report for report in reports if report.balance]
+            starts = [reports[0].iteration - 1, *(report.iteration for report in reported)]
+            lengths = [end - start for start, end in pairwise(starts)]
+            line += log_fields([report.balance for report in reported], lengths) + calibration_field(last.calibration)
         return line
 
     def _record(self, report: StepReport, writer: "Scalars") -> None:

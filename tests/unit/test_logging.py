@@ -161,6 +161,15 @@ def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.
     assert [fields(without)[name] for name in names] == [None] * 6
 
 
+def test_balance_of_iterations_without_a_report(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report of the second iteration averages two of them, that of the fifth three."""
+    reports = [report(iteration) for iteration in range(1, 6)]
+    reports[1] = report(2, balance={1: balance(hosts_added=1.0, experts_moved=5.0)})
+    reports[4] = report(5, balance={1: balance(hosts_added=6.0, ratio_before=3.5)})
+    (line,) = printed(RunLog(run_config("--log-interval 5"), 5, 128), reports, Progress(), capsys)
+    assert [fields(line)[name] for name in ("before", "hosts", "moved")] == ["3.00", "4", "2"]
+
+
 def test_balance_that_did_nothing_is_told_from_none(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     idle = balance(ratio_after=2.5, hosts_added=0.0, plan_seconds=0.0, trans_bytes=0.0, agg_bytes=0.0)
     (line,) = printed(RunLog(run_config(), 5, 128), [report(n, balance={2: idle}) for n in (1, 2)], Progress(), capsys)
