@@ -83,18 +83,18 @@ def build_balancer(
             wiring, policy, layer, owners=owners, profile=profile, overlap=overlap, state_bytes_per_expert=state
         )
         states[number] = LayerState(manager, layer.experts, overlap, fields)
-    minutes = config.launch.distributed_timeout_minutes
     balancer = Balancer(
         group=groups.ep,
-        transfer=_transfer(groups, minutes),
+        transfer=_transfer(config, groups),
         layers=states,
         schedule=_schedule(config, groups, by_chunk),
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        ownership=_ownership(groups, minutes) if settings.balance_ownership == "transfer" else None,
+        ownership=_ownership(config, groups) if settings.balance_ownership == "transfer" else None,
         explain=settings.balance_explain,
         shards=groups.tp_ep,
         planner=planner,
+        shares=not isinstance(policy, PolicyProcess),
         calibrates=settings.balance_calibrate != "off",
         record=_record(config),
     )
@@ -143,14 +143,15 @@ def _schedule(
     return schedule
 
 
-def _transfer(groups: ProcessGroupCollection, timeout_minutes: float) -> ExpertTransfer:
-    twin = new_twin(groups.ep, world(), timeout_minutes)
+def _transfer(config: RunConfig, groups: ProcessGroupCollection) -> ExpertTransfer:
+    twin = new_twin(groups.ep, world(), config.launch.distributed_timeout_minutes)
     connect(twin)
     return ExpertTransfer(twin)
 
 
-def _ownership(groups: ProcessGroupCollection, timeout_minutes: float) -> OwnershipTransfer:
-    stage = new_group_by_value(groups.pp.rank(), world(), timeout_minutes, "PIPELINE_STAGE")
+def _ownership(config: RunConfig, groups: ProcessGroupCollection) -> OwnershipTransfer:
+    minutes = config.launch.distributed_timeout_minutes
+    stage = new_group_by_value(groups.pp.rank(), world(), minutes, "PIPELINE_STAGE")
     connect(stage)
     return OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 

@@ -6,8 +6,10 @@ import torch
 
 
 def to_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers, or nested lists of them, as a tensor on the device."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=torch.cuda.is_available())
+    """Return a tensor in host memory, or nested lists of numbers, as a tensor on the device."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if torch.cuda.is_available():
+        host = host.pin_memory()
     return host.to(torch.cuda.current_device(), non_blocking=True)
 
 

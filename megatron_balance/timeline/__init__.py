@@ -7,4 +7,5 @@ lower.py         the order of a stage's computations -> the schedule with Plan, 
 validate.py      refuses schedules that would train on wrong weights, lose gradients or hang
 layer_state.py   one MoE layer: its manager and slots, and its record of an iteration
 planner.py       a thread that asks the policy for plans while training continues
+agreement.py     all ranks that have one placement use the same plans; who makes them
 """

@@ -5,16 +5,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
-from megatron_balance.device import copies
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Decision, Question
 
@@ -43,10 +40,10 @@ def plan_for(question: Question) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A question to the policy, and the future of its plan."""
+    """A question to the policy, and the future of its plan; None if another rank plans."""
 
     question: Question
-    plan: "Future[Plan]"
+    plan: "Future[Plan] | None"
 
 
 class Planner:
@@ -82,6 +79,7 @@ class Planner:
 
     def result(self, asked: Asked, deadline: float) -> Plan:
         """Return the plan; a plan without a placement if none is made by the deadline, or after `give_up`."""
+        assert asked.plan is not None
         left = 0.0 if self.given_up else max(0.0, deadline - time.monotonic())
         try:
             return asked.plan.result(None if left == math.inf else left)
@@ -97,17 +95,9 @@ class Planner:
         self._stop()
 
 
-def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
-    """Return [plans][ranks], the digests of all ranks of a group; each rank calls it with as many digests."""
-    own = copies.to_device([list(digest) for digest in digests], torch.uint8)
-    gathered = own.new_empty(group.size() * own.numel())
-    dist.all_gather_into_tensor(gathered, own.view(-1), group=group)
-    table = gathered.view(group.size(), *own.shape).transpose(0, 1).tolist()
-    return [[bytes(digest) for digest in ranks] for ranks in table]
-
-
 def _serve(tasks: "queue.SimpleQueue[Asked | None]") -> None:
     while (asked := tasks.get()) is not None:
+        assert asked.plan is not None
         try:
             asked.plan.set_result(plan_for(asked.question))
         except BaseException as error:  # raised where the plan is waited for

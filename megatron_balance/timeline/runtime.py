@@ -40,11 +40,11 @@ from megatron_balance.observe.calibration_log import Record
 from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
-from megatron_balance.planning.manager import GIVEN_UP, INVALID
 from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
+from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.layer_state import LayerState
-from megatron_balance.timeline.planner import Asked, Plan, Planner, gather
+from megatron_balance.timeline.planner import Asked, Plan, Planner
 
 EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
 """Computations of the MoE layer itself."""
@@ -69,6 +69,7 @@ class Balancer:
         explain: bool = False,
         shards: dist.ProcessGroup | None = None,
         planner: Planner | None = None,
+        shares: bool = False,
         calibrates: bool = False,
         record: Record | None = None,
     ) -> None:
@@ -85,6 +86,7 @@ class Balancer:
             explain: print the expected effect of each plan.
             shards: the ranks of all shards of these experts, which have one placement; None: `group`.
             planner: makes the plans; None: a thread without a time limit.
+            shares: whether ranks that have one placement plan for each other.
             calibrates: whether plans are made with calibrated cost models.
             record: the factors to calibrate with; None: those that this run measures.
         """
@@ -93,6 +95,7 @@ class Balancer:
         self.ownership, self.explain = ownership, explain
         self.deciders = (shards or group) if ownership is None else ownership.group
         """The ranks that have one placement."""
+        self.agreement = Shared(self.deciders, self.layers) if shares else Compared(self.deciders)
         self.calibrates, self.record = calibrates, record
         self.calibration, self.factors = Calibration(), UNCALIBRATED
         """What the finished iterations measured, and the factors of the iteration in progress."""
@@ -101,8 +104,7 @@ class Balancer:
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
         self._side_stream, self._planner = SideStream("Trans and Agg"), planner or Planner()
-        self._iteration = 0
-        self._steps: deque[Step] = deque()
+        self._iteration, self._steps = 0, deque[Step]()
         """The rest of this iteration's schedule; empty between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
         """The current computation, and when it began."""
@@ -112,8 +114,7 @@ class Balancer:
         """Plans that have started and are not waited for yet; None where no plan is due."""
         self._new_owners: dict[int, Plan] = {}
         """Plans that wait for the optimizer's step, by layer number."""
-        self._entered: Counter[Action] = Counter()
-        self._to_repeat: Counter[Action] = Counter()
+        self._entered, self._to_repeat = Counter[Action](), Counter[Action]()
 
     def begin_iteration(self, number: int) -> None:
         """Begin the first computation of an iteration; forget everything since the last one."""
@@ -227,7 +228,7 @@ class Balancer:
     def _start(self, action: Action) -> None:
         state = self.layers[action.block]
         if action.operation is Operation.PLAN:
-            self._plans[action] = self._start_plan(state, ahead=action.iteration)
+            self._plans[action] = self._start_plan(action.block, ahead=action.iteration)
         elif action.operation is Operation.TRANS:
             self._started[action] = self._start_trans(state, state.part(action))
         else:
@@ -245,8 +246,9 @@ class Balancer:
         with record_function("Agg"):
             return self._side_stream.start(functools.partial(self.transfer.agg, plan, state.placement, state.slots))
 
-    def _start_plan(self, state: LayerState, ahead: int) -> Asked | None:
+    def _start_plan(self, number: int, ahead: int) -> Asked | None:
         """Ask the policy for a plan for this iteration or the next one, if a plan is due."""
+        state = self.layers[number]
         manager, microbatches = state.manager, self.microbatches()
         with record_function("Plan"):
             if ahead:
@@ -258,7 +260,10 @@ class Balancer:
                 return None
             assert expected_BDE is not None
             manager.expected_BDE = expected_BDE
-            return None if self._planner.given_up else self._planner.ask(manager.question(expected_BDE, microbatches))
+            if self._planner.given_up:
+                return None
+            question = manager.question(expected_BDE, microbatches)
+            return self._planner.ask(question) if self.agreement.plans(number) else Asked(question, None)
 
     def _observe(self, state: LayerState) -> None:
         """Report the iteration's loads to the manager: the mean over replicas that have one placement."""
@@ -298,32 +303,36 @@ class Balancer:
             self.aggregated(action.block)
 
     def _wait_for_plans(self, actions: Iterable[Action]) -> None:
-        """Wait for plans, and adopt each one on which all deciding ranks agree, even if one of them plans for long."""
+        """Wait for plans, and adopt those on which all deciding ranks agree, even if one of them plans for long."""
         due = {action: asked for action in actions if (asked := self._plans.pop(action)) is not None}
         if not due:
             return
-        plans: dict[int, Plan] = {}
-        deadline = self._planner.deadline()
+        plans, deadline, start = {}, self._planner.deadline(), clock.mark()
         for action, asked in due.items():
-            start = clock.mark()
-            plans[action.block] = plan = self._planner.result(asked, deadline)
-            self._record_wait(action, start)
-            self._record("planning", action, plan.start, plan.end)
-            self.layers[action.block].plan_seconds = plan.end - plan.start
-        gathered = gather([plan.decision.digest for plan in plans.values()], self.deciders)
-        for (number, plan), ranks in zip(plans.items(), gathered, strict=True):
-            state, placement = self.layers[number], plan.decision.placement
-            if len(set(ranks)) == 1 and placement is not None:
-                if placement.home == state.placement.home:
-                    self._adopt(number, state, plan)
-                else:
-                    self._new_owners[number] = plan
-            elif GIVEN_UP in ranks:
-                self._give_up(number, plan, ranks.index(GIVEN_UP))
-            elif INVALID not in ranks and self.deciders.rank() == 0:
-                state.warn(number, "the policy plans differently on different ranks")
-            elif INVALID in ranks and self.deciders.rank() == ranks.index(INVALID):
-                state.warn(number, f"the policy {plan.decision.problem}")
+            if asked.plan is not None:
+                plans[action.block] = plan = self._planner.result(asked, deadline)
+                self._record_wait(action, start)
+                self._record("planning", action, plan.start, plan.end)
+                start = clock.mark()
+        outcomes = self.agreement.reach(plans, {action.block: asked.question for action, asked in due.items()})
+        self._record_wait(next(iter(due)), start)
+        for number, outcome in outcomes.items():
+            self._conclude(number, self.layers[number], outcome)
+
+    def _conclude(self, number: int, state: LayerState, outcome: Outcome) -> None:
+        plan, placement = outcome.plan, outcome.plan.decision.placement
+        state.plan_seconds = plan.end - plan.start
+        if outcome.agreed and placement is not None:
+            if placement.home == state.placement.home:
+                self._adopt(number, state, plan)
+            else:
+                self._new_owners[number] = plan
+        elif outcome.final and not self._planner.given_up:
+            self._planner.give_up()
+            if outcome.problem is not None:
+                state.give_up(number, f"--balance-policy {self._planner.name} {outcome.problem}")
+        elif not outcome.final and outcome.problem is not None:
+            state.warn(number, f"the policy {outcome.problem}")
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
         """Put a plan's placement in force."""
@@ -334,14 +343,6 @@ class Balancer:
         state.transfers, state.fresh = plan.transfers, False
         if self.explain and self.group.rank() == 0:
             print(state.explanation(number, before, plan.decision.expected_BDE, self.microbatches()), flush=True)
-
-    def _give_up(self, number: int, plan: Plan, rank: int) -> None:
-        """Stop planning on all ranks, because `rank` cannot ask its policy any more."""
-        if self._planner.given_up:
-            return
-        self._planner.give_up()
-        if self.deciders.rank() == rank:
-            self.layers[number].give_up(number, f"--balance-policy {self._planner.name} {plan.decision.problem}")
 
     def _record_computation(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
         if computation.operation in EXPERTS:
@@ -360,7 +361,7 @@ class Balancer:
     def finished(self) -> Callable[[], dict[int, LayerReport]]:
         """Return a function that returns the finished iteration as this rank saw it, by layer.
 
-        Call that when the device has finished the iteration, before or after the next one begins.
+        It must be called when the device has finished the iteration, maybe during the next one.
         """
         rank, factors = self.group.rank(), self.factors
         states = {number: state for number, state in self.layers.items() if state.last is not None}
@@ -368,7 +369,7 @@ class Balancer:
         return lambda: {number: report() for number, report in reports.items()}
 
     def report(self) -> dict[int, LayerReport]:
-        """Return the finished iteration as this rank saw it, by layer; the device must have finished it."""
+        """Return the result of `finished`; the device must have finished the iteration."""
         return self.finished()()
 
     def calibrate(self, reports: Mapping[int, LayerReport], used: Factors) -> None:
@@ -381,8 +382,8 @@ class Balancer:
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
         """Return the load matrix [D, E] and the placement of every layer in the finished iteration."""
-        states = {number: state.last for number, state in self.layers.items()}
-        return {number: (last.counts_BDE.sum(0), last.placement) for number, last in states.items() if last is not None}
+        ended = {number: state.last for number, state in self.layers.items() if state.last is not None}
+        return {number: (last.counts_BDE.sum(0), last.placement) for number, last in ended.items()}
 
     def state(self) -> dict[str, Any]:
         """Return lists, numbers and strings for a checkpoint of this rank."""

@@ -22,7 +22,7 @@ from megatron_balance.planning.manager import Manager, Question
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import builtin
-from megatron_balance.timeline import planner, runtime
+from megatron_balance.timeline import agreement, runtime
 from megatron_balance.timeline.actions import Operation
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import Overlapping, Pass, lower, one_forward_one_backward
@@ -238,7 +238,7 @@ def build(
     """
     journal: Journal = []
     monkeypatch.setattr(runtime, "dist", Collectives)
-    monkeypatch.setattr(planner, "dist", Collectives)
+    monkeypatch.setattr(agreement, "dist", Collectives)
     with monkeypatch.context() as patched:
         if not threads:
             patched.setattr(runtime, "SideStream", lambda name: AtOnce(journal))

@@ -1,0 +1,138 @@
+"""How the ranks that have one placement agree on their plans: with one all-gather for all plans of a moment.
+
+A policy of this package is pure. So the ranks divide the layers among themselves, and each sends the plans of its own
+ones. A layer is always planned by the same rank. A user's policy may remember something, or plan differently on
+different ranks. So every rank plans all layers, and a plan is used if all ranks have made it.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_balance.device import copies
+from megatron_balance.planning.manager import GIVEN_UP, INVALID, Question
+from megatron_balance.timeline.planner import Plan
+
+LEAST_BYTES = 2**12
+"""Initial room for the plans that a rank sends."""
+
+
+class Outcome(NamedTuple):
+    """What the ranks agree on for one layer."""
+
+    plan: Plan
+    """The plan that was made, here or elsewhere."""
+
+    agreed: bool
+    """Whether its placement will be in force; otherwise, the last one stays."""
+
+    final: bool = False
+    """Whether planning stops on all ranks."""
+
+    problem: str | None = None
+    """What the policy did, if this rank has to say it."""
+
+
+class Agreement(Protocol):
+    """Decides which rank plans, and makes all ranks of a group use the same plans."""
+
+    def plans(self, number: int) -> bool:
+        """Return whether this rank plans a layer."""
+        ...
+
+    def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
+        """Return what the ranks agree on; all ranks call this for the same layers.
+
+        Args:
+            plans: this rank's plans, by layer number.
+            questions: those of all layers that are planned now.
+        """
+        ...
+
+
+class Compared:
+    """Every rank plans all layers; the ranks compare digests."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def plans(self, number: int) -> bool:
+        return True
+
+    def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
+        own = copies.to_device([list(plan.decision.digest) for plan in plans.values()], torch.uint8)
+        gathered = own.new_empty(self.group.size() * own.numel())
+        dist.all_gather_into_tensor(gathered, own.view(-1), group=self.group)
+        table = gathered.view(self.group.size(), *own.shape).transpose(0, 1).tolist()
+        return {
+            number: self._outcome(plan, [bytes(digest) for digest in ranks])
+            for (number, plan), ranks in zip(plans.items(), table, strict=True)
+        }
+
+    def _outcome(self, plan: Plan, digests: list[bytes]) -> Outcome:
+        rank, problem = self.group.rank(), plan.decision.problem
+        if len(set(digests)) == 1 and plan.decision.placement is not None:
+            return Outcome(plan, True)
+        if GIVEN_UP in digests:
+            return Outcome(plan, False, True, problem if rank == digests.index(GIVEN_UP) else None)
+        if INVALID in digests:
+            return Outcome(plan, False, False, problem if rank == digests.index(INVALID) else None)
+        return Outcome(plan, False, False, "plans differently on different ranks" if rank == 0 else None)
+
+
+class Shared:
+    """Every rank plans its share of the layers, and the ranks exchange plans."""
+
+    def __init__(self, group: dist.ProcessGroup, numbers: Iterable[int]) -> None:
+        """
+        Args:
+            numbers: all layers that the group plans for, in the same order on all ranks.
+        """
+        self.group, self._room = group, LEAST_BYTES
+        self._planner_of = {number: position % group.size() for position, number in enumerate(numbers)}
+
+    def plans(self, number: int) -> bool:
+        return self._planner_of[number] == self.group.rank()
+
+    def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
+        sent = {number: _without_loads(plan) for number, plan in plans.items()}
+        received: dict[int, Plan] = {}
+        for content in self._gathered(pickle.dumps(sent)):
+            received |= pickle.loads(content)
+        return {number: self._outcome(number, received[number], question) for number, question in questions.items()}
+
+    def _outcome(self, number: int, plan: Plan, question: Question) -> Outcome:
+        plan = plan._replace(decision=replace(plan.decision, expected_BDE=question.expected_BDE))
+        if plan.decision.placement is not None:
+            return Outcome(plan, True)
+        return Outcome(plan, False, plan.decision.final, plan.decision.problem if self.plans(number) else None)
+
+    def _gathered(self, content: bytes) -> list[bytes]:
+        """Return the contents of all ranks; if there is too little room for one, all ranks make room and repeat."""
+        while True:
+            sent = np.zeros(_HEADER + self._room, dtype=np.uint8)
+            sent[:_HEADER] = np.frombuffer(len(content).to_bytes(_HEADER), dtype=np.uint8)
+            part = content[: self._room]
+            sent[_HEADER : _HEADER + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            own = copies.to_device(torch.from_numpy(sent), torch.uint8)
+            gathered = own.new_empty(self.group.size() * own.numel())
+            dist.all_gather_into_tensor(gathered, own, group=self.group)
+            rows = gathered.view(self.group.size(), -1).cpu().numpy()
+            sizes = [int.from_bytes(row[:_HEADER].tobytes()) for row in rows]
+            if max(sizes) <= self._room:
+                return [row[_HEADER : _HEADER + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+            self._room = 2 ** (max(sizes) - 1).bit_length()
+
+
+_HEADER = 8
+"""Bytes of a content's size."""
+
+
+def _without_loads(plan: Plan) -> Plan:
+    """Return a plan without its loads, which all ranks know."""
+    return plan._replace(decision=replace(plan.decision, expected_BDE=np.zeros((0, 0, 0), dtype=np.int64)))
