@@ -16,7 +16,8 @@ from megatron_balance.planning.demi.schedule import MiniTaskSchedule
 class Policy(ABC):
     """Decides which ranks host which experts of one MoE layer.
 
-    Every rank runs the policy on the same values and must get the same result.
+    Ranks plan for each other, so a plan depends on nothing but the arguments. A policy outside of this package may
+    remember something: it is asked on every rank, and all ranks must get the same result.
 
     A class in a module of `planning/policies` that sets `name` is a value of `--balance-policy`. No other line of the
     package names it.
