@@ -206,8 +206,8 @@ class LayerState:
             "agg_wait_seconds": waited[Operation.AGG],
         }
 
-    def _report(self, last: "Iteration", before: Mapping[str, float], rank: int, factors: Factors) -> LayerReport:
-        sums = _added(before, self._sporadic(last))
+    def _report(self, last: "Iteration", unreported: Mapping[str, float], rank: int, factors: Factors) -> LayerReport:
+        sums = _added(unreported, self._sporadic(last))
         cost = self.manager.cost_of(len(last.counts_BDE), factors)
         initial = Placement.identity(last.placement.num_experts, last.placement.num_ranks)
         counts_BDE = condensed(last.counts_BDE, owners(initial))
