@@ -15,11 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange
+from megatron_balance.comm.blocks import transposed
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.pipelined import Simultaneous
-from megatron_balance.comm.sharded import Sharding, all_gather_rows, transposed
+from megatron_balance.comm.sharded import Sharding, all_gather_rows
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import ChunkTask, Order
+from megatron_balance.flow.chunks.sorting import Sorting
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.plan import DispatchPlan
 
@@ -72,8 +74,7 @@ class ChunkedDispatch:
     plans: Sequence[DispatchPlan]
     """[C] plans, one for each chunk."""
     chunking: Chunking
-    fused: bool
-    """Whether Transformer Engine's kernel sorts the rows."""
+    sorting: Sorting
     share: RowShare | None
     """How ranks share the rows; None: no other rank has them."""
 
@@ -127,12 +128,6 @@ def mixture(
 def _weights(chunked: ChunkedDispatch, experts: GroupedExperts) -> list[torch.Tensor]:
     """Return the leaves that the experts compute with."""
     return experts.tensors(chunked.plans[0].placement.slots_per_rank)
-
-
-def _sent_CHS(chunked: ChunkedDispatch) -> torch.Tensor:
-    """Return [C, hosts, S]: rows of each chunk that this rank sends to each slot of each host."""
-    hosts = chunked.plans[0].placement.num_ranks
-    return torch.stack([plan.tokens_DP[chunked.source].view(hosts, -1) for plan in chunked.plans])
 
 
 def _tokens_CDS(chunked: ChunkedDispatch) -> torch.Tensor:
@@ -258,24 +253,23 @@ class _Mixture(torch.autograd.Function):
         ctx.chunked, ctx.experts, ctx.begin, ctx.graphs = chunked, experts, begin, {}
         ctx.leaves = [weight.detach().requires_grad_(with_graph) for weight in weights]
         stand_ins = dict(zip(weights, ctx.leaves, strict=True))
-        tokens_CDS = _tokens_CDS(chunked)
+        tokens_CDS, sorting = _tokens_CDS(chunked), chunked.sorting
         exchange, spread = chunked.exchange, chunked.sharding.spread
         if chunked.share is not None:
             rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
         # Weights of all chunks go at once, so that each host gets one message
         with record_function("dispatch"):
-            probs_CHS = transposed(probs_R, _sent_CHS(chunked), (1, 0, 2))
-            coming = spread(exchange.probs, probs_CHS, chunked.all_splits_DH)
+            coming = spread(exchange.probs, sorting.weights_to_hosts(probs_R), chunked.all_splits_DH)
         probs_by_chunk: list[torch.Tensor] = []
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
             with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
-                    probs = transposed(coming.wait(), tokens_CDS.transpose(0, 1), (1, 2, 0))
+                    probs = sorting.weights_to_slots(coming.wait())
                     probs_by_chunk.extend(probs.split(tokens_CDS.sum((1, 2)).tolist()))
                     begin("experts")
                 # Rows arrive grouped by source, then slot; experts want them grouped by slot
-                rows = transposed(rows, tokens_CDS[chunk], (1, 0), chunked.fused).detach().requires_grad_(with_graph)
+                rows = sorting.to_slots[chunk](rows).detach().requires_grad_(with_graph)
                 probs = probs_by_chunk[chunk].detach().requires_grad_(with_graph)
                 output = experts(rows, tokens_CDS[chunk].sum(0), probs, stand_ins)
                 if with_graph:
@@ -283,7 +277,7 @@ class _Mixture(torch.autograd.Function):
                 computed.append(chunk)
                 if len(computed) == len(chunked.plans):
                     begin("combine")
-            return transposed(output.detach(), tokens_CDS[chunk].T, (1, 0), chunked.fused)
+            return sorting.to_sources[chunk](output.detach())
 
         computed: list[int] = []
         there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
@@ -297,7 +291,7 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
         chunked, begin = ctx.chunked, ctx.begin
         exchange, spread = chunked.exchange, chunked.sharding.spread
-        tokens_CDS = _tokens_CDS(chunked)
+        sorting = chunked.sorting
         of_weights = _WeightGradients(_weights(chunked, ctx.experts), ctx.leaves)
         of_probs: dict[int, torch.Tensor] = {}
         going: list[Exchange] = []
@@ -306,7 +300,7 @@ class _Mixture(torch.autograd.Function):
             with record_function("experts backward"):
                 if not of_probs:
                     begin("experts_backward")
-                gradient = transposed(gradient, tokens_CDS[chunk], (1, 0), chunked.fused)
+                gradient = sorting.to_slots[chunk](gradient)
                 graph = ctx.graphs.pop(chunk)
                 # Not autograd.grad, which megatron-core's recomputation refuses
                 torch.autograd.backward([graph.output], [gradient])
@@ -315,11 +309,11 @@ class _Mixture(torch.autograd.Function):
                 of_weights.add_chunk()
             else:
                 probs = torch.cat([of_probs[one] for one in range(len(chunked.plans))])
-                probs = transposed(probs, tokens_CDS.permute(0, 2, 1), (2, 0, 1))
+                probs = sorting.weights_to_sources(probs)
                 begin("dispatch_backward")
                 with record_function("dispatch backward"):
                     going.append(chunked.sharding.collect(exchange.probs.reverse, probs, chunked.all_splits_DH))
-            return transposed(graph.rows.grad, tokens_CDS[chunk].T, (1, 0), chunked.fused)
+            return sorting.to_sources[chunk](graph.rows.grad)
 
         (gradient_RH,) = gradients
         if chunked.share is not None:
@@ -330,7 +324,7 @@ class _Mixture(torch.autograd.Function):
         results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("dispatch backward"):
             of_rows = chunked.joined(results)
-            to_probs = transposed(going.pop().wait(), _sent_CHS(chunked).transpose(0, 1), (1, 0, 2))
+            to_probs = sorting.weights_to_chunks(going.pop().wait())
             if chunked.share is not None:
                 to_probs = chunked.share.all(to_probs)
         return of_rows, to_probs, None, None, None, None, *of_weights.finish()
