@@ -177,4 +177,3 @@ def all_gather_rows(group: dist.ProcessGroup, rows: torch.Tensor, sizes: Sequenc
     for work in works:
         work.wait()
     return gathered
-

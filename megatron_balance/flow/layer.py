@@ -149,9 +149,7 @@ class BalancedMoELayer(MoELayer):
         output = self.parallel.leave(output_TH, entered.shape)
         return output if shared is None else output + shared
 
-    def _route(
-        self, entered: torch.Tensor, padding_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Choices]:
+    def _route(self, entered: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, Choices]:
         """Return the tokens [T, H] that this rank dispatches, and their choices."""
         with record_function("route"):
             own_TH = entered.reshape(-1, entered.shape[-1])

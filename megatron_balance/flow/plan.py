@@ -118,4 +118,3 @@ def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
     first_HNP = torch.maximum((ends_HP - plan.tokens_DP).unsqueeze(1), until_HNP - own_HNP)
     last_HNP = torch.minimum(ends_HP.unsqueeze(1), until_HNP)
     return (last_HNP - first_HNP).clamp(min=0).flatten(0, 1)
-

@@ -1,6 +1,6 @@
-"""Kernels in Triton, which comes with torch for CUDA. A kernel equals the function of the same name that torch executes:
-to the bit, and for sums in half precision to one unit in the last place. Only the modules here import triton, and no
-module of another package imports them when it is imported itself.
+"""Kernels in Triton, which comes with torch for CUDA. A kernel equals the function of the same name outside this package
+to the bit; sums in half precision, to one unit in the last place. Only the modules here import triton, and no module of
+another package imports them when it is imported itself.
 
     fit     the moves of planning/fit: decisions for loads that the host would have to wait for
     rows    a layer's rows: their order, copies of tokens, sums of rows
@@ -21,5 +21,6 @@ def of_rows(device: torch.device) -> ModuleType | None:
 
 @functools.cache
 def _rows() -> ModuleType | None:
-    found = importlib.util.find_spec("triton") is not None
+    # A device in host memory has torch's build for CPUs, which triton cannot use
+    found = torch.backends.cuda.is_built() and importlib.util.find_spec("triton") is not None
     return importlib.import_module("megatron_balance.kernels.rows") if found else None

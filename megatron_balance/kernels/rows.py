@@ -15,8 +15,8 @@ import triton.language as tl
 TOKENS_BLOCK = 32
 """Tokens of a program that finds the order of rows."""
 
-COLUMNS_BLOCK = 128
-"""Most columns of a routing that a program reads at once."""
+COLUMNS_BLOCK = 64
+"""Most columns of a routing that a program reads at once; with more, registers overflow."""
 
 INDEX_BLOCK = 1024
 
@@ -67,9 +67,7 @@ def block_index(ends_N: torch.Tensor, shift_N: torch.Tensor, rows: int) -> torch
     return index_R
 
 
-def gather_rows(
-    tokens_TH: torch.Tensor, by_token_R: torch.Tensor, first_T: torch.Tensor, rows: int
-) -> torch.Tensor:
+def gather_rows(tokens_TH: torch.Tensor, by_token_R: torch.Tensor, first_T: torch.Tensor, rows: int) -> torch.Tensor:
     """Copy each row from its token: [T, H] -> [rows, H]. A token is read once for all its rows."""
     tokens_TH = tokens_TH.contiguous()
     rows_RH = tokens_TH.new_empty(rows, *tokens_TH.shape[1:])
@@ -86,10 +84,15 @@ def combine(rows_RH: torch.Tensor, by_token_R: torch.Tensor, first_T: torch.Tens
     return tokens_TH
 
 
+def hidden_block(hidden: int) -> int:
+    """Return the number of elements of a row that a program handles."""
+    return min(HIDDEN_BLOCK, triton.next_power_of_2(hidden))
+
+
 def _launch(kernel, tokens_TH, rows_RH, by_token_R, first_T, constants: dict) -> None:
     tokens, hidden = tokens_TH.shape
     if tokens and hidden:
-        block = min(HIDDEN_BLOCK, triton.next_power_of_2(hidden))
+        block = hidden_block(hidden)
         grid = (tokens, triton.cdiv(hidden, block))
         kernel[grid](
             tokens_TH, rows_RH, by_token_R, first_T, tokens, len(by_token_R), hidden, HIDDEN_BLOCK=block, **constants
@@ -178,9 +181,7 @@ def block_index_kernel(ends_N, shift_N, index_R, rows, blocks, steps, BLOCK: tl.
 
 
 @triton.jit
-def copy_kernel(
-    tokens_TH, rows_RH, by_token_R, first_T, tokens, number, hidden, HIDDEN_BLOCK: tl.constexpr
-):
+def copy_kernel(tokens_TH, rows_RH, by_token_R, first_T, tokens, number, hidden, HIDDEN_BLOCK: tl.constexpr):
     """Copy a part of this token to all its rows."""
     token, column = tl.program_id(0), tl.program_id(1) * HIDDEN_BLOCK + tl.arange(0, HIDDEN_BLOCK)
     present = column < hidden

@@ -1,6 +1,7 @@
 """Arrays that a placement alone determines, for what is computed anew from every load.
 
-In shapes, N counts the physical experts in use, M the experts with several hosts; K is the largest number of hosts of one.
+In shapes, N counts the physical experts in use, and M the experts with several hosts; K is the largest number of hosts
+of an expert.
 """
 
 from collections.abc import Sequence

@@ -63,4 +63,3 @@ def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
     ends_CDP = torch.minimum(ends_CDP, plan.tokens_DP)
     ends_CDP[-1] = plan.tokens_DP
     return ends_CDP.diff(dim=0, prepend=torch.zeros_like(ends_CDP[:1]))
-

@@ -34,7 +34,7 @@ def moves(tokens_CDP: np.ndarray, source: int, host: int, hosts: int) -> list[Mo
         tokens_CDP: rows of each chunk from each source to each physical expert.
         source, host: this rank among the sources and among the hosts.
     """
-    chunks, sources, physicals = tokens_CDP.shape
+    chunks, sources, _ = tokens_CDP.shape
     tokens_CDS = tokens_CDP.reshape(chunks, sources, hosts, -1)[:, :, host]
     sent_CHS = tokens_CDP[:, source].reshape(chunks, hosts, -1)
     to_slots = [Move.transposed(tokens_DS, (1, 0)) for tokens_DS in tokens_CDS]
