@@ -80,6 +80,8 @@ class Inside {
   inline static thread_local int64_t total = 0, begin = 0, depth = 0;
 };
 
+thread_local int64_t queued = 0;  // Kernels and collectives of this thread
+
 thread_local int64_t current_stream = 0;
 std::atomic<int64_t> next_event{1 << 20}, next_stream{1 << 10};
 
@@ -256,6 +258,7 @@ class Call {
   }
 
   void report(const std::string& name, int64_t stream) const {
+    queued += !base.empty();
     if (python.kernel && !base.empty())
       python.kernel(name.c_str(), stream, base.size(), base.data(), from.data(), to.data(), writes.data());
   }
@@ -322,6 +325,17 @@ const char* wait_in(const std::string& name, const at::ArrayRef<c10::IValue> arg
   return to_device ? "copy host to device" : "copy device to host";
 }
 
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns())
+    if (!result.alias_info() || result.alias_info()->isWrite()) return false;
+  return !schema.returns().empty();
+}
+
+// A view, whose CPU kernel knows nothing of devices
+void view(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  op.callBoxedForDispatchKey(DispatchKey::CPU, *stack);
+}
+
 void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const Inside inside;
   const auto& schema = op.schema();
@@ -363,9 +377,6 @@ void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (!allocates) call.note(tensor, true);
     return tensor;
   };
-  bool is_view = !schema.returns().empty();
-  for (const auto& result : schema.returns())
-    is_view = is_view && result.alias_info() && !result.alias_info()->isWrite();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size() && !to_host; i++) {
     auto& value = (*stack)[i];
     if (value.isTensor()) value = on_device(value.toTensor());
@@ -375,7 +386,7 @@ void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       value = found;
     }
   }
-  if (!is_view && !allocates && !begins_with(name, "aten::set_") && !begins_with(name, "aten::resize"))
+  if (!is_view(schema) && !allocates && !begins_with(name, "aten::set_") && !begins_with(name, "aten::resize"))
     call.report(name, current_stream);
   // After the kernel's report, because the wait includes the kernel
   if (waits && python.synchronized) python.synchronized(waits);
@@ -507,9 +518,16 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // Composite operators that have a CPU kernel get a kernel here, too
-  for (const auto& op : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(DispatchKey::CPU))
-    if (begins_with(op.name, "aten::") && op.name != "aten::_grouped_mm")
-      m.impl(c10::toString(op).substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& op : dispatcher.getRegistrationsForDispatchKey(DispatchKey::CPU)) {
+    if (!begins_with(op.name, "aten::") || op.name == "aten::_grouped_mm") continue;
+    const auto name = c10::toString(op).substr(6);
+    const auto handle = dispatcher.findOp(op);
+    if (!handle || !handle->hasSchema() || !is_view(handle->schema()))
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+    else if (!handle->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd))
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&view>());
+  }
   // torch's kernel serves all devices and would look for real CUDA functions
   m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&kernel>());
   m.impl("record_stream", torch::CppFunction::makeFromBoxedFunction<&keep_for_stream>());
@@ -534,5 +552,6 @@ void hostcuda_report_to(const Callbacks* callbacks) { python = *callbacks; }
 void hostcuda_set_stream(int64_t stream) { current_stream = stream; }
 int64_t hostcuda_stream() { return current_stream; }
 int64_t hostcuda_outside() { return Inside::outside(); }
+int64_t hostcuda_queued() { return queued; }
 void hostcuda_answer(const char* data, int64_t bytes, int64_t total) { answers[total] = std::string(data, bytes); }
 }

@@ -61,7 +61,7 @@ def answer_gather(others: bytes, own: int) -> None:
 
 
 def _host_clock_callbacks(clock: HostClock) -> _Callbacks:
-    clock.outside = _LIBRARY[0].hostcuda_outside
+    clock.outside, clock.queued = _LIBRARY[0].hostcuda_outside, _LIBRARY[0].hostcuda_queued
     kinds = dict(_Callbacks._fields_)
     return _Callbacks(
         synchronized=kinds["synchronized"](lambda op: clock.synchronized(op.decode())),
@@ -241,7 +241,7 @@ def install(library: Path) -> None:
     loaded = ctypes.CDLL(str(library))
     loaded.hostcuda_stream.restype = ctypes.c_int64
     loaded.hostcuda_set_stream.argtypes = [ctypes.c_int64]
-    loaded.hostcuda_outside.restype = ctypes.c_int64
+    loaded.hostcuda_outside.restype = loaded.hostcuda_queued.restype = ctypes.c_int64
     loaded.hostcuda_answer.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
     _LIBRARY.append(loaded)
     report_to(CHECKER)
@@ -301,6 +301,6 @@ def _device_only(method: Callable) -> Callable:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
         for one in value:
             yield from _tensors(one)

@@ -8,9 +8,9 @@ Three runs take turns, one iteration each: megatron-core's layer with its all-to
 and ours with `--balance-policy quota` (guests on most ranks, proportional split). The popularity of experts is Zipf's.
 
 A time is CPU time of the thread that runs the layer, less its time inside kernels: from the moment when torch's
-dispatcher has found the device's kernel until that returns. Views, allocations, collectives and waits count as kernels
-in this sense. What remains is Python, torch's bindings, autograd and the dispatcher. Not measured: the time to launch a
-kernel (5 us on a GPU, times the kernels listed), the time inside NCCL, waiting, and anything that the device does.
+dispatcher has found the device's kernel until that returns. Allocations, collectives and waits count as kernels in this
+sense; views and operations on host tensors do not. What remains is Python, torch's bindings, autograd, the dispatcher,
+and views. Not measured: launching a kernel, the time inside NCCL, waiting, and anything that the device does.
 
     to rows     from the launch of the all-gather of counts to the launch of the first exchange of rows
     from wait   from the host's first wait after that all-gather to the same launch: the device may have nothing to do
@@ -18,6 +18,7 @@ kernel (5 us on a GPU, times the kernels listed), the time inside NCCL, waiting,
     backward    from the gradient of the layer's output to that of its input
 
 Every number is a median over iterations and jobs, with the quartiles; ratios are those of medians over megatron-core's.
+In brackets: the ratio if each kernel and collective queued in the interval took 5 us more, as it might on a GPU.
 Counts are those of one microbatch: waits; kernels, without views; launches of collectives and batches of messages;
 messages; KiB copied on the device by copy and cat; KiB between host and device.
 """
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_balance.profile.cluster_profile import ClusterProfile
     from megatron_balance.training.run import Run
     from tests.hostcuda.checker import Checker
-    from tests.hostcuda.host_clock import Mark
+    from tests.hostcuda.host_clock import Mark, Reading
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +66,9 @@ TOPK = {64: 2, 256: 8}
 
 ZIPF = 0.7
 """The n-th most popular expert has a weight of n to the power of minus this."""
+
+LAUNCH_US = 5.0
+"""Host time to queue a kernel on a GPU: the usual order of magnitude, not measured here."""
 
 NODE = 8
 WARMUP = 5
@@ -95,16 +99,17 @@ def main() -> int:
 
 def _table(jobs: Sequence[Mapping[str, Any]]) -> str:
     """Format the times in microseconds over the baseline's, and the counts."""
-    head = f"{'run':12s}" + "".join(f"{name + ', us':>28s}" for name in INTERVALS)
+    head = f"{'run':12s}" + "".join(f"{name + ', us':>36s}" for name in INTERVALS)
     baseline, *_ = RUNS
     medians, lines = {}, [head]
     for run in RUNS:
         cells = []
         for interval in INTERVALS:
-            values = [us for job in jobs for us in job["times"][run][interval]]
-            low, medians[run, interval], high = statistics.quantiles(values, n=4)
-            ratio = medians[run, interval] / max(medians[baseline, interval], 1e-9)
-            cells.append(f"{medians[run, interval]:.0f} ({low:.0f}-{high:.0f}) {ratio:6.2f}".rjust(28))
+            values, queued = zip(*(one for job in jobs for one in job["times"][run][interval]), strict=True)
+            low, median, high = statistics.quantiles(values, n=4)
+            own = medians[run, interval] = median, median + LAUNCH_US * statistics.median(queued)
+            plain, charged = (mine / other for mine, other in zip(own, medians[baseline, interval], strict=True))
+            cells.append(f"{median:.0f} ({low:.0f}-{high:.0f}) {plain:5.2f} [{charged:.2f}]".rjust(36))
         lines.append(f"{run:12s}" + "".join(cells))
     columns = list(jobs[0]["counts"][baseline])
     lines += ["", f"{'run':12s}" + "".join(f"{column:>22s}" for column in columns)]
@@ -204,6 +209,7 @@ class Watched:
     def _answer(self, router: Any, inputs: Any, output: tuple["torch.Tensor", "torch.Tensor"]) -> None:
         """Draw the counts of the other ranks once, each rank's from the same popularity."""
         import numpy as np
+
         from tests.hostcuda.torch_cuda import answer_gather
 
         if self.answered:
@@ -231,20 +237,19 @@ class Watched:
 
         train_step(self.run)
 
-    def time(self) -> dict[str, float]:
-        """Return the microseconds of each interval in one iteration."""
+    def time(self) -> dict[str, tuple[float, int]]:
+        """Return the microseconds of each interval in one iteration, and the kernels and collectives queued in it."""
         from tests.hostcuda.host_clock import HostClock
         from tests.hostcuda.torch_cuda import report_to
 
         clock = HostClock()
         report_to(clock)
-        self.now = lambda: (clock.outside(), len(clock.marks))
+        self.now = lambda: (clock.read(), len(clock.marks))
         self.step()
         (begin, first), (end, last) = self.ends["forward begins"], self.ends["forward ends"]
         (begin_back, _), (end_back, _) = self.ends["backward begins"], self.ends["backward ends"]
-        to_rows, from_wait = _before_dispatch(clock.marks[first:last])
-        values = to_rows, from_wait, end - begin, end_back - begin_back
-        return {name: ns / 1e3 for name, ns in zip(INTERVALS, values, strict=True)}
+        values = *_before_dispatch(clock.marks[first:last]), end.since(begin), end_back.since(begin_back)
+        return {name: (since.ns / 1e3, since.queued) for name, since in zip(INTERVALS, values, strict=True)}
 
     def profile(self, profiles: "Mapping[str, cProfile.Profile]", iterations: int) -> None:
         """Collect profiles of the passes; they run in different threads."""
@@ -284,14 +289,14 @@ class Watched:
         return f"{sum(guests)} guests on {len(ranks)} of {placement.num_ranks} ranks"
 
 
-def _before_dispatch(marks: "Sequence[Mark]") -> tuple[int, int]:
-    """Return the nanoseconds from the all-gather of counts, and from the wait after it, to the exchange of rows."""
+def _before_dispatch(marks: "Sequence[Mark]") -> "tuple[Reading, Reading]":
+    """Return the time from the all-gather of counts, and from the wait after it, to the exchange of rows."""
     gather = next(i for i, mark in enumerate(marks) if mark.what.startswith("_allgather_base"))
     wait = next(mark for mark in marks[gather:] if mark.what == "wait")
     # Rows and combine weights are exchanged in some order; rows are larger
     exchanges = [mark for mark in marks[gather:] if mark.what.startswith("alltoall_base")][:2]
     rows = max(exchanges, key=lambda mark: mark.bytes)
-    return rows.ns - marks[gather].ns, rows.ns - wait.ns
+    return rows.at.since(marks[gather].at), rows.at.since(wait.at)
 
 
 def _totals(checker: "Checker") -> dict[str, float]:
@@ -312,9 +317,15 @@ def _profile(runs: "Mapping[str, Watched]", task: Mapping[str, Any]) -> None:
     import io
     import pstats
 
+    from tests.hostcuda.host_clock import HostClock
+    from tests.hostcuda.torch_cuda import report_to
+
+    clock = HostClock()
+    report_to(clock)
     for name, run in runs.items():
-        run.time()
-        profiles = {"forward": cProfile.Profile(), "backward": cProfile.Profile()}
+        for _ in range(WARMUP):
+            run.step()
+        profiles = {part: cProfile.Profile(clock.outside, 1e-9) for part in ("forward", "backward")}
         run.profile(profiles, task["iterations"])
         for part, profile in profiles.items():
             for order in ("tottime", "cumulative"):
