@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoETokenDispatcher,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.profiler import record_function
 
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import Chunking, in_chunks
@@ -23,6 +22,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.flow.rows import fused_rows_of, rows_of
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
 Chunks = Callable[[DispatchPlan], Chunking]

@@ -22,7 +22,6 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.profiler import record_function
 
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
@@ -34,6 +33,7 @@ from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, make_dispatch_plan
 from megatron_balance.flow.reroute import reroute
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
 Host = Callable[[torch.Tensor, bool], Placement]
