@@ -1,4 +1,4 @@
-"""A device's activity, kernel by kernel -> races, memory freed in use, and host waits.
+"""A device's activity, kernel by kernel -> races, memory freed in use, host waits, and the work that is queued.
 
 Every kernel reports the bytes that it read and wrote, and its stream. Two accesses to the same bytes from two streams,
 at least one of them a write, are a race unless the second access's stream has waited for the first access. The pure

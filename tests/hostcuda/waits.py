@@ -83,16 +83,16 @@ def route_evenly(run: Run) -> None:
     """Make token t choose the experts t, t + 1, ... modulo their number."""
     for module in run.model[0].modules():
         if isinstance(module, TopKRouter):
-            module.gating = _even(module, module.gating)
+            assert module.config.num_moe_experts is not None
+            module.gating = _even(module.config.num_moe_experts, module.gating)
 
 
-def _even(router: TopKRouter, gating: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    experts = router.config.num_moe_experts
+def _even(experts: int, gating: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     row_E = -torch.arange(experts, dtype=torch.float32)
     table_EE = torch.stack([row_E.roll(expert) for expert in range(experts)]).cuda()
 
-    def even(tokens: torch.Tensor) -> torch.Tensor:
-        logits = gating(tokens)
+    def even(input: torch.Tensor) -> torch.Tensor:
+        logits = gating(input)
         preferred = table_EE.repeat(logits.numel() // table_EE.numel(), 1).view(logits.shape)
         return (logits * 0 + preferred).to(logits.dtype)
 

@@ -16,6 +16,7 @@ and views. Not measured: launching a kernel, the time inside NCCL, waiting, and 
     from wait   from the host's first wait after that all-gather to the same launch: the device may have nothing to do
     forward     the layer's forward pass, hooks included
     backward    from the gradient of the layer's output to that of its input
+    iteration   all of the main thread, with loss, optimizer and balancer; the backward pass has its own thread
 
 Every number is a median over iterations and jobs, with the quartiles; ratios are those of medians over megatron-core's.
 In brackets: the ratio if each kernel and collective queued in the interval took 5 us more, as it might on a GPU.
@@ -30,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,9 @@ LAUNCH_US = 5.0
 """Host time to queue a kernel on a GPU: the usual order of magnitude, not measured here."""
 
 NODE = 8
+WIDTH = 34
 WARMUP = 5
-INTERVALS = ("to rows", "from wait", "forward", "backward")
+INTERVALS = ("to rows", "from wait", "forward", "backward", "iteration")
 
 
 def main() -> int:
@@ -99,7 +101,7 @@ def main() -> int:
 
 def _table(jobs: Sequence[Mapping[str, Any]]) -> str:
     """Format the times in microseconds over the baseline's, and the counts."""
-    head = f"{'run':12s}" + "".join(f"{name + ', us':>36s}" for name in INTERVALS)
+    head = f"{'run':12s}" + "".join(f"{name + ', us':>{WIDTH}s}" for name in INTERVALS)
     baseline, *_ = RUNS
     medians, lines = {}, [head]
     for run in RUNS:
@@ -109,7 +111,7 @@ def _table(jobs: Sequence[Mapping[str, Any]]) -> str:
             low, median, high = statistics.quantiles(values, n=4)
             own = medians[run, interval] = median, median + LAUNCH_US * statistics.median(queued)
             plain, charged = (mine / other for mine, other in zip(own, medians[baseline, interval], strict=True))
-            cells.append(f"{median:.0f} ({low:.0f}-{high:.0f}) {plain:5.2f} [{charged:.2f}]".rjust(36))
+            cells.append(f"{median:.0f} ({low:.0f}-{high:.0f}) {plain:5.2f} [{charged:.2f}]".rjust(WIDTH))
         lines.append(f"{run:12s}" + "".join(cells))
     columns = list(jobs[0]["counts"][baseline])
     lines += ["", f"{'run':12s}" + "".join(f"{column:>22s}" for column in columns)]
@@ -125,7 +127,8 @@ def _job(task: Mapping[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "result.json"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "LD_PRELOAD": str(library())}
-        environment |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+        environment |= {"PYTHONPATH": path, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
         worker = json.dumps({**task, "output": str(output)})
         result = subprocess.run(
             [sys.executable, __file__, "--worker", worker], env=environment, capture_output=True, text=True
@@ -147,7 +150,7 @@ def _work(task: Mapping[str, Any]) -> int:
     from megatron_balance.cli.checks import Machine
 
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=task["ranks"], store=dist.HashStore())
+    dist.init_process_group("fake", rank=0, world_size=task["ranks"], store=dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
     experts = task["experts"]
     shape = f"{SHAPE} --num-experts {experts} --moe-router-topk {TOPK.get(experts, 2)}"
     layout = f"--expert-model-parallel-size {task['ranks']} --global-batch-size {task['ranks']}"
@@ -191,19 +194,20 @@ class Watched:
         import torch
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        self.run, self.num_experts = run, num_experts
-        self.layer = next(module for module in run.model[0].modules() if isinstance(module, MoELayer))
-        generator = np.random.default_rng(0)
-        popularity_E = (1 + generator.permutation(num_experts)) ** -ZIPF
+        self.run = run
+        self.layer: Any = next(module for module in run.model[0].modules() if isinstance(module, MoELayer))
+        self.generator = np.random.default_rng(0)
+        popularity_E = (1.0 + self.generator.permutation(num_experts)) ** -ZIPF
         bias_E = torch.tensor(np.log(popularity_E), dtype=torch.float32, device="cuda")
         gating = self.layer.router.gating
         self.layer.router.gating = lambda tokens: gating(tokens) + bias_E
         self.layer.router.register_forward_hook(self._answer)
         self.layer.register_forward_pre_hook(self._called)
         self.layer.register_forward_hook(self._returned)
+        self.now: Callable[[], Any] = lambda: None
+        """What to keep of each moment."""
         self.ends: dict[str, Any] = {}
-        self.now: Any = lambda: None
-        self.generator = generator
+        """What was kept, by moment."""
         self.answered = False
 
     def _answer(self, router: Any, inputs: Any, output: tuple["torch.Tensor", "torch.Tensor"]) -> None:
@@ -233,6 +237,7 @@ class Watched:
         self.ends[moment] = self.now()
 
     def step(self) -> None:
+        """Train one iteration."""
         from megatron_balance.training.loop import train_step
 
         train_step(self.run)
@@ -245,10 +250,12 @@ class Watched:
         clock = HostClock()
         report_to(clock)
         self.now = lambda: (clock.read(), len(clock.marks))
+        start = clock.read()
         self.step()
+        whole = clock.read().since(start)
         (begin, first), (end, last) = self.ends["forward begins"], self.ends["forward ends"]
         (begin_back, _), (end_back, _) = self.ends["backward begins"], self.ends["backward ends"]
-        values = *_before_dispatch(clock.marks[first:last]), end.since(begin), end_back.since(begin_back)
+        values = *_before_dispatch(clock.marks[first:last]), end.since(begin), end_back.since(begin_back), whole
         return {name: (since.ns / 1e3, since.queued) for name, since in zip(INTERVALS, values, strict=True)}
 
     def profile(self, profiles: "Mapping[str, cProfile.Profile]", iterations: int) -> None:
@@ -262,6 +269,7 @@ class Watched:
         self._note = lambda moment: switch[moment]()
         for _ in range(iterations):
             self.step()
+        self._note = lambda moment: None
 
     def count(self) -> dict[str, str]:
         """Return the counts of a forward and a backward pass, as text."""
@@ -300,9 +308,10 @@ def _before_dispatch(marks: "Sequence[Mark]") -> "tuple[Reading, Reading]":
 
 
 def _totals(checker: "Checker") -> dict[str, float]:
-    found = {"waits": float(checker.synchronizations.total())}
+    """Return how often the host waited, and all work by kind."""
     from tests.hostcuda.checker import WORK
 
+    found = {"waits": float(checker.synchronizations.total())}
     for kind in WORK:
         found[kind] = float(sum(number for (one, _), number in checker.work.items() if one == kind))
     return {
@@ -327,6 +336,9 @@ def _profile(runs: "Mapping[str, Watched]", task: Mapping[str, Any]) -> None:
             run.step()
         profiles = {part: cProfile.Profile(clock.outside, 1e-9) for part in ("forward", "backward")}
         run.profile(profiles, task["iterations"])
+        profiles["iteration"] = cProfile.Profile(clock.outside, 1e-9)
+        for _ in range(task["iterations"]):
+            profiles["iteration"].runcall(run.step)
         for part, profile in profiles.items():
             for order in ("tottime", "cumulative"):
                 text = io.StringIO()
