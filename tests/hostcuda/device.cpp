@@ -467,7 +467,7 @@ std::map<size_t, std::string> answers;
 // Complete the result of a collective of a fake group, of which this process is rank 0
 void answer(const std::string& name, const at::Tensor& output) {
   const auto found = answers.find(output.nbytes());
-  if (begins_with(name, "c10d::alltoall")) output.zero_();
+  if (begins_with(name, "c10d::alltoall") || name == "c10d::recv_") output.zero_();
   if (name != "c10d::_allgather_base_" || found == answers.end()) return;
   const auto skipped = found->first - found->second.size();
   std::memcpy(static_cast<char*>(output.data_ptr()) + skipped, found->second.data(), found->second.size());

@@ -1,11 +1,12 @@
 """Measures the host's time in an MoE layer, ours and megatron-core's: what keeps a GPU waiting, counted without one.
 
-    python tools/bench/host_time.py [--sizes 8x64 64x256] [--iterations 30] [--repeats 3] [--profile FILE]
+    python tools/bench/host_time.py [--sizes 8x64 64x256] [--iterations 30] [--repeats 3] [--profile FILE] [flags ...]
 
 One process is rank 0 of an expert-parallel group of any size, on the simulated CUDA device of tests/hostcuda. The other
 ranks do not exist: an all-gather returns a drawn load matrix, an all-to-all returns rows of zeros of the right number.
 Three runs take turns, one iteration each: megatron-core's layer with its all-to-all dispatcher, ours without a policy,
-and ours with `--balance-policy quota` (guests on most ranks, proportional split). The popularity of experts is Zipf's.
+and ours with `--balance-policy quota` (guests on most ranks, proportional split). Our runs get any other flags, too.
+Popularities of experts are Zipf's. Each iteration has one microbatch and, with the policy, a new placement.
 
 A time is CPU time of the thread that runs the layer, less its time inside kernels: from the moment when torch's
 dispatcher has found the device's kernel until that returns. Allocations, collectives and waits count as kernels in this
@@ -84,14 +85,14 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="jobs of each size")
     parser.add_argument("--profile", type=Path, help="also write cProfile's functions of our runs to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args, flags = parser.parse_known_args()
     if args.worker:
         return _work(json.loads(args.worker))
     if args.profile is not None:
         args.profile.write_text("")
     for size in args.sizes:
         ranks, experts = map(int, size.split("x"))
-        task = {"ranks": ranks, "experts": experts, "iterations": args.iterations, "profile": None}
+        task = {"ranks": ranks, "experts": experts, "iterations": args.iterations, "flags": flags, "profile": None}
         jobs = [_job(task) for _ in range(args.repeats)]
         print(f"\nEP{ranks}, {experts} experts, {TOPK.get(experts, 2)} per token\n{_table(jobs)}", flush=True)
         if args.profile is not None:
@@ -156,7 +157,8 @@ def _work(task: Mapping[str, Any]) -> int:
     layout = f"--expert-model-parallel-size {task['ranks']} --global-batch-size {task['ranks']}"
     profile = Path(task["output"]).with_name("profile.json")
     _slow_experts(task["ranks"]).save(profile)
-    flags = {name: f"{shape} {layout} {own.format(profile=profile)}" for name, own in RUNS.items()}
+    more = {name: "" if "megatron" in name else " ".join(task["flags"]) for name in RUNS}
+    flags = {name: f"{shape} {layout} {own.format(profile=profile)} {more[name]}" for name, own in RUNS.items()}
     runs = {name: Watched(run, experts) for name, run in ranks.build(flags, Machine.here(task["ranks"])).items()}
     if task["profile"]:
         _profile(runs, task)
@@ -301,9 +303,10 @@ def _before_dispatch(marks: "Sequence[Mark]") -> "tuple[Reading, Reading]":
     """Return the time from the all-gather of counts, and from the wait after it, to the exchange of rows."""
     gather = next(i for i, mark in enumerate(marks) if mark.what.startswith("_allgather_base"))
     wait = next(mark for mark in marks[gather:] if mark.what == "wait")
-    # Rows and combine weights are exchanged in some order; rows are larger
+    # Rows and combine weights are exchanged in some order, and rows are larger; of messages, take the first
     exchanges = [mark for mark in marks[gather:] if mark.what.startswith("alltoall_base")][:2]
-    rows = max(exchanges, key=lambda mark: mark.bytes)
+    messages = (mark for mark in marks[gather:] if mark.what in ("send", "recv_"))
+    rows = max(exchanges, key=lambda mark: mark.bytes) if exchanges else next(messages)
     return rows.at.since(marks[gather].at), rows.at.since(wait.at)
 
 
