@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoETokenDispatcher,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.profiler import record_function
 
 from megatron_balance.comm.blocks import gathers
 from megatron_balance.comm.compressed import TokenExchange
@@ -27,6 +26,7 @@ from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, row_order, sending
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
 Chunks = Callable[[DispatchPlan], Chunking]

@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.profiler import record_function
 
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
@@ -37,6 +36,7 @@ from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Han
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, make_dispatch_plan
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
 Host = Callable[[torch.Tensor, bool], Placement]

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch.profiler import record_function
-
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Decision, Question
 

@@ -13,10 +13,10 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
 from megatron.core.utils import get_attr_wrapped_model
-from torch.profiler import record_function
 
 from megatron_balance.cost.calibration import UNCALIBRATED
 from megatron_balance.observe.balance import LayerReport, mean_over_ranks
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog

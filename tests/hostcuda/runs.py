@@ -23,6 +23,8 @@ class Watched(NamedTuple):
     """Races, and memory that was freed in use."""
     synchronizations: Counter[tuple[str, Place]]
     """Host waits of the last iteration."""
+    work: Counter[tuple[str, Place]]
+    """What the host queued in the last iteration; see `checker.WORK`."""
     streams: set[str]
     """Streams on which kernels ran."""
 
@@ -49,11 +51,12 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
         reports = []
         for _ in range(iterations):
             checker.synchronizations.clear()
+            checker.work.clear()
             reports.append(train_step(run))
         streams = {checker.names.get(stream, "of the program") for stream in checker.kernels}
-        waits, complaints = Counter(checker.synchronizations), checker.complaints()
+        waits, work, complaints = Counter(checker.synchronizations), Counter(checker.work), checker.complaints()
     acted = sum(layer.hosts_added + layer.experts_moved for report in reports for layer in report.balance.values())
-    return Watched(runs.curve_of(reports), acted, complaints, waits, streams)
+    return Watched(runs.curve_of(reports), acted, complaints, waits, work, streams)
 
 
 SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"

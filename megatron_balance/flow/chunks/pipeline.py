@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.profiler import record_function
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange
 from megatron_balance.comm.blocks import transposed
@@ -24,6 +23,7 @@ from megatron_balance.flow.chunks.order import ChunkTask, Order
 from megatron_balance.flow.chunks.sorting import Sorting
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.plan import DispatchPlan
+from megatron_balance.observe.profiling import record_function
 
 Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
 """The work that begins: computation of the first chunk, or the steps after the last chunk's; forward and backward."""
