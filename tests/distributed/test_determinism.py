@@ -25,8 +25,8 @@ LAYERS = {
 
 
 def all_slots_together(all_slots: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
-    *tensors, _, stand_ins = arguments
-    return all_slots(*tensors, False, stand_ins)
+    *tensors, _, gradients = arguments
+    return all_slots(*tensors, False, gradients)
 
 
 def operators_of_layers() -> dict[str, tuple[list[str], list[str]]]:
@@ -54,7 +54,7 @@ def test_nothing_in_a_layer_varies_on_cuda(ranks) -> None:
             assert nondeterministic == [], name
             # The record covers both passes and the experts
             assert operators.count("aten._embedding_bag_forward_only.default") == 2, name
-            assert any("grouped_mm" in operator for operator in operators), name
+            assert any(operator.startswith("aten.mm") for operator in operators), name
 
 
 def operators_of_step(flags: str) -> set[str]:
