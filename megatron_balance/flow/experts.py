@@ -66,6 +66,9 @@ class GroupedExperts(MegatronModule):
         width = 2 * inner if config.gated_linear_unit else inner
         self.linear_fc1 = GroupedWeights(num_local_experts, config.hidden_size, width, config)
         self.linear_fc2 = GroupedWeights(num_local_experts, inner, config.hidden_size, config)
+        # A CPU gains nothing from grouping, or from gradients of weights that wait. Slot by slot, the tensors between
+        # the projections stay in its caches, and are soon freed
+        self.by_slot = self.linear_fc1.weight.is_cpu
         if config.perform_initialization:
             self._initialize()
 
@@ -129,28 +132,17 @@ class GroupedExperts(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
-        # A CPU gains nothing from grouping, and slot by slot, the tensors between the projections stay in its caches
-        return self._all_slots(rows_RH, tokens_per_slot, probs_R, not rows_RH.is_cuda, gradients)
-
-    def _all_slots(
-        self,
-        rows_RH: torch.Tensor,
-        tokens_per_slot: torch.Tensor,
-        probs_R: torch.Tensor,
-        by_slot: bool,
-        gradients: "ExpertGradients",
-    ) -> torch.Tensor:
         sizes, device = tokens_per_slot.tolist(), rows_RH.device
         first, second = (linear(len(sizes) - len(self.home_experts)) for linear in (self.linear_fc1, self.linear_fc2))
-        if not by_slot or len(sizes) == 1:
+        if not self.by_slot:
             linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
             return self._compute(*linears, rows_RH, RowSplit(sizes, device), probs_R)
         each = ([slot for projection in linear for slot in projection.by_slot()] for linear in (first, second))
         parts = zip(*each, rows_RH.split(sizes), sizes, probs_R.split(sizes), strict=True)
         outputs = [
             self._compute(
-                SlotLinear([one], gradients.first, slot),
-                SlotLinear([other], gradients.second, slot),
+                SlotLinear([one], gradients.first, slot, at_once=True),
+                SlotLinear([other], gradients.second, slot, at_once=True),
                 rows,
                 RowSplit([size], device),
                 probs,
@@ -181,7 +173,9 @@ class GroupedExperts(MegatronModule):
             gate, linear = inner.chunk(2, dim=-1)
             if (limit := config.activation_func_clamp_value) is not None:
                 gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
-            activated = config.activation_func(gate) * (linear + config.glu_linear_offset)
+            # Adding zero would cost a tensor, which autograd keeps
+            linear = linear + config.glu_linear_offset if config.glu_linear_offset else linear
+            activated = config.activation_func(gate) * linear
         else:
             activated = config.activation_func(inner)
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)

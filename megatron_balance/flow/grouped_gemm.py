@@ -119,10 +119,10 @@ def _products(rows_RK: torch.Tensor, matrices: Sequence[torch.Tensor], split: Ro
 def grouped_mm_is_fast(matrix_SKN: torch.Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel.
 
-    Otherwise it refuses them, or it reads the ends of the slots from the device, which makes the host wait, and computes
-    one product per slot. Source: torch 2.13, `_grouped_mm_cuda` in aten/src/ATen/native/cuda/GroupedBlas.cpp: bfloat16,
-    compute capability 9.x or 10.x (`_scaled_mm_allowed_device`), NVIDIA; `check_valid_strides_and_return_transposed` in
-    GroupedMMUtils.h: the alignment of strides.
+    Otherwise it refuses them, or it reads the ends of the slots from the device, so that the host waits, and computes
+    one product per slot. Source: aten/src/ATen/native of torch 2.13, `_grouped_mm_cuda` in cuda/GroupedBlas.cpp:
+    bfloat16, compute capability 9.x or 10.x, NVIDIA; `check_valid_strides_and_return_transposed` in GroupedMMUtils.h:
+    alignment.
     """
     if matrix_SKN.dtype != torch.bfloat16 or not matrix_SKN.is_cuda or torch.version.hip is not None:
         return False

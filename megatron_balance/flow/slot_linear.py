@@ -22,10 +22,10 @@ class SlotLinear:
     gradients: LinearGradients
     first: int = 0
     """Number of the first slot."""
+    at_once: bool = False
+    """Whether the gradients of weights are computed along with those of rows; otherwise when `gradients` finishes."""
 
-    def __call__(
-        self, rows_RI: torch.Tensor, split: RowSplit, scale_R: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, rows_RI: torch.Tensor, split: RowSplit, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows by their slot's weight and add its bias, times `scale_R` [R] if given: [R, I] -> [R, O]."""
         biased = self.projections[0].bias is not None
         return _SlotLinear.apply(rows_RI, scale_R if biased else None, self, split)
@@ -60,6 +60,8 @@ class _SlotLinear(torch.autograd.Function):
             parts = zip(gradient_RO.split(ctx.split.sizes), slots_of(biases), strict=True)
             to_scale = torch.cat([(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts]).to(scale_R.dtype)
         collected.add(ctx.linear.first, rows_RI, gradient_RO, scale_R, ctx.split)
+        if ctx.linear.at_once:
+            collected.sum()
         return to_rows, to_scale, None, None
 
 

@@ -5,6 +5,7 @@ gradients need, rows and output gradients, is kept until then. Each weight gradi
 that it does not depend on their number, and it overlaps with the exchange of the last input gradients.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,19 +34,35 @@ class LinearGradients:
         """`slots` is the number of slots in use: home slots, then guest slots."""
         self.linear, self.gemm = linear, gemm
         self.parts: list[list[_Part]] = [[] for _ in range(slots)]
-        self.apart: dict[torch.Tensor, torch.Tensor] = {}
-        """Parameter -> its sum, if it has no `main_grad` to add to."""
 
     def add(
-        self, first: int, rows_RI: torch.Tensor, gradient_RO: torch.Tensor, scale_R: torch.Tensor | None, split: RowSplit
+        self,
+        first: int,
+        rows_RI: torch.Tensor,
+        gradient_RO: torch.Tensor,
+        scale_R: torch.Tensor | None,
+        split: RowSplit,
     ) -> None:
-        """Keep rows of the slots from `first` on, and the gradient of their products, until `finish`."""
+        """Keep rows of the slots from `first` on, and the gradient of their products, until `sum`."""
         rows, gradients = rows_RI.split(split.sizes), gradient_RO.split(split.sizes)
         scales = [None] * len(rows) if scale_R is None else scale_R.split(split.sizes)
         for slot, part in enumerate(map(_Part, rows, gradients, scales), first):
             if len(part.rows_RI):
                 self.parts[slot].append(part)
 
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Add everything that was kept to the gradients."""
+        weights, *biases = self._totals
+        self.gemm.add_weight_gradients(self._terms(weights))
+        for totals in biases:
+            for total_O, parts in zip(totals, self.parts, strict=False):
+                for part in parts:
+                    total_O.add_(_bias_gradient(part, total_O.dtype))
+        for parts in self.parts:
+            parts.clear()
+
+    @torch.no_grad()
     def finish(self) -> list[torch.Tensor | None]:
         """Compute the gradients; return those of the parameters, for autograd.
 
@@ -53,18 +70,32 @@ class LinearGradients:
         hook runs. See `_make_backward_post_hook` in megatron/core/distributed/distributed_data_parallel.py.
         """
         self.sum()
-        return [self._for_autograd(parameter) for parameter in self.linear.parameters()]
+        return [
+            self._for_autograd(parameter, sums)
+            for parameter, sums in zip(self.linear.parameters(), self._sums, strict=True)
+        ]
 
-    def sum(self) -> None:
-        """Add everything that was kept to the gradients."""
-        terms = self._terms(self._totals([projection.weight for projection in self.linear.all_slots()]))
-        self.gemm.add_weight_gradients(terms)
-        biases = [projection.bias for projection in self.linear.all_slots() if projection.bias is not None]
-        for total_O, parts in zip(self._totals(biases), self.parts, strict=False):
-            for part in parts:
-                total_O.add_(_bias_gradient(part, total_O.dtype))
-        for parts in self.parts:
-            parts.clear()
+    @functools.cached_property
+    def _sums(self) -> list[torch.Tensor]:
+        """Where the gradients of each parameter are added; an empty tensor if it needs none."""
+        return [
+            parameter.new_empty(0)
+            if not parameter.requires_grad
+            else main_grad(parameter)
+            if _is_marked(parameter)
+            else torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            for parameter in self.linear.parameters()
+        ]
+
+    @functools.cached_property
+    def _totals(self) -> list[list[torch.Tensor]]:
+        """Where each slot's gradient is added: of the weight and, if there is one, of the bias."""
+        guests = self.linear.guests
+        copies = [] if guests is None else [main_grad(tensor) for tensor in guests.tensors()]
+        return [
+            [*slots_of([sums, *copies[number : number + 1]])] if len(sums) else []
+            for number, sums in enumerate(self._sums)
+        ]
 
     def _terms(self, totals: Sequence[torch.Tensor]) -> Iterator[WeightTerm]:
         """Yield the rows of each slot in all chunks; slot by slot, so that few copies exist at the same time."""
@@ -73,26 +104,11 @@ class LinearGradients:
                 rows, gradients, _ = zip(*parts, strict=True)
                 yield WeightTerm(total_OI, _joined(gradients), _joined(rows))
 
-    def _totals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sum of each slot's gradient; none for parameters that need no gradient."""
-        if not (tensors and tensors[0].requires_grad):
-            return []
-        home, *guests = tensors
-        return [*slots_of([self._total(home), *map(main_grad, guests)])]
-
-    def _total(self, parameter: torch.Tensor) -> torch.Tensor:
-        if _is_marked(parameter):
-            return main_grad(parameter)
-        if parameter not in self.apart:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            self.apart[parameter] = torch.zeros_like(parameter, dtype=dtype)
-        return self.apart[parameter]
-
-    def _for_autograd(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def _for_autograd(self, parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor | None:
         if not parameter.requires_grad:
             return None
         if not _is_marked(parameter):
-            return self._total(parameter).to(parameter.dtype)
+            return sums.to(parameter.dtype)
         parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
         # A new tensor of the right shape that costs no memory; nothing reads its values
         return parameter.detach()

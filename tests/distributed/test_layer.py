@@ -172,10 +172,8 @@ def experts_together_and_apart(activation: dict) -> None:
     results = []
     for by_slot in (True, False):
         inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
-        together = experts._all_slots
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "_all_slots", lambda *rest, by_slot=by_slot: together(*rest[:3], by_slot, rest[4]))
-            output = experts(inputs[0], tokens, inputs[1])
+        experts.by_slot = by_slot
+        output = experts(inputs[0], tokens, inputs[1])
         experts.zero_grad()
         output.square().sum().backward()
         slots = [gradient for slot in range(EXPERTS - 2, EXPERTS + 1) for gradient in experts.gradients_of(slot)]
