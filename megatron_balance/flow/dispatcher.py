@@ -19,8 +19,7 @@ from megatron_balance.comm.blocks import gathers
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture
-from megatron_balance.flow.chunks.sorting import moves as sorting_moves
-from megatron_balance.flow.chunks.sorting import sorting
+from megatron_balance.flow.chunks.sorting import weights_to_hosts
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
@@ -85,47 +84,49 @@ class AllToAllDispatcher(Dispatcher):
         self, config: TransformerConfig, parallel: ParallelDispatch, exchange: TokenExchange, chunks: Chunks
     ) -> None:
         """`parallel` decides how rows reach all shards of their experts, and which ranks share rows."""
-        # A token that nothing drops has as many rows as it chooses experts
         self.rows_per_token = config.moe_router_topk if config.moe_expert_capacity_factor is None else None
+        """The same for all tokens; None: capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
 
     def prepare(self, chosen: Choices) -> Decide:
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from."""
         map_TE = chosen.map_TE
-        expected = None if self.rows_per_token is None else len(map_TE) * self.rows_per_token
         with record_function("dispatch"):
-            found = None if expected is None else row_order(map_TE, expected)
+            expected = self.rows_per_token and row_order(map_TE, len(map_TE) * self.rows_per_token)
 
         def decide(plan: DispatchPlan) -> Handle:
             with record_function("dispatch"):
-                rows = int(plan.tokens_DP[self.parallel.members].sum())
-                return self._decide(plan, found if found is not None and rows == expected else row_order(map_TE, rows))
+                rows = int(plan.tokens_DP.numpy()[self.parallel.members].sum())
+                right = expected is not None and len(expected.token_R) == rows
+                return self._decide(plan, expected if right else row_order(map_TE, rows))
 
         return decide
 
     def _decide(self, plan: DispatchPlan, order: RowOrder) -> "_InChunks":
-        parallel, chunking = self.parallel, self.chunks(plan)
-        host, hosts = parallel.groups.ep.rank(), plan.placement.num_ranks
-        tokens_CDP = chunking.split(plan)
+        parallel, chunking, hosts = self.parallel, self.chunks(plan), plan.placement.num_ranks
+        device, source = order.token_R.device, parallel.source
+        tokens_CDP = chunking.split(plan).numpy()
         tokens_CMP = tokens_CDP[:, parallel.members]
-        there = sending(plan.placement, tokens_CMP.numpy())
-        moves = [there, there.back, *sorting_moves(tokens_CDP.numpy(), parallel.source, host, hosts)]
-        # One copy to the device for all of them
-        first, second, *others = gathers(moves, order.token_R.device)
+        rows = sending(plan.placement, tokens_CMP)
+        weights = weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1))
+        there, back, to_hosts, to_chunks = gathers([rows, rows.back, weights, weights.back], device)
         share = None
         if parallel.splits_rows:
-            share = RowShare(parallel.groups.tp, tokens_CMP.sum(2), parallel.simultaneous)
+            share = RowShare(parallel.groups.tp, torch.from_numpy(tokens_CMP.sum(2)), parallel.simultaneous)
         chunked = ChunkedDispatch(
-            source=parallel.source,
-            host=host,
+            source=source,
+            host=parallel.groups.ep.rank(),
+            hosts=hosts,
             exchange=self.exchange,
             sharding=self.sharding,
-            plans=[DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP],
+            tokens_CDP=tokens_CDP,
             chunking=chunking,
-            sorting=sorting(others),
+            weights_to_hosts=to_hosts,
+            weights_to_chunks=to_chunks,
+            device=device,
             share=share,
         )
-        return _InChunks(order.moved(first, second), chunked)
+        return _InChunks(order.moved(there, back), chunked)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,7 @@ def _share(counts_MD: np.ndarray, tables: Tables, split: Split, node_size: int, 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
     """Return [H, E], the load matrix with the sources of each host added up."""
-    return counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
+    return counts_DE if len(counts_DE) == hosts else counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
 
 
 def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:

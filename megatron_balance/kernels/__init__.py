@@ -1,5 +1,5 @@
-"""Kernels in Triton, which comes with torch for CUDA. A kernel equals the function of its name outside this package to the
-bit; a sum in half precision, to one unit in the last place. Only the modules here import triton, and no module of
+"""Kernels in Triton, which comes with torch for CUDA. A kernel equals the function of its name outside this package to
+the bit; a sum in half precision, to one unit in the last place. Only the modules here import triton, and no module of
 another package imports them when it is imported itself.
 
     fit     the moves of planning/fit: decisions for loads that the host would have to wait for

@@ -210,9 +210,15 @@ class Placement:
     @cached_property
     def physicals(self) -> tuple[tuple[int, ...], ...]:
         """[E]: the physical experts that compute each logical expert, once each, by ascending rank."""
+        slots = self.slots_per_rank
+        rows = enumerate(zip(self.home, self.guests, strict=True))
+        at = {
+            (rank, expert): rank * slots + slot
+            for rank, (home, guests) in rows
+            for slot, expert in enumerate(home + guests)
+        }
         return tuple(
-            tuple(self.physical(rank, expert) for rank in dict.fromkeys(ranks))
-            for expert, ranks in enumerate(self.hosts)
+            tuple(at[rank, expert] for rank in dict.fromkeys(ranks)) for expert, ranks in enumerate(self.hosts)
         )
 
     @cached_property

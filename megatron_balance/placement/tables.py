@@ -23,6 +23,12 @@ class Tables:
     primary: Sequence[int]
     physicals: Sequence[Sequence[int]]
 
+    def complete(self) -> None:
+        """Compute all arrays, so that nobody has to wait for one later."""
+        for name, member in vars(Tables).items():
+            if isinstance(member, cached_property):
+                getattr(self, name)
+
     @cached_property
     def physical_N(self) -> np.ndarray:
         """The physical experts of expert 0 by ascending rank, then those of expert 1, and so on."""

@@ -34,6 +34,8 @@ def plan_for(question: Question) -> Plan:
         placement, transfers = decision.placement, None
         if placement is not None and placement != question.placement:
             transfers = question.transport.plan(placement)
+            # What the layer needs of it between the load and the exchange
+            placement.trimmed.tables.complete()
         return Plan(decision, transfers, start, time.perf_counter())
 
 

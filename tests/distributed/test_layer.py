@@ -172,7 +172,8 @@ def experts_together_and_apart(activation: dict) -> None:
     results = []
     for by_slot in (True, False):
         inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
-        output = experts._all_slots(inputs[0], tokens, inputs[1], by_slot)
+        experts.by_slot = by_slot
+        output = experts(inputs[0], tokens, inputs[1])
         experts.zero_grad()
         output.square().sum().backward()
         slots = [gradient for slot in range(EXPERTS - 2, EXPERTS + 1) for gradient in experts.gradients_of(slot)]

@@ -407,6 +407,20 @@ void grouped_product(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
   op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
 }
 
+// `addmm` of 16-bit matrices into float32, which only CUDA has: cuBLAS multiplies and adds in float32. The checks are
+// those of `_addmm_dtype_out_cuda`.
+at::Tensor& addmm_into(const at::Tensor& self, const at::Tensor& first, const at::Tensor& second, at::ScalarType dtype,
+                       const at::Scalar& beta, const at::Scalar& alpha, at::Tensor& out) {
+  const auto type = first.scalar_type();
+  TORCH_CHECK(type == second.scalar_type(), "mat1 and mat2 must have the same dtype");
+  TORCH_CHECK(dtype == type || (dtype == at::kFloat && (type == at::kHalf || type == at::kBFloat16)),
+              "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs");
+  TORCH_CHECK(dtype == out.scalar_type(), "out_dtype must be the same as the dtype of the provided out tensor");
+  TORCH_CHECK(dtype == self.scalar_type() || self.scalar_type() == type,
+              "self dtype must match either out_dtype or mat1 dtype");
+  return at::addmm_out(out, self.to(dtype), first.to(dtype), second.to(dtype), beta, alpha);
+}
+
 // Collectives, as NCCL does them -------------------------------------------------------------------------------------
 
 // One stream for each group, and one for the messages between each pair of members
@@ -515,6 +529,8 @@ void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
+
+TORCH_LIBRARY_IMPL(aten, CPU, m) { m.impl("addmm.dtype_out", &addmm_into); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // Composite operators that have a CPU kernel get a kernel here, too

@@ -68,7 +68,4 @@ def as_on_cuda(run: Run) -> None:
     for chunk in run.model:
         for module in chunk.modules():
             if isinstance(module, GroupedExperts):
-                together = module._all_slots
-                module._all_slots = lambda rows, tokens, probs, by_slot, *rest, together=together: together(
-                    rows, tokens, probs, False, *rest
-                )
+                module.by_slot = False

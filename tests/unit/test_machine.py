@@ -87,6 +87,7 @@ def test_what_was_not_wanted_is_not_noticed() -> None:
     [
         ("--moe-permute-fusion", "--moe-permute-fusion: needs Transformer Engine"),
         ("--moe-router-fusion", "--moe-router-fusion: needs Transformer Engine"),
+        ("--moe-expert-gemm te", "--moe-expert-gemm te: needs Transformer Engine on CUDA .*; use default"),
         ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl te: needs"),
     ],
 )
