@@ -215,7 +215,8 @@ class _Mixture(torch.autograd.Function):
         probs_by_chunk: list[torch.Tensor] = []
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            with record_function("experts"):
+            # `begin` recognizes recomputation by whether gradients are enabled
+            with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
                     probs = transposed(coming.wait(), tokens_CDS.transpose(0, 1), (1, 2, 0))
                     probs_by_chunk.extend(probs.split(tokens_CDS.sum((1, 2)).tolist()))
