@@ -231,7 +231,8 @@ class _Mixture(torch.autograd.Function):
         probs_by_chunk: list[torch.Tensor] = []
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            with record_function("experts"):
+            # `begin` recognizes recomputation by whether gradients are enabled
+            with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
                     probs = chunked.sorting.weights_to_slots(coming.wait())
                     probs_by_chunk.extend(probs.split(chunked.tokens_CS.sum(1).tolist()))
