@@ -16,6 +16,8 @@ and views. Not measured: launching a kernel, the time inside NCCL, waiting, and 
     to rows     from the launch of the all-gather of counts to the launch of the first exchange of rows
     from wait   from the host's first wait after that all-gather to the same launch: the device may have nothing to do
     forward     the layer's forward pass, hooks included
+    no experts  the same without the calls of the experts; without Transformer Engine, megatron-core computes one after
+                the other, so that its forward and backward passes take longer here than with grouped experts
     backward    from the gradient of the layer's output to that of its input
     iteration   all of the main thread, with loss, optimizer and balancer; the backward pass has its own thread
 
@@ -75,7 +77,7 @@ LAUNCH_US = 5.0
 NODE = 8
 WIDTH = 34
 WARMUP = 5
-INTERVALS = ("to rows", "from wait", "forward", "backward", "iteration")
+INTERVALS = ("to rows", "from wait", "forward", "no experts", "backward", "iteration")
 
 
 def main() -> int:
@@ -204,12 +206,16 @@ class Watched:
         gating = self.layer.router.gating
         self.layer.router.gating = lambda tokens: gating(tokens) + bias_E
         self.layer.router.register_forward_hook(self._answer)
+        self.layer.experts.register_forward_pre_hook(lambda *_: self.experts.append(self.now()))
+        self.layer.experts.register_forward_hook(lambda *_: self.experts.append(self.now()))
         self.layer.register_forward_pre_hook(self._called)
         self.layer.register_forward_hook(self._returned)
         self.now: Callable[[], Any] = lambda: None
         """What to keep of each moment."""
         self.ends: dict[str, Any] = {}
         """What was kept, by moment."""
+        self.experts: list[Any] = []
+        """What was kept at the beginning and the end of each call of the experts."""
         self.answered = False
 
     def _answer(self, router: Any, inputs: Any, output: tuple["torch.Tensor", "torch.Tensor"]) -> None:
@@ -252,12 +258,19 @@ class Watched:
         clock = HostClock()
         report_to(clock)
         self.now = lambda: (clock.read(), len(clock.marks))
+        self.experts.clear()
         start = clock.read()
         self.step()
         whole = clock.read().since(start)
         (begin, first), (end, last) = self.ends["forward begins"], self.ends["forward ends"]
         (begin_back, _), (end_back, _) = self.ends["backward begins"], self.ends["backward ends"]
-        values = *_before_dispatch(clock.marks[first:last]), end.since(begin), end_back.since(begin_back), whole
+        rest = end.since(begin)
+        for (called, _), (returned, _) in zip(self.experts[::2], self.experts[1::2], strict=True):
+            rest = rest.since(returned.since(called))
+        values = (
+            *_before_dispatch(clock.marks[first:last]),
+            *(end.since(begin), rest, end_back.since(begin_back), whole),
+        )
         return {name: (since.ns / 1e3, since.queued) for name, since in zip(INTERVALS, values, strict=True)}
 
     def profile(self, profiles: "Mapping[str, cProfile.Profile]", iterations: int) -> None:
