@@ -14,6 +14,7 @@ from megatron_balance.flow.chunks import pipeline
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import ChunkStep, ChunkTask, Order, text
 from megatron_balance.flow.chunks.pipeline import Start, execute
+from megatron_balance.flow.experts import ExpertGradients
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.layout import build_groups, destroy_groups
 from tests.distributed import runs
@@ -69,13 +70,19 @@ def watched_start(
     return starting
 
 
-def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
-    """Return the orders of both passes, and the order in which a layer executed them."""
+def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[list[ChunkTask]]]:
+    """Return the orders of both passes, how a layer executed them, and all tasks before its weight gradients."""
     config = moe_config(moe_router_topk=2)
     layer = build_layer(config, build_groups(config, seed=7))
     chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
     layer.dispatcher.chunks = lambda plan: chunking
     logs: list[list[ChunkStep]] = []
+    before_weights: list[list[ChunkTask]] = []
+    finish = ExpertGradients.finish
+
+    def finishing(gradients: ExpertGradients) -> list[torch.Tensor | None]:
+        before_weights.append([step.task for step in logs[-1]])
+        return finish(gradients)
 
     def watched(
         order: Order,
@@ -103,15 +110,19 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
     hidden = torch.randn(13 + 3 * dist.get_rank(), 1, HIDDEN, dtype=torch.float64, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "execute", watched)
+        patch.setattr(ExpertGradients, "finish", finishing)
         layer(hidden.requires_grad_())[0].sum().backward()
-    return [text(chunking.forward), text(chunking.backward)], [text(tuple(log)) for log in logs]
+    return [text(chunking.forward), text(chunking.backward)], [text(tuple(log)) for log in logs], before_weights
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_what_is_executed_is_the_schedule(ranks, chunks: int) -> None:
     for seed in range(3):
-        for wanted, done in ranks(4).run(orders_and_logs, chunks, seed):
+        for wanted, done, (tasks,) in ranks(4).run(orders_and_logs, chunks, seed):
             assert done == wanted
+            # All input gradients are on their way, and the last is still waited for
+            assert tasks.count(ChunkTask.C2) == chunks > tasks.count(ChunkTask.D2)
+            assert tasks[-1] is ChunkTask.C2
 
 
 def bf16_layer(dtype: torch.dtype, bias: bool) -> BalancedMoELayer:

@@ -98,6 +98,11 @@ def test_what_was_asked_for_is_refused(computer: Machine, flags: str, said: str)
     assert layout.moe_permute_fusion == ("permute" in flags)
 
 
+def test_products_of_experts_are_those_of_our_layer() -> None:
+    with pytest.raises(ValueError, match="--moe-expert-gemm te: needs --moe-layer-impl balanced"):
+        layout_on(GPU, "--num-experts 4 --moe-expert-gemm te --moe-layer-impl megatron")
+
+
 def test_a_dry_run_wants_no_kernels() -> None:
     """On a machine without kernels, a dry run stands for a machine with all kernels."""
     layout, notices = layout_on(CPU, "--dry-run --moe-permute-fusion")
