@@ -31,6 +31,7 @@ from megatron_balance.build.run import finalizer, force_workload
 from megatron_balance.build.wiring import Wiring, build_wiring
 from megatron_balance.cli.arguments import GROUPS, policy_flag
 from megatron_balance.cli.checks import at_least_one, refuse_idle
+from megatron_balance.cli.machine_checks import expert_gemm
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import add_flags, flag_of
@@ -48,6 +49,7 @@ from megatron_balance.config.run_config import (
     TokenizerConfig,
     TrainConfig,
 )
+from megatron_balance.device.machine import Machine
 from megatron_balance.job.groups import expert_node_size
 from megatron_balance.job.job import Launch, node_topology
 from megatron_balance.observe.balance import LayerReport, log_fields, mean_over_ranks
@@ -271,6 +273,7 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     backend = values.get("distributed_backend") or ("nccl" if cuda else "gloo")
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = values["ffn_hidden_size"]
+    expert_gemm(values, absent=not (cuda and Machine.here(1).transformer_engine))
     check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=cuda, notices=notices)
     # The calling program has chosen the dispatcher already
     given = given | {"moe_token_dispatcher_type"}

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import resized
+from megatron_balance.flow.engine_gemm import expert_gemm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
 from megatron_balance.flow.schedule_choice import choices, ranges
@@ -144,7 +145,8 @@ def measure_cluster(
     transformer.perform_initialization = False
     samples, length = config.train.micro_batch_size, config.model.seq_length
     assert transformer.num_moe_experts is not None and samples is not None and length is not None
-    experts = GroupedExperts(range(transformer.num_moe_experts // groups.ep.size()), transformer, groups)
+    home, gemm = range(transformer.num_moe_experts // groups.ep.size()), expert_gemm(config.balance.moe_expert_gemm)
+    experts = GroupedExperts(home, transformer, groups, gemm)
     device = experts.linear_fc1.weight.device
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():

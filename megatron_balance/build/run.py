@@ -36,6 +36,7 @@ from megatron_balance.device.attention import (
     PlainQuerySelfAttention,
 )
 from megatron_balance.device.norm import TorchNorm
+from megatron_balance.flow.engine_gemm import expert_gemm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -203,7 +204,8 @@ def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
         return spec
     spec, submodules = copy.copy(spec), copy.copy(submodules)
     spec.submodules = layer
-    submodules.experts = ModuleSpec(module=GroupedExperts)
+    gemm = expert_gemm(wiring.config.balance.moe_expert_gemm)
+    submodules.experts = ModuleSpec(module=GroupedExperts, params={"gemm": gemm})
     layer.mlp = ModuleSpec(
         module=BalancedMoELayer,
         submodules=submodules,

@@ -59,8 +59,15 @@ def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
     for name, missing in needs_engine.items():
         if values[name] and missing:
             raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
+    expert_gemm(values, absent)
     if values["cross_entropy_loss_fusion"] and values["cross_entropy_fusion_impl"] == "te" and absent:
         raise ValueError(f"--cross-entropy-fusion-impl te: needs Transformer Engine on CUDA ({INSTALL}); use native")
+
+
+def expert_gemm(values: Mapping[str, Any], absent: bool) -> None:
+    """Raise ValueError if `--moe-expert-gemm` names a package that is `absent`."""
+    if values["moe_expert_gemm"] == "te" and absent:
+        raise ValueError(f"--moe-expert-gemm te: needs Transformer Engine on CUDA ({INSTALL}); use default")
 
 
 def fusions(values: Mapping[str, Any], machine: Machine, impl: str, notices: list[str]) -> dict[str, bool]:

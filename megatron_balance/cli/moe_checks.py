@@ -62,6 +62,8 @@ def check_moe(
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
     if values["moe_layer_impl"] == "balanced":
         _balanced_layer(values, given, notices)
+    elif values["moe_expert_gemm"] != "default":
+        raise ValueError(f"--moe-expert-gemm {values['moe_expert_gemm']}: needs --moe-layer-impl balanced")
     _schedule(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn_hidden_size, notices=notices)
     if values["balance_policy"] != "none":
         _policy(values, given)

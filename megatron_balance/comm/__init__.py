@@ -8,6 +8,7 @@ All-to-alls, which carry tokens to their experts and back:
     auto                 the all-to-all with the shortest predicted time, for each exchange
     registry             all-to-alls by name
     sharded              exchanges with sharded experts: how rows reach every shard and sums return
+    blocks               blocks of rows in another order: by source, by chunk, by slot
     codecs               compression of rows, with error bounds
     compressed           the exchanges of a layer, and which of them are compressed
 

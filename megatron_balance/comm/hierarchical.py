@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, keep_until_read, post_rows
+from megatron_balance.comm.blocks import transposed
 from megatron_balance.job.groups import NodeGroups
 
 Posted = list[dist.Work]
@@ -85,12 +86,12 @@ class OneDimensionalAllToAll(StagedAllToAll):
         # Step 2: between leaders, one message for each pair of nodes
         crossed = rows.new_empty((int(received_DL.sum()) if leads else 0, *rows.shape[1:]))
         if leads:
-            packed = transposed(gathered, sent_LN)
+            packed = transposed(gathered, sent_LN, (1, 0))
             from_nodes, to_nodes = [int(block.sum()) for block in received_DL.split(size)], sent_LN.sum(0).tolist()
             yield post_rows(
                 self.nodes.inter, node, crossed, packed, output_splits=from_nodes, input_splits=to_nodes, tag=self.tag
             )
-            crossed = transposed(crossed, received_DL)
+            crossed = transposed(crossed, received_DL, (1, 0))
 
         # Step 3: from the leader
         to_ranks = received_DL.sum(0).tolist() if leads else nothing
@@ -130,12 +131,12 @@ class TwoDimensionalAllToAll(StagedAllToAll):
 
         # Step 1: within the node, to the rank with the same local rank as the destination
         aligned = rows.new_empty((int(aligned_LN.sum()), *rows.shape[1:]))
-        packed = transposed(rows, sent_NL)
+        packed = transposed(rows, sent_NL, (1, 0))
         splits = {"output_splits": aligned_LN.sum(1).tolist(), "input_splits": sent_NL.sum(0).tolist()}
         yield post_rows(self.nodes.intra, local, aligned, packed, **splits, tag=self.tag)
 
         # Step 2: between nodes, to the destination
-        packed = transposed(aligned, aligned_LN)
+        packed = transposed(aligned, aligned_LN, (1, 0))
         splits = {"output_splits": received_NL.sum(1).tolist(), "input_splits": aligned_LN.sum(0).tolist()}
         yield post_rows(self.nodes.inter, node, received, packed, **splits, tag=self.tag)
 
@@ -144,12 +145,3 @@ def _finish(stages: Iterator[Posted]) -> None:
     for posted in stages:
         for work in posted:
             work.wait()
-
-
-def transposed(rows: torch.Tensor, sizes_AB: torch.Tensor) -> torch.Tensor:
-    """Reorder blocks of rows from the layout [A, B] of `sizes_AB`, their numbers of rows, to the layout [B, A]."""
-    if 1 in sizes_AB.shape:
-        return rows
-    chunks = rows.split(sizes_AB.flatten().tolist())
-    order = torch.arange(sizes_AB.numel()).view(sizes_AB.shape).T.flatten().tolist()
-    return torch.cat([chunks[index] for index in order])

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange, post
+from megatron_balance.comm.blocks import transposed
 
 
 class Sharding(ABC):
@@ -177,21 +177,3 @@ def all_gather_rows(group: dist.ProcessGroup, rows: torch.Tensor, sizes: Sequenc
     for work in works:
         work.wait()
     return gathered
-
-
-def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int], fused: bool = False) -> torch.Tensor:
-    """Reorder blocks of rows from the layout of `sizes` to that of `sizes.permute(dimensions)`.
-
-    Args:
-        rows: [sum of sizes, ...]; with `fused`, [sum of sizes, hidden].
-        sizes: number of rows of each block, int64 in host memory.
-        fused: move all blocks with one kernel of Transformer Engine; needs CUDA.
-    """
-    order = torch.arange(sizes.numel()).view(sizes.shape).permute(*dimensions).reshape(-1)
-    if bool((order.diff() > 0).all()):
-        return rows
-    sizes = sizes.reshape(-1)
-    if fused:
-        # The kernel reads both on the device. A copy from pageable memory is staged immediately: the host does not wait
-        sizes, order = torch.stack([sizes, order]).to(rows.device, non_blocking=True)
-    return sort_chunks_by_idxs(rows, sizes, order, fused=fused)[0]

@@ -34,6 +34,9 @@ class BalanceConfig:
     moe_layer_impl: Literal["balanced", "megatron"] = "balanced"
     """Implementation of MoE layers. balanced: ours. megatron: megatron-core's MoELayer, the baseline of comparisons."""
 
+    moe_expert_gemm: Literal["default", "te"] = "default"
+    """Matrix products of the experts. default: torch's. te: Transformer Engine's grouped products."""
+
     balance_policy: str = "none"
     """Placement policy. none: every expert is computed by its owner only."""
 

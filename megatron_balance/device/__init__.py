@@ -5,6 +5,7 @@ cpu               megatron-core without CUDA
 without_engine    megatron-core without Transformer Engine
 norm, attention   modules that megatron-core lacks, alone or without Transformer Engine
 side_stream       a CUDA stream, or a thread, for work that overlaps with computation
+host_memory       copies to and from the host that let both go on
 clock             points in time on the device
 copies            copies between host and device for which nobody waits
 quiet             silence messages that need no action

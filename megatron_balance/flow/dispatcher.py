@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,23 +14,39 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoETokenDispatcher,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.profiler import record_function
 
+from megatron_balance.comm.blocks import gathers
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.flow.chunks.chunking import Chunking, in_chunks
+from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture
+from megatron_balance.flow.chunks.sorting import weights_to_hosts
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
-from megatron_balance.flow.rows import fused_rows_of, rows_of
+from megatron_balance.flow.reroute import reroute
+from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, row_order, sending
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
 Chunks = Callable[[DispatchPlan], Chunking]
 """A plan -> how its tokens are split into chunks, and the order of the chunks' tasks; the same on all ranks."""
 
+Decide = Callable[[DispatchPlan], "Handle"]
+
 
 class Handle(ABC):
-    """The decisions of `dispatch` about one pass's rows, for the two steps that follow it."""
+    """The decisions about one pass's rows. A pass that repeats another one, for recomputation, has the same handle."""
+
+    @abstractmethod
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make one row for each pair of a token and a physical expert that computes for it.
+
+        Args:
+            tokens_TH, chosen: tokens of this rank, and their choices.
+
+        Returns:
+            rows [R, H] and their combine weights [R].
+        """
 
     @abstractmethod
     def compute(
@@ -53,19 +69,11 @@ class Dispatcher(ABC):
     """Takes every token to its physical experts and brings the results back."""
 
     @abstractmethod
-    def dispatch(
-        self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-        """Make one row for each pair of a token and a physical expert that it chose.
+    def prepare(self, chosen: Choices) -> Decide:
+        """Queue what needs no plan; return the function that makes the handle from this pass's plan.
 
-        Args:
-            tokens_TH: tokens of this rank.
-            routing: the choices that each source sends. The sources are this rank alone, or all ranks that have the
-                same tokens, each of which sends a share of their rows.
-            plan: number of tokens from each source to each physical expert.
-
-        Returns:
-            rows [R, H], their combine weights [R], and the handle that computes and combines them.
+        The plan has the number of tokens from each source to each physical expert. It may come while the device still
+        does what was queued; the function does not wait for it.
         """
 
 
@@ -76,38 +84,61 @@ class AllToAllDispatcher(Dispatcher):
         self, config: TransformerConfig, parallel: ParallelDispatch, exchange: TokenExchange, chunks: Chunks
     ) -> None:
         """`parallel` decides how rows reach all shards of their experts, and which ranks share rows."""
-        self.fused = config.moe_permute_fusion
+        self.rows_per_token = config.moe_router_topk if config.moe_expert_capacity_factor is None else None
+        """The same for all tokens; None: capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
 
-    def dispatch(
-        self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-        """Group rows by member, chunk, rank and slot; `compute` sends them, chunk by chunk."""
+    def prepare(self, chosen: Choices) -> Decide:
+        """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from."""
+        map_TE = chosen.map_TE
         with record_function("dispatch"):
-            chunking, groups = self.chunks(plan), self.parallel.groups
-            tokens_CDP = chunking.split(plan)
-            split = [in_chunks(*choices, tokens_CDP[:, source]) for source, choices in routing.items()]
-            probs, chosen = (torch.cat(tensors, dim=1) for tensors in zip(*split, strict=True))
-            sizes_CM = tokens_CDP[:, [*routing]].sum(2)
-            copies = fused_rows_of if self.fused else rows_of
-            rows = copies(tokens_TH, probs, chosen, int(sizes_CM.sum()))
-            chunked = ChunkedDispatch(
-                source=self.parallel.source,
-                host=groups.ep.rank(),
-                exchange=self.exchange,
-                sharding=self.sharding,
-                plans=[DispatchPlan(plan.placement, tokens_DP) for tokens_DP in tokens_CDP],
-                chunking=chunking,
-                fused=self.fused,
-                share=RowShare(groups.tp, sizes_CM, self.parallel.simultaneous) if len(routing) > 1 else None,
-            )
-            return rows.rows_RH, rows.probs_R, _InChunks(chunked, rows.combine)
+            expected = self.rows_per_token and row_order(map_TE, len(map_TE) * self.rows_per_token)
+
+        def decide(plan: DispatchPlan) -> Handle:
+            with record_function("dispatch"):
+                rows = int(plan.tokens_DP.numpy()[self.parallel.members].sum())
+                right = expected is not None and len(expected.token_R) == rows
+                return self._decide(plan, expected if right else row_order(map_TE, rows))
+
+        return decide
+
+    def _decide(self, plan: DispatchPlan, order: RowOrder) -> "_InChunks":
+        parallel, chunking, hosts = self.parallel, self.chunks(plan), plan.placement.num_ranks
+        device, source = order.token_R.device, parallel.source
+        tokens_CDP = chunking.split(plan).numpy()
+        tokens_CMP = tokens_CDP[:, parallel.members]
+        rows = sending(plan.placement, tokens_CMP)
+        weights = weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1))
+        there, back, to_hosts, to_chunks = gathers([rows, rows.back, weights, weights.back], device)
+        share = None
+        if parallel.splits_rows:
+            share = RowShare(parallel.groups.tp, torch.from_numpy(tokens_CMP.sum(2)), parallel.simultaneous)
+        chunked = ChunkedDispatch(
+            source=source,
+            host=parallel.groups.ep.rank(),
+            hosts=hosts,
+            exchange=self.exchange,
+            sharding=self.sharding,
+            tokens_CDP=tokens_CDP,
+            chunking=chunking,
+            weights_to_hosts=to_hosts,
+            weights_to_chunks=to_chunks,
+            device=device,
+            share=share,
+        )
+        return _InChunks(order.moved(there, back), chunked)
 
 
 @dataclass(frozen=True, eq=False)
 class _InChunks(Handle):
+    """Rows are grouped by member, chunk, rank and slot; `compute` sends them, chunk by chunk."""
+
+    order: RowOrder
     chunked: ChunkedDispatch
-    sums: Callable[[torch.Tensor], torch.Tensor]
+
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+        with record_function("dispatch"):
+            return gather_rows(tokens_TH, self.order), gather_weights(chosen.probs_TE, self.order)
 
     def compute(
         self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
@@ -116,7 +147,7 @@ class _InChunks(Handle):
 
     def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
         with record_function("combine"):
-            return self.sums(rows_RH)
+            return combine(rows_RH, self.order)
 
 
 MEGATRON_DISPATCHERS = {
@@ -133,8 +164,9 @@ class MegatronDispatcher(Dispatcher):
     experts, one copy for each number of slots that placements use.
     """
 
-    def __init__(self, config: TransformerConfig, rank: int, groups: ProcessGroupCollection) -> None:
-        self.config, self.rank, self.groups = config, rank, groups
+    def __init__(self, config: TransformerConfig, rank: int, source: int, groups: ProcessGroupCollection) -> None:
+        """`rank` and `source`: this rank among the hosts and among the sources."""
+        self.config, self.rank, self.source, self.groups = config, rank, source, groups
         self._stages: dict[int, MoETokenDispatcher] = {}
 
     def _stages_for(self, placement: Placement) -> MoETokenDispatcher:
@@ -148,27 +180,30 @@ class MegatronDispatcher(Dispatcher):
             )
         return self._stages[slots]
 
-    def dispatch(
-        self, tokens_TH: torch.Tensor, routing: Mapping[int, Choices], plan: DispatchPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-        """Send rows to their experts; return the rows that this rank's experts compute."""
-        with record_function("dispatch"):
-            stages = self._stages_for(plan.placement)
-            ((probs, chosen),) = routing.values()
-            rows, probs = stages.dispatch_preprocess(tokens_TH, chosen, probs)
-            rows, probs = stages.token_dispatch(rows, probs)
-            rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
-            return rows, probs, _InStages(stages, tokens_per_slot)
+    def prepare(self, chosen: Choices) -> Decide:
+        return lambda plan: _InStages(self._stages_for(plan.placement), plan, self.source)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _InStages(Handle):
     stages: MoETokenDispatcher
-    tokens_per_slot: torch.Tensor
+    plan: DispatchPlan
+    source: int
+    tokens_per_slot: torch.Tensor | None = None
+
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send rows to their experts; return the rows that this rank's experts compute."""
+        with record_function("dispatch"):
+            probs, chosen_TP = reroute(*chosen, self.plan, self.source)
+            rows, probs = self.stages.dispatch_preprocess(tokens_TH, chosen_TP, probs)
+            rows, probs = self.stages.token_dispatch(rows, probs)
+            rows, self.tokens_per_slot, probs = self.stages.dispatch_postprocess(rows, probs)
+            return rows, probs
 
     def compute(
         self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
     ) -> torch.Tensor:
+        assert self.tokens_per_slot is not None, "dispatch comes first"
         with record_function("experts"):
             begin("experts")
             if rows_RH.requires_grad:

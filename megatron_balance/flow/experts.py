@@ -8,6 +8,7 @@ In shapes, F is the shard's inner width (2F for gated units before the activatio
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_gpu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_balance.flow.expert_shards import Cut, by_expert
-from megatron_balance.flow.slot_weights import GroupedWeights, Projection, StandIns, main_grad
+from megatron_balance.flow.grouped_gemm import GroupedGemm, RowSplit, TorchGemm
+from megatron_balance.flow.slot_linear import SlotLinear
+from megatron_balance.flow.slot_weights import GroupedWeights, Projection, main_grad
+from megatron_balance.flow.weight_gradients import LinearGradients
 
 
 def recomputes(config: TransformerConfig, module: str) -> bool:
@@ -36,10 +41,15 @@ class GroupedExperts(MegatronModule):
 
     Args:
         home_experts: the logical expert in each home slot.
+        gemm: computes the products; default: torch.
     """
 
     def __init__(
-        self, home_experts: Sequence[int], config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self,
+        home_experts: Sequence[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        gemm: GroupedGemm | None = None,
     ) -> None:
         super().__init__(config)
         self.config: TransformerConfig
@@ -47,6 +57,7 @@ class GroupedExperts(MegatronModule):
         assert shards.size() == 1 or not config.add_bias_linear, "each shard would add the second bias"
         assert config.moe_ffn_hidden_size is not None
         self.home_experts = tuple(home_experts)
+        self.gemm = gemm or TorchGemm()
         self.shard, self.shards = shards.rank(), shards.size()
         self.replica = pg_collection.expt_dp.rank()
         num_local_experts = len(self.home_experts)
@@ -55,6 +66,9 @@ class GroupedExperts(MegatronModule):
         width = 2 * inner if config.gated_linear_unit else inner
         self.linear_fc1 = GroupedWeights(num_local_experts, config.hidden_size, width, config)
         self.linear_fc2 = GroupedWeights(num_local_experts, inner, config.hidden_size, config)
+        # A CPU gains nothing from grouping, or from gradients of weights that wait. Slot by slot, the tensors between
+        # the projections stay in its caches, and are soon freed
+        self.by_slot = self.linear_fc1.weight.is_cpu
         if config.perform_initialization:
             self._initialize()
 
@@ -72,59 +86,81 @@ class GroupedExperts(MegatronModule):
                 # Without this mark, gradient norms would count only tensor-parallel rank 0's experts
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, step)
 
-    def forward(
-        self,
-        rows_RH: torch.Tensor,
-        tokens_per_slot: torch.Tensor,
-        probs_R: torch.Tensor,
-        stand_ins: StandIns | None = None,
-    ) -> torch.Tensor:
+    def forward(self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
         """Compute each row with its slot's expert, weighted by its combine probability: [R, H].
 
         Args:
             rows_RH: rows grouped by slot.
             tokens_per_slot: [S] int64 on the host: home slots, then the guest slots in use.
             probs_R: [R] combine weights.
-            stand_ins: leaves to compute with in place of all `tensors`.
         """
+        return _Experts.apply(rows_RH, probs_R, tokens_per_slot, self, torch.is_grad_enabled(), *self.parameters())
+
+    def gradients(self, slots: int) -> "ExpertGradients":
+        """Return the gradients of the weights, zero so far, while `slots` slots are in use."""
+        return ExpertGradients(
+            *(LinearGradients(linear, slots, self.gemm) for linear in (self.linear_fc1, self.linear_fc2))
+        )
+
+    def graph(
+        self,
+        rows_RH: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs_R: torch.Tensor,
+        gradients: "ExpertGradients",
+        with_graph: bool,
+    ) -> tuple[torch.Tensor, "ExpertGraph | None"]:
+        """Do the same as `forward`; also return the autograd graph of this computation alone, if `with_graph`.
+
+        Args:
+            gradients: collects the gradients of the weights.
+        """
+        with torch.set_grad_enabled(with_graph):
+            rows_RH, probs_R = (tensor.detach().requires_grad_(with_graph) for tensor in (rows_RH, probs_R))
+            output_RH = self.compute(rows_RH, tokens_per_slot, probs_R, gradients)
+        graph = ExpertGraph(get_gradient_edge(output_RH), rows_RH, probs_R) if with_graph else None
+        return output_RH.detach(), graph
+
+    def compute(
+        self,
+        rows_RH: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs_R: torch.Tensor,
+        gradients: "ExpertGradients",
+    ) -> torch.Tensor:
+        """Do the same as `forward`, differentiable with respect to rows and combine weights only."""
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
-        # A CPU gains nothing from grouping, and slot by slot, the tensors between the projections stay in its caches
-        return self._all_slots(rows_RH, tokens_per_slot, probs_R, not rows_RH.is_cuda, stand_ins)
-
-    def _all_slots(
-        self,
-        rows_RH: torch.Tensor,
-        tokens_per_slot: torch.Tensor,
-        probs_R: torch.Tensor,
-        by_slot: bool,
-        stand_ins: StandIns | None = None,
-    ) -> torch.Tensor:
-        guests = len(tokens_per_slot) - len(self.home_experts)
-        first, second = (linear(guests, by_slot, stand_ins) for linear in (self.linear_fc1, self.linear_fc2))
-        if len(first) == 1:
-            return self._compute(first[0], second[0], rows_RH, tokens_per_slot, probs_R)
-        tokens = tokens_per_slot.split([len(projection.weight) for projection in first])
-        sizes = [int(part.sum()) for part in tokens]
-        parts = zip(first, second, rows_RH.split(sizes), tokens, probs_R.split(sizes), strict=True)
-        return torch.cat([self._compute(*part) for part in parts])
+        sizes, device = tokens_per_slot.tolist(), rows_RH.device
+        first, second = (linear(len(sizes) - len(self.home_experts)) for linear in (self.linear_fc1, self.linear_fc2))
+        if not self.by_slot:
+            linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
+            return self._compute(*linears, rows_RH, RowSplit(sizes, device), probs_R)
+        each = ([slot for projection in linear for slot in projection.by_slot()] for linear in (first, second))
+        parts = zip(*each, rows_RH.split(sizes), sizes, probs_R.split(sizes), strict=True)
+        outputs = [
+            self._compute(
+                SlotLinear([one], gradients.first, slot, at_once=True),
+                SlotLinear([other], gradients.second, slot, at_once=True),
+                rows,
+                RowSplit([size], device),
+                probs,
+            )
+            for slot, (one, other, rows, size, probs) in enumerate(parts)
+        ]
+        return torch.cat(outputs)
 
     def _compute(
-        self,
-        first: Projection,
-        second: Projection,
-        rows_RH: torch.Tensor,
-        tokens_per_slot: torch.Tensor,
-        probs_R: torch.Tensor,
+        self, first: SlotLinear, second: SlotLinear, rows_RH: torch.Tensor, split: RowSplit, probs_R: torch.Tensor
     ) -> torch.Tensor:
-        inner = first(rows_RH, tokens_per_slot)
+        inner = first(rows_RH, split)
         if not self.activation_recompute:
-            return second(self._activate(inner, probs_R), tokens_per_slot, probs_R)
+            return second(self._activate(inner, probs_R), split, probs_R)
         # megatron-core takes the precision, although its annotation says bool
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)  # pyright: ignore[reportArgumentType]
         activated = checkpoint.checkpoint(self._activate, inner, probs_R)
-        output = second(activated, tokens_per_slot, probs_R)
+        output = second(activated, split, probs_R)
         checkpoint.discard_output_and_register_recompute(output)
         return output
 
@@ -137,7 +173,9 @@ class GroupedExperts(MegatronModule):
             gate, linear = inner.chunk(2, dim=-1)
             if (limit := config.activation_func_clamp_value) is not None:
                 gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
-            activated = config.activation_func(gate) * (linear + config.glu_linear_offset)
+            # Adding zero would cost a tensor, which autograd keeps
+            linear = linear + config.glu_linear_offset if config.glu_linear_offset else linear
+            activated = config.activation_func(gate) * linear
         else:
             activated = config.activation_func(inner)
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)
@@ -155,14 +193,6 @@ class GroupedExperts(MegatronModule):
         """Wait on the model's thread until this layer's weights are up to date; see `GroupedWeights.forward`."""
         self.linear_fc1()
         self.linear_fc2()
-
-    def tensors(self, slots: int) -> list[torch.Tensor]:
-        """Return the leaves that get gradients while `slots` slots are in use."""
-        found: list[torch.Tensor] = list(self.parameters())
-        if slots > len(self.home_experts):
-            for linear in (self.linear_fc1, self.linear_fc2):
-                found += _guests(linear).tensors()
-        return found
 
     def weights_of(self, slot: int) -> list[torch.Tensor]:
         """Return views of all weights in one slot: home slots come first, guest slots after them. See `ready`."""
@@ -202,6 +232,55 @@ class GroupedExperts(MegatronModule):
             )
             for name, parameter in self.named_parameters()
         }
+
+
+class ExpertGradients(NamedTuple):
+    """The gradients of the weights of one rank's experts, over the chunks of one backward pass."""
+
+    first: LinearGradients
+    second: LinearGradients
+
+    def finish(self) -> list[torch.Tensor | None]:
+        """Compute the gradients; return what autograd gets for each parameter of the experts."""
+        return [*self.first.finish(), *self.second.finish()]
+
+
+class ExpertGraph(NamedTuple):
+    """Ends of the autograd graph of the experts' computation: gradients enter at `output` and leave at the others."""
+
+    output: GradientEdge
+    rows_RH: torch.Tensor
+    probs_R: torch.Tensor
+
+    def backward(self, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of the rows and of the combine weights, given that of the result."""
+        # Not autograd.grad, which megatron-core's recomputation refuses
+        torch.autograd.backward([self.output], [gradient_RH])
+        assert self.rows_RH.grad is not None and self.probs_R.grad is not None
+        return self.rows_RH.grad, self.probs_R.grad
+
+
+class _Experts(torch.autograd.Function):
+    """Autograd sees one operation, which gets one gradient for each weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RH: torch.Tensor,
+        probs_R: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        experts: GroupedExperts,
+        with_graph: bool,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.gradients = experts.gradients(len(tokens_per_slot))
+        output_RH, ctx.graph = experts.graph(rows_RH, tokens_per_slot, probs_R, ctx.gradients, with_graph)
+        return output_RH
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+        graph, ctx.graph = ctx.graph, None
+        return *graph.backward(gradients[0]), None, None, None, *ctx.gradients.finish()
 
 
 def _guests(linear: GroupedWeights) -> Projection:

@@ -1,31 +1,130 @@
-"""One matrix product for the rows of all slots."""
+"""Matrix products for the rows of all slots: outputs, input gradients and weight gradients.
+
+Rows are grouped by slot. The weights of all slots are a sequence of tensors [S_i, O, I], each of which holds some
+consecutive slots: home slots are a parameter, guest slots a buffer of their own. Nothing is concatenated: every product
+is written where the next operation reads it.
+
+How many kernels a projection takes, for S home slots and G guest slots in use:
+
+| products                 | `TorchGemm` on its fast path | `TorchGemm` otherwise | `EngineGemm` |
+|--------------------------|------------------------------|-----------------------|--------------|
+| output, input gradient   | 1 + G                        | S + G                 | 1 call       |
+| weight gradient          | S + G                        | S + G                 | 1 call       |
+
+torch's grouped product takes the weights of all slots as one tensor and allocates its result. A single call for home
+and guest slots would therefore copy weights, and a second call would copy its rows into the first one's result. Guest
+slots are few, and each gets a product that is written into the rows that the grouped product has left for it. torch's
+grouped product also rounds weight gradients to the inputs' precision, so that adding them in float32 would write and
+read them once more; one product per slot adds to float32 directly. A call of Transformer Engine takes lists of
+matrices; it starts one product for each of them.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16)
+from megatron_balance.flow.slot_weights import slots_of
+
 GROUPED_MM_ALIGNMENT = 16
 """`grouped_mm` requires strides that are multiples of this number of bytes."""
 
+GROUPED_MM_MAJORS = (9, 10)
+"""Major compute capabilities for which torch has a grouped kernel."""
 
-def grouped_linear(rows_RI: torch.Tensor, weight_SOI: torch.Tensor, tokens_per_slot: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each slot s by weight_SOI[s].T: [R, I] x [S, O, I] -> [R, O].
 
-    `tokens_per_slot` [S] int64 on the host gives the number of consecutive rows of each slot; zero is allowed.
-    Float64 and widths that `torch.nn.functional.grouped_mm` refuses take one matrix product per slot.
+@dataclass(frozen=True, eq=False)
+class RowSplit:
+    """Number of consecutive rows of each slot, known to the host; zero is allowed."""
+
+    sizes: Sequence[int]
+    device: torch.device
+
+    @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        """[S] int32 on the device: the end of each slot's rows."""
+        ends = torch.tensor(self.sizes).cumsum(0).to(torch.int32)
+        # The copy from pageable memory is staged immediately: the host does not wait
+        return ends.to(self.device, non_blocking=True)
+
+
+class WeightTerm(NamedTuple):
+    """A weight gradient to add: `total_OI` += `gradient_RO`.T @ `rows_RI`, over one slot's rows."""
+
+    total_OI: torch.Tensor
+    gradient_RO: torch.Tensor
+    rows_RI: torch.Tensor
+
+
+class GroupedGemm(ABC):
+    """Computes the products of one linear layer in all slots; outside autograd."""
+
+    @abstractmethod
+    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+        """Multiply the rows of each slot s by its weight's transpose: [R, I] x [S, O, I] -> [R, O]."""
+
+    @abstractmethod
+    def input_gradients(
+        self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit
+    ) -> torch.Tensor:
+        """Multiply the rows of each slot s by its weight: [R, O] x [S, O, I] -> [R, I]."""
+
+    @abstractmethod
+    def add_weight_gradients(self, terms: Iterable[WeightTerm]) -> None:
+        """Add the terms, each to the total of another slot, in the precision of the totals."""
+
+
+class TorchGemm(GroupedGemm):
+    """Products by torch."""
+
+    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+        return _products(rows_RI, [weight_SOI.mT for weight_SOI in weights], split)
+
+    def input_gradients(
+        self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit
+    ) -> torch.Tensor:
+        return _products(gradient_RO, weights, split)
+
+    def add_weight_gradients(self, terms: Iterable[WeightTerm]) -> None:
+        for total_OI, gradient_RO, rows_RI in terms:
+            if total_OI.dtype == rows_RI.dtype:
+                total_OI.addmm_(gradient_RO.T, rows_RI)
+            elif rows_RI.is_cuda:
+                torch.addmm(total_OI, gradient_RO.T, rows_RI, out_dtype=total_OI.dtype, out=total_OI)
+            else:
+                # A CPU multiplies in the precision of the result only
+                total_OI.addmm_(gradient_RO.to(total_OI.dtype).T, rows_RI.to(total_OI.dtype))
+
+
+def _products(rows_RK: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+    """Multiply the rows of each slot by its matrix [K, N]: -> [R, N]."""
+    first_SKN, width = matrices[0], matrices[0].shape[-1]
+    grouped = len(first_SKN)
+    if sum(split.sizes[:grouped]) and grouped_mm_is_fast(first_SKN):
+        # The rows after the last end are left to the products of guest slots
+        output_RN = F.grouped_mm(rows_RK, first_SKN, offs=split.ends[:grouped])
+    else:
+        output_RN, grouped = rows_RK.new_empty(len(rows_RK), width), 0
+    each = zip(rows_RK.split(split.sizes), output_RN.split(split.sizes), slots_of(matrices), strict=True)
+    for number, (rows, output, matrix_KN) in enumerate(each):
+        if number >= grouped and len(rows):
+            torch.mm(rows, matrix_KN, out=output)
+    return output_RN
+
+
+def grouped_mm_is_fast(matrix_SKN: torch.Tensor) -> bool:
+    """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel.
+
+    Otherwise it refuses them, or it reads the ends of the slots from the device, so that the host waits, and computes
+    one product per slot. Source: aten/src/ATen/native of torch 2.13, `_grouped_mm_cuda` in cuda/GroupedBlas.cpp:
+    bfloat16, compute capability 9.x or 10.x, NVIDIA; `check_valid_strides_and_return_transposed` in GroupedMMUtils.h:
+    alignment.
     """
-    if _grouped_mm_accepts(weight_SOI):
-        offsets = tokens_per_slot.cumsum(0).to(device=rows_RI.device, dtype=torch.int32, non_blocking=True)
-        output = F.grouped_mm(rows_RI.contiguous(), weight_SOI.transpose(-1, -2), offs=offsets)
-        if output.requires_grad:
-            # Its backward refuses the expanded gradient that a plain sum() sends
-            output.register_hook(torch.Tensor.contiguous)
-        return output
-    chunks = rows_RI.split(tokens_per_slot.tolist())
-    return torch.cat([F.linear(chunk, weight) for chunk, weight in zip(chunks, weight_SOI.unbind(), strict=True)])
-
-
-def _grouped_mm_accepts(weight_SOI: torch.Tensor) -> bool:
-    widths = weight_SOI.shape[1:]
-    aligned = all(width * weight_SOI.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in widths)
-    return weight_SOI.dtype in GROUPED_MM_DTYPES and aligned
+    if matrix_SKN.dtype != torch.bfloat16 or not matrix_SKN.is_cuda or torch.version.hip is not None:
+        return False
+    aligned = all(width * matrix_SKN.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in matrix_SKN.shape[1:])
+    return aligned and torch.cuda.get_device_capability(matrix_SKN.device)[0] in GROUPED_MM_MAJORS

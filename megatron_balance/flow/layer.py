@@ -1,44 +1,55 @@
 """BalancedMoELayer: where a token goes, one verb after another.
 
-enter -> route -> host -> plan -> reroute -> dispatch -> experts -> combine -> leave
+enter -> route -> count -> prepare -> host -> plan -> dispatch -> experts -> combine -> leave
 
 enter      this rank's part of the layer's input, if tensor-parallel ranks share the tokens
-route      the router chooses logical experts for each token; all ranks learn the load matrix
+route      the router chooses logical experts for each token
+count      all ranks learn the load matrix; the host waits for it, and for nothing else
+prepare    what needs no load matrix: the order of rows by expert, shared experts
 host       the Placement in force: which ranks host which experts; hosts have the weights when they compute
 plan       how many tokens each source sends to each physical expert
-reroute    each chosen expert becomes one of its physical experts
 dispatch   one row for each token and chosen expert, grouped by destination
 experts    rows travel to their experts, through them and back, chunk by chunk
 combine    each token gets the weighted sum of its rows
 leave      the layer's output for all of its input
 """
 
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.profiler import record_function
 
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
+from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
-from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher
+from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Handle, MegatronDispatcher
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, make_dispatch_plan
-from megatron_balance.flow.reroute import reroute
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
 Host = Callable[[torch.Tensor, bool], Placement]
 """(load matrix [D, E] of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their
 experts when they compute."""
+
+
+class Decided(NamedTuple):
+    """What a forward pass decided, for the pass that repeats it."""
+
+    counts_HE: torch.Tensor
+    placement: Placement
+    handle: Handle
 
 
 class BalancedMoELayer(MoELayer):
@@ -82,6 +93,10 @@ class BalancedMoELayer(MoELayer):
         self.node_size = self.ep_group.size()
         """Number of consecutive hosts that share a node."""
 
+        self._reader = HostReader()
+        self._to_repeat: deque[Decided] = deque()
+        """Of the passes that recomputation will repeat, in their order, which is that of the microbatches."""
+
         self.router = cast(Router, submodules.router(config=config, pg_collection=parallel.router_groups()))
         decide = self.router.routing
         self.router.routing = lambda logits, **options: decide(parallel.agree(logits), **options)
@@ -95,7 +110,7 @@ class BalancedMoELayer(MoELayer):
 
     def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher:
         if self.config.moe_token_dispatcher_type != "alltoall":
-            return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.groups)
+            return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
 
         def chunking(plan: DispatchPlan) -> Chunking:
             if chunks is None:
@@ -123,36 +138,70 @@ class BalancedMoELayer(MoELayer):
         return self._mixture(hidden_states, padding_mask), None
 
     def _mixture(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
-        shared = self.shared_experts_compute(hidden_states)
         entered, padding_mask = self.parallel.enter(hidden_states, padding_mask)
-        tokens_TH, routing, counts_DE = self._route(entered, padding_mask)
-        self.placement = self.host(by_host(counts_DE, self.ep_group.size()), self.training)
-        plan = self._plan(counts_DE)
-        routing = {source: reroute(*choices, plan, source) for source, choices in routing.items()}
-        rows_RH, probs_R, handle = self.dispatcher.dispatch(tokens_TH, routing, plan)
+        tokens_TH, chosen = self._route(entered, padding_mask)
+        decide = self._decide(chosen)
+        shared = self.shared_experts_compute(hidden_states)
+        handle = decide()
+        rows_RH, probs_R = handle.dispatch(tokens_TH, chosen)
         rows_RH = handle.compute(rows_RH, probs_R, self.experts, self.begin)
         output_TH = handle.combine(rows_RH)
         output = self.parallel.leave(output_TH, entered.shape)
         return output if shared is None else output + shared
 
-    def _route(
-        self, entered: torch.Tensor, padding_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Mapping[int, Choices], torch.Tensor]:
-        """Return the tokens [T, H] that this rank dispatches, the choices sent by each source, and the load matrix."""
+    def _route(self, entered: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, Choices]:
+        """Return the tokens [T, H] that this rank dispatches, and their choices."""
         with record_function("route"):
             own_TH = entered.reshape(-1, entered.shape[-1])
             chosen = Choices(*cast(Router, self.router)(entered, padding_mask))
-            tokens_TH, routing = self.parallel.share(own_TH, chosen)
-            return tokens_TH, routing, self._gather_counts(routing[self.parallel.source].map_TE)
+            return self.parallel.share(own_TH, chosen)
+
+    def _decide(self, chosen: Choices) -> Callable[[], Handle]:
+        """Queue what the decisions about this pass's rows need; return the function that makes them.
+
+        Recomputation repeats the decisions of the first pass, so it neither gathers nor waits. Its router chooses the
+        same experts.
+        """
+        repeated = self.training and is_checkpointing()
+        if repeated and torch.is_grad_enabled() and self._to_repeat:
+            return lambda: self._again(self._to_repeat.popleft())
+        counts, decide = self._gather_counts(chosen.map_TE), self.dispatcher.prepare(chosen)
+
+        def decided() -> Handle:
+            counts_DE = counts()
+            counts_HE = by_host(counts_DE, self.ep_group.size())
+            self.placement = self.host(counts_HE, self.training)
+            handle = decide(self._plan(counts_DE))
+            if not repeated:
+                self._to_repeat.clear()
+            elif not torch.is_grad_enabled():
+                self._to_repeat.append(Decided(counts_HE, self.placement, handle))
+            return handle
+
+        return decided
+
+    def _again(self, first: Decided) -> Handle:
+        self.placement = self.host(first.counts_HE, self.training)
+        assert self.placement is first.placement, "a placement changes between iterations only"
+        return first.handle
 
     @torch.no_grad()
-    def _gather_counts(self, map_TE: torch.Tensor) -> torch.Tensor:
-        """Return the load matrix [D, E] on the host: tokens that each source routed to each expert."""
-        counts_E = map_TE.sum(dim=0)
-        counts_DE = counts_E.new_empty(self.parallel.sources.size() * counts_E.numel())
-        dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources)
-        # In half precision, the layer waits for the device only here: the exchange needs split sizes on the host
-        return counts_DE.view(-1, counts_E.numel()).cpu()
+    def _gather_counts(self, map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start gathering the load matrix [D, E], the tokens that each source routed to each expert.
+
+        Return the function that waits until it is on the host: the layer's only wait for the device.
+        """
+        with record_function("count"):
+            counts_E = self.parallel.counts(map_TE)
+            counts_DE = counts_E.new_empty(self.parallel.sources.size() * counts_E.numel())
+            work = dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources, async_op=True)
+            assert work is not None
+
+            def gathered() -> torch.Tensor:
+                work.wait()
+                return counts_DE.view(-1, counts_E.numel())
+
+            return self._reader.read(gathered)
 
     def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:
         with record_function("plan"):

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
-from megatron_balance.flow.chunks.chunking import in_chunks, split_evenly
+from megatron_balance.flow.chunks.chunking import split_evenly
 from megatron_balance.flow.plan import Choices
 
 
@@ -164,7 +164,10 @@ class ParallelDispatch:
 
     @functools.cached_property
     def members(self) -> list[int]:
-        """The sources that have the same tokens as this rank, in the order in which they share the rows."""
+        """The sources of the rows of this rank's tokens, in the order in which they share them: itself, or all ranks
+        with the same tokens."""
+        if not self.splits_rows:
+            return [self.source]
         sources = dist.get_process_group_ranks(self.sources)
         return [sources.index(rank) for rank in dist.get_process_group_ranks(self.groups.tp)]
 
@@ -199,24 +202,24 @@ class ParallelDispatch:
         """
         return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
 
-    def share(self, own_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, dict[int, Choices]]:
-        """Return the tokens [T, H] that this rank dispatches, and the choices that each source sends.
+    def share(self, own_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, Choices]:
+        """Return the tokens [T, H] that this rank dispatches, and the experts that they chose.
 
-        If tokens are gathered, these are the tokens of all shards of the host. If rows are split, the sources are all
-        ranks with these tokens, in the order in which they share the rows; otherwise, the only source is this rank.
+        If tokens are gathered, these are the tokens of all shards of the host.
 
         Args:
             own_TH: the tokens that this rank has routed.
             chosen: the experts that these tokens chose.
         """
         tokens_TH, probs_TE = (self._gather(self._repeat(tensor)) for tensor in (own_TH, chosen.probs_TE))
-        map_TE = self._gather(chosen.map_TE)
+        return tokens_TH, Choices(probs_TE, self._gather(chosen.map_TE))
+
+    def counts(self, map_TE: torch.Tensor) -> torch.Tensor:
+        """Return [E]: how many rows for each expert this rank sends, given the choices of `share`."""
+        counts_E = map_TE.sum(dim=0)
         if not self.splits_rows:
-            return tokens_TH, {self.source: Choices(probs_TE, map_TE)}
-        members = self.members
-        tokens_ME = split_evenly(map_TE.sum(0, keepdim=True), len(members))[:, 0]
-        shares = (tensor.chunk(len(members), 1) for tensor in in_chunks(probs_TE, map_TE, tokens_ME))
-        return tokens_TH, dict(zip(members, map(Choices, *shares), strict=True))
+            return counts_E
+        return split_evenly(counts_E.unsqueeze(0), len(self.members))[self.groups.tp.rank(), 0]
 
     def leave(self, output_TH: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the layer's output for all of its input, from the output for the tokens of `share`.

@@ -5,7 +5,6 @@ hosts (the ranks of an expert-parallel group), M experts with several hosts; K i
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 
 from megatron_balance.placement.placement import MOST_TOKENS, Placement
-from megatron_balance.placement.splits import SPLITS, paired, sent, shares
+from megatron_balance.placement.splits import SPLITS, paired, sent
+from megatron_balance.placement.tables import Tables
 
 Split = Literal["local_first", "proportional"]
 
@@ -74,46 +74,32 @@ def make_dispatch_plan(
     if len(counts_DE) > placement.num_ranks:
         plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split, node_size)
         return DispatchPlan(placement, _among_sources(plan, counts_DE))
+    tables = placement.tables
+    counts, tokens_DP = counts_DE.numpy(), np.zeros((placement.num_ranks, placement.num_physical), dtype=np.int64)
     # An expert with one host sends everything there; others are overwritten
-    only_E = torch.tensor([physicals[0] for physicals in placement.physicals])
-    tokens_DP = counts_DE.new_zeros(placement.num_ranks, placement.num_physical)
-    tokens_DP[:, only_E] = counts_DE
-    shared = [expert for expert, physicals in enumerate(placement.physicals) if len(physicals) > 1]
-    if shared:
-        _share(counts_DE[:, shared].numpy(), placement, shared, split, node_size, tokens_DP.numpy())
-    return DispatchPlan(placement, tokens_DP)
+    tokens_DP[:, tables.only_E] = counts
+    if len(tables.shared_M):
+        _share(counts[:, tables.shared_M].T, tables, split, node_size or placement.num_ranks, tokens_DP)
+    return DispatchPlan(placement, torch.from_numpy(tokens_DP))
 
 
-def _share(
-    counts_DM: np.ndarray,
-    placement: Placement,
-    shared: Sequence[int],
-    split: Split,
-    node_size: int | None,
-    tokens_DP: np.ndarray,
-) -> None:
-    """Overwrite the tokens of the `shared` experts, those with several hosts."""
-    counts_MD = counts_DM.T
+def _share(counts_MD: np.ndarray, tables: Tables, split: Split, node_size: int, tokens_DP: np.ndarray) -> None:
+    """Overwrite the tokens of the experts with several hosts."""
     assert counts_MD.sum(1).max() <= MOST_TOKENS, "a product of two counts fits an int64"
-    quotas_MD = SPLITS[split](counts_MD, shares(placement)[shared], np.asarray(placement.primary)[shared])
-    moved = sent(counts_MD, quotas_MD, node_size or placement.num_ranks)
-    rows = [placement.physicals[expert] for expert in shared]
-    physicals_MK, rows_M1 = pad_rows(rows).numpy(), np.arange(len(rows))[:, None]
-    ranks_MK, hosts_K = physicals_MK // placement.slots_per_rank, np.arange(physicals_MK.shape[1])
-    # Rows end in copies of their last host
-    is_host_MK = hosts_K < np.array([len(row) for row in rows])[:, None]
-    near_DMK, far_DMK = (
-        paired(out_MD, in_MD[rows_M1, ranks_MK] * is_host_MK)
-        for out_MD, in_MD in ((moved.near_out_AD, moved.near_in_AD), (moved.far_out_AD, moved.far_in_AD))
-    )
-    sent_DMK = near_DMK + far_DMK
+    quotas_MD = SPLITS[split](counts_MD, tables.shares_MD, tables.primary_M)
+    moved = sent(counts_MD, quotas_MD, node_size)
+    ranks_MK, is_host_MK = tables.ranks_MK, tables.is_host_MK
+    rows_M1, hosts_K = np.arange(len(ranks_MK))[:, None], np.arange(ranks_MK.shape[1])
+    sent_DMK = paired(moved.near_out_AD, moved.near_in_AD[rows_M1, ranks_MK] * is_host_MK)
+    if node_size < counts_MD.shape[1]:
+        sent_DMK += paired(moved.far_out_AD, moved.far_in_AD[rows_M1, ranks_MK] * is_host_MK)
     sent_DMK[ranks_MK, rows_M1, hosts_K] += moved.local_AD[rows_M1, ranks_MK]
-    tokens_DP[:, physicals_MK[is_host_MK]] = sent_DMK[:, is_host_MK]
+    tokens_DP[:, tables.shared_physical_N] = sent_DMK[:, is_host_MK]
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
     """Return [H, E], the load matrix with the sources of each host added up."""
-    return counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
+    return counts_DE if len(counts_DE) == hosts else counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
 
 
 def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
@@ -123,7 +109,7 @@ def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
     physical expert, and so on. A source sends to a physical expert the overlap of its own tokens with that part.
     """
     placement, hosts = plan.placement, plan.placement.num_ranks
-    experts_P = torch.tensor(placement.expert_of_physical)
+    experts_P = torch.from_numpy(placement.tables.expert_P)
     used_P = experts_P >= 0
     same_PP = (experts_P[:, None] == experts_P) & used_P
     ends_HP = plan.tokens_DP @ same_PP.triu().to(torch.int64)
@@ -132,9 +118,3 @@ def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
     first_HNP = torch.maximum((ends_HP - plan.tokens_DP).unsqueeze(1), until_HNP - own_HNP)
     last_HNP = torch.minimum(ends_HP.unsqueeze(1), until_HNP)
     return (last_HNP - first_HNP).clamp(min=0).flatten(0, 1)
-
-
-def pad_rows(rows: Sequence[Sequence[int]], fill: int | None = None) -> torch.Tensor:
-    """Return rows of uneven length as [rows, longest] int64, filled up with `fill` or with each row's last number."""
-    width = max(len(row) for row in rows)
-    return torch.tensor([(*row, *[row[-1] if fill is None else fill] * (width - len(row))) for row in rows])

@@ -1,12 +1,13 @@
-"""The router's choice of logical experts -> the choice of physical experts.
+"""The router's choice of logical experts -> the choice of physical experts, for megatron-core's dispatchers.
 
-After it, dispatch, experts and combine are an ordinary mixture of P experts. In shapes, K is the largest
-number of hosts of an expert.
+After it, dispatch, experts and combine are an ordinary mixture of P experts. Our dispatcher does the same with the
+order of rows (rows.py). In shapes, K is the largest number of hosts of an expert.
 """
 
 import torch
 
-from megatron_balance.flow.plan import Choices, DispatchPlan, pad_rows
+from megatron_balance.device.host_memory import to_device
+from megatron_balance.flow.plan import Choices, DispatchPlan
 
 
 def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> Choices:
@@ -38,9 +39,9 @@ def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, so
 @torch.no_grad()
 def _targets(map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> torch.Tensor:
     """Return [T, E], the physical expert for each expert; any host of it where a token did not choose the expert."""
-    physicals_EK = pad_rows(plan.placement.physicals)
+    physicals_EK = torch.from_numpy(plan.placement.tables.physicals_EK)
     ends_EK = plan.tokens_DP[source][physicals_EK].cumsum(1)
-    physicals_EK, ends_EK = (table.to(map_TE.device, non_blocking=True) for table in (physicals_EK, ends_EK))
+    physicals_EK, ends_EK = (to_device(table, map_TE.device) for table in (physicals_EK, ends_EK))
     # Rank of each token among its expert's tokens; below the last end, so that the search stays inside the table
     ordinal_ET = map_TE.T.cumsum(1) - 1
     return physicals_EK.gather(1, torch.searchsorted(ends_EK, ordinal_ET, right=True)).T

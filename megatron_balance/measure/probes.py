@@ -6,7 +6,7 @@ from megatron_balance.comm.alltoall import default_all_to_all
 from megatron_balance.comm.codecs import Codec
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.rows import RowOrder, combine, gather_rows
+from megatron_balance.flow.rows import combine, gather_rows, row_order
 from megatron_balance.measure.stopwatch import OPERATIONS, Call, Passes
 
 
@@ -94,7 +94,7 @@ def _sorting(rows: torch.Tensor, hosts: int) -> Call:
 
     def there_and_back() -> None:
         rows.grad = None
-        order = RowOrder.of(routing, len(rows))
+        order = row_order(routing, len(rows))
         output = combine(gather_rows(rows, order), order)
         output.backward(output.detach())
 

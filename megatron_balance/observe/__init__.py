@@ -7,5 +7,6 @@ load_log        files of load matrices and placements (--balance-log-dir)
 routing_trace   files of every token's experts (--moe-routing-trace-path)
 trace           files for Perfetto with the activities of each stream (--balance-timeline)
 scalars         TensorBoard event files
+profiling       spans for torch's profiler
 optional        writing of all these files: a failure is a warning and never stops training
 """

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_balance.placement.tables import Tables
+
 EMPTY = -1
 """Content of an empty slot."""
 
@@ -208,9 +210,15 @@ class Placement:
     @cached_property
     def physicals(self) -> tuple[tuple[int, ...], ...]:
         """[E]: the physical experts that compute each logical expert, once each, by ascending rank."""
+        slots = self.slots_per_rank
+        rows = enumerate(zip(self.home, self.guests, strict=True))
+        at = {
+            (rank, expert): rank * slots + slot
+            for rank, (home, guests) in rows
+            for slot, expert in enumerate(home + guests)
+        }
         return tuple(
-            tuple(self.physical(rank, expert) for rank in dict.fromkeys(ranks))
-            for expert, ranks in enumerate(self.hosts)
+            tuple(at[rank, expert] for rank in dict.fromkeys(ranks)) for expert, ranks in enumerate(self.hosts)
         )
 
     @cached_property
@@ -226,6 +234,18 @@ class Placement:
     def owners(self) -> tuple[int, ...]:
         """[E]: the rank that owns each expert."""
         return _owners(self.home, self.num_experts)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Arrays that this placement alone determines."""
+        return Tables(
+            num_ranks=self.num_ranks,
+            slots_per_rank=self.slots_per_rank,
+            hosts=self.hosts,
+            quotas=self.quotas,
+            primary=self.primary,
+            physicals=self.physicals,
+        )
 
     def __str__(self) -> str:
         """Return the home slots, a plus and the guest slots of each rank: `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`

@@ -8,7 +8,6 @@ A experts, or A ways to place one expert; D counts ranks. Nodes are `node_size` 
 """
 
 from collections.abc import Callable
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -21,16 +20,7 @@ def shares(placement: Placement) -> np.ndarray:
 
     They are the placement's quotas, and 1 for each vExpert of experts without quotas.
     """
-    experts, ranks = placement.num_experts, placement.num_ranks
-    hosts = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
-    cells = np.repeat(np.arange(experts) * ranks, [len(row) for row in placement.hosts]) + hosts
-    if not placement.quotas:
-        return np.bincount(cells, minlength=experts * ranks).reshape(experts, ranks)
-    rows = zip(placement.quotas, placement.hosts, strict=True)
-    quotas = np.fromiter(chain.from_iterable(quotas or (1,) * len(row) for quotas, row in rows), dtype=np.int64)
-    shares_ED = np.zeros((experts, ranks), dtype=np.int64)
-    np.add.at(shares_ED.reshape(-1), cells, quotas)
-    return shares_ED
+    return placement.tables.shares_ED.copy()
 
 
 def local_first(counts_AD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> np.ndarray:

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch.profiler import record_function
-
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Decision, Question
 
@@ -35,6 +34,8 @@ def plan_for(question: Question) -> Plan:
         placement, transfers = decision.placement, None
         if placement is not None and placement != question.placement:
             transfers = question.transport.plan(placement)
+            # What the layer needs of it between the load and the exchange
+            placement.trimmed.tables.complete()
         return Plan(decision, transfers, start, time.perf_counter())
 
 

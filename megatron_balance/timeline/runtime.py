@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from megatron_balance.comm.ownership_transfer import OwnershipTransfer
 from megatron_balance.comm.trans_agg import ExpertTransfer
@@ -37,6 +36,7 @@ from megatron_balance.device import clock
 from megatron_balance.device.side_stream import AsyncWork, SideStream
 from megatron_balance.observe.balance import LayerReport, component_seconds
 from megatron_balance.observe.calibration_log import Record
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan

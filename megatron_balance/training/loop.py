@@ -12,11 +12,11 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
 from megatron.core.utils import get_attr_wrapped_model
-from torch.profiler import record_function
 
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.calibration import UNCALIBRATED
 from megatron_balance.device import clock
+from megatron_balance.observe.profiling import record_function
 from megatron_balance.training import optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports

@@ -14,6 +14,7 @@ from megatron_balance.flow.chunks import pipeline
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import ChunkStep, ChunkTask, Order, text
 from megatron_balance.flow.chunks.pipeline import Start, execute
+from megatron_balance.flow.experts import ExpertGradients
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.layout import build_groups, destroy_groups
 from tests.distributed import runs
@@ -69,13 +70,19 @@ def watched_start(
     return starting
 
 
-def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
-    """Return the orders of both passes, and the order in which a layer executed them."""
+def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[list[ChunkTask]]]:
+    """Return the orders of both passes, how a layer executed them, and all tasks before its weight gradients."""
     config = moe_config(moe_router_topk=2)
     layer = build_layer(config, build_groups(config, seed=7))
     chunking = Chunking(random_order(chunks, seed), random_order(chunks, seed + 1))
     layer.dispatcher.chunks = lambda plan: chunking
     logs: list[list[ChunkStep]] = []
+    before_weights: list[list[ChunkTask]] = []
+    finish = ExpertGradients.finish
+
+    def finishing(gradients: ExpertGradients) -> list[torch.Tensor | None]:
+        before_weights.append([step.task for step in logs[-1]])
+        return finish(gradients)
 
     def watched(
         order: Order,
@@ -103,15 +110,19 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str]]:
     hidden = torch.randn(13 + 3 * dist.get_rank(), 1, HIDDEN, dtype=torch.float64, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "execute", watched)
+        patch.setattr(ExpertGradients, "finish", finishing)
         layer(hidden.requires_grad_())[0].sum().backward()
-    return [text(chunking.forward), text(chunking.backward)], [text(tuple(log)) for log in logs]
+    return [text(chunking.forward), text(chunking.backward)], [text(tuple(log)) for log in logs], before_weights
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_what_is_executed_is_the_schedule(ranks, chunks: int) -> None:
     for seed in range(3):
-        for wanted, done in ranks(4).run(orders_and_logs, chunks, seed):
+        for wanted, done, (tasks,) in ranks(4).run(orders_and_logs, chunks, seed):
             assert done == wanted
+            # All input gradients are on their way, and the last is still waited for
+            assert tasks.count(ChunkTask.C2) == chunks > tasks.count(ChunkTask.D2)
+            assert tasks[-1] is ChunkTask.C2
 
 
 def bf16_layer(dtype: torch.dtype, bias: bool) -> BalancedMoELayer:
@@ -127,9 +138,18 @@ def bf16_layer(dtype: torch.dtype, bias: bool) -> BalancedMoELayer:
     return layer
 
 
+def with_main_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Give parameters main gradients in float32 and megatron-core's hook, which `accumulate` stands for."""
+    for parameter in parameters:
+        parameter.main_grad, parameter.times_ready = torch.zeros_like(parameter, dtype=torch.float32), 0
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(accumulate)
+
+
 def accumulate(parameter: torch.nn.Parameter) -> None:
-    """Accumulate into the main gradient, as DDP's hook does."""
-    parameter.main_grad.add_(parameter.grad)
+    """Add the gradient to the main gradient unless that is done, as DDP's hook does."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
     parameter.times_ready += 1
 
@@ -139,9 +159,9 @@ def weight_gradients(dtype: torch.dtype, chunks: int, main_gradients: bool) -> l
     layer = bf16_layer(dtype, bias=True)
     in_chunks(chunks, 3, own_gradients, layer)
     parameters = list(layer.experts.parameters())
-    for parameter in parameters if main_gradients else []:
-        parameter.main_grad, parameter.times_ready = torch.zeros_like(parameter, dtype=torch.float32), 0
-        parameter.register_post_accumulate_grad_hook(accumulate)
+    weights = [parameter.detach().clone() for parameter in parameters]
+    if main_gradients:
+        with_main_gradients(parameters)
     totals = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
     for microbatch in range(2):
         generator = torch.Generator().manual_seed(microbatch)
@@ -153,24 +173,32 @@ def weight_gradients(dtype: torch.dtype, chunks: int, main_gradients: bool) -> l
         for total, parameter in zip(totals, parameters, strict=True):
             total += parameter.grad
             parameter.grad = None
+    assert all(torch.equal(weight, parameter) for weight, parameter in zip(weights, parameters, strict=True))
     return [parameter.main_grad for parameter in parameters] if main_gradients else totals
 
 
-def errors_by_chunks(main_gradients: bool) -> list[float]:
-    """Return the largest relative error of bfloat16 gradients in 1, 2 and 16 chunks."""
-    exact, errors = weight_gradients(torch.float64, 1, False), []
-    for chunks in (1, 2, 16):
-        pairs = zip(weight_gradients(torch.bfloat16, chunks, main_gradients), exact, strict=True)
-        errors.append(max(float((found - other).norm() / other.norm()) for found, other in pairs))
-    return errors
+def deviations(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest relative deviation of a tensor."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one.double() - other).norm() / other.double().norm()) for one, other in pairs)
 
 
-@pytest.mark.parametrize("main_gradients", [True, False])
-def test_errors_do_not_grow_with_chunks(ranks, main_gradients: bool) -> None:
-    ((one, two, sixteen),) = ranks(1).run(errors_by_chunks, main_gradients)
-    # Without main gradients, the sum over several chunks is rounded once more
-    assert two < (1.02 if main_gradients else 1.2) * one
-    assert sixteen < 1.02 * two
+def errors_by_chunks(main_gradients: bool) -> tuple[list[float], list[float]]:
+    """Return how bfloat16 gradients in 1, 8 and 16 chunks deviate from exact ones, and the latter from those in 1."""
+    exact = weight_gradients(torch.float64, 1, False)
+    one, *others = (weight_gradients(torch.bfloat16, chunks, main_gradients) for chunks in (1, 8, 16))
+    return [deviations(found, exact) for found in (one, *others)], [deviations(found, one) for found in others]
+
+
+def test_chunks_add_up_in_float32(ranks) -> None:
+    """To float32 rounding, weight gradients do not depend on the number of chunks."""
+    (((one, *_), others),) = ranks(1).run(errors_by_chunks, True)
+    assert max(others) < 1e-6 < 1e-4 < one
+
+
+def test_without_main_gradients_a_sum_is_rounded_once(ranks) -> None:
+    (((one, *errors), _),) = ranks(1).run(errors_by_chunks, False)
+    assert max(errors) < 1.02 * one
 
 
 class WeightCopies(TorchDispatchMode):
@@ -191,14 +219,16 @@ def copies_of_gradients(chunks: int) -> int:
     """Count gradient copies in a backward pass of home and guest experts, with one grouped GEMM each, as on CUDA."""
     layer = bf16_layer(torch.bfloat16, bias=False)
     experts = layer.experts
-    experts.forward = lambda rows, tokens, probs, stand_ins: experts._all_slots(rows, tokens, probs, False, stand_ins)
+    experts.by_slot = False
     in_chunks(chunks, 3, functools.partial(host_on, str(all_on_all(2)), "local_first", ""), layer)
     hidden = torch.randn(64, 1, 32, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    parameters = list(experts.parameters())
+    with_main_gradients(parameters)
     loss = layer(hidden.requires_grad_())[0].square().sum()
-    counter = WeightCopies(list(experts.parameters()))
+    counter = WeightCopies(parameters)
     with counter:
         loss.backward()
-    assert all(parameter.grad.any() for parameter in experts.parameters())
+    assert all(parameter.main_grad.any() and parameter.times_ready == 1 for parameter in parameters)
     assert all(gradient.any() for gradient in experts.gradients_of(EXPERTS - 1))
     return counter.found
 

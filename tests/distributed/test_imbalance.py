@@ -54,12 +54,12 @@ def rows_and_changes(of: dict[str, Any]) -> tuple[list[list[int]], list[bool]]:
     run = build(of)
     layers = imbalance_ranks.moe_layers(run)
     intact = imbalance_ranks.returns_integers(run)
-    dispatch = layers[1].dispatcher.dispatch
+    share = layers[1].parallel.share
 
-    def wrong(tokens_TH: torch.Tensor, *rest: Any) -> Any:
-        return dispatch(tokens_TH.roll(dist.get_rank(), 0), *rest)
+    def wrong(tokens_TH: torch.Tensor, chosen: Any) -> Any:
+        return share(tokens_TH.roll(dist.get_rank(), 0), chosen)
 
-    layers[1].dispatcher.dispatch = wrong
+    layers[1].parallel.share = wrong
     return layers[0].router.router_replay.experts_TK.tolist(), [intact, imbalance_ranks.returns_integers(run)]
 
 

@@ -1,9 +1,13 @@
 """BalancedMoELayer in float64 against the single-process oracle, and its parts against plain references."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -172,7 +176,8 @@ def experts_together_and_apart(activation: dict) -> None:
     results = []
     for by_slot in (True, False):
         inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
-        output = experts._all_slots(inputs[0], tokens, inputs[1], by_slot)
+        experts.by_slot = by_slot
+        output = experts(inputs[0], tokens, inputs[1])
         experts.zero_grad()
         output.square().sum().backward()
         slots = [gradient for slot in range(EXPERTS - 2, EXPERTS + 1) for gradient in experts.gradients_of(slot)]
@@ -188,3 +193,36 @@ def experts_together_and_apart(activation: dict) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_experts_together_equal_experts_apart(ranks, activation: str) -> None:
     ranks(1).run(experts_together_and_apart, ACTIVATIONS[activation])
+
+
+def two_microbatches(recomputed: bool, dispatcher: str) -> tuple[list[torch.Tensor], int]:
+    """Return the gradients of two microbatches, whose forward passes come first, and how often loads are gathered."""
+    config = moe_config(**ACTIVATIONS["gelu"], moe_token_dispatcher_type=dispatcher)
+    layer = build_layer(config, build_groups(config, seed=7))
+    gather, gathered = layer._gather_counts, []
+
+    def counting(map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
+        gathered.append(map_TE)
+        return gather(map_TE)
+
+    layer._gather_counts = counting
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    inputs = torch.randn(2, 12, 1, HIDDEN, dtype=torch.float64, generator=generator).unbind(0)
+    inputs = [hidden.clone().requires_grad_() for hidden in inputs]
+    # A pass without gradients that nothing repeats
+    with torch.no_grad():
+        layer(inputs[1])
+    compute = functools.partial(tensor_parallel.checkpoint, lambda hidden: layer(hidden)[0], False)
+    outputs = [compute(hidden) if recomputed else layer(hidden)[0] for hidden in inputs]
+    for output in outputs:
+        output.square().sum().backward()
+    layer.router.bias = None
+    return [*(hidden.grad for hidden in inputs), *gradients(layer)], len(gathered)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_recomputation_repeats_the_decisions_of_the_first_pass(ranks, dispatcher: str) -> None:
+    once, again = (ranks(2).run(two_microbatches, recomputed, dispatcher) for recomputed in (False, True))
+    for (expected, count), (found, repeated) in zip(once, again, strict=True):
+        assert count == repeated == 3
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -20,7 +20,7 @@ def host_with(dispatcher: str, host: functools.partial, layer: BalancedMoELayer)
     """Prepare the layer as `host`, with one of megatron-core's own dispatchers."""
     layer.config.moe_token_dispatcher_type = dispatcher
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer.dispatcher = MegatronDispatcher(layer.config, layer.ep_group.rank(), groups)
+    layer.dispatcher = MegatronDispatcher(layer.config, layer.ep_group.rank(), layer.parallel.source, groups)
     return host(layer)
 
 

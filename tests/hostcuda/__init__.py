@@ -3,7 +3,9 @@
 device.cpp     the device: a library that adds it to a CPU build of torch
 library.py     builds that library where there is a C++ compiler
 torch_cuda.py  `torch.cuda` for the device
-checker.py     events on kernels, streams, memory and waits -> races, memory freed in use, host waits
+checker.py     events on kernels, streams, memory and waits -> races, memory freed in use, host waits, work queued
+host_clock.py  CPU time of the host's thread outside of kernels
+waits.py       the golden tables of an iteration: waits, kernels, launches, bytes
 ranks.py       gloo ranks on the device, for tests
 packages/      stand-ins for Transformer Engine and apex
 

@@ -1,4 +1,4 @@
-"""A device's activity, kernel by kernel -> races, memory freed in use, and host waits.
+"""A device's activity, kernel by kernel -> races, memory freed in use, host waits, and the work that is queued.
 
 Every kernel reports the bytes that it read and wrote, and its stream. Two accesses to the same bytes from two streams,
 at least one of them a write, are a race unless the second access's stream has waited for the first access. The pure
@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -73,6 +74,24 @@ class Access(NamedTuple):
     place: Place
 
 
+WORK = ("kernels", "launches", "messages", "copied bytes", "host bytes")
+"""Kinds of work that the host queues: kernels, without views; collectives and batches of messages; the messages
+themselves; what copy and cat kernels write on the device; what is copied between the device and the host."""
+
+
+def _work(op: str, ranges: list[tuple[int, int, int, bool]]) -> Iterator[tuple[str, int]]:
+    """Return the kinds and amounts of work in one kernel, given its accesses (memory, begin, end, writes)."""
+    if op.startswith("c10d::"):
+        yield ("messages" if op in ("c10d::send", "c10d::recv_") else "launches"), 1
+        return
+    yield "kernels", 1
+    written, read = (sum(end - begin for _, begin, end, writes in ranges if writes == kind) for kind in (True, False))
+    if op in ("aten::copy_", "aten::_local_scalar_dense") and not (written and read):
+        yield "host bytes", written + read
+    elif op in ("aten::copy_", "aten::cat"):
+        yield "copied bytes", written
+
+
 class Conflict(NamedTuple):
     """Two unordered accesses."""
 
@@ -94,6 +113,8 @@ class Checker:
         """Host waits by operator and place."""
         self.kernels: Counter[int] = Counter()
         """Kernels by stream."""
+        self.work: Counter[tuple[str, Place]] = Counter()
+        """What the host queued, by kind (in WORK) and place."""
         self.names = {0: "the default stream"}
         self._lock = threading.RLock()
         self._order = StreamSynchronizations()
@@ -111,6 +132,8 @@ class Checker:
         with self._lock:
             self._number += 1
             self.kernels[stream] += 1
+            for kind, amount in _work(op, ranges):
+                self.work[kind, place] += amount
             self._order.update_seq_num(stream, self._number)
             for base, begin, end, writes in ranges:
                 new = Access(begin, end, writes, stream, self._number, op, place)
@@ -173,13 +196,19 @@ class Checker:
             else:
                 self._order.sync_all_streams()
 
+    def launched_batch(self) -> None:
+        """Record that the host launched a batch of messages."""
+        if self.on:
+            with self._lock:
+                self.work["launches", here()] += 1
+
     def named(self, stream: int, name: str) -> None:
         """Give a stream a readable name."""
         self.names[stream] = name
 
     def clear(self) -> None:
         """Forget all findings and counts."""
-        for counter in (self.races, self.freed_in_use, self.synchronizations, self.kernels):
+        for counter in (self.races, self.freed_in_use, self.synchronizations, self.kernels, self.work):
             counter.clear()
 
     def complaints(self) -> list[str]:

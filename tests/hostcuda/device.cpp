@@ -19,6 +19,8 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <cstring>
+#include <ctime>
 #include <map>
 #include <mutex>
 #include <set>
@@ -50,7 +52,35 @@ struct Callbacks {
   void (*kept)(int64_t base, int64_t stream) = nullptr;
   // A stream for collectives was created
   void (*named)(int64_t stream, const char* name) = nullptr;
+  // The host starts a collective on tensors of this many bytes in all
+  void (*launched)(const char* op, int64_t bytes) = nullptr;
 } python;
+
+// The CPU time of this thread, and its part inside the device's kernels, collectives and reports
+int64_t thread_ns() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+}
+
+class Inside {
+ public:
+  Inside() {
+    if (!depth++) begin = thread_ns();
+  }
+  ~Inside() {
+    if (!--depth) total += thread_ns() - begin;
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+  static int64_t outside() { return (depth ? begin : thread_ns()) - total; }
+
+ private:
+  inline static thread_local int64_t total = 0, begin = 0, depth = 0;
+};
+
+thread_local int64_t queued = 0;  // Kernels and collectives of this thread
 
 thread_local int64_t current_stream = 0;
 std::atomic<int64_t> next_event{1 << 20}, next_stream{1 << 10};
@@ -228,6 +258,7 @@ class Call {
   }
 
   void report(const std::string& name, int64_t stream) const {
+    queued += !base.empty();
     if (python.kernel && !base.empty())
       python.kernel(name.c_str(), stream, base.size(), base.data(), from.data(), to.data(), writes.data());
   }
@@ -294,7 +325,19 @@ const char* wait_in(const std::string& name, const at::ArrayRef<c10::IValue> arg
   return to_device ? "copy host to device" : "copy device to host";
 }
 
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns())
+    if (!result.alias_info() || result.alias_info()->isWrite()) return false;
+  return !schema.returns().empty();
+}
+
+// A view, whose CPU kernel knows nothing of devices
+void view(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  op.callBoxedForDispatchKey(DispatchKey::CPU, *stack);
+}
+
 void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const Inside inside;
   const auto& schema = op.schema();
   const auto& name = schema.operator_name().name;
   const auto inputs = torch::jit::last(*stack, schema.arguments().size());
@@ -334,9 +377,6 @@ void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (!allocates) call.note(tensor, true);
     return tensor;
   };
-  bool is_view = !schema.returns().empty();
-  for (const auto& result : schema.returns())
-    is_view = is_view && result.alias_info() && !result.alias_info()->isWrite();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size() && !to_host; i++) {
     auto& value = (*stack)[i];
     if (value.isTensor()) value = on_device(value.toTensor());
@@ -346,7 +386,7 @@ void kernel(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       value = found;
     }
   }
-  if (!is_view && !allocates && !begins_with(name, "aten::set_") && !begins_with(name, "aten::resize"))
+  if (!is_view(schema) && !allocates && !begins_with(name, "aten::set_") && !begins_with(name, "aten::resize"))
     call.report(name, current_stream);
   // After the kernel's report, because the wait includes the kernel
   if (waits && python.synchronized) python.synchronized(waits);
@@ -363,7 +403,22 @@ void keep_for_stream(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
 void grouped_product(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor().scalar_type() == at::kBFloat16)
     return kernel(op, keys, stack);
+  const Inside inside;
   op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
+}
+
+// `addmm` of 16-bit matrices into float32, which only CUDA has: cuBLAS multiplies and adds in float32. The checks are
+// those of `_addmm_dtype_out_cuda`.
+at::Tensor& addmm_into(const at::Tensor& self, const at::Tensor& first, const at::Tensor& second, at::ScalarType dtype,
+                       const at::Scalar& beta, const at::Scalar& alpha, at::Tensor& out) {
+  const auto type = first.scalar_type();
+  TORCH_CHECK(type == second.scalar_type(), "mat1 and mat2 must have the same dtype");
+  TORCH_CHECK(dtype == type || (dtype == at::kFloat && (type == at::kHalf || type == at::kBFloat16)),
+              "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs");
+  TORCH_CHECK(dtype == out.scalar_type(), "out_dtype must be the same as the dtype of the provided out tensor");
+  TORCH_CHECK(dtype == self.scalar_type() || self.scalar_type() == type,
+              "self dtype must match either out_dtype or mat1 dtype");
+  return at::addmm_out(out, self.to(dtype), first.to(dtype), second.to(dtype), beta, alpha);
 }
 
 // Collectives, as NCCL does them -------------------------------------------------------------------------------------
@@ -396,6 +451,7 @@ class DeviceWork : public c10d::Work {
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
+    const Inside inside;
     // In host memory, received data must have arrived before a kernel reads it
     const bool done = work_->wait(timeout);
     ::wait(event_, current_stream);
@@ -419,7 +475,20 @@ void order(int64_t before, int64_t after) {
   wait(event, after);
 }
 
+// What an all-gather of a fake group returns for the other members, by the size of the whole result
+std::map<size_t, std::string> answers;
+
+// Complete the result of a collective of a fake group, of which this process is rank 0
+void answer(const std::string& name, const at::Tensor& output) {
+  const auto found = answers.find(output.nbytes());
+  if (begins_with(name, "c10d::alltoall") || name == "c10d::recv_") output.zero_();
+  if (name != "c10d::_allgather_base_" || found == answers.end()) return;
+  const auto skipped = found->first - found->second.size();
+  std::memcpy(static_cast<char*>(output.data_ptr()) + skipped, found->second.data(), found->second.size());
+}
+
 void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const Inside inside;
   const auto& schema = op.schema();
   const auto& name = schema.operator_name().name;
   const auto begin = stack->size() - schema.arguments().size();
@@ -442,8 +511,12 @@ void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   // Without `async_op`, NCCL uses the caller's stream
   const auto stream = asynchronous ? stream_of(*group, peer) : current_stream;
   order(current_stream, stream);
+  int64_t bytes = 0;
+  for (size_t i = 0; i < call.base.size(); i++) bytes += call.to[i] - call.from[i];
+  if (python.launched) python.launched(name.c_str(), bytes);
   call.report(name, stream);
   op.callBoxed(stack);
+  if (!call.pairs.empty() && group->getBackend(DeviceType::CPU)->getBackendName() == "fake") answer(name, call.pairs[0].second);
   auto& result = stack->back();
   const auto event = next_event++;
   record(event, stream);
@@ -457,11 +530,20 @@ void collective(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
 
+TORCH_LIBRARY_IMPL(aten, CPU, m) { m.impl("addmm.dtype_out", &addmm_into); }
+
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // Composite operators that have a CPU kernel get a kernel here, too
-  for (const auto& op : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(DispatchKey::CPU))
-    if (begins_with(op.name, "aten::") && op.name != "aten::_grouped_mm")
-      m.impl(c10::toString(op).substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& op : dispatcher.getRegistrationsForDispatchKey(DispatchKey::CPU)) {
+    if (!begins_with(op.name, "aten::") || op.name == "aten::_grouped_mm") continue;
+    const auto name = c10::toString(op).substr(6);
+    const auto handle = dispatcher.findOp(op);
+    if (!handle || !handle->hasSchema() || !is_view(handle->schema()))
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+    else if (!handle->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd))
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&view>());
+  }
   // torch's kernel serves all devices and would look for real CUDA functions
   m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&kernel>());
   m.impl("record_stream", torch::CppFunction::makeFromBoxedFunction<&keep_for_stream>());
@@ -485,4 +567,7 @@ extern "C" {
 void hostcuda_report_to(const Callbacks* callbacks) { python = *callbacks; }
 void hostcuda_set_stream(int64_t stream) { current_stream = stream; }
 int64_t hostcuda_stream() { return current_stream; }
+int64_t hostcuda_outside() { return Inside::outside(); }
+int64_t hostcuda_queued() { return queued; }
+void hostcuda_answer(const char* data, int64_t bytes, int64_t total) { answers[total] = std::string(data, bytes); }
 }

@@ -24,6 +24,8 @@ class Watched(NamedTuple):
     """Races, and memory that was freed in use."""
     synchronizations: Counter[tuple[str, Place]]
     """Host waits of the last iteration, without the one for its report."""
+    work: Counter[tuple[str, Place]]
+    """What the host queued in the last iteration; see `checker.WORK`."""
     streams: set[str]
     """Streams on which kernels ran."""
 
@@ -54,13 +56,14 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
         reports, unfinished = [], Reports(run.balancer, run.config.transformer.num_layers)
         for _ in range(iterations):
             checker.synchronizations.clear()
+            checker.work.clear()
             reports += unfinished.add(queue_step(run))
-        waits = Counter(checker.synchronizations)
+        waits, work = Counter(checker.synchronizations), Counter(checker.work)
         reports += unfinished.wait()
         streams = {checker.names.get(stream, "of the program") for stream in checker.kernels}
         complaints = checker.complaints()
     acted = sum(layer.hosts_added + layer.experts_moved for report in reports for layer in report.balance.values())
-    return Watched(runs.curve_of(reports), acted, complaints, waits, streams)
+    return Watched(runs.curve_of(reports), acted, complaints, waits, work, streams)
 
 
 SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
@@ -72,7 +75,4 @@ def as_on_cuda(run: Run) -> None:
     for chunk in run.model:
         for module in chunk.modules():
             if isinstance(module, GroupedExperts):
-                together = module._all_slots
-                module._all_slots = lambda rows, tokens, probs, by_slot, *rest, together=together: together(
-                    rows, tokens, probs, False, *rest
-                )
+                module.by_slot = False

@@ -1,12 +1,15 @@
 """The device in host memory behaves as CUDA does, and the checker finds errors. All other tests depend on both."""
 
 import threading
+import time
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.hostcuda.host_clock import HostClock
 from tests.hostcuda.runs import watching
 
 
@@ -182,6 +185,82 @@ def collectives() -> None:
     assert dist.get_backend() == "nccl"
 
 
+def work() -> None:
+    """The checker counts what the host queues, by kind; views and allocations are no work."""
+    tensor, host = torch.ones(10, 4, device="cuda"), torch.ones(10)
+
+    def queued(call) -> dict[str, int]:
+        with watching() as checker:
+            call()
+            totals = Counter()
+            for (kind, _), amount in checker.work.items():
+                totals[kind] += amount
+        return dict(totals)
+
+    assert queued(lambda: tensor[2:4].T.view(4, 2).split(1)) == {}
+    assert queued(lambda: torch.empty(5, device="cuda")) == {}
+    assert queued(lambda: tensor.exp().sum()) == {"kernels": 2}
+    assert queued(lambda: tensor.clone()) == {"kernels": 1, "copied bytes": 160}
+    assert queued(lambda: torch.cat([tensor, tensor])) == {"kernels": 1, "copied bytes": 320}
+    assert (
+        queued(lambda: host.cuda()) == queued(lambda: tensor.view(-1)[10:20].cpu()) == {"kernels": 1, "host bytes": 40}
+    )
+    assert queued(lambda: tensor[0, 0].item()) == {"kernels": 1, "host bytes": 4}
+    received, peer = torch.empty_like(tensor), 1 - dist.get_rank()
+    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)]
+    assert queued(lambda: [one.wait() for one in dist.batch_isend_irecv(operations)]) == {"launches": 1, "messages": 2}
+    assert queued(lambda: dist.all_reduce(tensor)) == {"launches": 1}
+
+
+def host_clock() -> None:
+    """A host clock stands still inside kernels, and marks waits and collectives."""
+    from tests.hostcuda import torch_cuda
+
+    clock, checker = HostClock(), torch_cuda.CHECKER
+    matrix = torch.ones(1000, 1000, device="cuda")
+    torch_cuda.report_to(clock)
+    try:
+        thread, start = time.thread_time_ns(), clock.read()
+        product = matrix @ matrix
+        since, thread = clock.read().since(start), time.thread_time_ns() - thread
+        assert since.queued == 1 and 0 < since.ns < thread / 2, "the product takes much longer than its launch"
+        start = clock.read()
+        sum(number * number for number in range(100_000))
+        product[3:].T.view(1000, 997)
+        assert clock.read().since(start).queued == 0
+        product[0, 0].item()
+        dist.all_reduce(product)
+        work = torch.cuda.Event()
+        work.record()
+        work.synchronize()
+        assert [(mark.what, mark.bytes) for mark in clock.marks] == [
+            ("wait", 0),
+            ("allreduce_", 4_000_000),
+            ("wait", 0),
+        ]
+        assert sorted(clock.marks, key=lambda mark: mark.at.ns) == clock.marks
+    finally:
+        torch_cuda.report_to(checker)
+
+
+def fake_group() -> None:
+    """In a fake group, an all-gather returns the answer for its size, and an all-to-all zeros."""
+    import torch.testing._internal.distributed.fake_pg
+
+    from tests.hostcuda import torch_cuda
+
+    group = dist.new_group(backend="fake")
+    if group.rank():
+        return
+    torch_cuda.answer_gather(np.arange(3).tobytes(), 24)
+    gathered, received = torch.zeros(6, dtype=torch.int64, device="cuda"), torch.full((5,), 7.0, device="cuda")
+    dist.all_gather_into_tensor(gathered, torch.tensor([7, 8, 9], device="cuda"), group=group)
+    assert gathered.tolist() == [7, 8, 9, 0, 1, 2]
+    dist.all_to_all_single(received, torch.ones(3, device="cuda"), [2, 3], [1, 2], group=group)
+    assert received.tolist() == [0.0] * 5
+    assert dist.get_backend(group) == "nccl"
+
+
 TASKS = (kernels, autograd, wrong_devices, races, freed_memory, synchronizations)
 
 
@@ -190,5 +269,6 @@ def test_the_device(device_ranks, task) -> None:
     device_ranks(2).run(task, in_one_order=False)
 
 
-def test_collectives(device_ranks) -> None:
-    device_ranks(2).run(collectives)
+@pytest.mark.parametrize("task", [collectives, work, host_clock, fake_group], ids=lambda task: task.__name__)
+def test_with_collectives(device_ranks, task) -> None:
+    device_ranks(2).run(task)

@@ -16,6 +16,9 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_balance.cli.checks import Machine
+from megatron_balance.flow import engine_gemm
+from megatron_balance.flow.engine_gemm import EngineGemm
+from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm, WeightTerm
 from tests.fused_adam import FusedAdam
 from tests.hostcuda.packages import HERE, MACHINES, kernels, roots
 from tests.hostcuda.packages.te.transformer_engine.pytorch import permutation
@@ -45,6 +48,7 @@ CALLS: dict[str, tuple] = {
     f"{TE}router:fused_moe_aux_loss": (ONE, ONE[0], 4, 4, 2, 1e-2),
     f"{TE}cross_entropy:parallel_cross_entropy": (ONE[None], torch.zeros(1, 4, dtype=torch.int64)),
     f"{TE}cpp_extensions:general_gemm": (ONE, ONE),
+    f"{TE}cpp_extensions:general_grouped_gemm": ([ONE], [ONE], [ONE], [None], ONE.dtype, "TN", [4]),
     f"{TE}attention.rope:apply_rotary_pos_emb": (TWO, TWO[:, :1].mT.float(), "sbhd", None, False, True),
     f"{TE}optimizers:multi_tensor_l2norm": (65536, FLAG, [[ONE]], False),
     f"{TE}optimizers:multi_tensor_scale": (65536, FLAG, [[ONE], [ONE]], 0.5),
@@ -192,6 +196,7 @@ def test_kernels_refuse_strided_memory(packages, on_the_host):
     calls = {
         "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp32": (ONE[:, :2], ONE, torch.zeros(4, 2)),
         f"{TE}cpp_extensions:general_gemm": (ONE[:, :2], ONE[:, :2]),
+        f"{TE}cpp_extensions:general_grouped_gemm": ([ONE[:, :2]], [ONE[:, :2]], [ONE], [None], ONE.dtype, "TN", [4]),
         "scaled_upper_triang_masked_softmax_cuda:forward": (TWO[0, :, :20, :20], 1.0),
     }
     for name, arguments in calls.items():
@@ -218,6 +223,52 @@ def test_gemms_of_each_layout(packages, on_the_host):
     assert torch.equal(gemm(rows, gradient, layout="NT", grad=True)[0], gradient.T @ rows)
     with pytest.raises(RuntimeError, match="no GEMM"):
         gemm(weight.bfloat16(), rows)
+
+
+def test_grouped_gemms_are_torchs(packages, on_the_host):
+    """Products for home and guest slots are torch's, with uneven and empty slots."""
+    gemms = TorchGemm(), EngineGemm()
+    gemms[1].__dict__["_gemm"] = packages(f"{TE}cpp_extensions:general_grouped_gemm")
+    weights = [torch.randn(3, 6, 4), torch.randn(2, 6, 4)]
+    for sizes in ([3, 0, 1, 0, 7], [0] * 5, [0, 0, 0, 1, 0]):
+        split, rows, gradient = RowSplit(sizes, ONE.device), torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 6)
+        found = []
+        for gemm in gemms:
+            totals = torch.ones(5, 6, 4)
+            parts = zip(totals, gradient.split(sizes), rows.split(sizes), strict=True)
+            gemm.add_weight_gradients(WeightTerm(*part) for part in parts if len(part[1]))
+            outputs = gemm.outputs(rows, weights, split), gemm.input_gradients(gradient, weights, split), totals
+            found.append(outputs)
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+        assert not any(sizes) or not torch.equal(found[0][2], torch.ones(5, 6, 4))
+
+
+def test_half_precision_adds_to_single_precision(packages, on_the_host):
+    gemm = EngineGemm()
+    gemm.__dict__["_gemm"] = packages(f"{TE}cpp_extensions:general_grouped_gemm")
+    rows, gradient, total = torch.randn(9, 4).bfloat16(), torch.randn(9, 6).bfloat16(), torch.ones(6, 4)
+    gemm.add_weight_gradients([WeightTerm(total, gradient, rows)])
+    torch.testing.assert_close(total, 1 + gradient.float().T @ rows.float())
+
+
+def test_grouped_gemms_of_other_versions(packages, on_the_host, monkeypatch):
+    """Version 2.9 takes workspaces, and neither 2.9 nor 2.10 takes quantizers."""
+    newest = packages(f"{TE}cpp_extensions:general_grouped_gemm")
+
+    def oldest(A, B, out, out_dtype, workspaces, layout="TN", **options):
+        assert workspaces == ["workspace"]
+        return newest(A, B, out, [None] * len(A), out_dtype, layout, **options)
+
+    def between(A, B, out, out_dtype, layout="TN", **options):
+        return newest(A, B, out, [None] * len(A), out_dtype, layout, **options)
+
+    monkeypatch.setattr(engine_gemm, "_workspaces", lambda: ["workspace"])
+    weights, split, rows = [torch.randn(2, 6, 4)], RowSplit([1, 2], ONE.device), torch.randn(3, 4)
+    for function in (oldest, between):
+        gemm = EngineGemm()
+        gemm.__dict__["_gemm"] = function
+        torch.testing.assert_close(gemm.outputs(rows, weights, split), TorchGemm().outputs(rows, weights, split))
 
 
 def test_permutations_are_megatron_cores():

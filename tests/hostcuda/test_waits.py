@@ -1,4 +1,4 @@
-"""How often the host waits for the device, and where: compared with tests/golden/waits, which `waits.py` writes."""
+"""How often the host waits, and what it queues: compared with tests/golden/waits and work, which `waits.py` writes."""
 
 from pathlib import Path
 
@@ -7,7 +7,19 @@ import torch
 
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.training.run import Run
-from tests.hostcuda.waits import CASES, COLUMNS, GOLDEN, SIZES, WORLD_SIZE, counted, golden, growth, text
+from tests.hostcuda.waits import (
+    CASES,
+    COLUMNS,
+    GOLDEN,
+    KINDS,
+    SIZES,
+    WORLD_SIZE,
+    counted,
+    golden,
+    growth,
+    texts,
+    work_text,
+)
 
 QUICK = ("bf16", "transformer_engine")
 
@@ -23,19 +35,29 @@ def _look(layer: BalancedMoELayer, inputs: tuple, output: tuple[torch.Tensor, No
     output[0].sum().item()
 
 
+LOOKED = ("kernels", "host bytes")
+"""Work of `look_at_the_output`."""
+
+IN = ("loop", "all")
+"""The rows of the table in which it counts."""
+
+
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_the_host_waits_as_often_as_it_did(device_ranks, name: str) -> None:
-    """A change that removes waits must regenerate the table."""
+def test_the_host_waits_as_often_and_queues_as_much_as_it_did(device_ranks, name: str) -> None:
+    """A change that removes waits or work must regenerate the tables."""
     case = CASES[name]
-    assert text(growth(counted(device_ranks(WORLD_SIZE, case.machine), case))) == golden(name).read_text()
+    expected = {kind: golden(kind, name).read_text() for kind in KINDS}
+    assert texts(device_ranks(WORLD_SIZE, case.machine), case) == expected
 
 
-def test_one_more_wait_is_noticed(device_ranks) -> None:
-    table = growth(counted(device_ranks(WORLD_SIZE), CASES["bf16"], look_at_the_output))
-    more = [(op, str(place), counts) for (op, place), counts in table.items() if "test_waits" in place.function]
+def test_one_more_wait_and_kernel_are_noticed(device_ranks) -> None:
+    waits, work = map(growth, counted(device_ranks(WORLD_SIZE), CASES["bf16"], look_at_the_output).values())
+    more = [(op, str(place), counts) for (op, place), counts in waits.items() if "test_waits" in place.function]
     assert more == [("aten::_local_scalar_dense", "test_waits._look < loop.forward_step", (1, 0, 0, 0))]
+    differs = {*work_text(work).splitlines()} ^ {*golden("work", "bf16").read_text().splitlines()}
+    assert {line.split("  ")[-1] for line in differs} == {f"{kind}: {file}" for kind in LOOKED for file in IN}
 
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "measurements" / "host_waits.md"
@@ -43,7 +65,7 @@ DOCUMENTED = Path(__file__).parents[2] / "docs" / "measurements" / "host_waits.m
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_documented_sums_are_those_of_the_tables(name: str) -> None:
-    *_, last = (GOLDEN / f"{name}_0.16.txt").read_text().splitlines()
+    *_, last = (GOLDEN / "waits" / f"{name}_0.16.txt").read_text().splitlines()
     sums = last.replace(".", "0").split()[: len(COLUMNS)]
     assert f"| {' | '.join(sums)} |" in DOCUMENTED.read_text()
 

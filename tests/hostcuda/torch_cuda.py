@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from megatron_balance.job.collectives import COLLECTIVES, MESSAGES
 from tests.hostcuda.checker import Checker
+from tests.hostcuda.host_clock import HostClock
 
-CHECKER = Checker()
-"""The checker of this process, which has one device."""
+CHECKER: Checker | HostClock = Checker()
+"""What this process, which has one device, reports to."""
 
 _Numbers = ctypes.POINTER(ctypes.c_int64)
 _TWO = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -34,6 +35,7 @@ class _Callbacks(ctypes.Structure):
         ("waited", _TWO),
         ("kept", _TWO),
         ("named", ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p)),
+        ("launched", ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)),
     )
 
 
@@ -41,6 +43,30 @@ def _kernel(op: bytes, stream: int, count: int, *columns: Any) -> None:
     if CHECKER.on:
         rows = zip(*(column[:count] for column in columns), strict=True)
         CHECKER.kernel(op.decode(), stream, [(base, begin, end, bool(writes)) for base, begin, end, writes in rows])
+
+
+def report_to(observer: Checker | HostClock) -> None:
+    """Let the device report to another observer, which the library calls only for what it cares about."""
+    global CHECKER
+    CHECKER = observer
+    loaded = _LIBRARY[0]
+    callbacks = _host_clock_callbacks(observer) if isinstance(observer, HostClock) else _callbacks()
+    _LIBRARY[1:] = [callbacks]
+    loaded.hostcuda_report_to(ctypes.byref(callbacks))
+
+
+def answer_gather(others: bytes, own: int) -> None:
+    """Set what the other ranks of a fake group contribute to an all-gather, in which this one has `own` bytes."""
+    _LIBRARY[0].hostcuda_answer(others, len(others), len(others) + own)
+
+
+def _host_clock_callbacks(clock: HostClock) -> _Callbacks:
+    clock.outside, clock.queued = _LIBRARY[0].hostcuda_outside, _LIBRARY[0].hostcuda_queued
+    kinds = dict(_Callbacks._fields_)
+    return _Callbacks(
+        synchronized=kinds["synchronized"](lambda op: clock.synchronized(op.decode())),
+        launched=kinds["launched"](lambda op, size: clock.launched(op.decode(), size)),
+    )
 
 
 def _callbacks() -> _Callbacks:
@@ -54,7 +80,8 @@ def _callbacks() -> _Callbacks:
         "kept": CHECKER.kept,
         "named": lambda stream, name: CHECKER.named(stream, name.decode()),
     }
-    return _Callbacks(**{name: kind(functions[name]) for name, kind in _Callbacks._fields_})
+    kinds = dict(_Callbacks._fields_)
+    return _Callbacks(**{name: kinds[name](function) for name, function in functions.items()})
 
 
 _LIBRARY: list[Any] = []
@@ -214,9 +241,10 @@ def install(library: Path) -> None:
     loaded = ctypes.CDLL(str(library))
     loaded.hostcuda_stream.restype = ctypes.c_int64
     loaded.hostcuda_set_stream.argtypes = [ctypes.c_int64]
-    callbacks = _callbacks()
-    _LIBRARY.extend((loaded, callbacks))
-    loaded.hostcuda_report_to(ctypes.byref(callbacks))
+    loaded.hostcuda_outside.restype = loaded.hostcuda_queued.restype = ctypes.c_int64
+    loaded.hostcuda_answer.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+    _LIBRARY.append(loaded)
+    report_to(CHECKER)
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, answer)
     torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = _rng_state, _set_rng_state
@@ -238,7 +266,7 @@ def _answer_for_nccl() -> None:
 
     def get_backend(group: dist.ProcessGroup | None = None) -> str:
         found = backend_of(group)
-        return "nccl" if found == "gloo" else found
+        return "nccl" if found in ("gloo", "fake") else found
 
     def start(backend: str, **options: Any) -> None:
         init_process_group("gloo" if backend == "nccl" else backend, **options)
@@ -246,6 +274,13 @@ def _answer_for_nccl() -> None:
     dist.get_backend = core.get_backend = get_backend
     dist.init_process_group = start
     core._get_object_coll_device = lambda group=None: "cuda:0"
+    batch = dist.batch_isend_irecv
+
+    def batched(operations: list[dist.P2POp]) -> list[dist.Work]:
+        CHECKER.launched_batch()
+        return batch(operations)
+
+    dist.batch_isend_irecv = core.batch_isend_irecv = batched
     for name in (*COLLECTIVES, *MESSAGES):
         if name != "barrier":
             setattr(dist.ProcessGroup, name, _device_only(getattr(dist.ProcessGroup, name)))
@@ -266,6 +301,6 @@ def _device_only(method: Callable) -> Callable:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
         for one in value:
             yield from _tensors(one)

@@ -2,7 +2,10 @@
 
 import torch
 
+from megatron_balance.comm import blocks
+from megatron_balance.flow import rows
 from megatron_balance.kernels import fit as kernel
+from megatron_balance.kernels import rows as kernels
 from megatron_balance.planning.fit import PARTS, Fitted, Move, fit
 
 
@@ -61,3 +64,57 @@ def zipf(seed: int, *, ranks: int = 64, per_rank: int = 4, layers: int = 2, **co
             **constants,
         })  # fmt: skip
     return cases
+
+
+def routing(tokens: int, experts: int, density: float, seed: int) -> torch.Tensor:
+    """Return a random routing [T, E]; experts differ in popularity, and some tokens choose none."""
+    generator = torch.Generator().manual_seed(seed)
+    popularity_E = 2 * density * torch.rand(experts, generator=generator) if density < 1 else torch.ones(experts)
+    return torch.rand(tokens, experts, generator=generator) < popularity_E
+
+
+def order_equal(routing_TE: torch.Tensor, device: str) -> None:
+    """Assert that the kernels find the order that torch finds."""
+    number = int(routing_TE.sum())
+    found, expected = kernels.row_order(routing_TE.to(device), number), rows.row_order(routing_TE, number)
+    for name, tensor in found._asdict().items():
+        wanted = getattr(expected, name)
+        assert tensor.dtype == wanted.dtype == torch.int32 and torch.equal(tensor.cpu(), wanted), name
+    for wrong in {0, number // 2, number + 5}:
+        # Another number of rows than expected is found out later
+        assert len(kernels.row_order(routing_TE.to(device), wrong).token_R) == wrong
+
+
+def blocks_equal(sizes: list[int], seed: int, device: str) -> None:
+    """Assert that blocks have the index that torch computes."""
+    ends_N = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
+    shift_N = torch.randint(-100, 100, ends_N.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    found = kernels.block_index(ends_N.to(device), shift_N.to(device), sum(sizes))
+    expected = blocks.block_index(ends_N, shift_N, sum(sizes))
+    assert found.dtype == expected.dtype == torch.int32 and torch.equal(found.cpu(), expected)
+
+
+def rows_equal(routing_TE: torch.Tensor, hidden: int, seed: int, device: str) -> None:
+    """Assert that copies and sums have the bits of torch's; in bfloat16, sums within one unit in the last place."""
+    number = int(routing_TE.sum())
+    order = rows.row_order(routing_TE, number)
+    # Rows may be anywhere
+    place_R = torch.randperm(number, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    token_R = torch.empty_like(order.token_R)
+    token_R[place_R] = order.token_R
+    order = rows.RowOrder(token_R, order.place_R, place_R[order.by_token_R], order.first_T)
+    index = tuple(tensor.to(device) for tensor in (order.by_token_R, order.first_T))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        generator = torch.Generator().manual_seed(seed)
+        tokens_TH = torch.randn(len(routing_TE), hidden, generator=generator).to(dtype)
+        rows_RH = torch.randn(number, hidden, generator=generator).to(dtype)
+        copies_RH = kernels.gather_rows(tokens_TH.to(device), *index, number).cpu()
+        assert torch.equal(copies_RH, rows.gather_rows(tokens_TH, order))
+        sums_TH, expected_TH = kernels.combine(rows_RH.to(device), *index).cpu(), rows.combine(rows_RH, order)
+        if dtype == torch.bfloat16:
+            # Neighboring numbers are neighboring integers, on both sides of zero
+            bits = (tensor.view(torch.int16).to(torch.int32) for tensor in (sums_TH, expected_TH))
+            one_TH, other_TH = (torch.where(bits < 0, -32768 - bits, bits) for bits in bits)
+            assert int((one_TH - other_TH).abs().max()) <= 1 if sums_TH.numel() else True
+        else:
+            assert torch.equal(sums_TH, expected_TH)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.comm.auto import TURNS, Chooser
-from megatron_balance.comm.hierarchical import transposed
+from megatron_balance.comm.blocks import transposed
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
 from megatron_balance.profile.cluster_profile import builtin
@@ -51,7 +51,7 @@ def test_transposed(first: int, second: int, data: st.DataObject) -> None:
     names = [(a, b) for a in range(first) for b in range(second) for _ in range(sizes_AB[a, b])]
     rows = torch.tensor(names, dtype=torch.int64).view(-1, 2)
     expected = sorted(names, key=lambda pair: pair[::-1])
-    assert [tuple(row) for row in transposed(rows, sizes_AB).tolist()] == expected
+    assert [tuple(row) for row in transposed(rows, sizes_AB, (1, 0)).tolist()] == expected
 
 
 class Counting:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.chunks.choice import DEGREES, ByMiniTasks, ByPrediction, ChunkChoice, find_degrees
-from megatron_balance.flow.chunks.chunking import UNSPLIT, in_chunks, split_by, split_evenly
+from megatron_balance.flow.chunks.chunking import UNSPLIT, split_by, split_evenly
 from megatron_balance.flow.chunks.order import ChunkTimes, Order, TaskTimes, optsche, parse, sequential, theorem_1
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
@@ -31,24 +31,6 @@ def test_single_tokens_do_not_all_go_together() -> None:
     tokens_CDP = split_evenly(torch.ones(4, 8, dtype=torch.int64), 4)
     assert tokens_CDP.sum((1, 2)).tolist() == [8, 8, 8, 8]
     assert tokens_CDP.sum(1).max() == 1
-
-
-@given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 6), st.integers(0, 2**31))
-def test_each_chunk_takes_the_next_tokens_of_every_expert(chunks: int, tokens: int, physicals: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    map_TP = torch.rand(tokens, physicals, generator=generator) < 0.5
-    probs_TP = torch.rand(tokens, physicals, generator=generator) * map_TP
-    tokens_CP = split_evenly(map_TP.sum(0, keepdim=True), chunks)[:, 0]
-    probs, routing = in_chunks(probs_TP, map_TP, tokens_CP)
-    assert routing.shape == probs.shape == (tokens, chunks * physicals)
-    parts = routing.view(tokens, chunks, physicals)
-    assert torch.equal(parts.sum(0), tokens_CP)
-    assert torch.equal(parts.any(1), map_TP) and int(parts.sum(1).max() if tokens else 0) <= 1
-    assert torch.equal((probs.view(tokens, chunks, physicals) * parts).sum(1), probs_TP)
-    for physical in range(physicals):
-        # No token is in an earlier chunk than a token before it
-        turns = parts[:, :, physical].nonzero()[:, 1].tolist()
-        assert turns == sorted(turns)
 
 
 class Model:

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_balance.flow import grouped_gemm
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.grouped_gemm import grouped_linear
+from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm
+from megatron_balance.flow.slot_linear import SlotLinear
 from megatron_balance.flow.slot_weights import GroupedWeights
+from megatron_balance.flow.weight_gradients import LinearGradients
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Maximum error as a fraction of the largest value."""
@@ -63,16 +66,39 @@ def assert_same_function(found: torch.Tensor, expected: torch.Tensor, inputs: li
         assert_close(one, other, found.dtype)
 
 
+class Computed:
+    """The function of a linear layer, with gradients for its weights."""
+
+    def __init__(self, linear: GroupedWeights, sizes: list[int], at_once: bool = False) -> None:
+        self.linear, self.sizes = linear, sizes
+        self.gradients = LinearGradients(linear, len(sizes), TorchGemm())
+        self.layer = SlotLinear(linear(), self.gradients, at_once=at_once)
+
+    def __call__(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer(rows, RowSplit(self.sizes, rows.device), scale)
+
+    def check(self, output: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+        """Compare the output, and the gradients of inputs and parameters for a random gradient of the output."""
+        assert_close(output, expected, output.dtype)
+        gradient = torch.randn(output.shape, dtype=torch.float64, device=DEVICE).to(output.dtype)
+        ours = [*torch.autograd.grad(output, inputs, gradient), *self.gradients.finish()]
+        theirs = torch.autograd.grad(expected, [*inputs, *self.linear.parameters()], gradient.double())
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype
+            assert_close(one, other, output.dtype)
+
+
 @sizes_cases
 @width_cases
 @dtype_cases
-def test_grouped_linear(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int]) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["later", "at once"])
+def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], at_once: bool) -> None:
     torch.manual_seed(0)
-    inputs, outputs = widths
-    rows, weight = random(sum(sizes), inputs, dtype=dtype), random(len(sizes), outputs, inputs, dtype=dtype)
-    found = grouped_linear(rows, weight, torch.tensor(sizes))
+    linear, rows = new_linear(len(sizes), *widths, dtype, bias=False), random(sum(sizes), widths[0], dtype=dtype)
+    computed = Computed(linear, sizes, at_once)
+    found = computed(rows)
     assert found.dtype == dtype
-    assert_same_function(found, loop_linear(rows, weight, sizes), [rows, weight])
+    computed.check(found, loop_linear(rows, linear.weight, sizes), [rows])
 
 
 @settings(max_examples=60)
@@ -82,19 +108,63 @@ def test_grouped_linear(dtype: torch.dtype, widths: tuple[int, int], sizes: list
     st.sampled_from([4, 8, 9]),
     st.sampled_from(list(TOLERANCE)),
 )
-def test_grouped_linear_on_random_shapes(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    rows, weight = random(sum(sizes), inputs, dtype=dtype), random(len(sizes), outputs, inputs, dtype=dtype)
-    assert_same_function(
-        grouped_linear(rows, weight, torch.tensor(sizes)), loop_linear(rows, weight, sizes), [rows, weight]
-    )
+def test_products_of_random_shapes(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    linear, rows = new_linear(len(sizes), inputs, outputs, dtype, bias=False), random(sum(sizes), inputs, dtype=dtype)
+    computed = Computed(linear, sizes)
+    computed.check(computed(rows), loop_linear(rows, linear.weight, sizes), [rows])
+
+
+@pytest.mark.parametrize("guests", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [[3, 0, 4, 2], [0, 0, 1, 5], [2, 2, 0, 0]], ids=str)
+def test_a_grouped_product_leaves_the_rows_of_guests(monkeypatch, guests: int, sizes: list[int]) -> None:
+    """As on a device that has a fast grouped product; a CPU computes the same with products of its own."""
+    weight = torch.randn(4, 16, 8).bfloat16()
+    parts = [weight[: 4 - guests], *([weight[4 - guests :]] if guests else [])]
+    split = RowSplit(sizes, torch.device("cpu"))
+    calls = []
+
+    def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        calls.append(offs.tolist())
+        output = torch.full((len(rows), matrices.shape[-1]), torch.nan, dtype=rows.dtype)
+        output[: offs[-1]] = real(rows[: offs[-1]], matrices, offs=offs)
+        return output
+
+    real = F.grouped_mm
+    rows, gradient = torch.randn(sum(sizes), 8).bfloat16(), torch.randn(sum(sizes), 16).bfloat16()
+    expected = [TorchGemm().outputs(rows, parts, split), TorchGemm().input_gradients(gradient, parts, split)]
+    monkeypatch.setattr(grouped_gemm, "grouped_mm_is_fast", lambda matrix: True)
+    monkeypatch.setattr(F, "grouped_mm", grouped_mm)
+    found = [TorchGemm().outputs(rows, parts, split), TorchGemm().input_gradients(gradient, parts, split)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    home = sizes[: 4 - guests]
+    assert calls == ([torch.tensor(home).cumsum(0).tolist()] * 2 if sum(home) else [])
+
+
+def test_what_is_fast_is_what_torch_computes_in_one_kernel(monkeypatch) -> None:
+    class Matrices(SimpleNamespace):
+        """Stands for a tensor on a device."""
+
+        is_cuda, device, shape = True, None, (2, 16, 8)
+
+        def element_size(self) -> int:
+            return self.dtype.itemsize
+
+    fast = grouped_gemm.grouped_mm_is_fast
+    half, single = Matrices(dtype=torch.bfloat16), Matrices(dtype=torch.float32)
+    for capability, expected in (((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert fast(half) == expected and not fast(single)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not fast(Matrices(dtype=torch.bfloat16, shape=(2, 16, 4)))
+    assert not fast(Matrices(dtype=torch.bfloat16, is_cuda=False))
 
 
 @dtype_cases
 def test_empty_slots_have_zero_gradients(dtype: torch.dtype) -> None:
-    sizes = [0, 3, 0]
-    rows, weight = random(3, 16, dtype=dtype), random(3, 16, 16, dtype=dtype)
-    output = grouped_linear(rows, weight, torch.tensor(sizes))
-    (gradient,) = torch.autograd.grad(output, [weight], torch.ones_like(output))
+    linear = new_linear(3, 16, 16, dtype, bias=False)
+    computed = Computed(linear, [0, 3, 0])
+    computed(random(3, 16, dtype=dtype)).sum().backward()
+    (gradient,) = computed.gradients.finish()
     assert torch.equal(gradient[[0, 2]], torch.zeros_like(gradient[[0, 2]]))
     assert gradient[1].abs().max() > 0
 
@@ -137,40 +207,78 @@ def test_bias(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], sca
     torch.manual_seed(0)
     linear, rows = new_linear(len(sizes), *widths, dtype), random(sum(sizes), widths[0], dtype=dtype)
     scale = random(sum(sizes), dtype=dtype) if scaled else None
-    found = linear()[0](rows, torch.tensor(sizes), scale)
+    computed = Computed(linear, sizes)
+    found = computed(rows, scale)
     assert found.dtype == dtype
-    inputs = [rows, *linear.parameters()] + ([scale] if scaled else [])
-    assert_same_function(found, loop_layer(linear, rows, sizes, scale), inputs)
+    computed.check(found, loop_layer(linear, rows, sizes, scale), [rows, *([scale] if scaled else [])])
 
 
 def test_scale_in_higher_precision_keeps_the_rows_precision() -> None:
     """Combine weights are float32 while the experts compute in bfloat16."""
     linear, rows, scale = new_linear(2, 16, 16, torch.bfloat16), *(random(5, 16, dtype=torch.bfloat16), torch.rand(5))
     scale = scale.to(DEVICE).requires_grad_()
-    found = linear()[0](rows, torch.tensor([2, 3]), scale)
+    computed = Computed(linear, [2, 3])
+    found = computed(rows, scale)
     assert found.dtype == torch.bfloat16
-    assert_close(found, loop_layer(linear, rows, [2, 3], scale), torch.bfloat16)
-    gradients = torch.autograd.grad(found, [linear.bias, scale], torch.ones_like(found))
-    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32]
+    computed.check(found, loop_layer(linear, rows, [2, 3], scale), [rows, scale])
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-def test_only_the_bias_needs_a_gradient(scaled: bool) -> None:
-    linear, rows = new_linear(2, 16, 16, torch.float32), random(5, 16, dtype=torch.float32).detach()
-    scale = torch.rand(5, device=DEVICE) if scaled else None
+def test_only_the_bias_needs_a_gradient() -> None:
+    linear, rows = new_linear(2, 16, 16, torch.float32), random(5, 16, dtype=torch.float32)
     linear.weight.requires_grad_(False)
-    output = linear()[0](rows, torch.tensor([2, 3]), scale)
-    output.backward(torch.ones_like(output))
-    per_row = torch.ones(5, device=DEVICE) if scale is None else scale
-    expected = torch.stack([per_row[:2].sum(), per_row[2:].sum()])
-    torch.testing.assert_close(linear.bias.grad, expected.unsqueeze(1).expand(2, 16))
+    computed = Computed(linear, [2, 3])
+    computed(rows).sum().backward()
+    weight, bias = computed.gradients.finish()
+    assert weight is None
+    torch.testing.assert_close(bias, torch.tensor([[2.0], [3.0]]).expand(2, 16))
 
 
 def test_without_bias() -> None:
     linear, rows = new_linear(2, 16, 8, torch.float32, bias=False), random(5, 16, dtype=torch.float32)
     assert [name for name, _ in linear.named_parameters()] == ["weight"]
     expected = torch.cat([F.linear(rows[:2], linear.weight[0]), F.linear(rows[2:], linear.weight[1])])
-    assert_close(linear()[0](rows, torch.tensor([2, 3])), expected, torch.float32)
+    assert_close(Computed(linear, [2, 3])(rows), expected, torch.float32)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_to_main_gradients(dtype: torch.dtype, bias: bool) -> None:
+    """In float32, over several chunks, for guests too; autograd gets placeholders that share the weights' memory."""
+    linear = new_linear(2, 16, 8, dtype, bias=bias)
+    for parameter in linear.parameters():
+        parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+    linear.allocate_guests(2)
+    gradients = LinearGradients(linear, 3, TorchGemm())
+    layer, chunks = SlotLinear(linear(1), gradients), ([3, 0, 2], [1, 4, 5])
+    expected = [torch.ones(4, *parameter.shape[1:], dtype=torch.float64) for parameter in linear.parameters()]
+    expected[0][2:] = 0
+    if bias:
+        expected[1][2:] = 0
+    for sizes in chunks:
+        rows = random(sum(sizes), 16, dtype=dtype)
+        output = layer(rows, RowSplit(sizes, rows.device))
+        gradient = torch.randn(output.shape).to(dtype)
+        output.backward(gradient)
+        parts = zip(rows.detach().double().split(sizes), gradient.double().split(sizes), strict=True)
+        for slot, (part, outer) in enumerate(parts):
+            expected[0][slot] += outer.T @ part
+            if bias:
+                expected[1][slot] += outer.sum(0)
+    placeholders = gradients.finish()
+    for number, parameter in enumerate(linear.parameters()):
+        assert parameter.grad_added_to_main_grad
+        assert placeholders[number].data_ptr() == parameter.data_ptr() and not placeholders[number].requires_grad
+        found = torch.cat([parameter.main_grad, linear.guests.tensors()[number].main_grad])
+        torch.testing.assert_close(found.double(), expected[number], rtol=1e-6, atol=1e-5)
+
+
+def test_overwritten_weights_are_noticed() -> None:
+    linear, rows = new_linear(2, 16, 16, torch.float32), random(5, 16, dtype=torch.float32)
+    output = Computed(linear, [2, 3])(rows)
+    linear.weight.detach()[1].fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -183,11 +291,11 @@ def test_experts_that_other_ranks_share_are_marked(layout: tuple[int, int, int],
 
 
 def test_expanded_gradients_and_strided_rows_are_accepted() -> None:
-    weight = torch.randn(2, 8, 4, requires_grad=True)
-    rows = torch.randn(4, 6).T.requires_grad_()
-    grouped_linear(rows, weight, torch.tensor([2, 4])).sum().backward()
-    expected = torch.stack([chunk.sum(0).expand(8, 4) for chunk in rows.detach().split([2, 4])])
-    torch.testing.assert_close(weight.grad, expected)
+    linear, rows = new_linear(2, 6, 8, torch.float32, bias=False), torch.randn(6, 6).T.requires_grad_()
+    computed = Computed(linear, [2, 4])
+    computed(rows).sum().backward()
+    expected = torch.stack([chunk.sum(0).expand(8, 6) for chunk in rows.detach().split([2, 4])])
+    torch.testing.assert_close(computed.gradients.finish()[0], expected)
 
 
 class Alone:
@@ -238,7 +346,8 @@ def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bo
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     rows, probs = random(sum(sizes), hidden, dtype=torch.float64), random(sum(sizes), dtype=torch.float64)
-    found = experts._all_slots(rows, torch.tensor(sizes), probs, by_slot)
+    experts.by_slot = by_slot
+    found = experts(rows, torch.tensor(sizes), probs)
     first = loop_layer(experts.linear_fc1, rows, sizes, None)
     weighted = gate(first, activation, clamp, offset) * probs.unsqueeze(1)
     expected = loop_layer(experts.linear_fc2, weighted, sizes, probs)

@@ -55,6 +55,7 @@ def test_settings_reach_the_builders() -> None:
     [
         ("", {"seq_length": None}, {}, "--seq-length is required"),
         ("--balance-interval 0", {}, {}, "--balance-interval 0: give at least 1"),
+        ("--moe-expert-gemm te", {}, {}, "--moe-expert-gemm te: needs Transformer Engine on CUDA .*; use default"),
         ("--balance-alpha 0.3", {}, {}, "--balance-alpha: has no effect with --balance-policy none"),
         ("--balance-policy top2", {}, {"expert_model_parallel_size": 1}, "needs --expert-model-parallel-size above 1"),
         ("--balance-policy top2 --balance-log-dir d", {}, {}, "--balance-log-dir: only pretrain_gpt_moe.py has it"),

@@ -87,6 +87,7 @@ def test_what_was_not_wanted_is_not_noticed() -> None:
     [
         ("--moe-permute-fusion", "--moe-permute-fusion: needs Transformer Engine"),
         ("--moe-router-fusion", "--moe-router-fusion: needs Transformer Engine"),
+        ("--moe-expert-gemm te", "--moe-expert-gemm te: needs Transformer Engine on CUDA .*; use default"),
         ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl te: needs"),
     ],
 )
@@ -95,6 +96,11 @@ def test_what_was_asked_for_is_refused(computer: Machine, flags: str, said: str)
         layout_on(computer, flags)
     layout, _ = layout_on(GPU, flags)
     assert layout.moe_permute_fusion == ("permute" in flags)
+
+
+def test_products_of_experts_are_those_of_our_layer() -> None:
+    with pytest.raises(ValueError, match="--moe-expert-gemm te: needs --moe-layer-impl balanced"):
+        layout_on(GPU, "--num-experts 4 --moe-expert-gemm te --moe-layer-impl megatron")
 
 
 def test_a_dry_run_wants_no_kernels() -> None:

@@ -1,13 +1,20 @@
 """flow/rows.py: rows and their sums equal dense ones and megatron-core's, are deterministic, and cause no waits."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from megatron_balance.flow.rows import RowOrder, combine, gather_rows, rows_of
+from megatron_balance.comm.blocks import gathers
+from megatron_balance.flow.chunks.chunking import split_evenly
+from megatron_balance.flow.plan import make_dispatch_plan
+from megatron_balance.flow.rows import combine, gather_rows, gather_weights, row_order, sending
+from megatron_balance.placement.placement import Placement
 from tests.operators import Operators
+from tests.unit.placements import placements
 
 DEVICE = torch.cuda.current_device()
 
@@ -34,13 +41,14 @@ def routings(draw: st.DrawFn) -> torch.Tensor:
 def test_rows_and_sums_equal_dense_ones(routing_TP: torch.Tensor, hidden: int) -> None:
     (tokens, columns), routing_TP = routing_TP.shape, routing_TP.to(DEVICE)
     tokens_TH, probs_TP = random(tokens, hidden), random(tokens, columns)
-    rows = rows_of(tokens_TH, probs_TP, routing_TP, int(routing_TP.sum()))
+    order = row_order(routing_TP, int(routing_TP.sum()))
+    rows_RH, probs_R = gather_rows(tokens_TH, order), gather_weights(probs_TP, order)
     by_column = [tokens_TH[routing_TP[:, column]] for column in range(columns)]
-    assert torch.equal(rows.rows_RH, torch.cat(by_column))
-    assert torch.equal(rows.probs_R, torch.cat([probs_TP[routing_TP[:, one], one] for one in range(columns)]))
+    assert torch.equal(rows_RH, torch.cat(by_column))
+    assert torch.equal(probs_R, torch.cat([probs_TP[routing_TP[:, one], one] for one in range(columns)]))
 
     factor_R = torch.cat([torch.full((len(part),), column + 1.0) for column, part in enumerate(by_column)]).to(DEVICE)
-    found = rows.combine(rows.rows_RH * (rows.probs_R * factor_R).unsqueeze(1))
+    found = combine(rows_RH * (probs_R * factor_R).unsqueeze(1), order)
     expected = dense_mixture(tokens_TH, probs_TP, routing_TP)
     gradient = torch.randn_like(expected)
     results = [(one, *torch.autograd.grad(one, (tokens_TH, probs_TP), gradient)) for one in (found, expected)]
@@ -53,11 +61,10 @@ def test_gradients_are_those_of_the_functions() -> None:
     routing_TP = torch.rand(6, 4, device=DEVICE) < 0.5
     routing_TP[2] = False
     rows = int(routing_TP.sum())
-    order = RowOrder.of(routing_TP, rows)
+    order = row_order(routing_TP, rows)
     for function, count in ((gather_rows, 6), (combine, rows)):
         assert torch.autograd.gradcheck(lambda tensor: function(tensor, order), random(count, 3))  # noqa: B023
-    probs_TP = random(6, 4)
-    assert torch.autograd.gradcheck(lambda probs: rows_of(probs, probs, routing_TP, rows).probs_R, probs_TP)
+    assert torch.autograd.gradcheck(lambda probs_TP: gather_weights(probs_TP, order), random(6, 4))
 
 
 def with_chunks(tokens: int, columns: int, topk: int, seed: int) -> torch.Tensor:
@@ -75,7 +82,11 @@ def forward_and_backward(ours: bool, routing_TP: torch.Tensor, dtype: torch.dtyp
     tokens_TH, probs_TP = random(len(routing_TP), 40, dtype=dtype), random(*routing_TP.shape, dtype=torch.float32)
     count = int(routing_TP.sum())
     if ours:
-        rows_RH, probs_R, combined = rows_of(tokens_TH, probs_TP, routing_TP, count)
+        order = row_order(routing_TP, count)
+        rows_RH, probs_R = gather_rows(tokens_TH, order), gather_weights(probs_TP, order)
+
+        def combined(rows_RH: torch.Tensor) -> torch.Tensor:
+            return combine(rows_RH, order)
     else:
         rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
 
@@ -98,7 +109,7 @@ def test_bits_are_those_of_megatron_on_a_cpu(dtype: torch.dtype) -> None:
 def test_sums_of_bfloat16_are_rounded_once() -> None:
     routing_TP = with_chunks(100, 16, topk=8, seed=2)
     count = int(routing_TP.sum())
-    order = RowOrder.of(routing_TP, count)
+    order = row_order(routing_TP, count)
     rows_RH = random(count, 24, dtype=torch.bfloat16)
     exact_TH = combine(rows_RH.float(), order)
     # Kernels may choose differently between two equally near numbers
@@ -123,8 +134,9 @@ def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
     for ours in (True, False):
         with Operators() as operators:
             if ours:
-                rows_RH, probs_R, combined = rows_of(tokens_TH, probs_TP, routing_TP, rows)
-                output = combined(rows_RH * probs_R.unsqueeze(1))
+                order = row_order(routing_TP, rows)
+                rows_RH, probs_R = gather_rows(tokens_TH, order), gather_weights(probs_TP, order)
+                output = combine(rows_RH * probs_R.unsqueeze(1), order)
             else:
                 rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=rows)
                 output = unpermute(rows_RH * probs_R.unsqueeze(1), order, tokens_TH.shape, routing_map=routing_TP)
@@ -132,3 +144,65 @@ def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
         found.append((operators.nondeterministic, operators.waiting))
     assert found[0] == ([], [])
     assert found[1][0] == ["aten.scatter_add_.default", "aten.index_add.default"], "of megatron-core's"
+
+
+def sent(placement: Placement, map_TE: torch.Tensor, tokens_CMP: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield (token, place, index of the row by expert) in the order in which rows are sent, chosen one by one.
+
+    A token takes the first member, host and chunk of its expert, in this order, with tokens left in the plan.
+    """
+    left, target, rows = tokens_CMP.tolist(), {}, []
+    for expert, token in map_TE.T.nonzero().tolist():
+        member, physical, chunk = next(
+            (member, physical, chunk)
+            for member in range(len(left[0]))
+            for physical in placement.physicals[expert]
+            for chunk in range(len(left))
+            if left[chunk][member][physical]
+        )
+        left[chunk][member][physical] -= 1
+        target[len(rows)] = (member, chunk, physical, token)
+        rows.append((token, token * placement.num_experts + expert))
+    assert not any(number for chunk in left for member in chunk for number in member)
+    for index in sorted(target, key=target.__getitem__):
+        yield *rows[index], index
+
+
+@settings(max_examples=200)
+@given(placements(), st.integers(0, 12), st.integers(1, 3), st.integers(1, 3), st.integers(0, 10**6))
+def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int, members: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    map_TE = torch.rand(tokens, placement.num_experts, generator=generator) < 0.4
+    counts_ME = split_evenly(map_TE.sum(0, keepdim=True), members)[:, 0]
+    counts_DE = counts_ME.repeat(placement.num_ranks, 1)
+    plan = make_dispatch_plan(counts_DE, placement, "proportional")
+    tokens_CMP = split_evenly(plan.tokens_DP, chunks)[:, :members]
+    there = sending(placement, tokens_CMP.numpy())
+    order = row_order(map_TE, int(map_TE.sum()))
+    moved = order.moved(*gathers([there, there.back], order.token_R.device))
+    expected = torch.tensor([*sent(placement, map_TE, tokens_CMP)], dtype=torch.int32).view(-1, 3)
+    assert torch.equal(torch.stack([moved.token_R, moved.place_R], 1), expected[:, :2])
+    assert torch.equal(order.token_R[expected[:, 2]], moved.token_R)
+    # Whatever their places, a token's rows are added up by expert
+    assert torch.equal(moved.place_R[moved.by_token_R], map_TE.reshape(-1).nonzero().flatten().to(torch.int32))
+    assert torch.equal(moved.first_T, order.first_T)
+
+
+def test_sums_do_not_depend_on_hosts_and_chunks() -> None:
+    placement = Placement.identity(6, 3, guest_slots=2).with_hosts([(0, 1), (0, 2), (4, 0)])
+    torch.manual_seed(3)
+    map_TE = torch.rand(60, 6) < 0.6
+    plan = make_dispatch_plan(map_TE.sum(0).repeat(3, 1), placement, "proportional")
+    there = sending(placement, split_evenly(plan.tokens_DP, 4)[:, :1].numpy())
+    order = row_order(map_TE, int(map_TE.sum()))
+    forth, back = gathers([there, there.back], order.token_R.device)
+    rows_RH = torch.randn(len(order.token_R), 7)
+    assert not back.stays
+    assert torch.equal(combine(forth(rows_RH), order.moved(forth, back)), combine(rows_RH, order))
+
+
+def test_more_rows_than_expected_are_found_again() -> None:
+    """A routing without the expected number of entries must not be an error: the layer then finds its order again."""
+    routing_TP = with_chunks(40, 8, topk=3, seed=5)
+    for rows in (0, 1, 40 * 3, 40 * 8):
+        assert len(row_order(routing_TP, rows).token_R) == rows

@@ -89,7 +89,7 @@ def emulate(model: Iterable[torch.nn.Module], device: EmulatedDevice, log: Calla
     if not experts:
         raise ValueError("--moe-layer-impl megatron, or no MoE layer: only experts of `balanced` layers are emulated")
     for module in experts:
-        module.forward = functools.partial(_emulated_experts, module, device)
+        module.compute = functools.partial(_emulated_experts, module, device)
     for layer in modules if device.attention_seconds is not None else ():
         if isinstance(layer, TransformerLayer):
             attention: Any = layer.self_attention
@@ -103,17 +103,16 @@ def _emulated_experts(
     rows_RH: torch.Tensor,
     tokens_per_slot: torch.Tensor,
     probs_R: torch.Tensor,
-    stand_ins: Any = None,
+    gradients: Any,
 ) -> torch.Tensor:
-    """Replacement of GroupedExperts.forward."""
+    """Replacement of GroupedExperts.compute."""
     guests = len(tokens_per_slot) - len(experts.home_experts)
     # The modules must be called, see GroupedWeights.forward
-    linears = experts.linear_fc1, experts.linear_fc2
-    projections = [projection for linear in linears for projection in linear(guests, stand_ins=stand_ins)]
-    parameters = [tensor for projection in projections for tensor in (projection.weight, projection.bias)]
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        linear(guests)
     # The shards' outputs are summed
     output_RH = (rows_RH * (probs_R / experts.shards).unsqueeze(-1)).to(rows_RH.dtype)
-    return device.pass_through(output_RH, len(rows_RH) * device.expert_seconds_per_token, parameters)
+    return device.pass_through(output_RH, len(rows_RH) * device.expert_seconds_per_token, ())
 
 
 def _emulated_attention(

@@ -3,6 +3,7 @@
 order.py      the seven tasks of a chunk, orders of them as data, and schedulers (ScheMoE)
 times.py      predicts how long each task takes, from a cluster profile
 choice.py     chooses the number of chunks and their order, for each layer
-chunking.py   splits a dispatch plan and a routing into chunks
+chunking.py   splits a dispatch plan into chunks
+sorting.py    the orders of rows between exchanges and experts
 pipeline.py   executes an order: exchanges and experts, forward and backward
 """

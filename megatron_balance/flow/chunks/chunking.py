@@ -3,6 +3,7 @@
 Every source splits the tokens that it sends to each physical expert, and keeps their order. All ranks know all sizes.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,14 @@ class Chunking:
     shares: Shares | None = None
     """None: chunks of even size."""
 
-    @property
+    @functools.cached_property
     def chunks(self) -> int:
         return 1 + max(chunk for _, chunk in self.forward)
 
     def split(self, plan: DispatchPlan) -> torch.Tensor:
         """Return [C, D, P], tokens from each source to each physical expert in each chunk; the sum is the plan's."""
+        if self.chunks == 1:
+            return plan.tokens_DP.unsqueeze(0)
         if self.shares is None:
             return split_evenly(plan.tokens_DP, self.chunks)
         return split_by(self.shares, plan)
@@ -47,40 +50,16 @@ def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
     Pairs with fewer tokens than chunks do not all use the same chunks: source and expert determine which get more.
     """
     sources, physicals = tokens_DP.shape
-    turn_DP = torch.arange(sources).unsqueeze(1) + torch.arange(physicals)
-    cut_C11 = torch.arange(chunks + 1).view(-1, 1, 1)
-    turn_DP, cut_C11 = turn_DP.to(tokens_DP.device), cut_C11.to(tokens_DP.device)
+    numbers = functools.partial(torch.arange, device=tokens_DP.device)
+    turn_DP, cut_C11 = numbers(sources).unsqueeze(1) + numbers(physicals), numbers(chunks + 1).view(-1, 1, 1)
     return ((tokens_DP * cut_C11 + turn_DP % chunks) // chunks).diff(dim=0)
 
 
 def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
     """Split into [C, D, P] by shares, rounded so that no token is lost; the last chunk takes what they do not cover."""
     shares_CDE = torch.tensor(shares, dtype=torch.float64)
-    experts_P = torch.tensor(plan.placement.expert_of_physical)
+    experts_P = torch.from_numpy(plan.placement.tables.expert_P)
     ends_CDP = (shares_CDE[:, :, experts_P].cumsum(0) * plan.tokens_DP).round().to(torch.int64)
     ends_CDP = torch.minimum(ends_CDP, plan.tokens_DP)
     ends_CDP[-1] = plan.tokens_DP
     return ends_CDP.diff(dim=0, prepend=torch.zeros_like(ends_CDP[:1]))
-
-
-def in_chunks(
-    probs_TP: torch.Tensor, map_TP: torch.Tensor, tokens_CP: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the routing of one source's tokens into chunks.
-
-    Args:
-        probs_TP: [T, P] combine weights; gradients flow through.
-        map_TP: [T, P] bool, the chosen physical experts.
-        tokens_CP: [C, P] tokens for each expert that go with each chunk: the first ones, the next ones, and so on.
-
-    Returns:
-        combine weights and choices, [T, C * P] each, chunk after chunk.
-    """
-    chunks = len(tokens_CP)
-    if chunks == 1:
-        return probs_TP, map_TP
-    ends_PC = tokens_CP.cumsum(0).T.contiguous().to(map_TP.device, non_blocking=True)
-    ordinal_PT = map_TP.T.cumsum(1) - 1
-    chunk_TP = torch.searchsorted(ends_PC, ordinal_PT, right=True).T
-    map_TCP = map_TP.unsqueeze(1) & (chunk_TP.unsqueeze(1) == torch.arange(chunks, device=map_TP.device).view(-1, 1))
-    return probs_TP.repeat(1, chunks), map_TCP.flatten(1)

@@ -7,21 +7,22 @@ for. A backward pass executes the same seven tasks with gradients, so that one f
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.profiler import record_function
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange
+from megatron_balance.comm.blocks import Gather, transposed
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.pipelined import Simultaneous
-from megatron_balance.comm.sharded import Sharding, all_gather_rows, transposed
+from megatron_balance.comm.sharded import Sharding, all_gather_rows
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import ChunkTask, Order
+from megatron_balance.flow.chunks.sorting import Sorting
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.plan import DispatchPlan
+from megatron_balance.observe.profiling import record_function
 
 Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
 """The work that begins: computation of the first chunk, or the steps after the last chunk's; forward and backward."""
@@ -69,28 +70,55 @@ class ChunkedDispatch:
     """The host of this rank's experts."""
     exchange: TokenExchange
     sharding: Sharding
-    plans: Sequence[DispatchPlan]
-    """[C] plans, one for each chunk."""
+    hosts: int
+    tokens_CDP: np.ndarray
+    """Rows of each chunk from each source to each physical expert."""
     chunking: Chunking
-    fused: bool
-    """Whether Transformer Engine's kernel sorts the rows."""
+    weights_to_hosts: Gather
+    """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
+    weights_to_chunks: Gather
+    """The opposite."""
+    device: torch.device
     share: RowShare | None
     """How ranks share the rows; None: no other rank has them."""
 
     @functools.cached_property
+    def sorting(self) -> Sorting:
+        """What sorts the rows that arrive. It is made when they are on their way."""
+        return Sorting.of(self._tokens_CDS, self.device)
+
+    @functools.cached_property
+    def tokens_CS(self) -> torch.Tensor:
+        """[C, S] in host memory: rows of each chunk for each of this rank's slots."""
+        return torch.from_numpy(self._tokens_CDS.sum(1))
+
+    @functools.cached_property
     def splits(self) -> list[torch.Tensor]:
         """[C] matrices [D, hosts]: rows of each chunk from each source to each host."""
-        return [plan.splits_DH for plan in self.plans]
+        return [torch.from_numpy(splits_DH) for splits_DH in self._splits_CDH]
 
     @functools.cached_property
     def all_splits_DH(self) -> torch.Tensor:
         """[D, hosts]: rows of all chunks from each source to each host."""
-        return torch.stack(self.splits).sum(0)
+        return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self._splits_CDH.sum(0))
 
     @functools.cached_property
     def sent(self) -> list[int]:
         """[C]: rows that this rank sends with each chunk."""
-        return [int(splits_DH[self.source].sum()) for splits_DH in self.splits]
+        return self._splits_CDH[:, self.source].sum(1).tolist()
+
+    @functools.cached_property
+    def _splits_CDH(self) -> np.ndarray:
+        return self._by_slot.sum(3)
+
+    @property
+    def _tokens_CDS(self) -> np.ndarray:
+        """Rows of each chunk that this rank receives from each source for each of its slots."""
+        return self._by_slot[:, :, self.host]
+
+    @property
+    def _by_slot(self) -> np.ndarray:
+        return self.tokens_CDP.reshape(*self.tokens_CDP.shape[:2], self.hosts, -1)
 
     @property
     def collect(self) -> Collect:
@@ -120,24 +148,8 @@ def mixture(
         experts: this rank's experts.
         begin: called at each `Moment`.
     """
-    weights = _weights(chunked, experts)
-    return _Mixture.apply(rows_RH, probs_R, chunked, experts, begin, torch.is_grad_enabled(), *weights)
-
-
-def _weights(chunked: ChunkedDispatch, experts: GroupedExperts) -> list[torch.Tensor]:
-    """Return the leaves that the experts compute with."""
-    return experts.tensors(chunked.plans[0].placement.slots_per_rank)
-
-
-def _sent_CHS(chunked: ChunkedDispatch) -> torch.Tensor:
-    """Return [C, hosts, S]: rows of each chunk that this rank sends to each slot of each host."""
-    hosts = chunked.plans[0].placement.num_ranks
-    return torch.stack([plan.tokens_DP[chunked.source].view(hosts, -1) for plan in chunked.plans])
-
-
-def _tokens_CDS(chunked: ChunkedDispatch) -> torch.Tensor:
-    """Return [C, D, S]: rows of each chunk that this rank receives from each source for each of its slots."""
-    return torch.stack([plan.received_DS(chunked.host) for plan in chunked.plans])
+    with_graph = torch.is_grad_enabled()
+    return _Mixture.apply(rows_RH, probs_R, chunked, experts, begin, with_graph, *experts.parameters())
 
 
 def _spanned(span: str, start: Start) -> Start:
@@ -191,53 +203,6 @@ def execute(
     return [at_hand[chunk] for chunk in range(len(rows))]
 
 
-class _Graph(NamedTuple):
-    """Ends of the autograd graph of one chunk's experts: gradients enter at `output` and leave at the other two."""
-
-    output: GradientEdge
-    rows: torch.Tensor
-    probs: torch.Tensor
-
-
-class _WeightGradients:
-    """Sums the chunks' gradients of each weight in the precision of the main gradients.
-
-    Every chunk but the last is added to the weight's `main_grad`. The last chunk's gradient is what autograd
-    accumulates, so that the hook that adds it to `main_grad` (DDP's, or a guest's) runs once per backward pass. The
-    gradient of a weight without `main_grad` is summed in float32 or better and rounded once.
-    """
-
-    def __init__(self, weights: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-        """`leaves` replace the weights in the chunks' graphs."""
-        self.leaves = leaves
-        self.totals: list[torch.Tensor | None] = [getattr(weight, "main_grad", None) for weight in weights]
-        self.has_main_grad = [total is not None for total in self.totals]
-
-    def add_chunk(self) -> None:
-        """Move the gradients of a chunk that is not the last one out of the leaves."""
-        for index, gradient in enumerate(self._taken()):
-            total = self.totals[index]
-            if total is None:
-                self.totals[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            else:
-                total.add_(gradient)
-
-    def finish(self) -> list[torch.Tensor]:
-        """Return the gradients for autograd after the last chunk, in the order of the weights."""
-        return [
-            gradient if total is None or has_main_grad else total.add_(gradient).to(gradient.dtype)
-            for gradient, total, has_main_grad in zip(self._taken(), self.totals, self.has_main_grad, strict=True)
-        ]
-
-    def _taken(self) -> list[torch.Tensor]:
-        """Take the leaves' gradients from them: autograd copies a gradient that anything else still refers to."""
-        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-        assert len(gradients) == len(self.leaves), "every chunk computes with all weights"
-        for leaf in self.leaves:
-            leaf.grad = None
-        return gradients
-
-
 class _Mixture(torch.autograd.Function):
     """Autograd sees one operation; inside it, the experts have one graph for each chunk.
 
@@ -255,35 +220,31 @@ class _Mixture(torch.autograd.Function):
         with_graph: bool,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.chunked, ctx.experts, ctx.begin, ctx.graphs = chunked, experts, begin, {}
-        ctx.leaves = [weight.detach().requires_grad_(with_graph) for weight in weights]
-        stand_ins = dict(zip(weights, ctx.leaves, strict=True))
-        tokens_CDS = _tokens_CDS(chunked)
+        ctx.chunked, ctx.begin, ctx.graphs = chunked, begin, {}
+        ctx.of_weights = experts.gradients(chunked.tokens_CS.shape[1])
         exchange, spread = chunked.exchange, chunked.sharding.spread
         if chunked.share is not None:
             rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
         # Weights of all chunks go at once, so that each host gets one message
         with record_function("dispatch"):
-            probs_CHS = transposed(probs_R, _sent_CHS(chunked), (1, 0, 2))
-            coming = spread(exchange.probs, probs_CHS, chunked.all_splits_DH)
+            coming = spread(exchange.probs, chunked.weights_to_hosts(probs_R), chunked.all_splits_DH)
         probs_by_chunk: list[torch.Tensor] = []
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
+            # `begin` recognizes recomputation by whether gradients are enabled
             with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
-                    probs = transposed(coming.wait(), tokens_CDS.transpose(0, 1), (1, 2, 0))
-                    probs_by_chunk.extend(probs.split(tokens_CDS.sum((1, 2)).tolist()))
+                    probs = chunked.sorting.weights_to_slots(coming.wait())
+                    probs_by_chunk.extend(probs.split(chunked.tokens_CS.sum(1).tolist()))
                     begin("experts")
                 # Rows arrive grouped by source, then slot; experts want them grouped by slot
-                rows = transposed(rows, tokens_CDS[chunk], (1, 0), chunked.fused).detach().requires_grad_(with_graph)
-                probs = probs_by_chunk[chunk].detach().requires_grad_(with_graph)
-                output = experts(rows, tokens_CDS[chunk].sum(0), probs, stand_ins)
-                if with_graph:
-                    ctx.graphs[chunk] = _Graph(get_gradient_edge(output), rows, probs)
+                rows = chunked.sorting.to_slots[chunk](rows)
+                tokens, probs = chunked.tokens_CS[chunk], probs_by_chunk[chunk]
+                output, ctx.graphs[chunk] = experts.graph(rows, tokens, probs, ctx.of_weights, with_graph)
                 computed.append(chunk)
-                if len(computed) == len(chunked.plans):
+                if len(computed) == len(chunked.splits):
                     begin("combine")
-            return transposed(output.detach(), tokens_CDS[chunk].T, (1, 0), chunked.fused)
+            return chunked.sorting.to_sources[chunk](output)
 
         computed: list[int] = []
         there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
@@ -297,40 +258,42 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
         chunked, begin = ctx.chunked, ctx.begin
         exchange, spread = chunked.exchange, chunked.sharding.spread
-        tokens_CDS = _tokens_CDS(chunked)
-        of_weights = _WeightGradients(_weights(chunked, ctx.experts), ctx.leaves)
         of_probs: dict[int, torch.Tensor] = {}
+        of_weights: list[torch.Tensor | None] = []
         going: list[Exchange] = []
 
         def compute(chunk: int, gradient: torch.Tensor) -> torch.Tensor:
             with record_function("experts backward"):
                 if not of_probs:
                     begin("experts_backward")
-                gradient = transposed(gradient, tokens_CDS[chunk], (1, 0), chunked.fused)
-                graph = ctx.graphs.pop(chunk)
-                # Not autograd.grad, which megatron-core's recomputation refuses
-                torch.autograd.backward([graph.output], [gradient])
-                of_probs[chunk] = graph.probs.grad
-            if len(of_probs) < len(chunked.plans):
-                of_weights.add_chunk()
-            else:
-                probs = torch.cat([of_probs[one] for one in range(len(chunked.plans))])
-                probs = transposed(probs, tokens_CDS.permute(0, 2, 1), (2, 0, 1))
+                gradient = chunked.sorting.to_slots[chunk](gradient)
+                rows, of_probs[chunk] = ctx.graphs.pop(chunk).backward(gradient)
+            if len(of_probs) == len(chunked.splits):
+                probs = torch.cat([of_probs[one] for one in range(len(chunked.splits))])
+                probs = chunked.sorting.weights_to_sources(probs)
                 begin("dispatch_backward")
                 with record_function("dispatch backward"):
                     going.append(chunked.sharding.collect(exchange.probs.reverse, probs, chunked.all_splits_DH))
-            return transposed(graph.rows.grad, tokens_CDS[chunk].T, (1, 0), chunked.fused)
+            return chunked.sorting.to_sources[chunk](rows)
+
+        def back(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+            back_started.append(send_back(rows, splits_DH))
+            if len(back_started) == len(chunked.splits):
+                with record_function("weight gradients"):
+                    of_weights.extend(ctx.of_weights.finish())
+            return back_started[-1]
 
         (gradient_RH,) = gradients
         if chunked.share is not None:
             gradient_RH = chunked.share.own(gradient_RH)
         there = _spanned("combine backward", functools.partial(spread, exchange.combine.reverse))
-        back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
+        send_back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
+        back_started: list[Exchange] = []
         parts = gradient_RH.split(chunked.sent)
         results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("dispatch backward"):
             of_rows = chunked.joined(results)
-            to_probs = transposed(going.pop().wait(), _sent_CHS(chunked).transpose(0, 1), (1, 0, 2))
+            to_probs = chunked.weights_to_chunks(going.pop().wait())
             if chunked.share is not None:
                 to_probs = chunked.share.all(to_probs)
-        return of_rows, to_probs, None, None, None, None, *of_weights.finish()
+        return of_rows, to_probs, None, None, None, None, *of_weights

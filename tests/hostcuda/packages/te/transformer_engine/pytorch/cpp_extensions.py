@@ -52,3 +52,46 @@ def general_gemm(
         return product.to(dtype), grad_bias, None, None
     kernels.require(out.shape == product.shape and out.dtype == dtype, "out is of the product's shape and type")
     return (out.add_(product) if accumulate else out.copy_(product)), grad_bias, None, None
+
+
+def general_grouped_gemm(
+    A: list[torch.Tensor],
+    B: list[torch.Tensor],
+    out: list[torch.Tensor],
+    quantization_params: list[Any],
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    m_splits: list[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: list[torch.Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: Any = None,
+    single_output: bool = False,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Write the products of `general_gemm` for matrices of each place into `out`, or one after the other into `out[0]`.
+
+    The type of the result is that of `out`, whatever `out_dtype` says. Places without rows leave a zero product, or
+    what they are to add to.
+    """
+    if any(one is not None for one in quantization_params) or gelu or use_bias or D_dtype is not None:
+        raise NotImplementedError("general_grouped_gemm: quantization, GELU, bias, D_dtype")
+    # The C++ function takes a vector of integers, not None
+    kernels.require(
+        m_splits is not None and all(isinstance(rows, int) for rows in m_splits), "rows of each place, on the host"
+    )
+    kernels.require(len(A) == len(B) == len(quantization_params) and len(A) > 0, "lists of matrices differ in length")
+    kernels.require(len(out) == (1 if single_output else len(A)), "one output, or one for each place")
+    kernels.dense(
+        **{f"A{place}": one for place, one in enumerate(A)}, **{f"B{place}": one for place, one in enumerate(B)}
+    )
+    kernels.dense(**{f"out{place}": one for place, one in enumerate(out)})
+    targets = out[0].split([len(rows) for rows in B]) if single_output else out
+    for first, second, target in zip(A, B, targets, strict=True):
+        if first.numel() and second.numel():
+            general_gemm(first, second, layout=layout, out=target, accumulate=accumulate, grad=grad)
+        elif target.numel() and not accumulate:
+            target.zero_()
+    return out, [], []

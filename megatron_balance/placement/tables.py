@@ -1,0 +1,115 @@
+"""Arrays that a placement alone determines, for what is computed anew from every load.
+
+In shapes, N counts the physical experts in use, and M the experts with several hosts; K is the largest number of hosts
+of an expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tables:
+    """Arrays of one placement; `Placement` explains the fields. They must not be changed."""
+
+    num_ranks: int
+    slots_per_rank: int
+    hosts: Sequence[Sequence[int]]
+    quotas: Sequence[Sequence[int]]
+    primary: Sequence[int]
+    physicals: Sequence[Sequence[int]]
+
+    def complete(self) -> None:
+        """Compute all arrays, so that nobody has to wait for one later."""
+        for name, member in vars(Tables).items():
+            if isinstance(member, cached_property):
+                getattr(self, name)
+
+    @cached_property
+    def physical_N(self) -> np.ndarray:
+        """The physical experts of expert 0 by ascending rank, then those of expert 1, and so on."""
+        return _flat(self.physicals)
+
+    @cached_property
+    def expert_N(self) -> np.ndarray:
+        """The logical expert of each of `physical_N`."""
+        return np.repeat(np.arange(len(self.physicals)), [len(row) for row in self.physicals])
+
+    @cached_property
+    def by_physical_N(self) -> np.ndarray:
+        """Where the physical experts in use, in ascending order, are in `physical_N`."""
+        return np.argsort(self.physical_N)
+
+    @cached_property
+    def expert_P(self) -> np.ndarray:
+        """[P]: the logical expert that each physical one computes; -1 for none."""
+        expert_P = np.full(self.num_ranks * self.slots_per_rank, -1)
+        expert_P[self.physical_N] = self.expert_N
+        return expert_P
+
+    @cached_property
+    def only_E(self) -> np.ndarray:
+        """[E]: the first physical expert of each logical one."""
+        return np.array([row[0] for row in self.physicals])
+
+    @cached_property
+    def shares_ED(self) -> np.ndarray:
+        """[E, D] int64: how the ranks share an expert's tokens; 0 where the rank is not a host.
+
+        They are the placement's quotas, and 1 for each vExpert of experts without quotas.
+        """
+        experts, ranks = len(self.hosts), self.num_ranks
+        cells = np.repeat(np.arange(experts) * ranks, [len(row) for row in self.hosts]) + _flat(self.hosts)
+        if not self.quotas:
+            return np.bincount(cells, minlength=experts * ranks).reshape(experts, ranks)
+        rows = zip(self.quotas, self.hosts, strict=True)
+        shares_ED = np.zeros((experts, ranks), dtype=np.int64)
+        np.add.at(shares_ED.reshape(-1), cells, _flat([quotas or (1,) * len(row) for quotas, row in rows]))
+        return shares_ED
+
+    @cached_property
+    def shared_M(self) -> np.ndarray:
+        """[M]: the experts with several hosts."""
+        return np.flatnonzero([len(row) > 1 for row in self.physicals])
+
+    @cached_property
+    def shares_MD(self) -> np.ndarray:
+        return self.shares_ED[self.shared_M]
+
+    @cached_property
+    def primary_M(self) -> np.ndarray:
+        return np.asarray(self.primary)[self.shared_M]
+
+    @cached_property
+    def physicals_EK(self) -> np.ndarray:
+        """[E, K]: the physical experts of each logical one; each row ends in copies of its last one."""
+        width = max(map(len, self.physicals))
+        return np.array([(*row, *row[-1:] * (width - len(row))) for row in self.physicals])
+
+    @cached_property
+    def physicals_MK(self) -> np.ndarray:
+        return self.physicals_EK[self.shared_M]
+
+    @cached_property
+    def ranks_MK(self) -> np.ndarray:
+        """[M, K]: the ranks of `physicals_MK`."""
+        return self.physicals_MK // self.slots_per_rank
+
+    @cached_property
+    def is_host_MK(self) -> np.ndarray:
+        """[M, K] bool: whether this is a host, not a copy of one."""
+        number_M = np.array([len(self.physicals[expert]) for expert in self.shared_M])
+        return np.arange(self.physicals_MK.shape[1]) < number_M[:, None]
+
+    @cached_property
+    def shared_physical_N(self) -> np.ndarray:
+        """The physical experts of the experts with several hosts, row after row of `is_host_MK`."""
+        return self.physicals_MK[self.is_host_MK]
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64)
