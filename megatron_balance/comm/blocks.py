@@ -118,10 +118,10 @@ def _indices(tables: Sequence[Table], device: torch.device) -> Iterator[torch.Te
     firsts = np.cumsum([0, *lengths])
     shifts = np.concatenate([shift_N - first for (shift_N, _), first in zip(tables, firsts, strict=False)])
     ends = np.concatenate([ends_N + first for (_, ends_N), first in zip(tables, firsts, strict=False)])
-    table_2N = to_device(torch.from_numpy(np.stack([ends, shifts]).astype(np.int32)), device)
+    ends_N, shift_N = to_device(torch.from_numpy(np.stack([ends, shifts]).astype(np.int32)), device).unbind()
     kernels = of_rows(device)
     indexed = block_index if kernels is None else kernels.block_index
-    return iter(indexed(*table_2N, int(firsts[-1])).split(lengths))
+    return iter(indexed(ends_N, shift_N, int(firsts[-1])).split(lengths))
 
 
 def block_index(ends_N: torch.Tensor, shift_N: torch.Tensor, rows: int) -> torch.Tensor:

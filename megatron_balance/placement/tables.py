@@ -88,7 +88,7 @@ class Tables:
     def physicals_EK(self) -> np.ndarray:
         """[E, K]: the physical experts of each logical one; each row ends in copies of its last one."""
         width = max(map(len, self.physicals))
-        return np.array([(*row, *row[-1:] * (width - len(row))) for row in self.physicals])
+        return np.array([(*row, *[row[-1]] * (width - len(row))) for row in self.physicals])
 
     @cached_property
     def physicals_MK(self) -> np.ndarray:
