@@ -92,7 +92,8 @@ class AllToAllDispatcher(Dispatcher):
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from."""
         map_TE = chosen.map_TE
         with record_function("dispatch"):
-            expected = self.rows_per_token and row_order(map_TE, len(map_TE) * self.rows_per_token)
+            per_token = self.rows_per_token
+            expected = None if per_token is None else row_order(map_TE, len(map_TE) * per_token)
 
         def decide(plan: DispatchPlan) -> Handle:
             with record_function("dispatch"):
