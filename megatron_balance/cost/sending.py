@@ -5,6 +5,7 @@ profile's lines of `trans` and `agg`. A rank sends one piece at a time and recei
 its adapters.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
-from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile
+from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, Fit
 
 FANOUTS = (1, 2, 16)
 """Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
@@ -32,6 +33,7 @@ WORTHWHILE = 1.05
 """Time of chains over a lower bound for all routes, below which no trees are tried."""
 
 ROUNDING = 1e-9
+TINY = np.finfo(np.float64).tiny
 
 USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
@@ -158,9 +160,30 @@ class SendingModel:
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
-        chunks = self.best_chunks(np.maximum(busy, np.finfo(np.float64).tiny), extra)
+        if np.ndim(busy) == 0:
+            return self._seconds_of_one(float(busy), float(extra))
+        chunks = self.best_chunks(np.maximum(busy, TINY), extra)
         time = np.where(busy > 0, busy * chunks + extra, 0.0)
         return self.trans_seconds(time, chunks), self.agg_seconds(time, chunks)
+
+    def _seconds_of_one(self, busy: float, extra: float) -> tuple[float, float]:
+        """Return `seconds_of` numbers, in which numpy would take most of the time."""
+        if busy <= 0:
+            return 0.0, 0.0
+        least = self.far * (1 - ROUNDING)
+        latencies = self._latencies["inter" if self.far > 1 and busy >= least else "intra"]
+        chunks = float(min(max(round(math.sqrt(extra / busy * latencies)), self.fewest_chunks), MOST_CHUNKS))
+        time = busy * chunks + extra
+        is_far = self.far > 1 and time / chunks >= least
+        return tuple(  # pyright: ignore[reportReturnType]
+            time * (far.seconds(size / chunks) / self.far if is_far else near.seconds(size / chunks))
+            for (near, far), size in zip(self._lines, (self.param_bytes, self.grad_bytes), strict=True)
+        )
+
+    @cached_property
+    def _lines(self) -> tuple[tuple[Fit, Fit], ...]:
+        """Lines within nodes and between nodes, of Trans and of Agg."""
+        return tuple(tuple(self.profile.link(kind, level) for level in LEVELS) for kind in ("trans", "agg"))
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
@@ -176,14 +199,20 @@ class SendingModel:
         if len(network.first_N) == 1:
             times_AD[rows_A, owner_A] += guests_AD.any(1)
             return times_AD, np.maximum(guests_AD.sum(1) - 1.0, 0.0)
-        at_home_AD, size = network.is_near_DD[owner_A], network.node_size
-        place_AD = np.where(guests_AD, (np.arange(network.num_ranks) - owner_A[:, None]) % size, size)
+        at_home_AD = network.is_near_DD[owner_A]
+        place_AD = np.where(guests_AD, self._place_DD[owner_A], network.node_size)
         first_AN = np.minimum.reduceat(place_AD, network.first_N, axis=1)
         times_AD += (self.far - 1) * (guests_AD & ~at_home_AD & (place_AD == first_AN[:, network.node_D]))
         extra_A = np.maximum(times_AD.sum(1) - times_AD.max(1), 0.0)
         near_A = (guests_AD & at_home_AD).any(1)
         times_AD[rows_A, owner_A] += np.where(near_A, 1.0, self.far * guests_AD.any(1))
         return times_AD, extra_A
+
+    @cached_property
+    def _place_DD(self) -> np.ndarray:
+        """[D, D]: for each owner, the order in which the ranks of a node receive its experts."""
+        rank_D = np.arange(self.network.num_ranks)
+        return (rank_D - rank_D[:, None]) % self.network.node_size
 
     def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
         """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
@@ -192,7 +221,8 @@ class SendingModel:
         c = sqrt(x * beta * b / (m * alpha)).
         """
         latencies = np.where(self._is_far(busy), self._latencies["inter"], self._latencies["intra"])
-        return np.rint(np.sqrt(extra / busy * latencies)).clip(self.fewest_chunks, MOST_CHUNKS)
+        chunks = np.rint(np.sqrt(extra / busy * latencies))
+        return np.minimum(np.maximum(chunks, self.fewest_chunks), MOST_CHUNKS)
 
     @cached_property
     def fewest_chunks(self) -> int:
@@ -217,14 +247,14 @@ class SendingModel:
         Args:
             time, chunks: numbers, or arrays of one shape.
         """
-        return self._seconds("trans", time, chunks, self.param_bytes)
+        return self._seconds(self._lines[0], time, chunks, self.param_bytes)
 
     def agg_seconds(self, time: Any, chunks: Any) -> Any:
         """Return the seconds of Eq. 5, the reverse of Eq. 4."""
-        return self._seconds("agg", time, chunks, self.grad_bytes)
+        return self._seconds(self._lines[1], time, chunks, self.grad_bytes)
 
-    def _seconds(self, kind: str, time: Any, chunks: Any, num_bytes: float) -> Any:
-        near, far = (self.profile.link(kind, level).seconds(num_bytes / chunks) for level in LEVELS)
+    def _seconds(self, lines: tuple[Fit, Fit], time: Any, chunks: Any, num_bytes: float) -> Any:
+        near, far = (line.seconds(num_bytes / chunks) for line in lines)
         return time * np.where(self._is_far(time / chunks), far / self.far, near)
 
     def _is_far(self, busy: Any) -> Any:
