@@ -183,7 +183,9 @@ class CostModel:
         per_token = line.seconds_per_token + back.seconds_per_token
         exchange, network = self.exchange, self.network
         per_exchange = 4 * self.token_bytes * exchange.scale
-        busy_XBD = per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1, :, :], loads_XFBD[..., 2, :, :])
+        busy_XBD = (
+            per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1, :, :], loads_XFBD[..., 2, :, :])
+        )
         if len(network.first_N) > 1:
             far_XBD = network.far.busiest(loads_XFBD[..., 3, :, :], loads_XFBD[..., 4, :, :])
             busy_XBD = np.maximum(busy_XBD, per_exchange * network.far.beta * far_XBD)

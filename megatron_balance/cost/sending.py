@@ -90,22 +90,28 @@ class SendingModel:
                 choices.append(Sending(fanout, *self.fewest_seconds(np.array(loads.lines))))
         return min(choices, key=lambda choice: choice.trans)
 
-    def along_chains(self, placement: Placement) -> Sending:
-        """Return the pieces with the fewest seconds if every expert travels along a chain; `best` is not slower."""
-        if not placement.added_hosts:
-            return Sending(1, 1, 0.0, 0.0)
-        return Sending(1, *self.fewest_seconds(self.chains(placement)[0]))
+    def along_chains(self, expert_M: np.ndarray, rank_M: np.ndarray, owner_M: np.ndarray) -> Sending:
+        """Return the pieces with the fewest seconds if every expert travels along a chain; `best` is not slower.
+
+        Args:
+            expert_M, rank_M, owner_M: guests, at least one.
+        """
+        return Sending(1, *self.fewest_seconds(self._chains(expert_M, rank_M, owner_M)[0]))
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
 
         It is `route_of` with `fanout` 1 and `LinkLoads` for all experts at once. There is at least one guest.
         """
-        network, num_ranks = self.network, self.profile.num_ranks
-        guests_DG, owner_E, node_D = np.asarray(placement.guests), np.asarray(placement.owners), network.node_D
+        guests_DG = np.asarray(placement.guests)
         rank_M, slot_M = (guests_DG != EMPTY).nonzero()
         expert_M = guests_DG[rank_M, slot_M]
-        owner_M, nodes = owner_E[expert_M], len(network.first_N)
+        return self._chains(expert_M, rank_M, np.asarray(placement.owners)[expert_M])
+
+    def _chains(self, expert_M: np.ndarray, rank_M: np.ndarray, owner_M: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return `chains` of guests."""
+        network, num_ranks, node_D = self.network, self.profile.num_ranks, self.network.node_D
+        nodes = len(network.first_N)
         order_M = np.lexsort(
             ((rank_M - owner_M) % network.node_size, (node_D[rank_M] - node_D[owner_M]) % nodes, expert_M)
         )
