@@ -10,7 +10,8 @@ In the shapes, A counts experts, or ways to place one expert.
 import numpy as np
 
 from megatron_balance.cost.network import Crossing, Network
-from megatron_balance.placement.splits import SPLITS, within_nodes
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SPLITS, shares, within_nodes
 
 COMPUTED, FEATURES = 0, 5
 
@@ -84,6 +85,21 @@ def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -
     return np.stack(
         [computed_BD, near_BD - local_BD, near_in_BD - local_BD, out_BD - near_BD, computed_BD - near_in_BD]
     )
+
+
+def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placement: Placement) -> np.ndarray:
+    """Return [5, B, D]: the loads of all experts of a placement."""
+    counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
+    pairs = zip(placement.hosts, placement.owners, strict=True)
+    # Most experts are computed by their owners, whose sums are simpler
+    is_shared_E = np.array([ranks != (owner,) for ranks, owner in pairs])
+    owner_E = np.array(placement.owners, dtype=np.int64)
+    loads_FBD = owner_loads(network, counts_EBD[~is_shared_E], owner_E[~is_shared_E])
+    (expert_M,) = is_shared_E.nonzero()
+    if not len(expert_M):
+        return loads_FBD
+    shares_MD, primary_M = shares(placement, expert_M.tolist()), np.array(placement.primary)[expert_M]
+    return loads_FBD + expert_loads(network, split, counts_EBD[expert_M], shares_MD, primary_M).sum(0)
 
 
 def crossing_of(loads_XFBD: np.ndarray) -> Crossing:

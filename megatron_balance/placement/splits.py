@@ -7,7 +7,7 @@ Functions take whole numbers of tokens, which give whole numbers, or fractions. 
 A experts, or A ways to place one expert; D counts ranks. Nodes are `node_size` consecutive ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,19 +16,25 @@ import numpy as np
 from megatron_balance.placement.placement import Placement
 
 
-def shares(placement: Placement) -> np.ndarray:
+def shares(placement: Placement, experts: Sequence[int] | None = None) -> np.ndarray:
     """Return [E, D] int64: how the ranks share an expert's tokens; 0 where the rank is not a host.
 
     They are the placement's quotas, and 1 for each vExpert of experts without quotas.
+
+    Args:
+        experts: the rows to return; None: all.
     """
-    experts, ranks = placement.num_experts, placement.num_ranks
-    hosts = np.fromiter(chain.from_iterable(placement.hosts), dtype=np.int64)
-    cells = np.repeat(np.arange(experts) * ranks, [len(row) for row in placement.hosts]) + hosts
-    if not placement.quotas:
-        return np.bincount(cells, minlength=experts * ranks).reshape(experts, ranks)
-    rows = zip(placement.quotas, placement.hosts, strict=True)
+    hosts, quotas, ranks = placement.hosts, placement.quotas, placement.num_ranks
+    if experts is not None:
+        hosts, quotas = [hosts[expert] for expert in experts], [quotas[expert] for expert in experts if quotas]
+    number = len(hosts)
+    cells = np.repeat(np.arange(number) * ranks, [len(row) for row in hosts])
+    cells += np.fromiter(chain.from_iterable(hosts), dtype=np.int64)
+    if not quotas:
+        return np.bincount(cells, minlength=number * ranks).reshape(number, ranks)
+    rows = zip(quotas, hosts, strict=True)
     quotas = np.fromiter(chain.from_iterable(quotas or (1,) * len(row) for quotas, row in rows), dtype=np.int64)
-    shares_ED = np.zeros((experts, ranks), dtype=np.int64)
+    shares_ED = np.zeros((number, ranks), dtype=np.int64)
     np.add.at(shares_ED.reshape(-1), cells, quotas)
     return shares_ED
 

@@ -39,13 +39,17 @@ class Chosen(NamedTuple):
 class Selection:
     """Loads of the ranks under the guests selected so far; without any, owners compute all tokens."""
 
-    def __init__(self, counts: np.ndarray, current: Placement, cost: CostModel) -> None:
+    def __init__(self, counts: np.ndarray, current: Placement, cost: CostModel, guest_slots: int | None = None) -> None:
+        """
+        Args:
+            guest_slots: number of guests that a rank may have; None: one for each guest slot.
+        """
         num_ranks = current.num_ranks
         self.current, self.cost = current, cost
         self.counts_EBD = np.ascontiguousarray(by_microbatch(counts).transpose(2, 0, 1), dtype=np.float64)
         self.owner_E, self.tokens_E = owners(current), self.counts_EBD.sum((1, 2))
         self.loads_FBD = owner_loads(cost.network, self.counts_EBD, self.owner_E)
-        self.free_D = np.full(num_ranks, current.guest_slots)
+        self.free_D = np.full(num_ranks, current.guest_slots if guest_slots is None else guest_slots)
         self.times_D = np.zeros(num_ranks)
         self.experts = np.lexsort((-self.tokens_E, self.owner_E)).reshape(num_ranks, -1).tolist()
         """Experts of each rank, heaviest first."""
