@@ -13,7 +13,10 @@ from megatron_balance.planning.searches import fastest, leveled
 from megatron_balance.planning.selection import Selection
 
 CONFIRMED = 6
-"""Number of selections that the cost model times exactly."""
+"""Number of selections on few ranks that are timed with all messages."""
+
+FINALISTS = 2
+"""Number of plans on few ranks that are timed with all ways to send experts."""
 
 UNSURE = 0.15
 """Share by which the search may underestimate the time of a selection."""
@@ -74,7 +77,8 @@ class ProProphet(Policy):
             better.repeat(self.repeats, self.min_gain)
             if better.seconds() < start.seconds() * (1 - self.min_gain):
                 found.append(better)
-        found = sorted((selection for selection in found if selection.chosen), key=Selection.seconds)[:CONFIRMED]
+        found = sorted((selection for selection in found if selection.chosen), key=Selection.seconds)
+        found = found[: CONFIRMED if few else 1]
         # The search counts the busiest rank's messages, the cost model also those before and after them on their routes
         promising = min(limit, found[0].seconds() * (1 + UNSURE)) if found else limit
         timed = [
@@ -84,10 +88,13 @@ class ProProphet(Policy):
         ]
         if not timed:
             return alone
-        seconds, index = min(timed)
-        planned = found[index].placement()
+        if not few:
+            seconds, index = min(timed)
+            planned = found[index].placement()
+            return planned if seconds < limit or cost.layer_seconds(counts, planned) < limit else alone
         # Chains are only one way to send experts
-        return planned if seconds < limit or cost.layer_seconds(counts, planned) < limit else alone
+        plans = [found[index].placement() for _, index in sorted(timed)[:FINALISTS]]
+        return min((alone, *plans), key=lambda plan: limit if plan is alone else cost.layer_seconds(counts, plan))
 
 
 def _everywhere(plain: Selection) -> list[Move]:
