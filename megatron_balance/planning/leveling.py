@@ -64,12 +64,10 @@ def level(
         excess, owner = heappop(above)
         if excess != rooms[owner] / rates[owner]:
             continue
-        if not waiting[owner]:
+        size, expert = waiting[owner].pop() if waiting[owner] else (0.0, owner)
+        if size <= 0:
             # The rank stays the heaviest
             break
-        size, expert = waiting[owner].pop()
-        if size <= 0:
-            continue
         kept = size + rooms[owner]
         if kept * len(rooms) < size:
             # The owner's other experts alone exceed the limit: all of them are reduced alike
