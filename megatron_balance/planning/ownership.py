@@ -24,7 +24,7 @@ from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import shares
 from megatron_balance.planning.policies.interface import owners_host
 
-BUDGET = 24
+BUDGET = 12
 """Number of placements that one plan may time, which bounds planning time at any size."""
 
 EXAMINED = 4

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.cost.loads import FEATURES, MOST_GROUPS, condensed, crossing_of, expert_loads, owner_loads
+from megatron_balance.cost.loads import (
+    FEATURES,
+    MOST_GROUPS,
+    condensed,
+    crossing_of,
+    expert_loads,
+    owner_loads,
+    placement_loads,
+)
 from megatron_balance.cost.model import CostModel, balance_ratio, owners
 from megatron_balance.observe.balance import evenness
 from megatron_balance.placement.placement import Placement
@@ -57,9 +65,13 @@ def test_the_loads_of_experts_add_up_to_those_of_the_layer(
     assert loads_FBD[0] == pytest.approx(traffic_BDD.sum(-2), abs=1e-6)
     assert found.near_2XD == pytest.approx(expected.near_2XD, abs=1e-6)
     assert found.far_2XD == pytest.approx(expected.far_2XD, abs=1e-6)
-    assert [float(value) for value in cost.work_of(loads_FBD)] == pytest.approx(
-        cost.work(counts_BDE, placement), abs=1e-6
-    )
+    slow = cost.exchange_seconds(expected).sum(), (traffic_BDD.sum(-2) / cost.rate_D).max(-1).sum()
+    assert [float(value) for value in cost.work_of(loads_FBD)] == pytest.approx(slow, abs=1e-6)
+    assert cost.work(counts_BDE, placement) == pytest.approx(slow, abs=1e-6)
+    together_FBD = placement_loads(cost.network, split, counts_BDE, placement)
+    assert together_FBD == pytest.approx(loads_FBD, rel=1e-12, abs=1e-6)
+    some = [*range(0, placement.num_experts, 2)]
+    assert (shares(placement, some) == shares(placement)[some]).all()
     home = placement.rehost([(owner,) for owner in placement.owners])
     owned_FBD = owner_loads(cost.network, counts_BDE.transpose(2, 0, 1), owners(placement))
     assert summed(cost, counts_BDE, home) == pytest.approx(owned_FBD, abs=1e-6)
