@@ -181,15 +181,17 @@ class SendingModel:
         chunks = float(min(max(round(math.sqrt(extra / busy * latencies)), self.fewest_chunks), MOST_CHUNKS))
         time = busy * chunks + extra
         is_far = self.far > 1 and time / chunks >= least
-        return tuple(  # pyright: ignore[reportReturnType]
+        trans, agg = (
             time * (far.seconds(size / chunks) / self.far if is_far else near.seconds(size / chunks))
             for (near, far), size in zip(self._lines, (self.param_bytes, self.grad_bytes), strict=True)
         )
+        return trans, agg
 
     @cached_property
     def _lines(self) -> tuple[tuple[Fit, Fit], ...]:
         """Lines within nodes and between nodes, of Trans and of Agg."""
-        return tuple(tuple(self.profile.link(kind, level) for level in LEVELS) for kind in ("trans", "agg"))
+        trans, agg = ([self.profile.link(kind, level) for level in LEVELS] for kind in ("trans", "agg"))
+        return (trans[0], trans[1]), (agg[0], agg[1])
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.

@@ -109,7 +109,7 @@ def _candidates(
     return first + others, max(1, len(first))
 
 
-Chosen = tuple[Sequence[int], int, Sequence[float]]
+Chosen = tuple[list[int], int, list[float]]
 """Guests, the primary, and the tokens that each guest computes."""
 
 

@@ -98,7 +98,7 @@ class Selection:
         """Return the seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
         if self._seconds is None:
             sent = self.cost.transport.seconds_of(self.times_D.max(), self._extra())
-            self._seconds = float(self.cost.time_of(*map(float, self.cost.work_of(self.loads_FBD)), *sent).total)
+            self._seconds = self._total(*sent)
         return self._seconds
 
     def seconds_along_chains(self) -> float:
@@ -108,7 +108,11 @@ class Selection:
         trans = agg = 0.0
         if len(rank_M):
             _, _, trans, agg = self.cost.transport.along_chains(expert_M, rank_M, self.owner_E[expert_M])
-        return float(self.cost.time_of(*map(float, self.cost.work_of(self.loads_FBD)), trans, agg).total)
+        return self._total(trans, agg)
+
+    def _total(self, trans: float, agg: float) -> float:
+        exchanging, computed = self.cost.work_of(self.loads_FBD)
+        return float(self.cost.time_of(float(exchanging), float(computed), trans, agg).total)
 
     def placement(self) -> Placement:
         """Return the placement in which owners host, and the selected guests."""

@@ -145,7 +145,7 @@ class VExperts:
         """Return the vExperts of `placement`."""
         cost, vexperts_ED, extra_E = layer.cost, shares(placement), np.zeros(placement.num_experts)
         loads_FBD = placement_loads(cost.network, cost.split, layer.counts_EBD.transpose(1, 2, 0), placement)
-        (guest_M,) = ((vexperts_ED > 0) & ~layer.owned_ED).any(1).nonzero()
+        guest_M = np.flatnonzero(((vexperts_ED > 0) & ~layer.owned_ED).any(1))
         sent_MD, extra_E[guest_M] = layer.sent(guest_M, vexperts_ED[guest_M])
         return cls(layer, vexperts_ED, loads_FBD, sent_MD.sum(0), extra_E)
 
