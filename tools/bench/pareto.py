@@ -48,7 +48,8 @@ from pareto_plans import (
 )
 from quota_planners import BOUNDED, PLANNERS
 
-TARGETED = {**BOUNDED, "quota, fit": fitted}
+OURS = "quota, fit"
+TARGETED = {**BOUNDED, OURS: fitted}
 """Planners that take a target, by name."""
 
 TARGETS = (1.005, 1.01, 1.02, 1.05)
@@ -161,13 +162,37 @@ def _print_bounds(loads: Sequence[Load], slots: int) -> None:
     print(f"| planner | bound | {' | '.join(f'EP {size}' for size in sizes)} | all |")
     print(f"|---|---|{'---|' * (len(sizes) + 1)}")
     groups = [*([load for load in loads if load.num_ranks == size] for size in sizes), loads]
+    lines = []
     for target in TARGETS:
+        found = {
+            name: [reference(planner, load, slots, target=target) for load in loads]
+            for name, planner in TARGETED.items()
+        }
+        lines.append(_by_load(found, target))
         print(f"| floor | {target} | {' | '.join(f'{fewest(group, target):.1f}' for group in groups)} |")
-        for name, planner in TARGETED.items():
-            cells = [
-                _kept([reference(planner, load, slots, target=target) for load in part], target) for part in groups
+        for name, plans in found.items():
+            parts = [
+                [plan for plan, load in zip(plans, loads, strict=True) if load.num_ranks == size] for size in sizes
             ]
+            cells = [_kept(part, target) for part in (*parts, plans)]
             print(f"| `{name}` | {target} | {' | '.join(cells)} |", flush=True)
+    print("", *lines, sep="\n")
+
+
+def _by_load(found: Mapping[str, Sequence[Score]], target: float) -> str:
+    """Return how the copies of our fit compare with the fewest of references that keep the bound, load by load."""
+    more = []
+    for ours, *others in zip(found[OURS], *(plans for name, plans in found.items() if name != OURS), strict=True):
+        copies = [plan.copies for plan in others if plan.ratio <= target]
+        if copies and ours.ratio <= target:
+            more.append(ours.copies - min(copies))
+    missed = sum(plan.ratio > target for plan in found[OURS])
+    worse = [number for number in more if number > 0]
+    return (
+        f"bound {target}: `{OURS}` misses it on {missed} of {len(found[OURS])} loads; of {len(more)} loads on which a "
+        f"reference keeps it, too, it has fewer copies than the best on {sum(number < 0 for number in more)} and more "
+        f"on {len(worse)} (by {max(worse, default=0)} at most)"
+    )
 
 
 def _kept(plans: Sequence[Score], target: float) -> str:

@@ -30,8 +30,11 @@ HIDDEN = 0.2
 UNSURE = 0.15
 """Share by which the seconds of a plan may be underestimated before its messages are laid out."""
 
-FEW_RANKS, MANY_RANKS = 32, 64
-"""Numbers of ranks up to which there is time for more ways to find guests."""
+FEW_RANKS = 32
+"""Number of ranks up to which there is time for more ways to find guests."""
+
+MANY_RANKS = 64
+"""Number of ranks beyond which plans aim at less even loads, because the first copies level most of them."""
 
 SHARES = (0.6,)
 """Parts of a fit's moves that are tried, because the first guest on another node costs much, and others no more."""
@@ -107,10 +110,9 @@ def _ways(network: Network, slots: int) -> list[_Way]:
     """Return the ways that are tried: fewer on more ranks, because they take longer."""
     near, ranks = _Way(not network.has_both_levels, slots), network.num_ranks
     if len(network.first_N) == 1:
-        return [near] if slots == 1 else [near, _Way(True, 1)]
+        return [near] if slots == 1 or ranks > FEW_RANKS else [near, _Way(True, 1)]
     if ranks > MANY_RANKS:
-        options = {"share": 1.0, "prefers_near": False}
-        return [near, _Way(True, 1, raised=0.5, **options), _Way(True, 1, even=1.02, raised=1.0, **options)]
+        return [near, _Way(True, 1, even=1.03), _Way(True, 1, 1.0, even=1.02, raised=1.0, prefers_near=False)]
     ways = [near, _Way(True, 1)]
     if ranks <= FEW_RANKS:
         ways += [_Way(True, 1, 1.0), _Way(True, slots), *(_Way(True, slots, share) for share in SHARES)]
@@ -239,10 +241,10 @@ class _Layer:
             first_N = self.cost.network.first_N
             loads_N, rate_N = (np.add.reduceat(part_D, first_N) for part_D in (start.loads_D, self.cost.rate_D))
             busiest = way.even * float((loads_N / rate_N).max())
-        busiest, found = self._fitted(start, way, busiest)
+        busiest, found, *kind = self._fitted(start, way, busiest)
         number = self._worthwhile(busiest, found, guests) if way.share is None else round(way.share * len(found.moves))
         if number and found.excess[number] > 0:
-            _, again = self._fitted(start, way, busiest + found.excess[number])
+            again = self._fit(start, way, busiest + found.excess[number], *kind)
             if again.fits and len(again.moves) < number:
                 return again.moves
         return found.moves[:number]
@@ -269,27 +271,34 @@ class _Layer:
         ]
         return _Start(experts, loads_D, loads_D.tolist(), taken, mean)
 
-    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted]:
-        """Fit with so many tokens on the busiest rank, or on one of average speed; also return this number, raised."""
-        network, rate_D = self.cost.network, self.cost.rate_D
-        free = [max(0, way.slots - taken) for taken in start.taken]
-        reach = {"node_size": network.node_size, "reaches_far": way.reaches_far}
-        reach["far"] = self.cost.transport.far if way.prefers_near else 1.0
+    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int, bool]:
+        """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible; `_fit` has the rest.
 
-        def found(free: list[int], fills: bool) -> Fitted:
-            capacity_D = np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
-            return fit(start.experts, start.loads, capacity_D.tolist(), free, fills=fills, **reach)
-
+        The number is that of a rank of average speed, and rises as the way says.
+        """
         for _ in range(RUNGS if way.raised else 1):
-            fits = [found(free, False)]
+            found = busiest, self._fit(start, way, busiest, way.slots, False), way.slots, False
             # Within a node, tokens more often lack room than slots
-            if fits[0].fits or not way.reaches_far:
-                return busiest, fits[0]
-            busiest += way.raised * fits[0].excess[-1]
-        fits.append(found(free, True))
-        if not fits[-1].fits and way.slots < self.slots:
-            fits.append(found([max(0, self.slots - taken) for taken in start.taken], True))
-        return busiest, min(fits, key=lambda fitted: max(0, fitted.excess[-1]))
+            if found[1].fits or not way.reaches_far:
+                return found
+            busiest += way.raised * found[1].excess[-1]
+        filled = busiest, self._fit(start, way, busiest, way.slots, True), way.slots, True
+        if not filled[1].fits and way.slots < self.slots:
+            filled = busiest, self._fit(start, way, busiest, self.slots, True), self.slots, True
+        return min(found, filled, key=lambda each: each[0] + max(0, each[1].excess[-1]))
+
+    def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, fills: bool) -> Fitted:
+        rate_D, free = self.cost.rate_D, [max(0, slots - taken) for taken in start.taken]
+        return fit(
+            start.experts,
+            start.loads,
+            np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64).tolist(),
+            free,
+            node_size=self.cost.network.node_size,
+            far=self.cost.transport.far if way.prefers_near else 1.0,
+            reaches_far=way.reaches_far,
+            fills=fills,
+        )
 
     def _worthwhile(self, busiest: float, found: Fitted, guests: Guests) -> int:
         """Return how many of the first moves are worth their cost."""
