@@ -65,34 +65,35 @@ def fit(
             moves. Otherwise a move takes what exceeds the source's capacity at most, which needs fewer moves as long as
             slots suffice.
     """
-    # The largest of the ranks without excess stands for all of them
     over = [(load - capacity, rank) for rank, (load, capacity) in enumerate(zip(loads, capacities, strict=True))]
+    return _leveled(over, experts, [*slots], node_size, round(far * PARTS) if reaches_far else None, fills)
+
+
+def _leveled(
+    over: Sequence[tuple[int, int]],
+    experts: Sequence[Sequence[tuple[int, int]]],
+    free: list[int],
+    node_size: int,
+    far: int | None,
+    fills: bool,
+) -> Fitted:
+    """Return `fit`, for pairs (excess, rank) and the cost of a guest on another node in PARTS; None: there are none."""
+    # The largest of the ranks without excess stands for all of them
     above = sorted(entry for entry in over if entry[0] > 0)
     if len(above) < len(over):
         above.insert(0, max(entry for entry in over if entry[0] <= 0))
-    movable, free, parts = [*experts], [*slots], round(far * PARTS)
-    nodes: list[list[tuple[int, int]]] = [[] for _ in range(0, len(over), node_size)]
-    """Pairs (room, rank) of the ranks that can take tokens, ascending."""
-    for excess, rank in over:
-        if excess < 0 and free[rank]:
-            nodes[rank // node_size].append((-excess, rank))
-    for rooms in nodes:
-        rooms.sort()
+    movable, nodes = [*experts], _rooms(over, free, node_size)
     most = [rooms[-1][0] if rooms else 0 for rooms in nodes]
-    moves, left, stuck = list[Move](), [above[-1][0]], above[0][0]
+    found, stuck = Fitted([], [above[-1][0]]), above[0][0]
     while above[-1][0] > 0:
         excess, source = above.pop()
-        own = movable[source]
+        own, node = movable[source], source // node_size
         size, expert = own[-1] if own else (0, 0)
         wanted = size if fills or size < excess else excess
-        node = source // node_size
-        near = most[node]
-        if near < wanted and reaches_far:
-            # Another node, if its guest takes over more for its cost
-            room = max(most)
-            if (room if room < wanted else wanted) * PARTS > near * parts:
-                node, near = most.index(room), room
-        if not near or not wanted:
+        if far is not None and most[node] < wanted and min(wanted, room := max(most)) * PARTS > most[node] * far:
+            # Another node takes over more for the cost of a guest
+            node = most.index(room)
+        if not wanted or not most[node]:
             stuck = max(stuck, excess)
             if not above:
                 break
@@ -109,12 +110,22 @@ def fit(
         if room > moved and free[target]:
             insort(rooms, (room - moved, target))
         most[node] = rooms[-1][0] if rooms else 0
-        excess -= moved
-        insort(above, (excess, source))
-        if excess < 0 and free[source]:
+        insort(above, (excess - moved, source))
+        if moved > excess and free[source]:
             node = source // node_size
-            insort(nodes[node], (-excess, source))
+            insort(nodes[node], (moved - excess, source))
             most[node] = nodes[node][-1][0]
-        moves.append(Move(expert, source, target, moved))
-        left.append(max(above[-1][0], stuck))
-    return Fitted(moves, left)
+        found.moves.append(Move(expert, source, target, moved))
+        found.excess.append(max(above[-1][0], stuck))
+    return found
+
+
+def _rooms(over: Sequence[tuple[int, int]], free: Sequence[int], node_size: int) -> list[list[tuple[int, int]]]:
+    """Return the ranks of each node that can take tokens: pairs (room, rank), ascending."""
+    nodes: list[list[tuple[int, int]]] = [[] for _ in range(0, len(over), node_size)]
+    for excess, rank in over:
+        if excess < 0 and free[rank]:
+            nodes[rank // node_size].append((-excess, rank))
+    for rooms in nodes:
+        rooms.sort()
+    return nodes

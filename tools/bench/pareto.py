@@ -14,6 +14,8 @@ small   The floor and the planners next to the least max/mean of all plans, whic
 time    With `--cluster`: policies plan for the links of that cluster. The modeled time of a layer over that without
         balancing, by expert-parallel size (mean), and of all loads (mean and worst); milliseconds of the experts, the
         exchanges, and Trans and Agg, which nothing hides.
+planning  With `--cluster`: milliseconds of a core (thread time, the best of several) to make a plan, with links that
+        take no time and with those of the cluster, and to arrange its transfers; median and maximum of all loads.
 
 In the picture, the lines of planners that take a target are drawn by target, and those of policies by the price of
 sending an expert.
@@ -42,6 +44,7 @@ from pareto_plans import (
     gigabytes,
     least_ratio,
     loads_of,
+    planning_ms,
     policy,
     reference,
     timed,
@@ -72,7 +75,7 @@ HOTTER = 16
 """Popularity of the first rank's experts over that of others in these cases, so that slots do not suffice."""
 
 SMALL_LOADS = 12
-PARTS = ("plans", "bounds", "small", "time")
+PARTS = ("plans", "bounds", "small", "time", "planning")
 
 
 def main() -> int:
@@ -97,6 +100,8 @@ def main() -> int:
             _print_bounds(loads, slots)
         if "time" in args.part and args.cluster:
             _print_time(loads, slots, args.policy, read(args.cluster))
+        if "planning" in args.part and args.cluster:
+            _print_planning(args.ranks, args.seeds, slots, args.policy, read(args.cluster))
     if "small" in args.part:
         _print_small()
     if args.picture:
@@ -231,6 +236,16 @@ def _parts(plans: Sequence[Timed]) -> str:
         for plan in plans
     ]
     return " | ".join(f"{mean:.1f}" for mean in np.mean(rows, axis=0))
+
+
+def _print_planning(sizes: Sequence[int], seeds: int, slots: int, names: Sequence[str], cluster: Cluster) -> None:
+    print(f"\nms of a plan: median / maximum, {slots} guest slot{'s' if slots > 1 else ''}\n")
+    print(f"| policy | EP | links that take no time | {cluster.name} | transfers |\n|---|---|---|---|---|")
+    for name in (name for name in names if name != "none"):
+        for num_ranks in sizes:
+            rows = [planning_ms(name, load, slots, cluster) for load in loads_of(num_ranks, seeds)]
+            cells = [f"{np.median(times):.2f} / {max(times):.2f}" for times in zip(*rows, strict=True)]
+            print(f"| `{name}` | {num_ranks} | {' | '.join(cells)} |", flush=True)
 
 
 def _print_small() -> None:

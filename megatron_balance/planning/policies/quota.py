@@ -67,6 +67,7 @@ class Quota(Policy):
     name = "quota"
     split = "proportional"
     sets_quotas = True
+    must_pay = True
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
