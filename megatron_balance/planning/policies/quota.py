@@ -74,8 +74,11 @@ class Quota(Policy):
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
+        ways = _ways(cost.network, current.guest_slots)
+        if not any(way.localized for way in ways) and _is_even(counts, current, cost):
+            return alone
         layer = _Layer.of(counts, current, cost)
-        plans = [guests for way in _ways(cost.network, current.guest_slots) if (guests := layer.leveled(way))]
+        plans = [guests for way in ways if (guests := layer.leveled(way))]
         if not plans:
             return alone
         (alone_seconds, *seconds), (_, *hidden) = layer.timed(plans)
@@ -86,6 +89,13 @@ class Quota(Policy):
             if seconds[index] * (1 + UNSURE) < limit or layer.at_most(plans[index]) < limit:
                 return layer.placement(current, plans[index])
         return alone
+
+
+def _is_even(counts: np.ndarray, current: Placement, cost: CostModel) -> bool:
+    """Return whether no fit would move any tokens."""
+    tokens_BD = by_microbatch(counts).sum(1)[:, np.array(current.home)].sum(-1)
+    mean_B = tokens_BD.sum(1) / cost.rate_D.sum()
+    return bool(((tokens_BD / cost.rate_D).max(1) <= EVEN * mean_B).all())
 
 
 class _Way(NamedTuple):
