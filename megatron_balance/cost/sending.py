@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.loads import Lent
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
@@ -96,7 +97,7 @@ class SendingModel:
         Args:
             expert_M, rank_M, owner_M: guests, at least one.
         """
-        return Sending(1, *self.fewest_seconds(self._chains(expert_M, rank_M, owner_M)[0]))
+        return Sending(1, *self.fewest_seconds(self.chain_lines(owner_M, expert_M, rank_M)[0]))
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
@@ -106,10 +107,10 @@ class SendingModel:
         guests_DG = np.asarray(placement.guests)
         rank_M, slot_M = (guests_DG != EMPTY).nonzero()
         expert_M = guests_DG[rank_M, slot_M]
-        return self._chains(expert_M, rank_M, np.asarray(placement.owners)[expert_M])
+        return self.chain_lines(np.asarray(placement.owners)[expert_M], expert_M, rank_M)
 
-    def _chains(self, expert_M: np.ndarray, rank_M: np.ndarray, owner_M: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return `chains` of guests."""
+    def chain_lines(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return `chains` of guests in any order, at least one: their experts, the owners of these, and their ranks."""
         network, num_ranks, node_D = self.network, self.profile.num_ranks, self.network.node_D
         nodes = len(network.first_N)
         order_M = np.lexsort(
@@ -221,6 +222,32 @@ class SendingModel:
         """[D, D]: for each owner, the order in which the ranks of a node receive its experts."""
         rank_D = np.arange(self.network.num_ranks)
         return (rank_D - rank_D[:, None]) % self.network.node_size
+
+    def guest_times(self, lent: Lent, owner_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their experts.
+
+        They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
+        """
+        network, num_ranks = self.network, self.profile.num_ranks
+        size, nodes = network.node_size, len(network.first_N)
+        place_K = (lent.rank_K - owner_E[lent.expert_K]) % size
+        order_K = np.lexsort((place_K, network.node_D[lent.rank_K], lent.expert_K, lent.plan_K))
+        plan_K, expert_K, rank_K = (part_K[order_K] for part_K in lent[1:4])
+        node_K, chain_K = network.node_D[rank_K], plan_K * len(owner_E) + expert_K
+        is_far_K = node_K != network.node_D[owner_E[expert_K]]
+        begins_K = np.append(True, chain_K[1:] != chain_K[:-1])
+        enters_K = is_far_K & (begins_K | np.append(True, node_K[1:] != node_K[:-1]))
+        time_K, first_C = np.where(enters_K, self.far, 1.0), np.flatnonzero(begins_K)
+        extra_C = np.add.reduceat(time_K, first_C) - np.maximum.reduceat(time_K, first_C)
+        sends_C = np.where(np.logical_and.reduceat(is_far_K, first_C), self.far, 1.0)
+        ends = np.append(plan_K * num_ranks + rank_K, plan_K[first_C] * num_ranks + owner_E[expert_K[first_C]])
+        times = np.bincount(ends, np.append(time_K, sends_C), lent.plans * num_ranks)
+        busy_A, extra_A = times.reshape(lent.plans, -1).max(1), np.zeros(lent.plans)
+        np.maximum.at(extra_A, plan_K[first_C], extra_C)
+        if network.adapters < size:
+            entered_AN = np.bincount(plan_K * nodes + node_K, enters_K, lent.plans * nodes).reshape(lent.plans, -1)
+            busy_A = np.maximum(busy_A, self.far * entered_AN.max(1) / network.adapters)
+        return busy_A, extra_A
 
     def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
         """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
