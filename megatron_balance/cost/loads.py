@@ -7,10 +7,13 @@ search updates them by what one expert adds.
 In the shapes, A counts experts, or ways to place one expert.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_balance.cost.network import Crossing, Network
-from megatron_balance.placement.splits import SPLITS, sent
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SPLITS, shares, within_nodes
 
 COMPUTED, FEATURES = 0, 5
 
@@ -61,27 +64,134 @@ def expert_loads(
     if microbatches > 1:
         repeated = np.repeat(shares_AD, microbatches, axis=0), np.repeat(primary_A, microbatches)
     quotas_XD = SPLITS[split](counts_XD, *repeated)
-    loads_FXD = np.stack([quotas_XD, *sent(counts_XD, quotas_XD, network.node_size)[1:]])
+    loads_FXD = np.empty((FEATURES, *quotas_XD.shape))
+    loads_FXD[COMPUTED], near_2XD, far_2XD = quotas_XD, loads_FXD[1:3], loads_FXD[3:5]
+    far_2XD[0], far_2XD[1] = counts_XD, quotas_XD
+    far_2XD -= np.minimum(counts_XD, quotas_XD)
+    near_2XD[:] = within_nodes(far_2XD, network.node_size)
+    far_2XD -= near_2XD
     return loads_FXD.reshape(FEATURES, ways, microbatches, ranks).swapaxes(0, 1)
 
 
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
-    """Return [5, B, D]: the loads of all experts if each is computed by its owner alone."""
-    experts, _, ranks = counts_EBD.shape
-    owned_ED = (owner_E[:, None] == np.arange(ranks)).astype(np.float64)
-    local_EB = counts_EBD[np.arange(experts), :, owner_E]
-    tokens_EB, out_BD = counts_EBD.sum(-1), counts_EBD.sum(0)
+    """Return [5, B, D] float64: the loads of all experts if each is computed by its owner alone."""
+    experts, microbatches, ranks = counts_EBD.shape
+    every_E, out_BD = np.arange(experts), counts_EBD.sum(0)
+    tokens_EB, local_EB = counts_EBD.sum(-1), counts_EBD[every_E, :, owner_E]
     near_EB, near_BD = tokens_EB, out_BD
     if len(network.first_N) > 1:
-        near_EBD = counts_EBD * network.is_near_DD[owner_E][:, None]
-        near_EB, near_BD = near_EBD.sum(-1), near_EBD.sum(0)
-    computed_BD, near_in_BD, local_BD = (part_EB.T @ owned_ED for part_EB in (tokens_EB, near_EB, local_EB))
+        # Only the owner's node has tokens that stay within a node
+        node_E, size = network.node_D[owner_E], network.node_size
+        near_EBL = _by_node(counts_EBD, size)[every_E, :, node_E]
+        near_EB, near_NBL = near_EBL.sum(-1), np.zeros((len(network.first_N), microbatches, size))
+        order_E = np.argsort(node_E, kind="stable")
+        first = np.flatnonzero(np.diff(node_E[order_E], prepend=-1))
+        near_NBL[node_E[order_E[first]]] = np.add.reduceat(near_EBL[order_E], first)
+        near_BD = near_NBL.swapaxes(0, 1).reshape(microbatches, -1)[:, :ranks]
+    amount_3BE = np.concatenate([tokens_EB, near_EB, local_EB], axis=1).T
+    place_3BE = ranks * np.arange(len(amount_3BE))[:, None] + owner_E
+    owned = np.bincount(place_3BE.ravel(), amount_3BE.ravel(), ranks * len(amount_3BE))
+    computed_BD, near_in_BD, local_BD = owned.reshape(3, microbatches, ranks)
     return np.stack(
         [computed_BD, near_BD - local_BD, near_in_BD - local_BD, out_BD - near_BD, computed_BD - near_in_BD]
     )
 
 
+def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placement: Placement) -> np.ndarray:
+    """Return [5, B, D]: the loads of all experts of a placement."""
+    counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
+    pairs = zip(placement.hosts, placement.owners, strict=True)
+    # Most experts are computed by their owners, whose sums are simpler
+    is_shared_E = np.array([ranks != (owner,) for ranks, owner in pairs])
+    owner_E = np.array(placement.owners, dtype=np.int64)
+    loads_FBD = owner_loads(network, counts_EBD[~is_shared_E], owner_E[~is_shared_E])
+    (expert_M,) = is_shared_E.nonzero()
+    if not len(expert_M):
+        return loads_FBD
+    shares_MD, primary_M = shares(placement, expert_M.tolist()), np.array(placement.primary)[expert_M]
+    return loads_FBD + expert_loads(network, split, counts_EBD[expert_M], shares_MD, primary_M).sum(0)
+
+
+def _by_node(counts_EBD: np.ndarray, size: int) -> np.ndarray:
+    """Return [E, B, N, L], with zeros for ranks that the last node lacks."""
+    experts, microbatches, ranks = counts_EBD.shape
+    if ranks % size:
+        counts_EBD = np.pad(counts_EBD, ((0, 0), (0, 0), (0, -ranks % size)))
+    return counts_EBD.reshape(experts, microbatches, -(-ranks // size), size)
+
+
+class Lent(NamedTuple):
+    """The guests of several plans for one layer, K in all plans together, sorted by plan."""
+
+    plans: int
+    """Number of plans."""
+    plan_K: np.ndarray
+    expert_K: np.ndarray
+    rank_K: np.ndarray
+    """A rank that does not own the expert; each (plan, expert, rank) occurs once."""
+    share_K: np.ndarray
+    """Part of the expert's tokens that the guest takes over from the owner."""
+
+
+def guest_loads(
+    network: Network, counts_EBD: np.ndarray, tokens_EB: np.ndarray, owner_E: np.ndarray, lent: Lent
+) -> np.ndarray:
+    """Return [A, 5, B, D]: what the guests of A plans add to `owner_loads`.
+
+    It is the difference between `expert_loads` of their experts, with the split `proportional`, and `owner_loads`. An
+    expert's tokens change their ways only on nodes that host it: cells X of a plan, a node and an expert, with L ranks
+    each.
+
+    Args:
+        tokens_EB: sums of `counts_EBD`.
+    """
+    experts, microbatches, ranks = counts_EBD.shape
+    size = network.node_size if network.has_both_levels else 1
+    counts_EBNL = _by_node(counts_EBD, size)
+    nodes = counts_EBNL.shape[2]
+    key_K = lent.plan_K * experts + lent.expert_K
+    key_M = np.unique(key_K)
+    left_M = 1 - np.bincount(key_K, lent.share_K, lent.plans * experts)[key_M]
+    # Hosts: owners, then guests
+    plan_H, expert_H = np.divmod(np.append(key_M, key_K), experts)
+    owners = len(key_M)
+    rank_H = np.append(owner_E[expert_H[:owners]], lent.rank_K)
+    cell_X, of_H = np.unique((plan_H * nodes + rank_H // size) * experts + expert_H, return_inverse=True)
+    node_X, expert_X = np.divmod(cell_X, experts)
+    counts_XBL = counts_EBNL[expert_X, :, node_X % nodes]
+    tokens_HB = tokens_EB[expert_H]
+    # Without guests, and with them
+    quotas_2XBL = np.zeros((2, *counts_XBL.shape))
+    quotas_2XBL[0, of_H[:owners], :, rank_H[:owners] % size] = tokens_HB[:owners]
+    quotas_2XBL[1, of_H, :, rank_H % size] = np.append(left_M, lent.share_K)[:, None] * tokens_HB
+    loads_F2XBL = _crossing(network, counts_XBL, quotas_2XBL)
+    added_FXBL = loads_F2XBL[:, 1] - loads_F2XBL[:, 0]
+    # Cells ascend by plan and node
+    first_X = np.flatnonzero(np.append(True, node_X[1:] != node_X[:-1]))
+    added_YFBL = np.zeros((lent.plans * nodes, FEATURES, microbatches, size))
+    added_YFBL[node_X[first_X]] = np.add.reduceat(added_FXBL, first_X, axis=1).swapaxes(0, 1)
+    added_AFBNL = np.moveaxis(added_YFBL.reshape(lent.plans, nodes, FEATURES, microbatches, size), 1, 3)
+    return added_AFBNL.reshape(lent.plans, FEATURES, microbatches, -1)[..., :ranks]
+
+
+def _crossing(network: Network, counts_XL: np.ndarray, quotas_XL: np.ndarray) -> np.ndarray:
+    """Return [5, X, L]: the loads of the ranks of a node; other nodes have what these tokens lack."""
+    local_XL = np.minimum(counts_XL, quotas_XL)
+    out_XL, in_XL = counts_XL - local_XL, quotas_XL - local_XL
+    if len(network.first_N) == 1:
+        none_XL = np.zeros_like(out_XL)
+        return np.stack([quotas_XL, out_XL, in_XL, none_XL, none_XL])
+    out_X1, in_X1 = out_XL.sum(-1, keepdims=True), in_XL.sum(-1, keepdims=True)
+    near_X1 = np.minimum(out_X1, in_X1)
+    near_out_XL, near_in_XL = (
+        part_XL * np.divide(near_X1, total_X1, out=np.zeros_like(near_X1), where=near_X1 > 0)
+        for part_XL, total_X1 in ((out_XL, out_X1), (in_XL, in_X1))
+    )
+    return np.stack([quotas_XL, near_out_XL, near_in_XL, out_XL - near_out_XL, in_XL - near_in_XL])
+
+
 def crossing_of(loads_XFBD: np.ndarray) -> Crossing:
     """Return the tokens that ranks exchange, [2, ..., B, D]."""
-    near, far = loads_XFBD[..., 1:3, :, :], loads_XFBD[..., 3:5, :, :]
-    return Crossing(np.moveaxis(near, -3, 0), np.moveaxis(far, -3, 0))
+    first = loads_XFBD.ndim - 3
+    loads_FXBD = loads_XFBD.transpose(first, *range(first), -2, -1)
+    return Crossing(loads_FXBD[1:3], loads_FXBD[3:5])

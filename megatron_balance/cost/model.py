@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megatron_balance.cost.exchange import ExchangeModel
-from megatron_balance.cost.loads import COMPUTED, by_microbatch, crossing_of
+from megatron_balance.cost.loads import COMPUTED, by_microbatch, crossing_of, placement_loads
 from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.cost.sending import Sending, SendingModel
 from megatron_balance.placement.placement import Placement
@@ -35,6 +35,15 @@ def balance_ratio(tokens_BD: np.ndarray) -> float:
     """
     mean = float(np.sum(np.mean(tokens_BD, axis=-1)))
     return float(np.sum(np.max(tokens_BD, axis=-1))) / mean if mean else 1.0
+
+
+def variance_ratio(tokens_BD: np.ndarray) -> float:
+    """Return FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the standard deviation over the mean.
+
+    Like Eq. 6 it is linear in the excess of loads, so that one threshold suits both.
+    """
+    mean = float(np.mean(tokens_BD))
+    return 1.0 + float(np.std(tokens_BD, axis=-1).mean()) / mean if mean else 1.0
 
 
 def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
@@ -162,9 +171,9 @@ class CostModel:
 
     def work(self, counts: np.ndarray, placement: Placement) -> tuple[float, float]:
         """Return the first two arguments of `time_of` for a placement."""
-        traffic_BDD = self.traffic(counts, placement)
-        exchanging = self.exchange_seconds(self.network.crossing(traffic_BDD))
-        return float(exchanging.sum()), float((traffic_BDD.sum(-2) / self.rate_D).max(-1).sum())
+        loads_FBD = placement_loads(self.network, self.split, by_microbatch(counts), placement)
+        exchanging, computed = self.work_of(loads_FBD)
+        return float(exchanging), float(computed)
 
     def work_of(self, loads_XFBD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first two arguments of `time_of` for `expert_loads` of all experts, each [X]."""
@@ -183,9 +192,11 @@ class CostModel:
         per_token = line.seconds_per_token + back.seconds_per_token
         exchange, network = self.exchange, self.network
         per_exchange = 4 * self.token_bytes * exchange.scale
-        busy_XBD = per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1:3, :, :], -3)
+        busy_XBD = (
+            per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1, :, :], loads_XFBD[..., 2, :, :])
+        )
         if len(network.first_N) > 1:
-            far_XBD = network.far.busiest(loads_XFBD[..., 3:5, :, :], -3)
+            far_XBD = network.far.busiest(loads_XFBD[..., 3, :, :], loads_XFBD[..., 4, :, :])
             busy_XBD = np.maximum(busy_XBD, per_exchange * network.far.beta * far_XBD)
         return busy_XBD + loads_XFBD[..., COMPUTED, :, :] * (per_token / (self.rate_D if rates is None else rates))
 

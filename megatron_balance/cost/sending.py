@@ -5,16 +5,18 @@ profile's lines of `trans` and `agg`. A rank sends one piece at a time and recei
 its adapters.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.loads import Lent
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
-from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile
+from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, Fit
 
 FANOUTS = (1, 2, 16)
 """Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
@@ -32,6 +34,7 @@ WORTHWHILE = 1.05
 """Time of chains over a lower bound for all routes, below which no trees are tried."""
 
 ROUNDING = 1e-9
+TINY = np.finfo(np.float64).tiny
 
 USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
@@ -88,22 +91,28 @@ class SendingModel:
                 choices.append(Sending(fanout, *self.fewest_seconds(np.array(loads.lines))))
         return min(choices, key=lambda choice: choice.trans)
 
-    def along_chains(self, placement: Placement) -> Sending:
-        """Return the pieces with the fewest seconds if every expert travels along a chain; `best` is not slower."""
-        if not placement.added_hosts:
-            return Sending(1, 1, 0.0, 0.0)
-        return Sending(1, *self.fewest_seconds(self.chains(placement)[0]))
+    def along_chains(self, expert_M: np.ndarray, rank_M: np.ndarray, owner_M: np.ndarray) -> Sending:
+        """Return the pieces with the fewest seconds if every expert travels along a chain; `best` is not slower.
+
+        Args:
+            expert_M, rank_M, owner_M: guests, at least one.
+        """
+        return Sending(1, *self.fewest_seconds(self.chain_lines(owner_M, expert_M, rank_M)[0]))
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
 
         It is `route_of` with `fanout` 1 and `LinkLoads` for all experts at once. There is at least one guest.
         """
-        network, num_ranks = self.network, self.profile.num_ranks
-        guests_DG, owner_E, node_D = np.asarray(placement.guests), np.asarray(placement.owners), network.node_D
+        guests_DG = np.asarray(placement.guests)
         rank_M, slot_M = (guests_DG != EMPTY).nonzero()
         expert_M = guests_DG[rank_M, slot_M]
-        owner_M, nodes = owner_E[expert_M], len(network.first_N)
+        return self.chain_lines(np.asarray(placement.owners)[expert_M], expert_M, rank_M)
+
+    def chain_lines(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return `chains` of guests in any order, at least one: their experts, the owners of these, and their ranks."""
+        network, num_ranks, node_D = self.network, self.profile.num_ranks, self.network.node_D
+        nodes = len(network.first_N)
         order_M = np.lexsort(
             ((rank_M - owner_M) % network.node_size, (node_D[rank_M] - node_D[owner_M]) % nodes, expert_M)
         )
@@ -158,9 +167,32 @@ class SendingModel:
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
-        chunks = self.best_chunks(np.maximum(busy, np.finfo(np.float64).tiny), extra)
+        if np.ndim(busy) == 0:
+            return self._seconds_of_one(float(busy), float(extra))
+        chunks = self.best_chunks(np.maximum(busy, TINY), extra)
         time = np.where(busy > 0, busy * chunks + extra, 0.0)
         return self.trans_seconds(time, chunks), self.agg_seconds(time, chunks)
+
+    def _seconds_of_one(self, busy: float, extra: float) -> tuple[float, float]:
+        """Return `seconds_of` numbers, in which numpy would take most of the time."""
+        if busy <= 0:
+            return 0.0, 0.0
+        least = self.far * (1 - ROUNDING)
+        latencies = self._latencies["inter" if self.far > 1 and busy >= least else "intra"]
+        chunks = float(min(max(round(math.sqrt(extra / busy * latencies)), self.fewest_chunks), MOST_CHUNKS))
+        time = busy * chunks + extra
+        is_far = self.far > 1 and time / chunks >= least
+        trans, agg = (
+            time * (far.seconds(size / chunks) / self.far if is_far else near.seconds(size / chunks))
+            for (near, far), size in zip(self._lines, (self.param_bytes, self.grad_bytes), strict=True)
+        )
+        return trans, agg
+
+    @cached_property
+    def _lines(self) -> tuple[tuple[Fit, Fit], ...]:
+        """Lines within nodes and between nodes, of Trans and of Agg."""
+        trans, agg = ([self.profile.link(kind, level) for level in LEVELS] for kind in ("trans", "agg"))
+        return (trans[0], trans[1]), (agg[0], agg[1])
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
@@ -176,14 +208,46 @@ class SendingModel:
         if len(network.first_N) == 1:
             times_AD[rows_A, owner_A] += guests_AD.any(1)
             return times_AD, np.maximum(guests_AD.sum(1) - 1.0, 0.0)
-        at_home_AD, size = network.is_near_DD[owner_A], network.node_size
-        place_AD = np.where(guests_AD, (np.arange(network.num_ranks) - owner_A[:, None]) % size, size)
+        at_home_AD = network.is_near_DD[owner_A]
+        place_AD = np.where(guests_AD, self._place_DD[owner_A], network.node_size)
         first_AN = np.minimum.reduceat(place_AD, network.first_N, axis=1)
         times_AD += (self.far - 1) * (guests_AD & ~at_home_AD & (place_AD == first_AN[:, network.node_D]))
         extra_A = np.maximum(times_AD.sum(1) - times_AD.max(1), 0.0)
         near_A = (guests_AD & at_home_AD).any(1)
         times_AD[rows_A, owner_A] += np.where(near_A, 1.0, self.far * guests_AD.any(1))
         return times_AD, extra_A
+
+    @cached_property
+    def _place_DD(self) -> np.ndarray:
+        """[D, D]: for each owner, the order in which the ranks of a node receive its experts."""
+        rank_D = np.arange(self.network.num_ranks)
+        return (rank_D - rank_D[:, None]) % self.network.node_size
+
+    def guest_times(self, lent: Lent, owner_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their experts.
+
+        They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
+        """
+        network, num_ranks = self.network, self.profile.num_ranks
+        size, nodes = network.node_size, len(network.first_N)
+        place_K = (lent.rank_K - owner_E[lent.expert_K]) % size
+        order_K = np.lexsort((place_K, network.node_D[lent.rank_K], lent.expert_K, lent.plan_K))
+        plan_K, expert_K, rank_K = (part_K[order_K] for part_K in lent[1:4])
+        node_K, chain_K = network.node_D[rank_K], plan_K * len(owner_E) + expert_K
+        is_far_K = node_K != network.node_D[owner_E[expert_K]]
+        begins_K = np.append(True, chain_K[1:] != chain_K[:-1])
+        enters_K = is_far_K & (begins_K | np.append(True, node_K[1:] != node_K[:-1]))
+        time_K, first_C = np.where(enters_K, self.far, 1.0), np.flatnonzero(begins_K)
+        extra_C = np.add.reduceat(time_K, first_C) - np.maximum.reduceat(time_K, first_C)
+        sends_C = np.where(np.logical_and.reduceat(is_far_K, first_C), self.far, 1.0)
+        ends = np.append(plan_K * num_ranks + rank_K, plan_K[first_C] * num_ranks + owner_E[expert_K[first_C]])
+        times = np.bincount(ends, np.append(time_K, sends_C), lent.plans * num_ranks)
+        busy_A, extra_A = times.reshape(lent.plans, -1).max(1), np.zeros(lent.plans)
+        np.maximum.at(extra_A, plan_K[first_C], extra_C)
+        if network.adapters < size:
+            entered_AN = np.bincount(plan_K * nodes + node_K, enters_K, lent.plans * nodes).reshape(lent.plans, -1)
+            busy_A = np.maximum(busy_A, self.far * entered_AN.max(1) / network.adapters)
+        return busy_A, extra_A
 
     def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
         """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
@@ -192,7 +256,8 @@ class SendingModel:
         c = sqrt(x * beta * b / (m * alpha)).
         """
         latencies = np.where(self._is_far(busy), self._latencies["inter"], self._latencies["intra"])
-        return np.rint(np.sqrt(extra / busy * latencies)).clip(self.fewest_chunks, MOST_CHUNKS)
+        chunks = np.rint(np.sqrt(extra / busy * latencies))
+        return np.minimum(np.maximum(chunks, self.fewest_chunks), MOST_CHUNKS)
 
     @cached_property
     def fewest_chunks(self) -> int:
@@ -217,14 +282,14 @@ class SendingModel:
         Args:
             time, chunks: numbers, or arrays of one shape.
         """
-        return self._seconds("trans", time, chunks, self.param_bytes)
+        return self._seconds(self._lines[0], time, chunks, self.param_bytes)
 
     def agg_seconds(self, time: Any, chunks: Any) -> Any:
         """Return the seconds of Eq. 5, the reverse of Eq. 4."""
-        return self._seconds("agg", time, chunks, self.grad_bytes)
+        return self._seconds(self._lines[1], time, chunks, self.grad_bytes)
 
-    def _seconds(self, kind: str, time: Any, chunks: Any, num_bytes: float) -> Any:
-        near, far = (self.profile.link(kind, level).seconds(num_bytes / chunks) for level in LEVELS)
+    def _seconds(self, lines: tuple[Fit, Fit], time: Any, chunks: Any, num_bytes: float) -> Any:
+        near, far = (line.seconds(num_bytes / chunks) for line in lines)
         return time * np.where(self._is_far(time / chunks), far / self.far, near)
 
     def _is_far(self, busy: Any) -> Any:

@@ -4,7 +4,8 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 
 from megatron_balance.placement.tables import Tables
 
@@ -107,7 +108,7 @@ class Placement:
             ValueError: a rank lacks a free guest slot, or the placement is invalid.
         """
         # Most experts have one host, which needs no sorting
-        ascending = [tuple(sorted(ranks)) if len(ranks) > 1 else tuple(ranks) for ranks in hosts]
+        ascending = [(*ranks,) if len(ranks) < 2 else (*sorted(ranks),) for ranks in hosts]
         for what, number in (("hosts", len(ascending)), ("quotas", len(quotas) or self.num_experts)):
             if number != self.num_experts:
                 raise ValueError(f"{number} lists of {what} for {self.num_experts} experts")
@@ -124,11 +125,16 @@ class Placement:
         wanted: list[list[int]] = [[] for _ in self.home]
         num_ranks = self.num_ranks
         for expert, (ranks, owner) in enumerate(zip(ascending, owners, strict=True)):
-            for rank in {*ranks} - {owner} if ranks != (owner,) else ():
+            if len(ranks) == 1 and ranks[0] == owner:
+                continue
+            for rank in {*ranks} - {owner}:
                 if not 0 <= rank < num_ranks:
                     raise ValueError(f"expert {expert} on rank {rank}: there are {self.num_ranks} ranks")
                 wanted[rank].append(expert)
-        guests = tuple(_assign(rank, *slots) for rank, slots in enumerate(zip(self.guests, wanted, strict=True)))
+        empty = (EMPTY,) * self.guest_slots
+        guests = tuple(
+            _assign(rank, slots, wanted[rank]) if wanted[rank] else empty for rank, slots in enumerate(self.guests)
+        )
         return replace(
             self,
             home=home or self.home,
@@ -181,7 +187,7 @@ class Placement:
     @property
     def is_identity(self) -> bool:
         """Whether every expert is computed by its owner alone. Home slots may be in any order."""
-        return all(ranks == (owner,) for ranks, owner in zip(self.hosts, self.owners, strict=True))
+        return self.hosts == tuple(zip(self.owners, strict=True))
 
     def owner(self, expert: int) -> int:
         """Return the rank that keeps the expert's parameters."""
@@ -308,17 +314,20 @@ class Placement:
         return hashlib.blake2b(str(self).encode(), digest_size=16).hexdigest()
 
     def _check_sizes(self) -> None:
-        owned = sorted(expert for row in self.home for expert in row)
-        if not owned or owned != list(range(self.num_experts)) or len({len(row) for row in self.home}) != 1:
+        owned = sorted(chain.from_iterable(self.home))
+        if not owned or owned != list(range(self.num_experts)) or len({*map(len, self.home)}) != 1:
             raise ValueError(f"home {self.home}: must hold each of {self.num_experts} experts once, evenly over ranks")
-        if len(self.guests) != self.num_ranks or len({len(row) for row in self.guests}) != 1:
+        if len(self.guests) != self.num_ranks or len({*map(len, self.guests)}) != 1:
             raise ValueError(f"guests {self.guests}: {self.num_ranks} ranks need equally many guest slots")
         if not len(self.hosts) == len(self.primary) == self.num_experts:
             sizes = f"hosts of {len(self.hosts)} experts, primaries of {len(self.primary)}"
             raise ValueError(f"{sizes}: each of {self.num_experts} experts needs one entry")
 
     def _check_guests(self) -> None:
+        empty = (EMPTY,) * self.guest_slots
         for rank, row in enumerate(self.guests):
+            if row == empty:
+                continue
             experts = [expert for expert in row if expert != EMPTY]
             for expert in experts:
                 if not 0 <= expert < self.num_experts:
@@ -333,7 +342,7 @@ class Placement:
     def _check_hosts(self) -> None:
         num_ranks = self.num_ranks
         for expert, (owner, ranks, primary) in enumerate(zip(self.owners, self.hosts, self.primary, strict=True)):
-            if ranks == (owner,) == (primary,):
+            if len(ranks) == 1 and ranks[0] == owner == primary:
                 continue
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
@@ -360,6 +369,7 @@ class Placement:
                 )
 
 
+@lru_cache(maxsize=64)
 def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, ...]:
     rank_of = {expert: rank for rank, row in enumerate(home) for expert in row}
     return tuple(rank_of[expert] for expert in range(num_experts))
@@ -367,13 +377,13 @@ def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, .
 
 def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
     """Return a rank's guest slots with the wanted experts: current guests keep their slots, others fill free ones."""
-    if not wanted:
-        return (EMPTY,) * len(slots)
-    new = iter([expert for expert in wanted if expert not in slots])
-    filled = tuple(expert if expert != EMPTY and expert in wanted else next(new, EMPTY) for expert in slots)
-    if left := list(new):
-        raise ValueError(f"rank {rank}: no free guest slot of {len(slots)} for experts {left}")
-    return filled
+    new = [expert for expert in wanted if expert not in slots]
+    filled, left = [], new[::-1]
+    for expert in slots:
+        filled.append(expert if expert in wanted and expert != EMPTY else left.pop() if left else EMPTY)
+    if left:
+        raise ValueError(f"rank {rank}: no free guest slot of {len(slots)} for experts {left[::-1]}")
+    return tuple(filled)
 
 
 def _parse_slot(text: str) -> tuple[int, int, int | None, bool]:

@@ -62,14 +62,7 @@ class Tables:
 
         They are the placement's quotas, and 1 for each vExpert of experts without quotas.
         """
-        experts, ranks = len(self.hosts), self.num_ranks
-        cells = np.repeat(np.arange(experts) * ranks, [len(row) for row in self.hosts]) + _flat(self.hosts)
-        if not self.quotas:
-            return np.bincount(cells, minlength=experts * ranks).reshape(experts, ranks)
-        rows = zip(self.quotas, self.hosts, strict=True)
-        shares_ED = np.zeros((experts, ranks), dtype=np.int64)
-        np.add.at(shares_ED.reshape(-1), cells, _flat([quotas or (1,) * len(row) for quotas, row in rows]))
-        return shares_ED
+        return shares_of(self.hosts, self.quotas, self.num_ranks)
 
     @cached_property
     def shared_M(self) -> np.ndarray:
@@ -109,6 +102,18 @@ class Tables:
     def shared_physical_N(self) -> np.ndarray:
         """The physical experts of the experts with several hosts, row after row of `is_host_MK`."""
         return self.physicals_MK[self.is_host_MK]
+
+
+def shares_of(hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]], num_ranks: int) -> np.ndarray:
+    """Return `Tables.shares_ED` for experts with these hosts; `quotas` is empty if no expert has quotas."""
+    experts = len(hosts)
+    cells = np.repeat(np.arange(experts) * num_ranks, [len(row) for row in hosts]) + _flat(hosts)
+    if not quotas:
+        return np.bincount(cells, minlength=experts * num_ranks).reshape(experts, num_ranks)
+    rows = zip(quotas, hosts, strict=True)
+    shares_ED = np.zeros((experts, num_ranks), dtype=np.int64)
+    np.add.at(shares_ED.reshape(-1), cells, _flat([quotas or (1,) * len(row) for quotas, row in rows]))
+    return shares_ED
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:

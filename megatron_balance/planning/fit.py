@@ -65,67 +65,67 @@ def fit(
             moves. Otherwise a move takes what exceeds the source's capacity at most, which needs fewer moves as long as
             slots suffice.
     """
-    movable, slots = [[*row] for row in experts], [*slots]
-    above = sorted((load - capacity, rank) for rank, (load, capacity) in enumerate(zip(loads, capacities, strict=True)))
-    rooms = _Rooms(len(loads), node_size)
-    for excess, rank in above:
-        if excess < 0 and slots[rank]:
-            rooms.add(-excess, rank)
+    over = [(load - capacity, rank) for rank, (load, capacity) in enumerate(zip(loads, capacities, strict=True))]
+    return _leveled(over, experts, [*slots], node_size, round(far * PARTS) if reaches_far else None, fills)
+
+
+def _leveled(
+    over: Sequence[tuple[int, int]],
+    experts: Sequence[Sequence[tuple[int, int]]],
+    free: list[int],
+    node_size: int,
+    far: int | None,
+    fills: bool,
+) -> Fitted:
+    """Return `fit`, for pairs (excess, rank) and the cost of a guest on another node in PARTS; None: there are none."""
+    # The largest of the ranks without excess stands for all of them
+    above = sorted(entry for entry in over if entry[0] > 0)
+    if len(above) < len(over):
+        above.insert(0, max(entry for entry in over if entry[0] <= 0))
+    movable, nodes = [*experts], _rooms(over, free, node_size)
+    most = [rooms[-1][0] if rooms else 0 for rooms in nodes]
     found, stuck = Fitted([], [above[-1][0]]), above[0][0]
     while above[-1][0] > 0:
         excess, source = above.pop()
-        size, expert = movable[source][-1] if movable[source] else (0, 0)
-        wanted = size if fills else min(size, excess)
-        room, target = rooms.take(source, wanted, round(far * PARTS) if reaches_far else None)
-        moved = min(wanted, room)
-        if not moved:
+        own, node = movable[source], source // node_size
+        size, expert = own[-1] if own else (0, 0)
+        wanted = size if fills or size < excess else excess
+        if far is not None and most[node] < wanted and min(wanted, room := max(most)) * PARTS > most[node] * far:
+            # Another node takes over more for the cost of a guest
+            node = most.index(room)
+        if not wanted or not most[node]:
             stuck = max(stuck, excess)
             if not above:
                 break
             continue
-        movable[source].pop()
+        rooms = nodes[node]
+        room, target = rooms.pop()
+        moved = room if room < wanted else wanted
+        if own is experts[source]:
+            own = movable[source] = [*own]
+        own.pop()
         if size > moved:
-            insort(movable[source], (size - moved, expert))
-        slots[target] -= 1
-        if slots[target] and room > moved:
-            rooms.add(room - moved, target)
+            insort(own, (size - moved, expert))
+        free[target] -= 1
+        if room > moved and free[target]:
+            insort(rooms, (room - moved, target))
+        most[node] = rooms[-1][0] if rooms else 0
         insort(above, (excess - moved, source))
-        if moved > excess and slots[source]:
-            rooms.add(moved - excess, source)
+        if moved > excess and free[source]:
+            node = source // node_size
+            insort(nodes[node], (moved - excess, source))
+            most[node] = nodes[node][-1][0]
         found.moves.append(Move(expert, source, target, moved))
         found.excess.append(max(above[-1][0], stuck))
     return found
 
 
-class _Rooms:
-    """The ranks that can take tokens, by node."""
-
-    def __init__(self, num_ranks: int, node_size: int) -> None:
-        self.node_size = node_size
-        self.ranks: list[list[tuple[int, int]]] = [[] for _ in range(0, num_ranks, node_size)]
-        """Pairs (room, rank), ascending."""
-        self.most = [0] * len(self.ranks)
-        """The largest room of each node."""
-
-    def add(self, room: int, rank: int) -> None:
-        node = rank // self.node_size
-        insort(self.ranks[node], (room, rank))
-        self.most[node] = self.ranks[node][-1][0]
-
-    def take(self, source: int, wanted: int, far: int | None) -> tuple[int, int]:
-        """Remove the room and the rank that take most of the wanted tokens for their cost; (0, 0) if there are none.
-
-        They are on the source's node if that takes all, if nothing may leave it (`far` None), or if `far` / PARTS times
-        as many are not taken elsewhere.
-        """
-        node = source // self.node_size
-        near = min(wanted, self.most[node])
-        if far is not None and near < wanted:
-            other = max(range(len(self.most)), key=self.most.__getitem__)
-            if min(wanted, self.most[other]) * PARTS > near * far:
-                node = other
-        if not wanted or not self.most[node]:
-            return 0, 0
-        found = self.ranks[node].pop()
-        self.most[node] = self.ranks[node][-1][0] if self.ranks[node] else 0
-        return found
+def _rooms(over: Sequence[tuple[int, int]], free: Sequence[int], node_size: int) -> list[list[tuple[int, int]]]:
+    """Return the ranks of each node that can take tokens: pairs (room, rank), ascending."""
+    nodes: list[list[tuple[int, int]]] = [[] for _ in range(0, len(over), node_size)]
+    for excess, rank in over:
+        if excess < 0 and free[rank]:
+            nodes[rank // node_size].append((-excess, rank))
+    for rooms in nodes:
+        rooms.sort()
+    return nodes

@@ -1,7 +1,7 @@
 """Holds one MoE layer's placement for iteration j and decides the one for j+1."""
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from megatron_balance.cost.sending import SendingModel
 from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.ownership import Guest, Settlement, lasting, settle
-from megatron_balance.planning.policies.interface import Policy
+from megatron_balance.planning.paying import Tried, pays
+from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.predictor import History, Predictor, prediction_error
 
 INVALID = bytes(16)
@@ -59,6 +60,9 @@ class Decision:
     final: bool = False
     """Whether the policy must not be asked again."""
 
+    tried: Tried = field(default_factory=Tried)
+    """The policy's plan, even if it is not used because the last ones did not pay."""
+
     @property
     def digest(self) -> bytes:
         """16 bytes, equal on ranks with the same decision; INVALID or GIVEN_UP without a placement."""
@@ -94,6 +98,12 @@ class Question:
     transfers: bool
     """Whether experts may change owners."""
 
+    latest_BDE: np.ndarray | None
+    """[B, D, E] the loads of the latest iteration; None before the first one."""
+
+    tried: Tried
+    """The last plan, for these loads."""
+
     def answer(self) -> Decision:
         """Ask the policy and return its decision."""
         try:
@@ -108,10 +118,14 @@ class Question:
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
             problem = f"changed owners or guest slots: {cleaned(answer)}"
             return Decision(self.expected_BDE, None, problem=problem)
+        gains: tuple[float, ...] = ()
+        if getattr(self.policy, "must_pay", False) and self.latest_BDE is not None:
+            gains = self.tried.under(self.latest_BDE, self.cost)
+        tried, placement = Tried(answer, gains), answer if pays(gains) else owners_host(answer)
         if not self.transfers:
-            return Decision(self.expected_BDE, answer)
-        placement, settlement, wanted = settle(answer, self.expected_BDE, self.held, self.cost, self.ages)
-        return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted)
+            return Decision(self.expected_BDE, placement, tried=tried)
+        placement, settlement, wanted = settle(placement, self.expected_BDE, self.held, self.cost, self.ages)
+        return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, tried=tried)
 
 
 class Manager:
@@ -150,13 +164,17 @@ class Manager:
         self._costs: dict[tuple[int, Factors], CostModel] = {}
         self.expected_BDE: np.ndarray | None = None
         """[B, D, E] the loads expected in the next iteration."""
+        self.latest_BDE: np.ndarray | None = None
+        """[B, D, E] the loads of the latest iteration."""
+        self.tried = Tried()
         self.iterations = 0
 
     def observe(self, counts_BDE: np.ndarray) -> float | None:
         """Record an iteration's loads and return their `prediction_error`; None if there was no prediction."""
         expected_BDE, self.iterations = self.expected_BDE, self.iterations + 1
         self.held = lasting(self.held, self.placement)
-        self.history = self.predictor.observe(self.history, condensed(counts_BDE, owners(self.placement)))
+        self.latest_BDE = condensed(counts_BDE, owners(self.placement))
+        self.history = self.predictor.observe(self.history, self.latest_BDE)
         self.expected_BDE = self.predictor.predict(self.history)
         return None if expected_BDE is None else prediction_error(expected_BDE, counts_BDE)
 
@@ -188,6 +206,8 @@ class Manager:
             held=dict(self.held),
             ages={expert: self.iterations - since for expert, since in self.wanted.items()},
             transfers=self.transfers and self.iterations >= self.resumes,
+            latest_BDE=self.latest_BDE,
+            tried=self.tried,
         )
 
     def decide(self, expected_BDE: np.ndarray, microbatches: int) -> Decision:
@@ -200,7 +220,7 @@ class Manager:
         if decision.placement.home != self.placement.home:
             self.pause = 0
         self.wanted = {expert: self.wanted.get(expert, self.iterations) for expert in sorted(decision.wanted)}
-        self.placement = decision.placement
+        self.placement, self.tried = decision.placement, decision.tried
 
     def postpone_transfer(self) -> int:
         """Back off after a failed Transfer: return the number of iterations until plans may change owners again.
@@ -223,6 +243,8 @@ class Manager:
             "wanted": [*self.wanted.items()],
             "pause": self.pause,
             "resumes": self.resumes,
+            "tried": None if self.tried.placement is None else str(self.tried.placement),
+            "gains": [*self.tried.gains],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -235,3 +257,5 @@ class Manager:
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
         self.wanted = dict(state["wanted"])
         self.pause, self.resumes = state["pause"], state["resumes"]
+        tried = state.get("tried")
+        self.tried = Tried(tried and Placement.parse(tried), tuple(state.get("gains", ())))

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, FEATURES, expert_loads, owner_loads
+from megatron_balance.cost.loads import COMPUTED, FEATURES, expert_loads, placement_loads
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import shares
 from megatron_balance.planning.policies.interface import owners_host
 
-BUDGET = 24
+BUDGET = 12
 """Number of placements that one plan may time, which bounds planning time at any size."""
 
 EXAMINED = 4
@@ -212,16 +212,9 @@ def _swaps(
         return
     counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
     owner_E, alone = owners(placement), _Alone.of(cost, counts_EBD)
-    (shared_M,) = np.array(
-        [ranks != (owner,) for ranks, owner in zip(placement.hosts, owner_E.tolist(), strict=True)]
-    ).nonzero()
-    loads_FBD = owner_loads(cost.network, counts_EBD, owner_E)
-    if len(shared_M):
-        shares_MD, primary_M = shares(placement)[shared_M], np.asarray(placement.primary)[shared_M]
-        loads_MFBD = expert_loads(cost.network, cost.split, counts_EBD[shared_M], shares_MD, primary_M)
-        loads_FBD = loads_FBD + (loads_MFBD - alone.loads(shared_M, owner_E[shared_M])).sum(0)
-    is_free_E = np.ones(len(owner_E), dtype=bool)
-    is_free_E[shared_M] = False
+    loads_FBD = placement_loads(cost.network, cost.split, counts_BDE, placement)
+    pairs = zip(placement.hosts, placement.owners, strict=True)
+    is_free_E = np.array([ranks == (owner,) for ranks, owner in pairs])
     tokens_ED = counts_EBD.sum(1)
     for _ in range(MOST_SWAPS):
         seconds_BD = cost.rank_seconds(loads_FBD)

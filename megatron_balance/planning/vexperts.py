@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads
+from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads, placement_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import shares
@@ -105,7 +105,7 @@ class Layer:
         owner_E = owners(placement)
         return cls(
             cost=cost,
-            counts_EBD=by_microbatch(counts).transpose(2, 0, 1).astype(np.float64),
+            counts_EBD=np.ascontiguousarray(by_microbatch(counts).transpose(2, 0, 1), dtype=np.float64),
             owner_E=owner_E,
             owned_ED=owner_E[:, None] == np.arange(placement.num_ranks),
             primary_E=np.asarray(placement.primary),
@@ -132,26 +132,22 @@ class VExperts:
 
     layer: Layer
     vexperts_ED: np.ndarray
-    loads_E: tuple[np.ndarray, ...]
-    """[5, B, D] loads of each expert."""
-
-    sent_E: tuple[np.ndarray, ...]
-    """[D] time of each expert in Trans: see `Layer.sent`."""
-
     loads_FBD: np.ndarray
     """Sum of the experts' loads."""
 
     sent_D: np.ndarray
+    """Time of all experts in Trans: see `Layer.sent`."""
     extra_E: np.ndarray
     """Time on the other links of each expert's chain."""
 
     @classmethod
     def of(cls, layer: Layer, placement: Placement) -> "VExperts":
         """Return the vExperts of `placement`."""
-        vexperts_ED = shares(placement)
-        experts = np.arange(len(vexperts_ED))
-        loads_EFBD, (sent_ED, extra_E) = layer.loads(experts, vexperts_ED), layer.sent(experts, vexperts_ED)
-        return cls(layer, vexperts_ED, tuple(loads_EFBD), tuple(sent_ED), loads_EFBD.sum(0), sent_ED.sum(0), extra_E)
+        cost, vexperts_ED, extra_E = layer.cost, shares(placement), np.zeros(placement.num_experts)
+        loads_FBD = placement_loads(cost.network, cost.split, layer.counts_EBD.transpose(1, 2, 0), placement)
+        guest_M = np.flatnonzero(((vexperts_ED > 0) & ~layer.owned_ED).any(1))
+        sent_MD, extra_E[guest_M] = layer.sent(guest_M, vexperts_ED[guest_M])
+        return cls(layer, vexperts_ED, loads_FBD, sent_MD.sum(0), extra_E)
 
     def after(self, modifications: Iterable[Modification]) -> "VExperts":
         """Return the vExperts after modifications."""
@@ -160,17 +156,14 @@ class VExperts:
             for expert, rank, change in modification.changes:
                 vexperts_ED[expert, rank] += change
                 touched.add(expert)
+        if not touched:
+            return self
         expert_A = np.array(sorted(touched), dtype=np.int64)
-        loads_E, sent_E, loads_FBD, sent_D = [*self.loads_E], [*self.sent_E], self.loads_FBD, self.sent_D
+        loads_2AFBD, sent_2AD, extra_2A = self._both(expert_A, expert_A, vexperts_ED[expert_A])
         extra_E = self.extra_E.copy()
-        if touched:
-            loads_AFBD = self.layer.loads(expert_A, vexperts_ED[expert_A])
-            sent_AD, extra_E[expert_A] = self.layer.sent(expert_A, vexperts_ED[expert_A])
-            for row, expert in enumerate(expert_A.tolist()):
-                loads_FBD = loads_FBD + loads_AFBD[row] - loads_E[expert]
-                sent_D = sent_D + sent_AD[row] - sent_E[expert]
-                loads_E[expert], sent_E[expert] = loads_AFBD[row], sent_AD[row]
-        return VExperts(self.layer, vexperts_ED, tuple(loads_E), tuple(sent_E), loads_FBD, sent_D, extra_E)
+        extra_E[expert_A] = extra_2A[0]
+        loads_FBD = self.loads_FBD + (loads_2AFBD[0] - loads_2AFBD[1]).sum(0)
+        return VExperts(self.layer, vexperts_ED, loads_FBD, self.sent_D + (sent_2AD[0] - sent_2AD[1]).sum(0), extra_E)
 
     def changed(self, expert_A: np.ndarray, *moves: tuple[np.ndarray, int | np.ndarray]) -> "Change":
         """Return the change of loads and of Trans for each of A candidates.
@@ -186,12 +179,22 @@ class VExperts:
 
     def changed_by(self, expert_A: np.ndarray, more_AD: np.ndarray) -> "Change":
         """Return `changed` for vExperts that each candidate gains, [A, D]."""
-        vexperts_AD = self.vexperts_ED[expert_A] + more_AD
-        loads_AFBD, (sent_AD, extra_A) = self.layer.loads(expert_A, vexperts_AD), self.layer.sent(expert_A, vexperts_AD)
-        kinds, kind_A = np.unique(expert_A, return_inverse=True)
-        before_KFBD = np.stack([self.loads_E[expert] for expert in kinds.tolist()])
-        sent_KD = np.stack([self.sent_E[expert] for expert in kinds.tolist()])
-        return Change(loads_AFBD - before_KFBD[kind_A], sent_AD - sent_KD[kind_A], extra_A)
+        kind_K, kind_A = np.unique(expert_A, return_inverse=True)
+        loads, sent, extra = self._both(kind_K, expert_A, self.vexperts_ED[expert_A] + more_AD)
+        return Change(loads[0] - loads[1][kind_A], sent[0] - sent[1][kind_A], extra[0])
+
+    def loads_of(self, expert: int) -> np.ndarray:
+        """Return [5, B, D], the loads of an expert."""
+        return self.layer.loads(np.array([expert]), self.vexperts_ED[[expert]])[0]
+
+    def _both(
+        self, expert_K: np.ndarray, expert_A: np.ndarray, vexperts_AD: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """Return loads, `Layer.sent` and extra, each of candidates [A] and of the present vExperts of experts [K]."""
+        experts, number = np.concatenate([expert_A, expert_K]), len(expert_A)
+        vexperts = np.concatenate([vexperts_AD, self.vexperts_ED[expert_K]])
+        values = self.layer.loads(experts, vexperts), *self.layer.sent(experts, vexperts)
+        return tuple((value[:number], value[number:]) for value in values)
 
     def exposed_after(self, change: "Change") -> np.ndarray:
         """Return [A]: exposed seconds of Trans and Agg after a change, on the busiest rank."""

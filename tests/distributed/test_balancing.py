@@ -69,25 +69,25 @@ def test_policies_change_nothing_that_is_learned(
 
 
 QUICK_FEATURES = (
-    ("overlap-without-distributed-optimizer", "blockwise"),
-    ("recompute-moe-shared-experts", "blockwise"),
-    ("interval-dense-layers", "blockwise"),
-    ("allgather", "predicted"),
-    ("capacity-proportional-linear-predictor", "predicted"),
+    ("overlap-without-distributed-optimizer", "blockwise", "top2"),
+    ("recompute-moe-shared-experts", "blockwise", "top2"),
+    ("interval-dense-layers", "blockwise", "quota"),
+    ("allgather", "predicted", "top2"),
+    ("capacity-proportional-linear-predictor", "predicted", "top2"),
 )
 """test_layouts.py trains the other features."""
 
 
 @pytest.mark.parametrize(
-    ("feature", "mode"),
+    ("feature", "mode", "policy"),
     [
-        pytest.param(*case, marks=[] if case in QUICK_FEATURES else [pytest.mark.slow])
-        for case in itertools.product(FEATURES, ("predicted", "blockwise"))
+        pytest.param(feature, mode, policy, marks=[] if (feature, mode, policy) in QUICK_FEATURES else pytest.mark.slow)
+        for feature, mode, policy in itertools.product(FEATURES, ("predicted", "blockwise"), ("top2", "quota"))
     ],
 )
-def test_policies_with_every_feature(ranks, curve_of, profiles, feature: str, mode: str) -> None:
+def test_policies_with_every_feature(ranks, curve_of, profiles, feature: str, mode: str, policy: str) -> None:
     plain = f"--expert-model-parallel-size 2 {FEATURES[feature]} --moe-router-force-workload hot_experts"
-    balanced = with_policy(plain, "top2", mode, profiles)
+    balanced = with_policy(plain, policy, mode, profiles)
     for flag in ("--balance-interval 3", "--balance-token-split proportional", "--balance-predictor linear"):
         plain = plain.replace(flag, "")
     check_follows(ranks, curve_of, plain, balanced, FEWER)
@@ -107,10 +107,17 @@ def replicas(flags: str) -> list[torch.Tensor]:
     return experts
 
 
-@pytest.mark.parametrize("optimizer", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)])
-def test_replicas_stay_equal(ranks, profiles, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "optimizer"),
+    [
+        ("pro_prophet", ""),
+        pytest.param("pro_prophet", "--use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param("quota", "--use-distributed-optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_stay_equal(ranks, profiles, policy: str, optimizer: str) -> None:
     flags = f"--expert-model-parallel-size 2 {optimizer} --moe-router-force-workload hot_experts"
-    ranks(4).run(replicas, with_policy(flags, "pro_prophet", "predicted", profiles))
+    ranks(4).run(replicas, with_policy(flags, policy, "predicted", profiles))
 
 
 def experts_of(run: Run) -> GroupedExperts:

@@ -56,6 +56,8 @@ POLICIES = {
     "top2 exact": f"--expert-model-parallel-size 4 --balance-policy top2 --balance-load exact {HOT}",
     "quota blockwise pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy quota "
     f"--balance-overlap blockwise {HOT}",
+    "quota exact dp2": "--expert-model-parallel-size 2 --balance-policy quota --balance-load exact "
+    f"--use-distributed-optimizer {HOT}",
     "fastermoe ema dp2": "--expert-model-parallel-size 2 --balance-policy fastermoe --balance-predictor ema "
     f"--use-distributed-optimizer {HOT}",
     "top3 linear every third, pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy "

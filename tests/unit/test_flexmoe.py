@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_balance.cost.model import CostModel, Overlap, balance_ratio
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import routes
-from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies import flexmoe, load_policy
 from megatron_balance.planning.policies.flexmoe import METRICS, FlexMoE, _migrate
 from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.planning.vexperts import Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
@@ -237,7 +237,8 @@ def test_migrate_makes_synchronization_cheaper() -> None:
     assert migrated(counts, far, limit=2, node_size=2) == ["Migrate 0@2 <->@0"]
 
 
-def test_a_rank_may_take_several_vexperts_of_an_expert() -> None:
+def test_a_rank_may_take_several_vexperts_of_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexmoe, "leveled", lambda *_, **__: [])
     current = Placement.identity(2, 2, 1)
     counts_DE = np.array([[90_000, 30_000]] * 2)
     planned = FlexMoE(threshold=1.01).plan(counts_DE, current, cost_model(2, expert_bytes=1e5))
@@ -364,6 +365,20 @@ def test_it_goes_on_from_the_placement_in_use() -> None:
     assert policy.plan(even_DE, hot, cost).is_identity
 
 
+def test_many_expands_at_once_have_to_be_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexMoE continues from the placement in use while it is nearly as fast as one from scratch."""
+    current, cost = Placement.identity(64, 16, 2), cost_model(16)
+    counts_DE = load_matrix("hot_experts", 16, 64, 2, 4096, 0, 9)
+    policy = FlexMoE(budget=0, improvements=0)
+    planned = policy.plan(counts_DE, current, cost)
+    assert planned.added_hosts and cost.layer_seconds(counts_DE, planned) < cost.layer_seconds(counts_DE, current)
+    assert policy.plan(counts_DE, planned, cost) is planned
+    # One vExpert for each home slot leaves none to Expand with
+    assert FlexMoE(budget=0, vexperts_per_rank=4).plan(counts_DE, current, cost) is current
+    monkeypatch.setattr(flexmoe, "CHANGE", 1.0)
+    assert policy.plan(counts_DE, current, cost) is current
+
+
 @pytest.mark.parametrize("size", [(16, 64), (64, 256)])
 def test_several_slowest_ranks_are_relieved_together(size: tuple[int, int]) -> None:
     num_ranks, num_experts = size
@@ -377,7 +392,8 @@ def test_several_slowest_ranks_are_relieved_together(size: tuple[int, int]) -> N
     assert cost.layer_seconds(counts_DE, planned) < 0.7 * cost.layer_seconds(counts_DE, current)
 
 
-def test_the_budget_bounds_the_steps() -> None:
+def test_the_budget_bounds_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexmoe, "leveled", lambda *_, **__: [])
     current, cost = Placement.identity(64, 16, 2), cost_model(16)
     counts_DE = load_matrix("hot_experts", 16, 64, 2, 4096, 0, 9)
     for budget in (0, 1, 3):

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.cost.loads import FEATURES, MOST_GROUPS, condensed, crossing_of, expert_loads, owner_loads
+from megatron_balance.cost.loads import (
+    FEATURES,
+    MOST_GROUPS,
+    Lent,
+    condensed,
+    crossing_of,
+    expert_loads,
+    guest_loads,
+    owner_loads,
+    placement_loads,
+)
 from megatron_balance.cost.model import CostModel, balance_ratio, owners
 from megatron_balance.observe.balance import evenness
 from megatron_balance.placement.placement import Placement
@@ -57,12 +67,52 @@ def test_the_loads_of_experts_add_up_to_those_of_the_layer(
     assert loads_FBD[0] == pytest.approx(traffic_BDD.sum(-2), abs=1e-6)
     assert found.near_2XD == pytest.approx(expected.near_2XD, abs=1e-6)
     assert found.far_2XD == pytest.approx(expected.far_2XD, abs=1e-6)
-    assert [float(value) for value in cost.work_of(loads_FBD)] == pytest.approx(
-        cost.work(counts_BDE, placement), abs=1e-6
-    )
+    slow = cost.exchange_seconds(expected).sum(), (traffic_BDD.sum(-2) / cost.rate_D).max(-1).sum()
+    assert [float(value) for value in cost.work_of(loads_FBD)] == pytest.approx(slow, abs=1e-6)
+    assert cost.work(counts_BDE, placement) == pytest.approx(slow, abs=1e-6)
+    together_FBD = placement_loads(cost.network, split, counts_BDE, placement)
+    assert together_FBD == pytest.approx(loads_FBD, rel=1e-12, abs=1e-6)
+    some = [*range(0, placement.num_experts, 2)]
+    assert (shares(placement, some) == shares(placement)[some]).all()
     home = placement.rehost([(owner,) for owner in placement.owners])
     owned_FBD = owner_loads(cost.network, counts_BDE.transpose(2, 0, 1), owners(placement))
     assert summed(cost, counts_BDE, home) == pytest.approx(owned_FBD, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(placements(with_quotas=False), min_size=1, max_size=3), st.integers(1, 6), st.integers(1, 2))
+def test_guests_of_several_plans_add_to_the_owners_loads(
+    data: st.DataObject, drawn: list[Placement], node_size: int, microbatches: int
+) -> None:
+    """As `expert_loads` and `link_times`, which count all nodes and one plan at a time."""
+    home = drawn[0].rehost([(owner,) for owner in drawn[0].owners], drawn[0].owners)
+    cost, ranks = cost_model(home.num_ranks, node_size, split="proportional"), np.arange(home.num_ranks)
+    counts_EBD = np.stack([data.draw(any_loads(home, 10**4)).numpy() for _ in range(microbatches)]).transpose(2, 0, 1)
+    owner_E = owners(home)
+    guest = owner_E[:, None] != ranks
+    plans = [
+        np.array(data.draw(st.lists(st.integers(0, 3), min_size=guest.size, max_size=guest.size))).reshape(guest.shape)
+        for _ in drawn
+    ]
+    plans = [shares_ED * guest for shares_ED in plans if (shares_ED * guest).any()]
+    if not plans:
+        return
+    plan_K, expert_K, rank_K = np.nonzero(plans)
+    whole = 3 * home.num_ranks
+    lent = Lent(len(plans), plan_K, expert_K, rank_K, np.array(plans)[plan_K, expert_K, rank_K] / whole)
+    added_AFBD = guest_loads(cost.network, counts_EBD, counts_EBD.sum(-1), owner_E, lent)
+    busy_A, extra_A = cost.transport.guest_times(lent, owner_E)
+    for shares_ED, added_FBD, busy, extra in zip(plans, added_AFBD, busy_A, extra_A, strict=True):
+        times_ED, extra_E = cost.transport.link_times(owner_E, shares_ED > 0)
+        entered_EN = np.logical_or.reduceat(
+            (shares_ED > 0) & ~cost.network.is_near_DD[owner_E], cost.network.first_N, 1
+        )
+        shared = cost.transport.far * entered_EN.sum(0).max() / cost.network.adapters
+        assert busy == pytest.approx(max(times_ED.sum(0).max(), shared if cost.network.adapters < node_size else 0))
+        assert extra == pytest.approx(extra_E.max())
+        shares_ED[np.arange(len(shares_ED)), owner_E] = whole - shares_ED.sum(1)
+        loads_FBD = expert_loads(cost.network, "proportional", counts_EBD.astype(float), shares_ED, owner_E).sum(0)
+        assert owner_loads(cost.network, counts_EBD, owner_E) + added_FBD == pytest.approx(loads_FBD, abs=1e-6)
 
 
 @settings(deadline=None)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import INVALID, Decision, Manager
+from megatron_balance.planning.paying import REMEMBERED, Tried
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.planning.predictor import METHODS, Predictor
@@ -151,6 +152,36 @@ def test_a_decision_is_in_force_once_adopted() -> None:
     assert one.placement == OWNERS and one.expected_BDE is None
     one.adopt(decision)
     assert one.placement == decision.placement
+
+
+def test_plans_that_cost_more_than_they_saved_are_left_out() -> None:
+    """Two experts are hot in turn, so a guest for the last load is useless; then one stays hot."""
+    one = manager(load_policy("quota"))
+
+    def iterate(hot: int) -> None:
+        counts_BDE = np.full((1, RANKS, EXPERTS), 100)
+        counts_BDE[..., hot] = 20000
+        one.observe(counts_BDE)
+        assert one.expected_BDE is not None
+        one.adopt(one.decide(one.expected_BDE, 1))
+
+    used = []
+    for iteration in range(12):
+        iterate(7 * (iteration % 2))
+        used.append(not one.placement.is_identity)
+        assert one.tried.placement is not None and not one.tried.placement.is_identity
+    assert used == [True] * 2 + [False] * 10
+    assert len(one.tried.gains) == REMEMBERED and max(one.tried.gains) < 0
+    kept = manager(load_policy("quota"))
+    kept.restore(json.loads(json.dumps(one.state())))
+    assert kept.tried == one.tried
+    for _ in range(REMEMBERED + 1):
+        iterate(0)
+    assert not one.placement.is_identity and min(one.tried.gains) > 0
+    # Plans of the paper's policies are used whatever they were worth
+    one.policy, one.tried = load_policy("top2"), Tried(OWNERS.with_hosts([(0, 1)]), (-1.0,) * REMEMBERED)
+    iterate(7)
+    assert not one.placement.is_identity
 
 
 def test_policies_see_load_placement_and_microbatches() -> None:

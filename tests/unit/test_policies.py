@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 import oracle
 import planner
+from megatron_balance.cost.loads import placement_loads
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import SPLITS
+from megatron_balance.planning.leveling import Move
 from megatron_balance.planning.policies import load_policy, pro_prophet, registered
-from megatron_balance.planning.policies.pro_prophet import _placement, _Search
+from megatron_balance.planning.searches import fastest, leveled
+from megatron_balance.planning.selection import Chosen, Selection
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
@@ -69,17 +72,90 @@ def test_any_load_gets_a_valid_placement(name: str, case: tuple[np.ndarray, Plac
         assert cost.layer_seconds(counts_DE, planned) <= cost.layer_seconds(counts_DE, plain) * (1 + 1e-12)
 
 
-@given(cases(), st.booleans())
-def test_the_search_counts_as_the_model_does(case: tuple[np.ndarray, Placement, CostModel], near: bool) -> None:
+@given(cases())
+def test_selections_count_as_the_model_does(case: tuple[np.ndarray, Placement, CostModel]) -> None:
     counts_DE, current, cost = case
-    search = _Search(counts_DE, current, cost, alpha=0.0).copy(near)
-    search.select(100, 0.0)
-    search.repeat(100, 0.0)
-    placement = _placement(current, search.chosen)
-    work = cost.work(counts_DE, placement)
-    assert [float(part) for part in cost.work_of(search.loads_FBD)] == pytest.approx(work, rel=1e-9, abs=1e-15)
-    assert search.free_D.tolist() == [row.count(EMPTY) for row in placement.guests]
-    assert not (near and search.leaves_nodes)
+    selection = Selection(counts_DE, current, cost)
+    selection.select(100, 0.0, alpha=0.0)
+    selection.repeat(100, 0.0)
+    check(selection, counts_DE)
+
+
+def check(selection: Selection, counts: np.ndarray) -> None:
+    """Compare a selection with the cost model."""
+    cost, placement = selection.cost, selection.placement()
+    work = cost.work(counts, placement)
+    assert [float(part) for part in cost.work_of(selection.loads_FBD)] == pytest.approx(work, rel=1e-9, abs=1e-15)
+    assert selection.free_D.tolist() == [row.count(EMPTY) for row in placement.guests]
+    trans = agg = 0.0
+    if placement.added_hosts:
+        _, trans, agg = cost.transport.fewest_seconds(cost.transport.chains(placement)[0])
+    assert selection.seconds_along_chains() == pytest.approx(float(cost.time_of(*work, trans, agg).total), rel=1e-9)
+
+
+def drawn_searches(selection: Selection, generator: np.random.Generator) -> list[list[Move]]:
+    """Return some moves of each of a few searches, within the guest slots."""
+    searches = []
+    for _ in range(int(generator.integers(0, 4))):
+        free_D, moves = selection.free_D.copy(), list[Move]()
+        for expert in generator.permutation(len(selection.owner_E))[: int(generator.integers(0, 5))].tolist():
+            owner = int(selection.owner_E[expert])
+            able = [rank for rank in np.flatnonzero(free_D).tolist() if rank != owner]
+            guests = generator.permutation(able)[: int(generator.integers(1, len(able) + 1)) if able else 0].tolist()
+            free_D[guests] -= 1
+            if guests:
+                primary = guests[0] if len(guests) == 1 and generator.random() < 0.5 else owner
+                moves.append(Move(expert, guests, primary))
+        searches.append(moves)
+    return searches
+
+
+@given(cases(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.1]))
+def test_each_search_keeps_its_fastest_step(
+    case: tuple[np.ndarray, Placement, CostModel], seed: int, min_gain: float
+) -> None:
+    """The reference makes the moves one by one."""
+    counts_DE, current, cost = case
+    plain = Selection(counts_DE, current, cost)
+    searches = drawn_searches(plain, np.random.default_rng(seed))
+    kept = []
+    for moves in searches:
+        selection, steps = plain.copy(), list[tuple[float, list[int]]]()
+        for expert, guests, primary in moves:
+            placement = current.rehost(
+                [[owner, *(guests if expert == other else ())] for other, owner in enumerate(current.owners)],
+                [primary if expert == other else owner for other, owner in enumerate(current.owners)],
+            )
+            # One expert's change is the difference of two layers
+            alone = current.rehost([[owner] for owner in current.owners], current.owners)
+            loads_FBD, before_FBD = (
+                placement_loads(cost.network, cost.split, counts_DE[None], each) for each in (placement, alone)
+            )
+            guests_1D = np.isin(np.arange(current.num_ranks), guests)[None]
+            times_1D, extra_1 = cost.transport.link_times(plain.owner_E[[expert]], guests_1D)
+            selection.add(expert, Chosen(guests, primary, loads_FBD - before_FBD, times_1D[0], float(extra_1[0])))
+            steps.append((selection.seconds(), [*selection.chosen]))
+        if steps:
+            least = min(steps)[0]
+            kept.append(next(step for step in steps if step[0] <= least * (1 + min_gain) * (1 + 1e-12)))
+    found = fastest(plain, searches, min_gain, number=2)
+    for selection in found:
+        check(selection, counts_DE)
+    seconds = sorted({round(step[0], 15): step for step in kept}.values())
+    assert [selection.seconds() for selection in found[:1]] == pytest.approx([step[0] for step in seconds[:1]])
+    if len(kept) == 1:
+        assert [*found[0].chosen] == seconds[0][1]
+    assert plain.seconds() == Selection(counts_DE, current, cost).seconds()
+
+
+def test_microbatches_are_leveled_together_and_by_the_heaviest() -> None:
+    """In one microbatch rank 0 is heavy, in another rank 2; together all ranks are even."""
+    counts_BDE = np.full((2, 4, 4), 100)
+    counts_BDE[0, :, 0], counts_BDE[0, :, 2], counts_BDE[1, :, 2], counts_BDE[1, :, 0] = 190, 10, 190, 10
+    current, cost = Placement.identity(4, 4, 2), cost_model(4, split="proportional", microbatches=2)
+    moves = [*leveled(Selection(counts_BDE, current, cost))]
+    assert {search[0].expert for search in moves} <= {0, 2} <= {move.expert for search in moves for move in search}
+    assert not [*leveled(Selection(counts_BDE.sum(0), current, cost))]
 
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
@@ -125,25 +201,23 @@ def test_guests_go_where_the_tokens_are() -> None:
 def test_pro_prophet_decides_by_exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
     counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
     counts_DE[:, 0] = [5_000, 10, 10, 40_000]
-    seconds = _Search.seconds
-    # The search considers any guest a gain, and tries a useless one
-    monkeypatch.setattr(_Search, "seconds", lambda search: 1e-9 if search.chosen else seconds(search))
+    seconds = Selection.seconds
+    # Any guest counts as a gain, and only a useless one is found
+    monkeypatch.setattr(Selection, "seconds", lambda selection: 1e-9 if selection.chosen else seconds(selection))
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).added_hosts
-    monkeypatch.setattr(_Search, "select", lambda search, *_: search.spread(7))
-    monkeypatch.setattr(_Search, "repeat", lambda *_: None)
-    monkeypatch.setattr(pro_prophet, "hottest_first", lambda _: [])
+    plain = Selection(counts_DE, current, cost)
+    useless = fastest(plain, [[Move(7, [0, 1, 2], 3)]], 0.0, 1)
+    assert useless[0].placement().added_hosts == 3
+    monkeypatch.setattr(pro_prophet, "fastest", lambda *_: useless)
+    monkeypatch.setattr(Selection, "select", lambda *_: None)
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
 
 
 def test_selections_without_guests_are_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
     counts_DE[:, 0] = [5_000, 10, 10, 40_000]
-    seconds = _Search.seconds
-    # An expert may find no rank with a free slot, and sums of loads differ by rounding
-    monkeypatch.setattr(_Search, "seconds", lambda search: seconds(search) * (1 - 1e-15 * len(search.chosen)))
-    monkeypatch.setattr(_Search, "select", lambda search, *_: search.free_D.fill(0) or search.spread(7))
-    monkeypatch.setattr(_Search, "repeat", lambda *_: False)
-    monkeypatch.setattr(pro_prophet, "hottest_first", lambda _: [])
+    monkeypatch.setattr(pro_prophet, "fastest", lambda plain, *_: [plain.copy()])
+    monkeypatch.setattr(Selection, "select", lambda *_: None)
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
 
 

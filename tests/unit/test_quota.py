@@ -82,6 +82,16 @@ def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
     )
 
 
+def test_even_loads_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Layer, "leveled", lambda *_: pytest.fail("searched"))
+    counts_DE = np.full((4, 8), 1000)
+    counts_DE[0, 0] += 60
+    current = Placement.identity(8, 4, 2)
+    assert Quota().plan(counts_DE, current.with_hosts([(0, 1)]), cost_model(4, 4)) == current
+    with pytest.raises(pytest.fail.Exception, match="searched"):
+        Quota().plan(counts_DE + 100 * np.eye(4, 8, dtype=np.int64)[:, ::-1], current, cost_model(4, 4))
+
+
 def test_hidden_guests_are_not_free() -> None:
     """Two nodes with one rank each. Guests on both save nearly all messages, but loads are even without them."""
     counts_DE = np.array([[50, 50], [50, 50]])
@@ -142,4 +152,6 @@ def test_plans_are_never_slower_than_owners_alone(
     if guests:
         free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
         exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
-        assert _Layer.of(counts_BDE, current, free).seconds(guests) == pytest.approx((exact, 0.0), rel=1e-9)
+        (_, seconds), hidden = _Layer.of(counts_BDE, current, free).timed([guests])
+        assert (seconds, hidden) == (pytest.approx(exact, rel=1e-9), [0.0, 0.0])
+        assert cost.layer_seconds(counts_BDE, layer.placement(current, guests)) <= layer.at_most(guests) * (1 + 1e-9)

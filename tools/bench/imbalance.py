@@ -166,20 +166,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         return ranks.work(args.worker, measure)
     tasks = tasks_of(args, extra)
-    table, everything = [], []
+    everything = []
     try:
         with jobs(args) as job:
             for number, task in enumerate(tasks, start=1):
                 print(f"{number} of {len(tasks)}: {task['mode']}, {task['workload']}", file=sys.stderr, flush=True)
                 found = records(task, job(task))
                 if not everything or everything[-1]["mode"] != task["mode"]:
-                    table += ["", *heads(task["mode"], list(task["variants"]))]
-                table.append(row(found))
+                    print("", *heads(task["mode"], list(task["variants"])), sep="\n")
+                print(row(found), flush=True)
                 everything += found
     except TestbedUnavailable as error:
         print(f"imbalance.py: {error}", file=sys.stderr)
         return 2
-    print("\n".join(table))
     if args.json is not None:
         args.json.write_text(json.dumps(everything))
     changed = [record for record in everything if not record["exact"]]

@@ -14,6 +14,8 @@ small   The floor and the planners next to the least max/mean of all plans, whic
 time    With `--cluster`: policies plan for the links of that cluster. The modeled time of a layer over that without
         balancing, by expert-parallel size (mean), and of all loads (mean and worst); milliseconds of the experts, the
         exchanges, and Trans and Agg, which nothing hides.
+planning  With `--cluster`: milliseconds of a core (thread time, the best of several) to make a plan, with links that
+        take no time and with those of the cluster, and to arrange its transfers; median and maximum of all loads.
 
 In the picture, the lines of planners that take a target are drawn by target, and those of policies by the price of
 sending an expert.
@@ -42,13 +44,15 @@ from pareto_plans import (
     gigabytes,
     least_ratio,
     loads_of,
+    planning_ms,
     policy,
     reference,
     timed,
 )
 from quota_planners import BOUNDED, PLANNERS
 
-TARGETED = {**BOUNDED, "quota, fit": fitted}
+OURS = "quota, fit"
+TARGETED = {**BOUNDED, OURS: fitted}
 """Planners that take a target, by name."""
 
 TARGETS = (1.005, 1.01, 1.02, 1.05)
@@ -71,7 +75,7 @@ HOTTER = 16
 """Popularity of the first rank's experts over that of others in these cases, so that slots do not suffice."""
 
 SMALL_LOADS = 12
-PARTS = ("plans", "bounds", "small", "time")
+PARTS = ("plans", "bounds", "small", "time", "planning")
 
 
 def main() -> int:
@@ -96,6 +100,8 @@ def main() -> int:
             _print_bounds(loads, slots)
         if "time" in args.part and args.cluster:
             _print_time(loads, slots, args.policy, read(args.cluster))
+        if "planning" in args.part and args.cluster:
+            _print_planning(args.ranks, args.seeds, slots, args.policy, read(args.cluster))
     if "small" in args.part:
         _print_small()
     if args.picture:
@@ -161,13 +167,37 @@ def _print_bounds(loads: Sequence[Load], slots: int) -> None:
     print(f"| planner | bound | {' | '.join(f'EP {size}' for size in sizes)} | all |")
     print(f"|---|---|{'---|' * (len(sizes) + 1)}")
     groups = [*([load for load in loads if load.num_ranks == size] for size in sizes), loads]
+    lines = []
     for target in TARGETS:
+        found = {
+            name: [reference(planner, load, slots, target=target) for load in loads]
+            for name, planner in TARGETED.items()
+        }
+        lines.append(_by_load(found, target))
         print(f"| floor | {target} | {' | '.join(f'{fewest(group, target):.1f}' for group in groups)} |")
-        for name, planner in TARGETED.items():
-            cells = [
-                _kept([reference(planner, load, slots, target=target) for load in part], target) for part in groups
+        for name, plans in found.items():
+            parts = [
+                [plan for plan, load in zip(plans, loads, strict=True) if load.num_ranks == size] for size in sizes
             ]
+            cells = [_kept(part, target) for part in (*parts, plans)]
             print(f"| `{name}` | {target} | {' | '.join(cells)} |", flush=True)
+    print("", *lines, sep="\n")
+
+
+def _by_load(found: Mapping[str, Sequence[Score]], target: float) -> str:
+    """Return how the copies of our fit compare with the fewest of references that keep the bound, load by load."""
+    more = []
+    for ours, *others in zip(found[OURS], *(plans for name, plans in found.items() if name != OURS), strict=True):
+        copies = [plan.copies for plan in others if plan.ratio <= target]
+        if copies and ours.ratio <= target:
+            more.append(ours.copies - min(copies))
+    missed = sum(plan.ratio > target for plan in found[OURS])
+    worse = [number for number in more if number > 0]
+    return (
+        f"bound {target}: `{OURS}` misses it on {missed} of {len(found[OURS])} loads; of {len(more)} loads on which a "
+        f"reference keeps it, too, it has fewer copies than the best on {sum(number < 0 for number in more)} and more "
+        f"on {len(worse)} (by {max(worse, default=0)} at most)"
+    )
 
 
 def _kept(plans: Sequence[Score], target: float) -> str:
@@ -206,6 +236,16 @@ def _parts(plans: Sequence[Timed]) -> str:
         for plan in plans
     ]
     return " | ".join(f"{mean:.1f}" for mean in np.mean(rows, axis=0))
+
+
+def _print_planning(sizes: Sequence[int], seeds: int, slots: int, names: Sequence[str], cluster: Cluster) -> None:
+    print(f"\nms of a plan: median / maximum, {slots} guest slot{'s' if slots > 1 else ''}\n")
+    print(f"| policy | EP | links that take no time | {cluster.name} | transfers |\n|---|---|---|---|---|")
+    for name in (name for name in names if name != "none"):
+        for num_ranks in sizes:
+            rows = [planning_ms(name, load, slots, cluster) for load in loads_of(num_ranks, seeds)]
+            cells = [f"{np.median(times):.2f} / {max(times):.2f}" for times in zip(*rows, strict=True)]
+            print(f"| `{name}` | {num_ranks} | {' | '.join(cells)} |", flush=True)
 
 
 def _print_small() -> None:

@@ -36,6 +36,9 @@ PARAMETERS, GATED_FFN = 3 * HIDDEN * FFN, 3 * FFN // 2
 
 FREE = Fit(0.0, 0.0, 0.0, 0.0)
 
+RUNS = 5
+"""Runs of which the fastest counts for a planning time, because other processes share the machine."""
+
 
 def fitted(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: int, target: float = TARGET) -> np.ndarray:
     """Return the quotas [E, D] of the policy `quota`'s fit: the fewest moves, or receivers filled if slots are few."""
@@ -198,6 +201,28 @@ def timed(name: str, load: Load, slots: int, cluster: Cluster) -> Timed:
         placement = planner.plan(load.counts_DE, current, cost)
     seconds = time.process_time() - start
     return Timed(cost.layer_time(load.counts_DE, placement), placement.added_hosts, 1e3 * seconds)
+
+
+def planning_ms(name: str, load: Load, slots: int, cluster: Cluster) -> tuple[float, float, float]:
+    """Return the milliseconds of a plan with links that take no time, with those of a cluster, and of its transfers."""
+    planner, current = load_policy(name), load.placement(slots)
+    real = profile_of(cluster, Ranks(load.num_ranks, NODE, NODE), HIDDEN, GATED_FFN, DTYPE_BYTES)
+    costs = [model(profile, planner.split) for profile in (priced(load.num_ranks, 0.0), real)]
+    planned = planner.plan(load.counts_DE, current, costs[1])
+    return (
+        *(_fastest(lambda cost=cost: planner.plan(load.counts_DE, current, cost)) for cost in costs),
+        _fastest(lambda: costs[1].transport.plan(planned)),
+    )
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Return the milliseconds of this thread for the fastest of several runs."""
+    times = []
+    for _ in range(RUNS):
+        start = time.thread_time()
+        work()
+        times.append(time.thread_time() - start)
+    return 1e3 * min(times)
 
 
 def placement_of(quotas_ED: np.ndarray, current: Placement) -> Placement:

@@ -36,7 +36,7 @@ from megatron_balance.workloads.synthetic import load_matrix
 from planner import TOPK, cost_model
 
 DRIFTING = "drifting_router"
-SEQUENCES = ("hot_experts", "rotating_hotspot", "burst", DRIFTING)
+SEQUENCES = ("hot_experts", "rotating_hotspot", "burst", "W4", "W7", DRIFTING)
 
 DRIFT = 0.1
 """drifting_router: standard deviation of each step of an expert's log popularity, whose initial one is 1."""

@@ -10,9 +10,11 @@ from types import MappingProxyType
 import numpy as np
 
 from megatron_balance.cost.loads import COMPUTED
-from megatron_balance.cost.model import CostModel, balance_ratio
+from megatron_balance.cost.model import CostModel, balance_ratio, variance_ratio
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.planning.policies.interface import Policy, owners_host
+from megatron_balance.planning.searches import fastest, leveled
+from megatron_balance.planning.selection import Selection
 from megatron_balance.planning.vexperts import Change, Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
 
 TOLERANCE = 1e-9
@@ -30,20 +32,17 @@ EXAMINED = 4
 EVENNESS = 0.01
 """Weight of the evenness of all ranks' times, which decides between candidates with nearly equal times."""
 
+FEW_RANKS = 32
+"""Number of ranks up to which there is time for full searches from two states."""
+
+CHANGE = 0.02
+"""Share of the layer's time by which expanding many experts at once must beat the placement in use."""
+
 NEARLY = 0.95
 """Share of the slowest rank's time from which a rank counts as one of the slowest."""
 
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
-
-
-def variance_ratio(tokens_BD: np.ndarray) -> float:
-    """Return FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the standard deviation over the mean.
-
-    Like Eq. 6 it is linear in the excess of loads, so that one threshold suits both.
-    """
-    mean = float(np.mean(tokens_BD))
-    return 1.0 + float(np.std(tokens_BD, axis=-1).mean()) / mean if mean else 1.0
 
 
 METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "variance": variance_ratio}
@@ -60,14 +59,16 @@ class FlexMoE(Policy):
     plan is greedy:
 
     0. Start from owners alone if they are faster than the placement in use, for example once loads are even.
-    1. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
+    1. While the balance ratio is above the threshold, start from many Expands at once, if they are faster by CHANGE:
+       those with which a search in tokens makes the owners' loads even. On few ranks, also start from the state of 0.
+    2. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
        can help; the one with the most tokens per vExpert comes first. It goes to the rank, or to several of the
        lightest ranks at once, that make times most even, or the slowest rank gives it up to its other hosts (Shrink).
        No rank involved may become as slow as the slowest was; this rule gets past ranks that are equally slow. Keep the
        state with the shortest layer.
-    2. Drop guests that no longer help, also below the threshold: without them the layer is not slower, and the sum over
+    3. Drop guests that no longer help, also below the threshold: without them the layer is not slower, and the sum over
        ranks is shorter. The paper keeps them; here each costs a Trans and an Agg in every iteration.
-    3. Migrate while it makes Trans cheaper, and the layer not slower.
+    4. Migrate while it makes Trans cheaper, and the layer not slower.
 
     Eq. 5 counts Trans and Agg as the rest of the cost model does, in place of Eq. 9: what computation hides is free
     (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost no more than that. By the
@@ -95,13 +96,13 @@ class FlexMoE(Policy):
     """None: one per slot. A number below the experts that a rank owns leaves none to Expand with."""
 
     budget: int = 20
-    """Maximum number of steps 1, which bounds planning time at any size."""
+    """Maximum number of steps 2, which bounds planning time at any size."""
 
     improvements: int = 4
-    """Maximum numbers of steps 2 and of steps 3."""
+    """Maximum numbers of steps 3 and of steps 4."""
 
     patience: int = 6
-    """Number of steps 1 that neither shorten the layer nor leave fewer ranks nearly as slow as the slowest, before the
+    """Number of steps 2 that neither shorten the layer nor leave fewer ranks nearly as slow as the slowest, before the
     search ends."""
 
     def __post_init__(self) -> None:
@@ -139,30 +140,55 @@ class FlexMoE(Policy):
         done = _home(state)
         if (home := state.after(done)).seconds >= state.seconds * (1 - TOLERANCE):
             home, done = state, []
-        state, balanced = self._balance(home)
-        done += balanced
+        starts = [(home, done, 1)]
+        if (even := self._expanded(counts, current, state, home)) is not None:
+            starts = [(*even, 2), *(starts if current.num_ranks <= FEW_RANKS else ())]
+        ends = [self._improved(start, steps, part) for start, steps, part in starts]
+        state, done = min(ends, key=lambda end: end[0].seconds)
+        return (*done, *_merge(state))
+
+    def _improved(self, state: VExperts, done: list[Modification], part: int) -> tuple[VExperts, list[Modification]]:
+        """Return the state after steps 2 to 4, and the modifications up to it; `part` as in `_balance`."""
+        state, steps = self._balance(state, part)
+        done = [*done, *steps]
         for improve in (_drop, _migrate):
             for _ in range(self.improvements):
                 if not (step := improve(state)):
                     break
                 state, done = state.after(step), [*done, *step]
-        return (*done, *_merge(state))
+        return state, done
 
     def _is_balanced(self, tokens_BD: np.ndarray, cost: CostModel) -> bool:
         return METRICS[self.metric](tokens_BD / cost.rate_D) <= self.threshold
 
-    def _balance(self, state: VExperts) -> tuple[VExperts, list[Modification]]:
-        """Run Algorithm 1: return the fastest state on the way to even loads, and the modifications up to it."""
-        best, done, kept, waiting, slow = state, [], 0, self.patience, _slow(state, state)
-        for _ in range(self.budget):
+    def _expanded(
+        self, counts: np.ndarray, current: Placement, state: VExperts, home: VExperts
+    ) -> tuple[VExperts, list[Modification]] | None:
+        """Return the fastest state with many Expands from owners alone, if it beats `home`, and the steps up to it."""
+        free = min(current.guest_slots, state.layer.limit - current.home_slots)
+        if free <= 0 or self._is_balanced(home.tokens_BD, state.layer.cost):
+            return None
+        plain = Selection(counts, current, state.layer.cost, free)
+        for selection in fastest(plain, leveled(plain, even=True), TOLERANCE, 1):
+            chosen = selection.chosen.items()
+            steps = [*_home(state), *(Expand(expert, rank) for expert, choice in chosen for rank in choice.guests)]
+            if (even := state.after(steps)).seconds < home.seconds * (1 - CHANGE):
+                return even, steps
+        return None
+
+    def _balance(self, state: VExperts, part: int) -> tuple[VExperts, list[Modification]]:
+        """Run Algorithm 1 with one in `part` steps: return the fastest state on the way, and the modifications."""
+        patience = self.patience // part
+        best, done, kept, waiting, slow = state, [], 0, patience, _slow(state, state)
+        for _ in range(self.budget // part):
             balanced = self._is_balanced(state.tokens_BD, state.layer.cost) or state.floor >= best.seconds
             if balanced or not waiting or not (step := _relieve(state)):
                 break
             state, done, waiting = state.after(step), [*done, *step], waiting - 1
             if state.seconds < best.seconds * (1 - TOLERANCE):
-                best, kept, waiting, slow = state, len(done), self.patience, _slow(state, state)
+                best, kept, waiting, slow = state, len(done), patience, _slow(state, state)
             elif (left := _slow(state, best)) < slow:
-                waiting, slow = self.patience, left
+                waiting, slow = patience, left
         return best, done[:kept]
 
 
@@ -276,7 +302,7 @@ def _fastest(
     fits_A = (work_ABD[:, microbatch] * involved_AD).max(-1) < state.work_BD[slowest] * (1 - TOLERANCE)
     if not fits_A.any():
         return None
-    others_FBD = state.loads_FBD - state.loads_E[expert]
+    others_FBD = state.loads_FBD - state.loads_of(expert)
     work_ABD[..., rank] -= np.maximum(state.layer.cost.rank_seconds(others_FBD)[:, rank] - mean_B1[:, 0], 0.0)
     total_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1) + state.exposed_after(change)
     even_A = np.sqrt((work_ABD**2).mean((1, 2))) * EVENNESS

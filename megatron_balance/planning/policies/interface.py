@@ -38,6 +38,9 @@ class Policy(ABC):
     sets_quotas: ClassVar[bool] = False
     """Whether plans have quotas, which only the split `proportional` keeps to."""
 
+    must_pay: ClassVar[bool] = False
+    """Whether guests are left out while those of the last plans cost more than they saved; see `paying`."""
+
     orders_chunks: ClassVar[bool] = False
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
 

@@ -3,13 +3,15 @@
 M counts experts with guests; K counts numbers of moves, from none to all of a fit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads, owner_loads
+from megatron_balance.cost.loads import COMPUTED, Lent, by_microbatch, guest_loads, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
@@ -29,10 +31,16 @@ UNSURE = 0.15
 """Share by which the seconds of a plan may be underestimated before its messages are laid out."""
 
 FEW_RANKS = 32
-"""Number of ranks up to which there is time for SHARES and LOCALIZED."""
+"""Number of ranks up to which there is time for more ways to find guests."""
+
+MANY_RANKS = 64
+"""Number of ranks beyond which plans aim at less even loads, because the first copies level most of them."""
 
 SHARES = (0.6,)
 """Parts of a fit's moves that are tried, because the first guest on another node costs much, and others no more."""
+
+RUNGS = 3
+"""Number of fits with rising targets before receivers are filled."""
 
 LOCALIZED = (1 / 6, 1 / 3, 1 / 2, 1.0)
 """Parts of all guest slots that are tried for guests that compute their node's tokens of an expert."""
@@ -59,23 +67,35 @@ class Quota(Policy):
     name = "quota"
     split = "proportional"
     sets_quotas = True
+    must_pay = True
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
+        ways = _ways(cost.network, current.guest_slots)
+        if not any(way.localized for way in ways) and _is_even(counts, current, cost):
+            return alone
         layer = _Layer.of(counts, current, cost)
-        limit = sum(layer.seconds({})) * (1 - NEGLIGIBLE)
-        plans = [layer.leveled(way) for way in _ways(cost.network, current.guest_slots)]
-        timed = [(*layer.seconds(guests), index) for index, guests in enumerate(plans) if guests]
-        for seconds, hidden, index in sorted(timed, key=lambda plan: plan[0] + HIDDEN * plan[1]):
-            if seconds + HIDDEN * hidden >= limit:
+        plans = [guests for way in ways if (guests := layer.leveled(way))]
+        if not plans:
+            return alone
+        (alone_seconds, *seconds), (_, *hidden) = layer.timed(plans)
+        limit, least = alone_seconds * (1 - NEGLIGIBLE), [s + HIDDEN * h for s, h in zip(seconds, hidden, strict=True)]
+        for index in sorted(range(len(plans)), key=least.__getitem__):
+            if least[index] >= limit:
                 break
-            planned = layer.placement(current, plans[index])
-            if seconds * (1 + UNSURE) < limit or cost.layer_seconds(counts, planned) < limit:
-                return planned
+            if seconds[index] * (1 + UNSURE) < limit or layer.at_most(plans[index]) < limit:
+                return layer.placement(current, plans[index])
         return alone
+
+
+def _is_even(counts: np.ndarray, current: Placement, cost: CostModel) -> bool:
+    """Return whether no fit would move any tokens."""
+    tokens_BD = by_microbatch(counts).sum(1)[:, np.array(current.home)].sum(-1)
+    mean_B = tokens_BD.sum(1) / cost.rate_D.sum()
+    return bool(((tokens_BD / cost.rate_D).max(1) <= EVEN * mean_B).all())
 
 
 class _Way(NamedTuple):
@@ -89,13 +109,24 @@ class _Way(NamedTuple):
     """Part of a fit's moves that are made; None: those that are worth their cost by a quick estimate."""
     localized: float = 0.0
     """Part of all guest slots for guests that compute their node's tokens of an expert."""
+    even: float = EVEN
+    """Tokens of the busiest rank over the mean that a first fit aims at."""
+    raised: float = 0.0
+    """Part of what is left above this target by which it rises as long as tokens are left; 0: receivers are filled."""
+    prefers_near: bool = True
+    """Whether a guest on another node has to take over more tokens than one on the owner's node."""
 
 
 def _ways(network: Network, slots: int) -> list[_Way]:
-    """Return the ways that are tried: two on many ranks, because more take too long."""
-    ways = [_Way(True, 1, share=1.0), _Way(not network.has_both_levels, slots)]
-    if len(network.first_N) > 1 and network.num_ranks <= FEW_RANKS:
-        ways += [_Way(True, 1), _Way(True, slots), *(_Way(True, slots, share) for share in SHARES)]
+    """Return the ways that are tried: fewer on more ranks, because they take longer."""
+    near, ranks = _Way(not network.has_both_levels, slots), network.num_ranks
+    if len(network.first_N) == 1:
+        return [near] if slots == 1 or ranks > FEW_RANKS else [near, _Way(True, 1)]
+    if ranks > MANY_RANKS:
+        return [near, _Way(True, 1, even=1.03), _Way(True, 1, 1.0, even=1.02, raised=1.0, prefers_near=False)]
+    ways = [near, _Way(True, 1)]
+    if ranks <= FEW_RANKS:
+        ways += [_Way(True, 1, 1.0), _Way(True, slots), *(_Way(True, slots, share) for share in SHARES)]
         ways += [_Way(True, slots, localized=part) for part in LOCALIZED]
     return ways
 
@@ -107,6 +138,20 @@ def _together(parts: Iterable[Guests]) -> Guests:
         for pair, tokens in guests.items():
             total[pair] = total.get(pair, 0) + tokens
     return total
+
+
+class _Start(NamedTuple):
+    """What a fit starts from."""
+
+    experts: list[list[tuple[int, int]]]
+    """[D] pairs (tokens, expert) that owners with more than their mean may give away, ascending."""
+    loads_D: np.ndarray
+    loads: list[int]
+    """[D] tokens of each rank, twice."""
+    taken: list[int]
+    """[D] guest slots that are taken."""
+    mean: float
+    """Tokens of a rank of average speed if all were even."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -133,7 +178,8 @@ class _Layer:
     @classmethod
     def of(cls, counts: np.ndarray, current: Placement, cost: CostModel) -> "_Layer":
         counts_BDE, network, profile = by_microbatch(counts), cost.network, cost.profile
-        counts_EBD, owner_E = counts_BDE.transpose(2, 0, 1).astype(np.float64), owners(current)
+        counts_EBD, owner_E = counts_BDE.transpose(2, 0, 1), owners(current)
+        tokens_BE = counts_BDE.sum(1)
         ranks, size = network.num_ranks, network.node_size
         exchanging = max(network.near.beta * (size - 1), network.far.beta * (ranks - size)) / ranks
         return cls(
@@ -142,8 +188,8 @@ class _Layer:
             owner_E=owner_E,
             home_DH=np.array(current.home),
             owned_FBD=owner_loads(network, counts_EBD, owner_E),
-            tokens_BE=counts_BDE.sum(1),
-            total_E=counts_BDE.sum((0, 1)).tolist(),
+            tokens_BE=tokens_BE,
+            total_E=tokens_BE.sum(0).tolist(),
             slots=current.guest_slots,
             token_seconds=profile.forward.seconds_per_token
             + profile.backward.seconds_per_token
@@ -199,42 +245,71 @@ class _Layer:
 
     def _moves(self, tokens_E: np.ndarray, guests: Guests, way: _Way) -> list[Move]:
         """Return the moves of a microbatch's tokens that are worth their cost, given guests for other microbatches."""
-        network, rate_D = self.cost.network, self.cost.rate_D
-        loads_D, taken_D, left_E = self._loads(tokens_E, guests), [0] * network.num_ranks, tokens_E.copy()
-        for (expert, rank), whole in guests.items():
-            taken_D[rank] += 1
-            left_E[expert] -= -(-whole * int(tokens_E[expert]) // self.total_E[expert])
-        # Pairs (tokens, expert) as single numbers, sorted for each owner
-        keys_DH = np.sort(np.maximum(left_E, 0)[self.home_DH] * len(left_E) + self.home_DH, axis=1)
-        experts = [[divmod(key, len(left_E)) for key in row] for row in keys_DH.tolist()]
-        mean = float(loads_D.sum() / rate_D.sum())
-
-        def fitted(busiest: float) -> Fitted:
-            """Fit with so many tokens on the busiest rank, or on one of average speed."""
-            capacity_D = np.maximum(np.ceil(mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
-            given = experts, loads_D.tolist(), capacity_D.tolist()
-            reach = {"node_size": network.node_size, "far": self.cost.transport.far, "reaches_far": way.reaches_far}
-            found: list[Fitted] = []
-            for fills, slots in (False, way.slots), (True, way.slots), (True, self.slots):
-                free = [max(0, slots - taken) for taken in taken_D]
-                found.append(fit(*given, free, **reach, fills=fills))
-                # Within a node, tokens more often lack room than slots
-                if found[-1].fits or not way.reaches_far:
-                    break
-            return min(found, key=lambda fitted: max(0, fitted.excess[-1]))
-
-        busiest = EVEN * mean
+        start = self._start if len(self.tokens_BE) == 1 and not guests else self._started(tokens_E, guests)
+        busiest = way.even * start.mean
         if not way.reaches_far:
             # A node keeps its tokens
-            loads_N, rate_N = (np.add.reduceat(part_D, network.first_N) for part_D in (loads_D, rate_D))
-            busiest = EVEN * float((loads_N / rate_N).max())
-        found = fitted(busiest)
+            first_N = self.cost.network.first_N
+            loads_N, rate_N = (np.add.reduceat(part_D, first_N) for part_D in (start.loads_D, self.cost.rate_D))
+            busiest = way.even * float((loads_N / rate_N).max())
+        busiest, found, *kind = self._fitted(start, way, busiest)
         number = self._worthwhile(busiest, found, guests) if way.share is None else round(way.share * len(found.moves))
         if number and found.excess[number] > 0:
-            again = fitted(busiest + found.excess[number])
+            again = self._fit(start, way, busiest + found.excess[number], *kind)
             if again.fits and len(again.moves) < number:
                 return again.moves
         return found.moves[:number]
+
+    @cached_property
+    def _start(self) -> "_Start":
+        """The start of a fit of the only microbatch."""
+        return self._started(self.tokens_BE[0], {})
+
+    def _started(self, tokens_E: np.ndarray, guests: Guests) -> "_Start":
+        loads_D, taken, left_E = self._loads(tokens_E, guests), [0] * self.cost.network.num_ranks, tokens_E
+        if guests:
+            left_E = tokens_E.copy()
+            for (expert, rank), whole in guests.items():
+                taken[rank] += 1
+                left_E[expert] -= -(-whole * int(tokens_E[expert]) // self.total_E[expert])
+            left_E = np.maximum(left_E, 0)
+        mean = float(loads_D.sum() / self.cost.rate_D.sum())
+        # Pairs (tokens, expert) as single numbers, sorted for each owner that has too many tokens
+        keys_DH = np.sort(left_E[self.home_DH] * len(left_E) + self.home_DH, axis=1).tolist()
+        experts = [
+            [divmod(key, len(left_E)) for key in row] if heavy else []
+            for row, heavy in zip(keys_DH, (loads_D > mean * self.cost.rate_D).tolist(), strict=True)
+        ]
+        return _Start(experts, loads_D, loads_D.tolist(), taken, mean)
+
+    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int, bool]:
+        """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible; `_fit` has the rest.
+
+        The number is that of a rank of average speed, and rises as the way says.
+        """
+        for _ in range(RUNGS if way.raised else 1):
+            found = busiest, self._fit(start, way, busiest, way.slots, False), way.slots, False
+            # Within a node, tokens more often lack room than slots
+            if found[1].fits or not way.reaches_far:
+                return found
+            busiest += way.raised * found[1].excess[-1]
+        filled = busiest, self._fit(start, way, busiest, way.slots, True), way.slots, True
+        if not filled[1].fits and way.slots < self.slots:
+            filled = busiest, self._fit(start, way, busiest, self.slots, True), self.slots, True
+        return min(found, filled, key=lambda each: each[0] + max(0, each[1].excess[-1]))
+
+    def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, fills: bool) -> Fitted:
+        rate_D, free = self.cost.rate_D, [max(0, slots - taken) for taken in start.taken]
+        return fit(
+            start.experts,
+            start.loads,
+            np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64).tolist(),
+            free,
+            node_size=self.cost.network.node_size,
+            far=self.cost.transport.far if way.prefers_near else 1.0,
+            reaches_far=way.reaches_far,
+            fills=fills,
+        )
 
     def _worthwhile(self, busiest: float, found: Fitted, guests: Guests) -> int:
         """Return how many of the first moves are worth their cost."""
@@ -259,48 +334,47 @@ class _Layer:
         total_K = self.token_seconds * (busiest + np.maximum(found.excess, 0)) + sending
         return int((total_K <= total_K.min() * (1 + NEGLIGIBLE)).argmax())
 
-    def seconds(self, guests: Guests) -> tuple[float, float]:
-        """Return the seconds of the layer, and those of Trans and Agg that are hidden, both as on the busiest rank."""
-        loads_FBD, sent = self.owned_FBD, (0.0, 0.0)
-        if guests:
-            network, transport, (shares_MD, expert_M) = self.cost.network, self.cost.transport, self._shares(guests)
-            counts_MBD, owner_M = self.counts_EBD[expert_M], self.owner_E[expert_M]
-            shared_FBD = expert_loads(network, "proportional", counts_MBD, shares_MD, owner_M).sum(0)
-            loads_FBD = loads_FBD + shared_FBD - owner_loads(network, counts_MBD, owner_M)
-            is_guest_MD = (shares_MD > 0) & (np.arange(network.num_ranks) != owner_M[:, None])
-            times_MD, extra_M = transport.link_times(owner_M, is_guest_MD)
-            busy = times_MD.sum(0).max()
-            if network.adapters < network.node_size:
-                enters_MN = np.logical_or.reduceat(is_guest_MD & ~network.is_near_DD[owner_M], network.first_N, axis=1)
-                busy = max(busy, transport.far * enters_MN.sum(0).max() / network.adapters)
-            sent = transport.seconds_of(busy, extra_M.max())
-        time = self.cost.time_of(*self.cost.work_of(loads_FBD), *sent)
-        return float(time.total), float(sum(sent) - time.trans - time.agg)
+    def timed(self, plans: Sequence[Guests]) -> tuple[list[float], list[float]]:
+        """Return the seconds of the layer, and those of Trans and Agg that are hidden, both as on the busiest rank.
 
-    def _shares(self, guests: Guests) -> tuple[np.ndarray, np.ndarray]:
-        """Return [M, D] the tokens that each rank computes of experts with guests, and [M] these experts."""
-        row_of: dict[int, int] = {}
-        for expert, _ in guests:
-            row_of.setdefault(expert, len(row_of))
-        expert_M = np.array([*row_of], dtype=np.int64)
-        shares_MD = np.zeros((len(row_of), self.cost.network.num_ranks), dtype=np.int64)
-        for (expert, rank), tokens in guests.items():
-            shares_MD[row_of[expert], rank] = tokens
-        total_M = np.array(self.total_E)[expert_M]
-        shares_MD[np.arange(len(expert_M)), self.owner_E[expert_M]] = total_M - shares_MD.sum(1)
-        return shares_MD, expert_M
+        The first are those without guests; the others are those of the plans.
+        """
+        lent = self._lent(plans)
+        busy_A, extra_A = self.cost.transport.guest_times(lent, self.owner_E)
+        sent_2A = np.array(self.cost.transport.seconds_of(np.append(0.0, busy_A), np.append(0.0, extra_A)))
+        added_AFBD = guest_loads(self.cost.network, self.counts_EBD, self.tokens_BE.T, self.owner_E, lent)
+        loads_AFBD = np.concatenate([self.owned_FBD[None], self.owned_FBD + added_AFBD])
+        time = self.cost.time_of(*self.cost.work_of(loads_AFBD), *sent_2A)
+        return time.total.tolist(), (sent_2A.sum(0) - time.trans - time.agg).tolist()
+
+    def at_most(self, guests: Guests) -> float:
+        """Return the seconds of the layer if experts are sent along chains; other routes are not slower."""
+        lent = self._lent([guests])
+        (added_FBD,) = guest_loads(self.cost.network, self.counts_EBD, self.tokens_BE.T, self.owner_E, lent)
+        lines, _ = self.cost.transport.chain_lines(self.owner_E[lent.expert_K], lent.expert_K, lent.rank_K)
+        _, *sent = self.cost.transport.fewest_seconds(lines)
+        return float(self.cost.time_of(*self.cost.work_of(self.owned_FBD + added_FBD), *sent).total)
+
+    def _lent(self, plans: Sequence[Guests]) -> Lent:
+        sizes = [*map(len, plans)]
+        pairs = chain.from_iterable(chain.from_iterable(plans))
+        expert_K, rank_K = np.fromiter(pairs, np.int64, 2 * sum(sizes)).reshape(-1, 2).T
+        tokens_K = np.fromiter(chain.from_iterable(guests.values() for guests in plans), np.float64, sum(sizes))
+        plan_K = np.repeat(np.arange(len(plans)), sizes)
+        return Lent(len(plans), plan_K, expert_K, rank_K, tokens_K / self.tokens_BE.sum(0)[expert_K])
 
     def placement(self, current: Placement, guests: Guests) -> Placement:
         """Return the placement with these guests; the owner computes what they leave."""
-        owned = [*self.owner_E.tolist()]
-        hosts: list[list[int]] = [[owner] for owner in owned]
-        quotas: list[list[int]] = [[] for _ in owned]
+        owned = current.owners
+        hosts: list[tuple[int, ...]] = [*zip(owned, strict=True)]
+        quotas, primary = list[tuple[int, ...]]([()]) * len(owned), [*owned]
+        lent: dict[int, dict[int, int]] = {}
         for (expert, rank), tokens in guests.items():
-            hosts[expert].append(rank)
-            quotas[expert] = [*(quotas[expert] or [self.total_E[expert]]), tokens]
-            quotas[expert][0] -= tokens
-        for expert in {expert for expert, _ in guests}:
-            if not quotas[expert][0]:
-                del hosts[expert][0], quotas[expert][0]
-        primary = [owner if owner in ranks else min(ranks) for owner, ranks in zip(owned, hosts, strict=True)]
+            lent.setdefault(expert, {})[rank] = tokens
+        for expert, taken in lent.items():
+            if left := self.total_E[expert] - sum(taken.values()):
+                taken[owned[expert]] = left
+            else:
+                primary[expert] = min(taken)
+            hosts[expert], quotas[expert] = (*taken,), (*taken.values(),)
         return current.rehost(hosts, primary, quotas=quotas)
