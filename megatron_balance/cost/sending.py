@@ -1,35 +1,55 @@
 """Seconds of Trans and Agg, and the routes and pieces with which they take the fewest.
 
+Two families of routes compete. The routes of `placement/relays.py` take few batches, in which a rank sends and receives
+several messages. Chains and trees take a batch for each piece and hop, in which a rank sends at most one message and
+receives at most one. They pay where they save bytes: between nodes whose ranks share adapters.
+
 A piece of b bytes takes alpha + beta * b seconds on a link within a node, and other such seconds between nodes: the
-profile's lines of `trans` and `agg`. A rank sends one piece at a time and receives one, and the ranks of a node share
-its adapters.
+profile's lines of `trans` and `agg`. A batch takes no less than the thread that launches it (`cost/batches.py`).
 """
 
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.batches import BatchModel, Loads
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
-from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile
+from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
 
-FANOUTS = (1, 2, 16)
-"""Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
+FANOUTS = {"chain": 1, "tree": 2, "doubling": 16}
+"""Further routes, as `fanout` of `plan_transfers`: one that doubles reaches up to 2**16 ranks."""
 
 MOST_CHUNKS = 64
 """Maximum number of pieces of an expert: enough for a chain of 64 ranks; each piece costs a call."""
 
 LEAST_CHUNKS = 4
-"""Minimum number of pieces of a large expert whose plan is executed in two parts."""
+"""Minimum number of pieces along chains and trees of a large expert whose plan is executed in two parts."""
+
+LEAST_ROUNDS = 2
+"""Minimum number of rounds of such a plan along other routes."""
+
+PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_CHUNKS)
+"""Numbers of pieces to choose from for routes of few batches."""
+
+MOST_STAGED = 512 * 2**20
+"""Maximum bytes of gradients that a rank receives in one batch, because it keeps them next to its own."""
 
 LEAST_ALPHA = 1e-6
 """Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
 
-WORTHWHILE = 1.05
-"""Time of chains over a lower bound for all routes, below which no trees are tried."""
+UNAVOIDABLE = 1.05
+"""Time of the best routes over a lower bound for all routes, up to which no trees are tried."""
+
+WORTHWHILE = 1.2
+"""Time of few batches over that of chains or trees, up to which few batches are chosen. The latter is a lower bound,
+and their many batches keep the thread busy that launches them."""
 
 ROUNDING = 1e-9
 
@@ -38,13 +58,18 @@ USUAL_CHUNKS = 8
 
 
 class Sending(NamedTuple):
-    """How a placement's experts reach their guests, and the seconds that it takes at least."""
+    """How a placement's experts reach their guests, and the seconds that it takes."""
 
-    fanout: int
+    route: str
+    """A name in ROUTES or FANOUTS."""
     chunks: int
-    """As in `plan_transfers`."""
+    """Number of pieces, as in `plan_hops` or `plan_transfers`."""
     trans: float
+    """Seconds; a lower bound for chains and trees, an upper bound for other routes."""
     agg: float
+
+
+NOTHING = Sending(ROUTES[0], 1, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -66,33 +91,91 @@ class SendingModel:
         """Time of a piece between nodes, in pieces within a node; 1 if there is one node."""
         if self.profile.num_ranks <= self.profile.node_size:
             return 1.0
-        near, far = (self.profile.link("trans", level).seconds(self.param_bytes / USUAL_CHUNKS) for level in LEVELS)
+        near, far = (self._lines["trans", level].seconds(self.param_bytes / USUAL_CHUNKS) for level in LEVELS)
         return far / near if near else 1.0
 
-    def best(self, placement: Placement) -> Sending:
-        """Return the routes and pieces with the fewest seconds of Trans; ties go to the chain, then to fewer pieces.
+    @cached_property
+    def _lines(self) -> dict[tuple[str, str], Fit]:
+        """Lines of a round in which ranks send and receive one message, no faster than it is launched."""
+        lines = {(kind, level): self.profile.link(kind, level) for kind in ROUNDS for level in LEVELS}
+        return {
+            (kind, level): line._replace(alpha=max(line.alpha, self.profile.launch(kind, level).seconds(2)))
+            for (kind, level), line in lines.items()
+        }
 
-        Trees are tried if chains take much longer than what no routes avoid: each guest receives its experts, and the
-        ranks that have an expert double at most.
+    @cached_property
+    def _batches(self) -> tuple[BatchModel, BatchModel]:
+        """Models of the batches of Trans and of Agg."""
+        trans, agg = (BatchModel(self.profile, self.network, kind) for kind in ROUNDS)
+        return trans, agg
+
+    def best(self, placement: Placement) -> Sending:
+        """Return the routes and pieces with the fewest seconds of Trans; ties go to fewer batches, then fewer pieces.
+
+        Chains and trees are chosen only if they are WORTHWHILE.
+        Trees are tried if all else takes much longer than what no routes avoid: each guest receives its experts, and
+        the ranks that have an expert double at most.
         """
-        if not placement.added_hosts:
-            return Sending(1, 1, 0.0, 0.0)
+        return self._best(self._choices(placement))[0] if placement.added_hosts else NOTHING
+
+    def _choices(self, placement: Placement) -> list[tuple[Sending, Hops | None]]:
+        """Return what `best` chooses from; routes of few batches come first, with their hops."""
+        choices: list[tuple[Sending, Hops | None]] = [*self._in_batches(placement)]
         lines, received = self.chains(placement)
-        choices, hosts = [Sending(1, *self.fewest_seconds(lines))], max(len({*ranks}) for ranks in placement.hosts)
-        least = np.array([[received, 0.0], [1.0, np.log2(hosts) - 1]])
-        if choices[0].trans > WORTHWHILE * self.fewest_seconds(least)[1]:
-            for fanout in FANOUTS[1:]:
+        choices.append((Sending("chain", *self.fewest_seconds(lines)), None))
+        most = max(len({*ranks}) for ranks in placement.hosts)
+        least = np.array([[received, 0.0], [1.0, np.log2(most) - 1]])
+        if min(sending.trans for sending, _ in choices) > UNAVOIDABLE * self.fewest_seconds(least)[1]:
+            for route in ("tree", "doubling"):
                 loads = LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
-                for route in routes(placement, self.profile.node_size, fanout, self.far).values():
-                    loads.add(route)
-                choices.append(Sending(fanout, *self.fewest_seconds(np.array(loads.lines))))
-        return min(choices, key=lambda choice: choice.trans)
+                for links in routes(placement, self.profile.node_size, FANOUTS[route], self.far).values():
+                    loads.add(links)
+                choices.append((Sending(route, *self.fewest_seconds(np.array(loads.lines))), None))
+        return choices
+
+    @staticmethod
+    def _best(choices: Sequence[tuple[Sending, Hops | None]]) -> tuple[Sending, Hops | None]:
+        return min(choices, key=lambda choice: choice[0].trans * (WORTHWHILE if choice[1] is None else 1))
+
+    def _in_batches(self, placement: Placement) -> Iterator[tuple[Sending, Hops]]:
+        """Yield the best choice of pieces for each route of few batches that differs from those before it."""
+        stages = 0
+        for route in ROUTES:
+            found = hops(placement, self.profile.node_size, route)
+            if int(found.stage_M.max()) + 1 > stages:
+                stages = int(found.stage_M.max()) + 1
+                yield Sending(route, *self._fewest_pieces(found, stages)), found
+
+    def _fewest_pieces(self, found: Hops, stages: int) -> tuple[int, float, float]:
+        """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg."""
+        first_X, after_X, number_AX = _windows(stages)
+        by_stage = Loads.of(self.network, found.source_M, found.target_M, 1 / found.parts_M, found.stage_M)
+        sums = [np.insert(array_FWXD.cumsum(2), 0, 0, axis=2) for array_FWXD in by_stage]
+        loads = Loads(*(sum_FWXD[:, :, after_X] - sum_FWXD[:, :, first_X] for sum_FWXD in sums))
+        pieces_A = np.array(PIECES)
+        staged_X = loads.amount_FWXD[:, 0].sum(0).max(-1) * self.grad_bytes
+        staged_A = (staged_X * (number_AX > 0)).max(1) / pieces_A
+        fits_A = (pieces_A + stages - 1 >= min(self.fewest_chunks, LEAST_ROUNDS)) & (
+            staged_A <= max(MOST_STAGED, staged_A.min())
+        )
+        seconds_2A = [
+            number_AX @ latency_X + number_AX @ bytes_X / pieces_A
+            for latency_X, bytes_X in (
+                batches.times(loads, scale).total_2X
+                for batches, scale in zip(self._batches, (self.param_bytes, self.grad_bytes), strict=True)
+            )
+        ]
+        best = np.where(fits_A, seconds_2A[0], np.inf).argmin()
+        return PIECES[best], float(seconds_2A[0][best]), float(seconds_2A[1][best])
 
     def along_chains(self, placement: Placement) -> Sending:
-        """Return the pieces with the fewest seconds if every expert travels along a chain; `best` is not slower."""
+        """Return the pieces with the fewest seconds if every expert travels along a chain.
+
+        `best` takes no more than WORTHWHILE times as long.
+        """
         if not placement.added_hosts:
-            return Sending(1, 1, 0.0, 0.0)
-        return Sending(1, *self.fewest_seconds(self.chains(placement)[0]))
+            return NOTHING
+        return Sending("chain", *self.fewest_seconds(self.chains(placement)[0]))
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
@@ -134,9 +217,19 @@ class SendingModel:
         return lines, float(busy[num_ranks : 2 * num_ranks].max())
 
     def plan(self, placement: Placement) -> TransferPlan:
-        """Return the messages of `best`."""
-        sending = self.best(placement)
-        return plan_transfers(placement, self.profile.node_size, sending.chunks, sending.fanout, self.far)
+        """Return the messages of `best`, or of few batches if the plan of chains or trees turns out to be slower."""
+        if not placement.added_hosts:
+            return TransferPlan(())
+        choices = self._choices(placement)
+        sending, found = self._best(choices)
+        few, few_hops = self._best([choice for choice in choices if choice[1] is not None])
+        if found is None:
+            fanout = FANOUTS[sending.route]
+            plan = plan_transfers(placement, self.profile.node_size, sending.chunks, fanout, self.far)
+            if self._batches[0].progress(plan, self.param_bytes, backward=False)[0][-1] < few.trans:
+                return plan
+        assert few_hops is not None
+        return plan_hops(few_hops, few.chunks)
 
     def fewest_seconds(self, lines: np.ndarray) -> tuple[int, float, float]:
         """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
@@ -205,7 +298,7 @@ class SendingModel:
     @cached_property
     def _latencies(self) -> dict[str, float]:
         """Seconds to send the bytes of a whole expert, in latencies of a message, by kind of link."""
-        lines = {level: self.profile.link("trans", level) for level in LEVELS}
+        lines = {level: self._lines["trans", level] for level in LEVELS}
         return {level: line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for level, line in lines.items()}
 
     def trans_seconds(self, time: Any, chunks: Any) -> Any:
@@ -224,7 +317,7 @@ class SendingModel:
         return self._seconds("agg", time, chunks, self.grad_bytes)
 
     def _seconds(self, kind: str, time: Any, chunks: Any, num_bytes: float) -> Any:
-        near, far = (self.profile.link(kind, level).seconds(num_bytes / chunks) for level in LEVELS)
+        near, far = (self._lines[kind, level].seconds(num_bytes / chunks) for level in LEVELS)
         return time * np.where(self._is_far(time / chunks), far / self.far, near)
 
     def _is_far(self, busy: Any) -> Any:
@@ -232,12 +325,7 @@ class SendingModel:
         return (busy >= self.far * (1 - ROUNDING)) & (self.far > 1)
 
     def progress(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward.
-
-        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
-        adapters of a node carry the bytes of its ranks' messages in the order of rounds. In a round with fewer messages
-        than ranks, the fabric of a node may carry each of them faster.
-        """
+        """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward."""
         (trans, _), (agg, _) = self._both(plan)
         return trans, agg
 
@@ -247,9 +335,10 @@ class SendingModel:
         return trans_D, agg_D
 
     def _both(self, plan: TransferPlan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        trans, agg = self._batches
         return (
-            self._progress(plan, "trans", self.param_bytes / plan.chunks, backward=False),
-            self._progress(plan, "agg", self.grad_bytes / plan.chunks, backward=True),
+            trans.progress(plan, self.param_bytes, backward=False),
+            agg.progress(plan, self.grad_bytes, backward=True),
         )
 
     def rounds_within(self, plan: TransferPlan, seconds: float, *, forward: bool) -> int:
@@ -264,45 +353,17 @@ class SendingModel:
         taken = ends[-1] - np.append(0.0, ends[:-1])[::-1] if forward else ends
         return int((taken <= seconds).sum())
 
-    def _progress(
-        self, plan: TransferPlan, kind: str, piece_bytes: float, *, backward: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds after which each round is complete, and [D] those after which each rank is."""
-        near, far = (self.profile.link(kind, level) for level in ("intra", "inter"))
-        network, free_D, ends = self.network, np.zeros(self.profile.num_ranks), []
-        carried_2N = np.zeros((2, len(network.first_N)))
-        """When each node's adapters have sent and received all bytes so far."""
-        for messages in reversed(plan.rounds) if backward else plan.rounds:
-            pairs_M2 = np.array([message[1:3] for message in messages])
-            source_M, target_M = pairs_M2.T[::-1] if backward else pairs_M2.T
-            start_M = np.maximum(free_D[source_M], free_D[target_M])
-            is_far_M = network.node_D[source_M] != network.node_D[target_M]
-            end_M = start_M + near.seconds(piece_bytes) * self._busy(network.node_D[source_M], is_far_M)
-            if is_far_M.any():
-                ends_2M = network.node_D[np.stack([source_M, target_M])[:, is_far_M]]
-                begun_M = start_M[is_far_M]
-                carried_M = self._carry(carried_2N, ends_2M, begun_M, far.beta * piece_bytes / network.adapters)
-                end_M[is_far_M] = far.alpha + np.maximum(begun_M + far.beta * piece_bytes, carried_M)
-            np.maximum.at(free_D, source_M, end_M)
-            np.maximum.at(free_D, target_M, end_M)
-            ends.append(float(free_D.max()))
-        return np.array(ends), free_D
 
-    def _busy(self, node_M: np.ndarray, is_far_M: np.ndarray) -> np.ndarray:
-        """Return [M] the share of a full round's time that messages within their nodes take.
+@functools.cache
+def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what `plan_hops` sends in one batch: of each piece, a stage, from a first one up to one before another.
 
-        The lines hold for rounds in which every rank sends and receives. Where the ranks of a node share its fabric,
-        fewer messages take less time, down to what the profile's `one_way` line shows.
-        """
-        number_N = np.bincount(node_M[~is_far_M], minlength=len(self.network.first_N))
-        return np.maximum(number_N / self.network.node_size, self.network.near.one_way)[node_M].clip(0.0, 1.0)
-
-    @staticmethod
-    def _carry(carried_2N: np.ndarray, node_2M: np.ndarray, start_M: np.ndarray, seconds: float) -> np.ndarray:
-        """Add one round's messages to the adapters of their nodes, and return [M] when these have carried them."""
-        for carried_N, node_M in zip(carried_2N, node_2M, strict=True):
-            first_N = np.full(len(carried_N), np.inf)
-            np.minimum.at(first_N, node_M, start_M)
-            number_N = np.bincount(node_M, minlength=len(carried_N))
-            carried_N[:] = np.where(number_N, np.maximum(carried_N, first_N) + number_N * seconds, carried_N)
-        return carried_2N[np.arange(2)[:, None], node_2M].max(0)
+    The last result is [A, X]: how often a batch with these stages occurs, for each number of pieces of PIECES.
+    """
+    windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
+    number_AX = np.zeros((len(PIECES), len(windows)))
+    for row, pieces in zip(number_AX, PIECES, strict=True):
+        for batch in range(pieces + stages - 1):
+            row[windows.index((max(0, batch - pieces + 1), min(batch, stages - 1) + 1))] += 1
+    first_X, after_X = np.array(windows).T
+    return first_X, after_X, number_AX

@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer, cut
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from tests.unit.placements import random_placement
 
-SHAPES = ((3, 5), (1,), (7, 11))
-"""Some have fewer elements than an expert has pieces."""
+SHAPES = ((30, 25), (1,), (3, 5), (7, 111))
+"""Some pieces are part of one tensor, some of several."""
 
 CASES = 8
 
@@ -46,15 +46,13 @@ def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tenso
     """Return a rank's own gradients plus those from the ranks that it sent to, rounded after each addition."""
     by_rank: dict[int, list[torch.Tensor]] = {}
 
-    def chunk_of(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        return tensor.view(-1).tensor_split(plan.chunks)[chunk]
-
     for messages in reversed(plan.rounds):
         for message in messages:
             if message.expert == expert:
                 into, out = (by_rank.setdefault(end, drawn(expert, end)) for end in (message.source, message.target))
-                for total, more in zip(into, out, strict=True):
-                    chunk_of(total, message.chunk).add_(chunk_of(more, message.chunk))
+                pieces = (cut(tensors, message.chunk, message.chunks) for tensors in (into, out))
+                for total, more in zip(*pieces, strict=True):
+                    total.add_(more)
     return by_rank.get(rank, drawn(expert, rank))
 
 
