@@ -7,6 +7,7 @@ In the shapes, F is the kind of link (within a node, between nodes), W the direc
 or R a message.
 """
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,8 +15,18 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.cost.network import Network
+from megatron_balance.placement.relays import Hops
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, Fit
+
+MOST_PIECES = 64
+"""Maximum number of pieces of an expert: enough for a chain of 64 ranks; each piece costs a call."""
+
+PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_PIECES)
+"""Numbers of pieces to choose from for routes of few batches."""
+
+MOST_STAGED = 512 * 2**20
+"""Maximum bytes of gradients that a rank receives in one batch, because it keeps them next to its own."""
 
 
 class Loads(NamedTuple):
@@ -150,3 +161,47 @@ def _carry(carried_WN: np.ndarray, node_2R: np.ndarray, start_R: np.ndarray, sec
         np.minimum.at(first_N, node_R, start_R)
         carried_N[:] = np.where(first_N < np.inf, np.maximum(carried_N, first_N) + seconds_N, carried_N)
     return carried_WN[np.arange(2)[:, None], node_2R].max(0)
+
+
+def fewest_pieces(
+    models: tuple[BatchModel, BatchModel], sizes: tuple[float, float], found: Hops, least_rounds: int
+) -> tuple[int, float, float]:
+    """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
+
+    The seconds are upper bounds: those of ranks that begin and end every batch together.
+
+    Args:
+        models, sizes: of Trans and of Agg: batches, and the bytes of an expert.
+        found: at least one hop.
+        least_rounds: minimum number of batches.
+    """
+    stages = int(found.stage_M.max()) + 1
+    first_X, after_X, number_AX = _windows(stages)
+    by_stage = Loads.of(models[0].network, found.source_M, found.target_M, 1 / found.parts_M, found.stage_M)
+    sums = [np.insert(array_FWXD.cumsum(2), 0, 0, axis=2) for array_FWXD in by_stage]
+    loads = Loads(*(sum_FWXD[:, :, after_X] - sum_FWXD[:, :, first_X] for sum_FWXD in sums))
+    pieces_A = np.array(PIECES)
+    staged_X = loads.amount_FWXD[:, 0].sum(0).max(-1) * sizes[1]
+    staged_A = (staged_X * (number_AX > 0)).max(1) / pieces_A
+    fits_A = (pieces_A + stages - 1 >= least_rounds) & (staged_A <= max(MOST_STAGED, staged_A.min()))
+    trans_A, agg_A = (
+        number_AX @ latency_X + number_AX @ bytes_X / pieces_A
+        for latency_X, bytes_X in (model.times(loads, size).total_2X for model, size in zip(models, sizes, strict=True))
+    )
+    best = int(np.where(fits_A, trans_A, np.inf).argmin())
+    return PIECES[best], float(trans_A[best]), float(agg_A[best])
+
+
+@functools.cache
+def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what `plan_hops` sends in one batch: of each piece, a stage, from a first one up to one before another.
+
+    The last result is [A, X]: how often a batch with these stages occurs, for each number of pieces of PIECES.
+    """
+    windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
+    number_AX = np.zeros((len(PIECES), len(windows)))
+    for row, pieces in zip(number_AX, PIECES, strict=True):
+        for batch in range(pieces + stages - 1):
+            row[windows.index((max(0, batch - pieces + 1), min(batch, stages - 1) + 1))] += 1
+    first_X, after_X = np.array(windows).T
+    return first_X, after_X, number_AX

@@ -10,7 +10,7 @@ In the shapes, A counts experts, or ways to place one expert.
 import numpy as np
 
 from megatron_balance.cost.network import Crossing, Network
-from megatron_balance.placement.splits import SPLITS, sent
+from megatron_balance.placement.splits import SPLITS, within_nodes
 
 COMPUTED, FEATURES = 0, 5
 
@@ -61,7 +61,12 @@ def expert_loads(
     if microbatches > 1:
         repeated = np.repeat(shares_AD, microbatches, axis=0), np.repeat(primary_A, microbatches)
     quotas_XD = SPLITS[split](counts_XD, *repeated)
-    loads_FXD = np.stack([quotas_XD, *sent(counts_XD, quotas_XD, network.node_size)[1:]])
+    loads_FXD = np.empty((FEATURES, *quotas_XD.shape))
+    loads_FXD[COMPUTED], near_2XD, far_2XD = quotas_XD, loads_FXD[1:3], loads_FXD[3:5]
+    far_2XD[0], far_2XD[1] = counts_XD, quotas_XD
+    far_2XD -= np.minimum(counts_XD, quotas_XD)
+    near_2XD[:] = within_nodes(far_2XD, network.node_size)
+    far_2XD -= near_2XD
     return loads_FXD.reshape(FEATURES, ways, microbatches, ranks).swapaxes(0, 1)
 
 
@@ -83,5 +88,6 @@ def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -
 
 def crossing_of(loads_XFBD: np.ndarray) -> Crossing:
     """Return the tokens that ranks exchange, [2, ..., B, D]."""
-    near, far = loads_XFBD[..., 1:3, :, :], loads_XFBD[..., 3:5, :, :]
-    return Crossing(np.moveaxis(near, -3, 0), np.moveaxis(far, -3, 0))
+    first = loads_XFBD.ndim - 3
+    loads_FXBD = loads_XFBD.transpose(first, *range(first), -2, -1)
+    return Crossing(loads_FXBD[1:3], loads_FXBD[3:5])

@@ -183,9 +183,11 @@ class CostModel:
         per_token = line.seconds_per_token + back.seconds_per_token
         exchange, network = self.exchange, self.network
         per_exchange = 4 * self.token_bytes * exchange.scale
-        busy_XBD = per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1:3, :, :], -3)
+        busy_XBD = (
+            per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1, :, :], loads_XFBD[..., 2, :, :])
+        )
         if len(network.first_N) > 1:
-            far_XBD = network.far.busiest(loads_XFBD[..., 3:5, :, :], -3)
+            far_XBD = network.far.busiest(loads_XFBD[..., 3, :, :], loads_XFBD[..., 4, :, :])
             busy_XBD = np.maximum(busy_XBD, per_exchange * network.far.beta * far_XBD)
         return busy_XBD + loads_XFBD[..., COMPUTED, :, :] * (per_token / (self.rate_D if rates is None else rates))
 

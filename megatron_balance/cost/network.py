@@ -36,15 +36,12 @@ class Level(NamedTuple):
     """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are
     independent, 1/2 if they take turns."""
 
-    def busiest(self, both_ways: np.ndarray, axis: int = 0) -> np.ndarray:
-        """Return the amounts that take as long, each sent while as much is received.
-
-        Args:
-            axis: dimension of 2 that holds what is sent and what is received.
-        """
+    def busiest(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
+        """Return the amounts that take as long, each sent while as much is received."""
+        most = np.maximum(sent, received)
         if self.one_way == 1:
-            return both_ways.max(axis)
-        return self.one_way * both_ways.max(axis) + (1 - self.one_way) * both_ways.min(axis)
+            return most
+        return self.one_way * most + (1 - self.one_way) * np.minimum(sent, received)
 
 
 class Crossing(NamedTuple):
@@ -114,12 +111,14 @@ class Network:
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
         """Return [...] the seconds in which the busiest resource carries these bytes."""
-        seconds = self.near.beta * self.near.busiest(bytes_.near_2XD).max(-1)
+        seconds = self.near.beta * self.near.busiest(*bytes_.near_2XD).max(-1)
         if len(self.first_N) == 1:
             return seconds
-        far_2XD = bytes_.far_2XD
-        node_2XN = np.add.reduceat(far_2XD, self.first_N, axis=-1)
-        far = np.maximum(*(self.far.busiest(some).max(-1) for some in (far_2XD, node_2XN / self.adapters)))
+        far = self.far.busiest(*bytes_.far_2XD).max(-1)
+        # Adapters that are not shared are no busier than the busiest rank
+        if self.adapters < self.node_size:
+            node_2XN = np.add.reduceat(bytes_.far_2XD, self.first_N, axis=-1)
+            far = np.maximum(far, self.far.busiest(*node_2XN / self.adapters).max(-1))
         return np.maximum(seconds, self.far.beta * far)
 
     def latency(self, messages: Crossing) -> np.ndarray:

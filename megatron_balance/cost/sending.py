@@ -8,7 +8,7 @@ A piece of b bytes takes alpha + beta * b seconds on a link within a node, and o
 profile's lines of `trans` and `agg`. A batch takes no less than the thread that launches it (`cost/batches.py`).
 """
 
-import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.batches import BatchModel, Loads
+from megatron_balance.cost.batches import MOST_PIECES, BatchModel, fewest_pieces
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
@@ -26,20 +26,11 @@ from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProf
 FANOUTS = {"chain": 1, "tree": 2, "doubling": 16}
 """Further routes, as `fanout` of `plan_transfers`: one that doubles reaches up to 2**16 ranks."""
 
-MOST_CHUNKS = 64
-"""Maximum number of pieces of an expert: enough for a chain of 64 ranks; each piece costs a call."""
-
 LEAST_CHUNKS = 4
 """Minimum number of pieces along chains and trees of a large expert whose plan is executed in two parts."""
 
 LEAST_ROUNDS = 2
 """Minimum number of rounds of such a plan along other routes."""
-
-PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_CHUNKS)
-"""Numbers of pieces to choose from for routes of few batches."""
-
-MOST_STAGED = 512 * 2**20
-"""Maximum bytes of gradients that a rank receives in one batch, because it keeps them next to its own."""
 
 LEAST_ALPHA = 1e-6
 """Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
@@ -91,17 +82,20 @@ class SendingModel:
         """Time of a piece between nodes, in pieces within a node; 1 if there is one node."""
         if self.profile.num_ranks <= self.profile.node_size:
             return 1.0
-        near, far = (self._lines["trans", level].seconds(self.param_bytes / USUAL_CHUNKS) for level in LEVELS)
+        near, far = (line.seconds(self.param_bytes / USUAL_CHUNKS) for line in self._lines[0])
         return far / near if near else 1.0
 
     @cached_property
-    def _lines(self) -> dict[tuple[str, str], Fit]:
-        """Lines of a round in which ranks send and receive one message, no faster than it is launched."""
-        lines = {(kind, level): self.profile.link(kind, level) for kind in ROUNDS for level in LEVELS}
-        return {
-            (kind, level): line._replace(alpha=max(line.alpha, self.profile.launch(kind, level).seconds(2)))
-            for (kind, level), line in lines.items()
-        }
+    def _lines(self) -> tuple[tuple[Fit, Fit], tuple[Fit, Fit]]:
+        """Lines of a round of Trans and of Agg, within nodes and between nodes, no faster than its launch."""
+        trans, agg = (
+            tuple(
+                line._replace(alpha=max(line.alpha, self.profile.launch(kind, level).seconds(1)))
+                for level, line in ((level, self.profile.link(kind, level)) for level in LEVELS)
+            )
+            for kind in ROUNDS
+        )
+        return trans, agg  # pyright: ignore[reportReturnType]
 
     @cached_property
     def _batches(self) -> tuple[BatchModel, BatchModel]:
@@ -144,29 +138,8 @@ class SendingModel:
             found = hops(placement, self.profile.node_size, route)
             if int(found.stage_M.max()) + 1 > stages:
                 stages = int(found.stage_M.max()) + 1
-                yield Sending(route, *self._fewest_pieces(found, stages)), found
-
-    def _fewest_pieces(self, found: Hops, stages: int) -> tuple[int, float, float]:
-        """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg."""
-        first_X, after_X, number_AX = _windows(stages)
-        by_stage = Loads.of(self.network, found.source_M, found.target_M, 1 / found.parts_M, found.stage_M)
-        sums = [np.insert(array_FWXD.cumsum(2), 0, 0, axis=2) for array_FWXD in by_stage]
-        loads = Loads(*(sum_FWXD[:, :, after_X] - sum_FWXD[:, :, first_X] for sum_FWXD in sums))
-        pieces_A = np.array(PIECES)
-        staged_X = loads.amount_FWXD[:, 0].sum(0).max(-1) * self.grad_bytes
-        staged_A = (staged_X * (number_AX > 0)).max(1) / pieces_A
-        fits_A = (pieces_A + stages - 1 >= min(self.fewest_chunks, LEAST_ROUNDS)) & (
-            staged_A <= max(MOST_STAGED, staged_A.min())
-        )
-        seconds_2A = [
-            number_AX @ latency_X + number_AX @ bytes_X / pieces_A
-            for latency_X, bytes_X in (
-                batches.times(loads, scale).total_2X
-                for batches, scale in zip(self._batches, (self.param_bytes, self.grad_bytes), strict=True)
-            )
-        ]
-        best = np.where(fits_A, seconds_2A[0], np.inf).argmin()
-        return PIECES[best], float(seconds_2A[0][best]), float(seconds_2A[1][best])
+                sizes = self.param_bytes, self.grad_bytes
+                yield Sending(route, *fewest_pieces(self._batches, sizes, found, self._least_rounds)), found
 
     def along_chains(self, placement: Placement) -> Sending:
         """Return the pieces with the fewest seconds if every expert travels along a chain.
@@ -247,13 +220,55 @@ class SendingModel:
         return int(chunks_A[best]), float(trans_A[best]), float(self.agg_seconds(time_A[best], chunks_A[best]))
 
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
-        """Return the seconds of Trans and Agg if the busiest rank sends for `busy` and `extra` follows.
+        """Return the seconds of Trans and Agg in few batches, if the busiest rank sends for `busy` and `extra` follows.
+
+        Where nothing follows, the owners send in one batch. Otherwise guests pass on their parts, piece by piece: c
+        pieces take c + 1 batches, each of which sends 1 / c of everything. It is an estimate for many placements.
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
-        chunks = self.best_chunks(np.maximum(busy, np.finfo(np.float64).tiny), extra)
-        time = np.where(busy > 0, busy * chunks + extra, 0.0)
-        return self.trans_seconds(time, chunks), self.agg_seconds(time, chunks)
+        if np.ndim(busy) == 0:
+            return self._seconds_of_one(float(busy), float(extra))
+        is_far, relays = self._is_far(busy), extra > 0
+        more = relays if self._least_rounds == 1 else 1.0
+        found = []
+        for lines, size, messages in self._sent:
+            (near, far), message = lines, messages * extra
+            alpha = np.where(is_far, far.alpha, near.alpha) + message
+            time = busy * np.where(is_far, far.beta / self.far, near.beta) * size
+            pieces = np.minimum(np.maximum(np.rint(np.sqrt(time / np.maximum(alpha, LEAST_ALPHA))), 1.0), MOST_PIECES)
+            pieces = np.where(relays, pieces, 1.0)
+            found.append(np.where(busy > 0, alpha * (pieces + more) + time * (1 + relays / pieces), 0.0))
+        return found[0], found[1]
+
+    def _seconds_of_one(self, busy: float, extra: float) -> tuple[float, float]:
+        """Return `seconds_of` numbers, in which numpy would take most of the time."""
+        if busy <= 0:
+            return 0.0, 0.0
+        is_far, relays = bool(self._is_far(busy)), extra > 0
+        more = relays if self._least_rounds == 1 else 1.0
+        found = []
+        for lines, size, messages in self._sent:
+            line = lines[is_far]
+            alpha = line.alpha + messages * extra
+            time = busy * line.beta * size / (self.far if is_far else 1.0)
+            pieces = min(max(round(math.sqrt(time / max(alpha, LEAST_ALPHA))), 1), MOST_PIECES) if relays else 1
+            found.append(alpha * (pieces + more) + time * (1 + relays / pieces))
+        return found[0], found[1]
+
+    @cached_property
+    def _sent(self) -> tuple[tuple[tuple[Fit, Fit], float, float], ...]:
+        """Lines, bytes of an expert and seconds to launch two messages, of Trans and of Agg."""
+        launches = [2 * self.profile.launch(kind, LEVELS[0]).beta for kind in ROUNDS]
+        return tuple(zip(self._lines, (self.param_bytes, self.grad_bytes), launches, strict=True))
+
+    def at_least(self, busy: Any) -> tuple[Any, Any]:
+        """Return lower bounds of the seconds of Trans and Agg on any route; the busiest rank sends for `busy` > 0."""
+        found = []
+        for (near, far), size, _ in self._sent:
+            beta = min(near.beta * self.network.near.one_way, far.beta / self.far)
+            found.append(min(near.alpha * self.network.near.one_way, far.alpha) + busy * beta * size)
+        return found[0], found[1]
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
@@ -269,14 +284,20 @@ class SendingModel:
         if len(network.first_N) == 1:
             times_AD[rows_A, owner_A] += guests_AD.any(1)
             return times_AD, np.maximum(guests_AD.sum(1) - 1.0, 0.0)
-        at_home_AD, size = network.is_near_DD[owner_A], network.node_size
-        place_AD = np.where(guests_AD, (np.arange(network.num_ranks) - owner_A[:, None]) % size, size)
+        at_home_AD = network.is_near_DD[owner_A]
+        place_AD = np.where(guests_AD, self._place_DD[owner_A], network.node_size)
         first_AN = np.minimum.reduceat(place_AD, network.first_N, axis=1)
         times_AD += (self.far - 1) * (guests_AD & ~at_home_AD & (place_AD == first_AN[:, network.node_D]))
         extra_A = np.maximum(times_AD.sum(1) - times_AD.max(1), 0.0)
         near_A = (guests_AD & at_home_AD).any(1)
         times_AD[rows_A, owner_A] += np.where(near_A, 1.0, self.far * guests_AD.any(1))
         return times_AD, extra_A
+
+    @cached_property
+    def _place_DD(self) -> np.ndarray:
+        """[D, D]: for each owner, the order in which the ranks of a node receive its experts."""
+        rank_D = np.arange(self.network.num_ranks)
+        return (rank_D - rank_D[:, None]) % self.network.node_size
 
     def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
         """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
@@ -285,7 +306,8 @@ class SendingModel:
         c = sqrt(x * beta * b / (m * alpha)).
         """
         latencies = np.where(self._is_far(busy), self._latencies["inter"], self._latencies["intra"])
-        return np.rint(np.sqrt(extra / busy * latencies)).clip(self.fewest_chunks, MOST_CHUNKS)
+        chunks = np.rint(np.sqrt(extra / busy * latencies))
+        return np.minimum(np.maximum(chunks, self.fewest_chunks), MOST_PIECES)
 
     @cached_property
     def fewest_chunks(self) -> int:
@@ -296,9 +318,13 @@ class SendingModel:
         return max(1, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else 1
 
     @cached_property
+    def _least_rounds(self) -> int:
+        return min(self.fewest_chunks, LEAST_ROUNDS)
+
+    @cached_property
     def _latencies(self) -> dict[str, float]:
         """Seconds to send the bytes of a whole expert, in latencies of a message, by kind of link."""
-        lines = {level: self._lines["trans", level] for level in LEVELS}
+        lines = dict(zip(LEVELS, self._lines[0], strict=True))
         return {level: line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for level, line in lines.items()}
 
     def trans_seconds(self, time: Any, chunks: Any) -> Any:
@@ -310,14 +336,14 @@ class SendingModel:
         Args:
             time, chunks: numbers, or arrays of one shape.
         """
-        return self._seconds("trans", time, chunks, self.param_bytes)
+        return self._seconds(self._lines[0], time, chunks, self.param_bytes)
 
     def agg_seconds(self, time: Any, chunks: Any) -> Any:
         """Return the seconds of Eq. 5, the reverse of Eq. 4."""
-        return self._seconds("agg", time, chunks, self.grad_bytes)
+        return self._seconds(self._lines[1], time, chunks, self.grad_bytes)
 
-    def _seconds(self, kind: str, time: Any, chunks: Any, num_bytes: float) -> Any:
-        near, far = (self._lines[kind, level].seconds(num_bytes / chunks) for level in LEVELS)
+    def _seconds(self, lines: tuple[Fit, Fit], time: Any, chunks: Any, num_bytes: float) -> Any:
+        near, far = (line.seconds(num_bytes / chunks) for line in lines)
         return time * np.where(self._is_far(time / chunks), far / self.far, near)
 
     def _is_far(self, busy: Any) -> Any:
@@ -352,18 +378,3 @@ class SendingModel:
             return 0
         taken = ends[-1] - np.append(0.0, ends[:-1])[::-1] if forward else ends
         return int((taken <= seconds).sum())
-
-
-@functools.cache
-def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `plan_hops` sends in one batch: of each piece, a stage, from a first one up to one before another.
-
-    The last result is [A, X]: how often a batch with these stages occurs, for each number of pieces of PIECES.
-    """
-    windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
-    number_AX = np.zeros((len(PIECES), len(windows)))
-    for row, pieces in zip(number_AX, PIECES, strict=True):
-        for batch in range(pieces + stages - 1):
-            row[windows.index((max(0, batch - pieces + 1), min(batch, stages - 1) + 1))] += 1
-    first_X, after_X = np.array(windows).T
-    return first_X, after_X, number_AX

@@ -95,29 +95,33 @@ def sent(counts_AD: np.ndarray, quotas_AD: np.ndarray, node_size: int) -> Sent:
         quotas_AD: tokens that each rank computes, equally many for an expert.
     """
     local_AD = np.minimum(counts_AD, quotas_AD)
-    out_AD, in_AD = counts_AD - local_AD, quotas_AD - local_AD
-    if node_size >= counts_AD.shape[1]:
-        none_AD = np.zeros_like(out_AD)
-        return Sent(local_AD, out_AD, in_AD, none_AD, none_AD)
-    first_N = np.arange(0, counts_AD.shape[1], node_size)
-    out_AN, in_AN = (np.add.reduceat(part_AD, first_N, axis=1) for part_AD in (out_AD, in_AD))
-    near_AN = np.minimum(out_AN, in_AN)
-    near_out_AD, near_in_AD = _parts(out_AD, out_AN, near_AN, node_size), _parts(in_AD, in_AN, near_AN, node_size)
-    return Sent(local_AD, near_out_AD, near_in_AD, out_AD - near_out_AD, in_AD - near_in_AD)
+    moved_2AD = np.stack([counts_AD, quotas_AD]) - local_AD
+    near_2AD = within_nodes(moved_2AD, node_size)
+    return Sent(local_AD, *near_2AD, *(moved_2AD - near_2AD))
 
 
-def _parts(amount_AD: np.ndarray, total_AN: np.ndarray, part_AN: np.ndarray, node_size: int) -> np.ndarray:
-    """Return [A, D]: a part of each node's total, in proportion to the amounts of the node's ranks.
+def within_nodes(moved_2AD: np.ndarray, node_size: int) -> np.ndarray:
+    """Return the part of what ranks send and receive that stays on their nodes, [2, A, D].
 
-    Whole numbers are rounded so that they sum to the part: each rank has the difference of what is due up to it.
+    Each rank has its node's part in proportion to its amounts. Whole numbers are rounded so that they sum to the node's
+    part: each rank has the difference of what is due up to it.
+
+    Args:
+        moved_2AD: tokens that each rank sends, and those that it receives.
     """
-    node_D = np.arange(amount_AD.shape[1]) // node_size
-    total_AD, part_AD = np.maximum(total_AN, 1)[:, node_D], part_AN[:, node_D]
-    if amount_AD.dtype.kind == "f":
-        return amount_AD * np.divide(part_AD, total_AN[:, node_D], out=np.zeros_like(part_AD), where=part_AD > 0)
-    before_AN = total_AN.cumsum(1) - total_AN
-    until_AD = amount_AD.cumsum(1) - before_AN[:, node_D]
-    return until_AD * part_AD // total_AD - (until_AD - amount_AD) * part_AD // total_AD
+    ranks = moved_2AD.shape[-1]
+    if node_size >= ranks:
+        return moved_2AD
+    node_D = np.arange(ranks) // node_size
+    total_2AN = np.add.reduceat(moved_2AD, np.arange(0, ranks, node_size), axis=-1)
+    part_AN = np.minimum(*total_2AN)
+    if moved_2AD.dtype.kind == "f":
+        share_2AN = np.divide(part_AN, total_2AN, out=np.zeros_like(total_2AN), where=part_AN > 0)
+        return moved_2AD * share_2AN[..., node_D]
+    total_2AD, part_AD = np.maximum(total_2AN, 1)[..., node_D], part_AN[..., node_D]
+    before_2AN = total_2AN.cumsum(-1) - total_2AN
+    until_2AD = moved_2AD.cumsum(-1) - before_2AN[..., node_D]
+    return until_2AD * part_AD // total_2AD - (until_2AD - moved_2AD) * part_AD // total_2AD
 
 
 def paired(out_AD: np.ndarray, in_AK: np.ndarray) -> np.ndarray:

@@ -186,3 +186,22 @@ def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monk
     groups = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
     block = build_block_spec(SimpleNamespace(config=config, groups=groups))
     assert block.layer_norm is norm
+
+
+@pytest.mark.parametrize(
+    ("computer", "connections", "flags", "said"),
+    [
+        (GPU, "1", "--balance-policy quota --balance-overlap blockwise", "blockwise can hide little"),
+        (GPU, "1", "--moe-comm-chunks auto", "--moe-comm-chunks auto can hide little"),
+        (GPU, "1", "--moe-comm-chunks 4 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 overlaps"),
+        (GPU, "8", "--moe-comm-chunks 4", ""),
+        (GPU, "", "--moe-comm-chunks 4", ""),
+        (GPU, "1", "--balance-policy quota", ""),
+        (GPU, "1", "--balance-overlap blockwise", ""),
+        (CPU, "1", "--moe-comm-chunks 4", ""),
+    ],
+)
+def test_one_queue_hides_nothing(computer: Machine, connections: str, flags: str, said: str) -> None:
+    _, notices = layout_on(dataclasses.replace(computer, connections=connections), flags)
+    found = [notice for notice in notices if "CUDA_DEVICE_MAX_CONNECTIONS=1" in notice]
+    assert len(found) == bool(said) and all(said in notice and "unset it" in notice for notice in found)

@@ -91,13 +91,7 @@ def sending(placement: Placement, cost: CostModel) -> tuple[float, float]:
         )
         received.append((into + (far - 1) * np.bincount(entries, minlength=len(node))).max())
     most = max(*busy, min(received))
-    near = max((len(by_node[home[e]]) for e, by_node in guests.items()), default=0).bit_length()
-    away = max((len(guests[e][n]) for e, n in foreign), default=0)
-    seconds = []
-    for c in range(cost.transport.fewest_chunks, 65):
-        time = max(most * c, c - 1 + near if most else 0, c * far + (away - 1).bit_length() if away else 0)
-        seconds.append((cost.transport.trans_seconds(time, c), cost.transport.agg_seconds(time, c)))
-    return tuple(np.min(seconds, axis=0).tolist())
+    return cost.transport.at_least(most) if most else (0.0, 0.0)
 
 
 def best_shares(counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> float:

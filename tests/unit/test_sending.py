@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.cost.batches import MOST_PIECES
 from megatron_balance.cost.model import CostModel, Overlap
-from megatron_balance.cost.sending import FANOUTS, MOST_CHUNKS, WORTHWHILE, SendingModel
+from megatron_balance.cost.sending import FANOUTS, WORTHWHILE, SendingModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import LinkLoads, Message, TransferPlan, plan_transfers, routes
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, from_links
@@ -43,7 +44,7 @@ def chosen(latencies: float, num_ranks: int, in_parts: bool = False) -> tuple[in
 def test_routes_and_pieces_follow_size_and_ranks() -> None:
     assert chosen(1000, 2) == (1, 1), "one link has nothing to gain"
     assert chosen(16, 4) == (1, round((2 * 16) ** 0.5)), "two links more to pass"
-    assert chosen(1e6, 64) == (1, MOST_CHUNKS), "a chain for large experts"
+    assert chosen(1e6, 64) == (1, MOST_PIECES), "a chain for large experts"
     assert chosen(10, 64) == (2, round((6 / 2 * 10) ** 0.5)), "a tree for small ones on many ranks"
     assert chosen(0.1, 64) == (16, 1), "doubling where latency is all"
 
