@@ -142,13 +142,16 @@ class SendingModel:
                 yield Sending(route, *fewest_pieces(self._batches, sizes, found, self._least_rounds)), found
 
     def along_chains(self, placement: Placement) -> Sending:
-        """Return the pieces with the fewest seconds if every expert travels along a chain.
+        """Return an estimate of `best` from what links carry if every expert travels along a chain.
 
-        `best` takes no more than WORTHWHILE times as long.
+        The seconds are those of chains, or those of few batches if these are fewer.
         """
         if not placement.added_hosts:
             return NOTHING
-        return Sending("chain", *self.fewest_seconds(self.chains(placement)[0]))
+        lines, _ = self.chains(placement)
+        chain = Sending("chain", *self.fewest_seconds(lines))
+        trans, agg = self.seconds_of(*map(float, lines.max(0)))
+        return chain if chain.trans <= trans else chain._replace(trans=trans, agg=agg)
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
@@ -262,13 +265,17 @@ class SendingModel:
         launches = [2 * self.profile.launch(kind, LEVELS[0]).beta for kind in ROUNDS]
         return tuple(zip(self._lines, (self.param_bytes, self.grad_bytes), launches, strict=True))
 
-    def at_least(self, busy: Any) -> tuple[Any, Any]:
-        """Return lower bounds of the seconds of Trans and Agg on any route; the busiest rank sends for `busy` > 0."""
-        found = []
-        for (near, far), size, _ in self._sent:
-            beta = min(near.beta * self.network.near.one_way, far.beta / self.far)
-            found.append(min(near.alpha * self.network.near.one_way, far.alpha) + busy * beta * size)
-        return found[0], found[1]
+    def at_least(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """Return lower bounds for Trans and for Agg: seconds of a launch, and of an expert's bytes on a link.
+
+        The links are a rank's within its node, and its own between nodes.
+        """
+        one_way = self.network.near.one_way
+        trans, agg = (
+            (min(near.alpha * one_way, far.alpha), near.beta * one_way * size, far.beta * size)
+            for (near, far), size, _ in self._sent
+        )
+        return trans, agg
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.

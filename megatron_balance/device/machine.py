@@ -34,7 +34,7 @@ class Machine:
     unfit: str | None = None
     """Why the installed Transformer Engine does not meet megatron-core's requirements; None if it does."""
     connections: str = ""
-    """CUDA_DEVICE_MAX_CONNECTIONS: number of queues to a GPU, which CUDA reads when it starts; empty: CUDA's default."""
+    """CUDA_DEVICE_MAX_CONNECTIONS: number of queues to a GPU, read by CUDA when it starts; empty: its default."""
 
     @classmethod
     def here(cls, world_size: int) -> "Machine":

@@ -3,7 +3,7 @@
 It is the optimum of a mixed-integer program. Messages within nodes, messages between nodes and the adapters of nodes
 are resources of their own, so a plan that ignores nodes is told apart from one that does not.
 
-In the shapes, B counts microbatches, N nodes, and W the times that Trans may keep a rank busy.
+In the shapes, B counts microbatches and N nodes.
 """
 
 import itertools
@@ -32,8 +32,8 @@ def least_seconds(counts: np.ndarray, current: Placement, cost: CostModel, *, co
     Owners are fixed, but need not host their experts; shares may be fractions of tokens. Exchanges and computation are
     exact. Trans and Agg are bounded from below, each for itself: the bound counts
 
-    - the experts that a rank receives: over the far link, an expert enters each node once, at any of its guests there;
-    - one message of each owner for each expert with guests, to another node only if its own node has no guest;
+    - the experts that a rank receives: between nodes, an expert enters each node once, in parts at any of its guests;
+    - the experts with guests that an owner sends once, in parts within its node and to others;
     - the experts that enter a node, and those that leave their owner's node, on shared adapters;
     - one launch.
 
@@ -228,61 +228,45 @@ class _Shares(NamedTuple):
 
 def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: CostModel) -> tuple[Term, Term]:
     """Return the seconds of Trans and of Agg, including overlapped parts."""
-    network, far, owner_E = cost.network, cost.transport.far, owners(current)
-    assert far >= 1, "links within a node are the faster ones"
+    network, owner_E = cost.network, owners(current)
     node_E, nodes = network.node_D[owner_E], np.split(np.arange(current.num_ranks), network.first_N[1:])
-    busy_W = np.array([0.0, *_times(current, cost)])
-    way_W, busy, enters_EN = (
-        program.variables(len(busy_W), upper=1, integer=True),
-        program.variables(1),
-        program.variables(current.num_experts, len(nodes)),
-    )
+    used, enters_EN = program.variables(1, upper=1, integer=True), program.variables(current.num_experts, len(nodes))
     entry_ED = program.variables(*hosts_ED.shape)
-    program.require((way_W, 1), lower=1, upper=1)
-    program.require((way_W, busy_W), (busy, -1))
+    """Parts of experts that enter a node at a rank."""
     for expert, node in np.ndindex(enters_EN.shape):
         guests, is_home = hosts_ED[expert, nodes[node][nodes[node] != owner_E[expert]]], node == node_E[expert]
         for guest in guests:
             program.require((enters_EN[expert, [node]], 1), (guest[None], -1))
+            program.require((used, 1), (guest[None], -1))
         program.require((guests, 1), (enters_EN[expert, [node]], -1))
-        program.require((way_W, (busy_W > 0) * len(guests)), (guests, -1))
         program.require((entry_ED[expert, nodes[node]], 1), (enters_EN[expert, [node]], -float(not is_home)))
         for rank in nodes[node]:
             program.require((hosts_ED[expert, [rank]], 1), (entry_ED[expert, [rank]], -1))
-    for rank, node in enumerate(network.node_D):
-        program.require((busy, 1), (hosts_ED[owner_E != rank, rank], -1), (entry_ED[node_E != node, rank], 1 - far))
-    for node in range(len(nodes)):
-        program.require((busy, 1), (enters_EN[node_E != node, node], -far / network.adapters))
-    _owners_send(program, busy, enters_EN, current, cost)
-    trans_W, agg_W = (np.where(busy_W > 0, seconds_W, 0.0) for seconds_W in cost.transport.at_least(busy_W))
-    return (way_W, trans_W), (way_W, agg_W)
+    near_E, far_E = _first_sends(program, enters_EN, node_E)
+    terms = []
+    for launch, near, far in cost.transport.at_least():
+        # The unit of `busy` is the time of an expert within a node
+        busy, over = program.variables(1), far / near
+        for rank, node in enumerate(network.node_D):
+            entry = entry_ED[node_E != node, rank]
+            program.require((busy, 1), (hosts_ED[owner_E != rank, rank], -1), (entry, 1))
+            program.require((busy, 1), (entry, -over))
+            program.require((busy, 1), (near_E[owner_E == rank], -1))
+            program.require((busy, 1), (far_E[owner_E == rank], -over))
+        for node in range(len(nodes)):
+            program.require((busy, 1), (enters_EN[node_E != node, node], -over / network.adapters))
+            program.require((busy, 1), (far_E[node_E == node], -over / network.adapters))
+        terms.append((np.concatenate([used, busy]), np.array([launch, near])))
+    return terms[0], terms[1]
 
 
-def _owners_send(
-    program: _Program, busy: np.ndarray, enters_EN: np.ndarray, current: Placement, cost: CostModel
-) -> None:
-    """Bound the time in which owners send their experts once, and in which these leave their nodes."""
-    network, far = cost.network, cost.transport.far
-    node_E, (num_experts, num_nodes) = network.node_D[owners(current)], enters_EN.shape
-    first_E, leaves_E = program.variables(num_experts), program.variables(num_experts)
-    for expert, node in np.ndindex(enters_EN.shape):
-        enters, inside = enters_EN[expert, [node]], enters_EN[expert, [node_E[expert]]]
-        if node == node_E[expert]:
-            program.require((first_E[[expert]], 1), (enters, -1))
-        else:
-            program.require((first_E[[expert]], 1), (enters, -far), (inside, far - 1))
-            program.require((leaves_E[[expert]], 1), (enters, -1))
-    for own in current.home:
-        program.require((busy, 1), (first_E[list(own)], -1))
-    for node in range(num_nodes):
-        program.require((busy, 1), (leaves_E[node_E == node], -far / network.adapters))
-
-
-def _times(current: Placement, cost: CostModel) -> list[float]:
-    """Return the times for which the busiest rank or adapter may be busy, ascending."""
-    size, far, several = cost.network.node_size, cost.transport.far, len(cost.network.first_N) > 1
-    most = max(current.guest_slots, current.home_slots)
-    times = {near + far * other for near in range(most + 1) for other in range((most - near) * several + 1)} - {0}
-    if several and cost.network.adapters < size:
-        times |= {number * far / cost.network.adapters for number in range(1, most * size + 1)}
-    return sorted(times)
+def _first_sends(program: _Program, enters_EN: np.ndarray, node_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the parts of each expert that its owner sends at least once: within its node, and to other nodes."""
+    near_E, far_E = program.variables(len(enters_EN)), program.variables(len(enters_EN))
+    for expert, (enters_N, home) in enumerate(zip(enters_EN, node_E, strict=True)):
+        others_N = np.delete(enters_N, home)
+        program.require((enters_N[[home]], 1), (near_E[[expert]], -1))
+        program.require((others_N, 1), (far_E[[expert]], -1))
+        for enters in enters_N:
+            program.require((near_E[[expert]], 1), (far_E[[expert]], 1), (enters[None], -1))
+    return near_E, far_E
