@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.batches import MOST_PIECES, BatchModel, fewest_pieces
+from megatron_balance.cost.batches import MOST_PIECES, MOST_STAGED, BatchModel, fewest_pieces
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
@@ -56,7 +56,7 @@ class Sending(NamedTuple):
     chunks: int
     """Number of pieces, as in `plan_hops` or `plan_transfers`."""
     trans: float
-    """Seconds; a lower bound for chains and trees, an upper bound for other routes."""
+    """Seconds; those of ROUTES are upper bounds."""
     agg: float
 
 
@@ -110,7 +110,29 @@ class SendingModel:
         Trees are tried if all else takes much longer than what no routes avoid: each guest receives its experts, and
         the ranks that have an expert double at most.
         """
-        return self._best(self._choices(placement))[0] if placement.added_hosts else NOTHING
+        return self._chosen(placement)[0] if placement.added_hosts else NOTHING
+
+    def plan(self, placement: Placement) -> TransferPlan:
+        """Return the messages of `best`."""
+        if not placement.added_hosts:
+            return TransferPlan(())
+        sending, found = self._chosen(placement)
+        return found if isinstance(found, TransferPlan) else plan_hops(found, sending.chunks)
+
+    def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan]:
+        """Return the best choice, and its hops or its plan; there is at least one guest.
+
+        The seconds of chains and trees are lower bounds, so they are chosen only if their plan is faster, too.
+        """
+        choices = self._choices(placement)
+        sending, found = self._best(choices)
+        if found is not None:
+            return sending, found
+        plan = plan_transfers(placement, self.profile.node_size, sending.chunks, FANOUTS[sending.route], self.far)
+        trans, agg = (float(ends[-1]) for ends in self.progress(plan))
+        few, few_hops = self._best([choice for choice in choices if choice[1] is not None])
+        assert few_hops is not None
+        return (sending._replace(trans=trans, agg=agg), plan) if trans < few.trans else (few, few_hops)
 
     def _choices(self, placement: Placement) -> list[tuple[Sending, Hops | None]]:
         """Return what `best` chooses from; routes of few batches come first, with their hops."""
@@ -192,21 +214,6 @@ class SendingModel:
         lines = np.concatenate([np.stack([busy, before + after], axis=1)[used], alone])
         return lines, float(busy[num_ranks : 2 * num_ranks].max())
 
-    def plan(self, placement: Placement) -> TransferPlan:
-        """Return the messages of `best`, or of few batches if the plan of chains or trees turns out to be slower."""
-        if not placement.added_hosts:
-            return TransferPlan(())
-        choices = self._choices(placement)
-        sending, found = self._best(choices)
-        few, few_hops = self._best([choice for choice in choices if choice[1] is not None])
-        if found is None:
-            fanout = FANOUTS[sending.route]
-            plan = plan_transfers(placement, self.profile.node_size, sending.chunks, fanout, self.far)
-            if self._batches[0].progress(plan, self.param_bytes, backward=False)[0][-1] < few.trans:
-                return plan
-        assert few_hops is not None
-        return plan_hops(few_hops, few.chunks)
-
     def fewest_seconds(self, lines: np.ndarray) -> tuple[int, float, float]:
         """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
 
@@ -226,7 +233,7 @@ class SendingModel:
         """Return the seconds of Trans and Agg in few batches, if the busiest rank sends for `busy` and `extra` follows.
 
         Where nothing follows, the owners send in one batch. Otherwise guests pass on their parts, piece by piece: c
-        pieces take c + 1 batches, each of which sends 1 / c of everything. It is an estimate for many placements.
+        pieces take c + 1 batches, and the last piece is passed on alone. It is an estimate for many placements.
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
@@ -239,9 +246,9 @@ class SendingModel:
             (near, far), message = lines, messages * extra
             alpha = np.where(is_far, far.alpha, near.alpha) + message
             time = busy * np.where(is_far, far.beta / self.far, near.beta) * size
-            pieces = np.minimum(np.maximum(np.rint(np.sqrt(time / np.maximum(alpha, LEAST_ALPHA))), 1.0), MOST_PIECES)
-            pieces = np.where(relays, pieces, 1.0)
-            found.append(np.where(busy > 0, alpha * (pieces + more) + time * (1 + relays / pieces), 0.0))
+            last = size * np.where(extra < self.far, near.beta * np.minimum(extra, 1.0), far.beta)
+            pieces = np.minimum(np.maximum(np.rint(np.sqrt(last / np.maximum(alpha, LEAST_ALPHA))), 1.0), MOST_PIECES)
+            found.append(np.where(busy > 0, alpha * (np.where(relays, pieces, 1.0) + more) + time + last / pieces, 0.0))
         return found[0], found[1]
 
     def _seconds_of_one(self, busy: float, extra: float) -> tuple[float, float]:
@@ -252,11 +259,11 @@ class SendingModel:
         more = relays if self._least_rounds == 1 else 1.0
         found = []
         for lines, size, messages in self._sent:
-            line = lines[is_far]
-            alpha = line.alpha + messages * extra
+            line, alpha = lines[is_far], lines[is_far].alpha + messages * extra
             time = busy * line.beta * size / (self.far if is_far else 1.0)
-            pieces = min(max(round(math.sqrt(time / max(alpha, LEAST_ALPHA))), 1), MOST_PIECES) if relays else 1
-            found.append(alpha * (pieces + more) + time * (1 + relays / pieces))
+            last = size * (lines[0].beta * min(extra, 1.0) if extra < self.far else lines[1].beta)
+            pieces = min(max(round(math.sqrt(last / max(alpha, LEAST_ALPHA))), 1), MOST_PIECES)
+            found.append(alpha * (pieces + more if relays else 1 + more) + time + last / pieces)
         return found[0], found[1]
 
     @cached_property
@@ -318,11 +325,13 @@ class SendingModel:
 
     @cached_property
     def fewest_chunks(self) -> int:
-        """Minimum number of pieces: 1; in two parts up to LEAST_CHUNKS, if each takes at least four latencies to send.
+        """Minimum number of pieces: one that fits MOST_STAGED; in two parts up to LEAST_CHUNKS, if each piece takes at
+        least four latencies to send.
 
         A plan is split between pieces.
         """
-        return max(1, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else 1
+        fewest = min(MOST_PIECES, max(1, math.ceil(self.grad_bytes / MOST_STAGED)))
+        return max(fewest, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else fewest
 
     @cached_property
     def _least_rounds(self) -> int:

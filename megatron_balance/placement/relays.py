@@ -36,7 +36,8 @@ class Hops(NamedTuple):
 
 def hops(placement: Placement, node_size: int, route: str) -> Hops:
     """Return the hops of all guests along a route of ROUTES, ordered by stage and expert."""
-    guests_DG, owner_E = np.asarray(placement.guests), np.asarray(placement.owners)
+    guests_DG = np.array(placement.guests, dtype=np.int64)
+    owner_E = np.array(placement.owners, dtype=np.int64)
     rank_M, slot_M = (guests_DG != EMPTY).nonzero()
     expert_M = guests_DG[rank_M, slot_M]
     owner_M, nodes = owner_E[expert_M], -(-placement.num_ranks // node_size)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_balance.comm.trans_agg import ExpertTransfer, cut
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.relays import ROUTES, hops, plan_hops
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from tests.unit.placements import random_placement
 
@@ -26,6 +27,16 @@ class Kept:
             [tensor.clone() for tensor in nothing] for _ in placement.guests[rank]
         ]
         self.gradients = [drawn(expert, rank) if expert != EMPTY else nothing for expert in experts]
+
+    def reset(self, placement: Placement, rank: int) -> None:
+        """Draw new gradients, and forget the guests' weights, in the same memory."""
+        experts = [*placement.home[rank], *placement.guests[rank]]
+        for slot, expert in enumerate(experts):
+            for tensor, new in zip(self.gradients[slot], drawn(expert, rank), strict=True):
+                tensor.copy_(new if expert != EMPTY else torch.full_like(new, torch.nan))
+            if slot >= placement.home_slots:
+                for tensor in self.weights[slot]:
+                    tensor.fill_(torch.nan)
 
     def ready(self) -> None:
         raise AssertionError("transfers run on threads that may call no module")
@@ -63,15 +74,33 @@ def run_random_plans(seed: int) -> None:
     transfer, rank, num_ranks = ExpertTransfer(group), group.rank(), group.size()
     generator = np.random.default_rng([seed, num_ranks])
     for case in range(CASES):
-        slots, node_size, chunks, fanout = generator.integers(1, [4, num_ranks + 1, 17, 4]).tolist()
+        slots, node_size, chunks, fanout = generator.integers(1, [4, num_ranks + 1, 9, 4]).tolist()
         placement = random_placement(2 * num_ranks, num_ranks, min(slots, 2 * num_ranks - 2), case)
         plan, kept = plan_transfers(placement, node_size, chunks, fanout), Kept(placement, rank)
+        if case % 2:
+            plan = plan_hops(hops(placement, node_size, ROUTES[fanout - 1]), chunks)
         first, rest = plan.split(int(generator.integers(len(plan.rounds) + 1)))
         transfer.trans(first, placement, kept)
         transfer.trans(rest, placement, kept)
         transfer.agg(rest, placement, kept)
         transfer.agg(first, placement, kept)
         check(plan, placement, kept, rank)
+        # The same objects again: what was prepared is used once more
+        kept.reset(placement, rank)
+        transfer.trans(first, placement, kept)
+        transfer.trans(rest, placement, kept)
+        transfer.agg(rest, placement, kept)
+        transfer.agg(first, placement, kept)
+        check(plan, placement, kept, rank)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 64, 5000])
+def test_pieces_are_all_of_an_expert(chunks: int) -> None:
+    tensors = [torch.arange(index, index + tensor.numel()) for index, tensor in enumerate(drawn(0))]
+    pieces = [cut([tensor.clone().view(1, -1) for tensor in tensors], chunk, chunks) for chunk in range(chunks)]
+    assert torch.equal(torch.cat([part for piece in pieces for part in piece]), torch.cat(tensors))
+    assert all(part.numel() for piece in pieces for part in piece)
+    assert sum(map(len, pieces)) <= chunks + len(SHAPES) - 1
 
 
 def check(plan: TransferPlan, placement: Placement, kept: Kept, rank: int) -> None:

@@ -105,7 +105,7 @@ class ProProphet(Policy):
         for estimate, index in timed[:CONFIRMED]:
             if estimate < promising:
                 planned = _placement(current, searches[index].chosen)
-                sending = cost.transport.along_chains(planned)
+                sending = cost.sending(planned)
                 work = cost.work_of(searches[index].loads_FBD)
                 seconds = cost.time_of(*work, sending.trans, sending.agg).total
                 found.append((float(seconds), index, planned))
