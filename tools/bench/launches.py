@@ -7,8 +7,8 @@ Mixtral 8x7B. Each row compares the routes of the cost model with chains in the 
 launches take no time of the host:
 
     rounds, ops    batches of the layer, and sends and receives of the rank that has the most
-    host ms        thread time of Trans and of Agg on that rank with torch's fake process group, prepared; its tensors are
-                   slices of one small buffer, so that no time is spent on their bytes
+    host ms        thread time of Trans and of Agg on that rank with torch's fake process group, prepared; tensors are
+                   small, so that no time is spent on their bytes
     model ms       modeled seconds of Trans and Agg, launches charged
 
 The first lines are the thread time of a batch by its number of messages.
