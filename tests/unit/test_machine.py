@@ -26,6 +26,7 @@ from tests.unit.commands import CPU, GPU, argv, layout_on
 NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)
 APEX, ENGINE = dataclasses.replace(NEITHER, apex=True), dataclasses.replace(NEITHER, transformer_engine=True)
 SOFTMAX, GRADIENT = KERNELS["masked_softmax_fusion"], KERNELS["gradient_accumulation_fusion"]
+BALANCED = "--expert-model-parallel-size 2 --balance-policy quota"
 ROPE = "--position-embedding-type rope"
 NO_GRADIENT, NO_SOFTMAX = "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"
 
@@ -191,12 +192,17 @@ def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monk
 @pytest.mark.parametrize(
     ("computer", "connections", "flags", "said"),
     [
-        (GPU, "1", "--balance-policy quota --balance-overlap blockwise", "blockwise can hide little"),
+        (GPU, "1", f"{BALANCED} --balance-overlap blockwise", "blockwise can hide little"),
         (GPU, "1", "--moe-comm-chunks auto", "--moe-comm-chunks auto can hide little"),
-        (GPU, "1", "--moe-comm-chunks 4 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 overlaps"),
+        (
+            GPU,
+            "1",
+            "--moe-comm-chunks 4 --tensor-model-parallel-size 2 --disable-bias-linear",
+            "--tensor-model-parallel-size 2 overlaps",
+        ),
         (GPU, "8", "--moe-comm-chunks 4", ""),
         (GPU, "", "--moe-comm-chunks 4", ""),
-        (GPU, "1", "--balance-policy quota", ""),
+        (GPU, "1", BALANCED, ""),
         (GPU, "1", "--balance-overlap blockwise", ""),
         (CPU, "1", "--moe-comm-chunks 4", ""),
     ],
