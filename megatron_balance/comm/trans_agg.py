@@ -105,7 +105,7 @@ class ExpertTransfer:
         prepared = self._ready(plan, placement, slots, adds=True)
         self._run(prepared)
         if prepared.sent:
-            torch._foreach_zero_(prepared.sent)
+            torch._foreach_zero_(prepared.sent)  # pyright: ignore[reportPrivateImportUsage]
 
     def _ready(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
         kept = self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS))
@@ -212,7 +212,7 @@ def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 def _add(step: _Step) -> None:
     for tensors, received in step.adds:
-        torch._foreach_add_(tensors, received)
+        torch._foreach_add_(tensors, received)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Staging:

@@ -133,7 +133,7 @@ class BatchModel:
         ends_2M = np.stack([target_M, source_M] if backward else [source_M, target_M])
         number_X = np.array([*map(len, rounds)])
         round_M = np.repeat(np.arange(len(rounds)), number_X)
-        times = self.times(Loads.of(network, *ends_2M, num_bytes / chunks_M, round_M))
+        times = self.times(Loads.of(network, ends_2M[0], ends_2M[1], num_bytes / chunks_M, round_M))
         is_far_M = network.node_D[ends_2M[0]] != network.node_D[ends_2M[1]]
         latency_M = times.latency_XD[round_M, ends_2M].max(0)
         byte_M = times.byte_FXD[is_far_M * 1, round_M, ends_2M].max(0)
