@@ -28,8 +28,13 @@ for file in "${MODEL}" "${LAYOUT}"; do
     fi
 done
 
-# Tensor and sequence parallelism overlap with communication only if kernels start in the order of their launch
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+# megatron-core's tensor-parallel layers overlap communication with computation only if kernels start in the order of
+# their launch. Anything else is held up by it: chunks, Trans and Agg wait in one queue with the experts.
+TENSOR_PARALLEL="$({ grep -hv '^#' "${MODEL}" "${LAYOUT}"; printf '%s\n' "$@"; } | tr ' =' '[\n*]' |
+    awk 'last == "--tensor-model-parallel-size" { size = $0 } { last = $0 } END { print size + 0 }')"
+if ((TENSOR_PARALLEL > 1)) && [[ " $* " != *" --tp-comm-overlap "* ]]; then
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+fi
 
 LAYOUT_GPUS="$(sed -n 's/^# GPUs per node: //p' "${LAYOUT}")"
 GPUS="${GPUS_PER_NODE:-${LAYOUT_GPUS:-${SLURM_GPUS_ON_NODE:-8}}}" NODES="${NNODES:-${SLURM_NNODES:-1}}"

@@ -23,7 +23,8 @@ from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measur
 from megatron_balance.measure.probes import codec_passes, expert_passes, schedule_call
 from megatron_balance.measure.stopwatch import Call, Stopwatch
 from megatron_balance.profile.cluster import Ranks, load_profile
-from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin, load
+from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin
+from megatron_balance.profile.profile_file import load
 
 MINIMAL_LOAD = 64
 """Tokens per rank below which experts are not worth timing."""

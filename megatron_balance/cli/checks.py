@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_balance.checkpoint import saved_flags
-from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, fusions
+from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
@@ -106,6 +106,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
     _available(values, given, notices)
     backend, impl = backends(values, given, machine, notices)
+    connections(values, machine, notices)
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
     virtual = _virtual_pipeline_size(values)

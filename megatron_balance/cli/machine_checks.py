@@ -40,6 +40,22 @@ def backends(
     return backend, impl
 
 
+def connections(values: Mapping[str, Any], machine: Machine, notices: list[str]) -> None:
+    """Add a notice if all kernels go through one queue, in which exchanges and transfers hold up computation."""
+    blockwise = values["balance_policy"] != "none" and values["balance_overlap"] == "blockwise"
+    chunks = values["moe_comm_chunks"]
+    hidden = ["--balance-overlap blockwise"] * blockwise + [f"--moe-comm-chunks {chunks}"] * (chunks != "1")
+    if not (machine.cuda and machine.connections == "1" and values["num_moe_experts"] and hidden):
+        return
+    kept, tensor = "", values["tensor_model_parallel_size"]
+    if tensor > 1:
+        kept = f", unless what --tensor-model-parallel-size {tensor} overlaps with it matters more"
+    notices.append(
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1: kernels run in the order of their launch, so {' and '.join(hidden)} can hide "
+        f"little, because messages that wait hold up the experts behind them; unset it{kept}"
+    )
+
+
 def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
     """Raise ValueError for packages that megatron-core cannot use, and for flags that need a missing package."""
     if machine.cuda and machine.unfit:

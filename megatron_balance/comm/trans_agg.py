@@ -1,9 +1,9 @@
 """Trans and Agg: weights from an expert's owner to its guests, and gradients from the guests to the owner."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +19,12 @@ SENDS_AT_ONCE = 3
 """Number of simultaneous sends on gloo: one is on the link, one is ready when the link becomes free, and one fills the
 gap while a receiver is busy."""
 
+PARTS = 2
+"""Maximum number of parts of a plan that are executed one after another, for each of Trans and Agg."""
+
+ALIGNMENT = 16
+"""Pieces begin at multiples of this number of elements, so that kernels can read and write 16 bytes at once."""
+
 
 class Slots(Protocol):
     """The experts of one layer on this rank."""
@@ -32,39 +38,33 @@ class Slots(Protocol):
         ...
 
     def weights_of(self, slot: int) -> Sequence[torch.Tensor]:
-        """Return contiguous views of all weights in a slot, in the same order on every rank."""
+        """Return contiguous views of all weights in a slot, in the same order on every rank; their memory stays."""
         ...
 
     def gradients_of(self, slot: int) -> Sequence[torch.Tensor]:
-        """Return contiguous views of the gradients that a slot has accumulated."""
+        """Return contiguous views of the gradients that a slot has accumulated; their memory stays."""
         ...
 
 
-class _Piece(NamedTuple):
-    """A message, as seen by its source or by its target."""
+class _Step(NamedTuple):
+    """This rank's part of one round, ready to post."""
 
-    expert: int
-    chunk: int
-    peer: int
-    tensors: Sequence[torch.Tensor]
-    """Flat parts of the expert's tensors, without empty ones; the same at both ends."""
-
-    @property
-    def name(self) -> tuple[int, int]:
-        return self.expert, self.chunk
-
-    def operations(self, verb: Callable, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[dist.P2POp]:
-        # Tags distinguish a piece's tensors on gloo, where messages with one tag match in order; NCCL uses only order
-        return [
-            dist.P2POp(verb, tensor, group=group, group_peer=self.peer, tag=tag) for tag, tensor in enumerate(tensors)
-        ]
+    receives: list[dist.P2POp]
+    sends: list[dist.P2POp]
+    needs: int
+    """Number of this rank's steps whose receives must be complete before it sends."""
+    adds: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    """Tensors to add others to. The tensors of one entry do not overlap; entries are added one after another."""
 
 
-class _RoundPart(NamedTuple):
-    """This rank's part of one round."""
+class _Prepared(NamedTuple):
+    """A Trans or an Agg of this rank: a function of a plan and a placement, so it is used as long as these last."""
 
-    sent: _Piece | None
-    received: _Piece | None
+    plan: TransferPlan
+    placement: Placement
+    steps: list[_Step]
+    sent: list[torch.Tensor]
+    """Gradients that are zero in the end; empty for Trans."""
 
 
 class ExpertTransfer:
@@ -74,136 +74,242 @@ class ExpertTransfer:
     rank's part is complete, or, with NCCL, queued on the current stream: one batch of messages per round, over a
     communicator that the caller has connected. They call no modules, so any single thread and stream may run them.
 
+    What to post is prepared at the first call with a plan and a placement, and kept for later calls with the same
+    objects.
+
     On gloo consecutive rounds overlap. This cannot deadlock: a rank waits only for messages of rounds before the one
-    that it posts, so the messages of the earliest round in progress have always been posted at both ends.
+    that it posts, or for its sends of that round after it has posted its receives. So the messages of the earliest
+    round in progress are always posted at both ends in the end.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._staging: list[list[torch.Tensor]] = [[] for _ in range(AHEAD + 1)]
-        """Buffers for received gradients, reused because pieces of all layers' experts have similar sizes."""
+        self._is_queued = dist.get_backend(group) == "nccl"
+        """Whether messages wait for each other on a stream, and not on the host."""
+        self._staging = _Staging(1 if self._is_queued else AHEAD + 1)
+        self._prepared: weakref.WeakKeyDictionary[Slots, dict[bool, deque[_Prepared]]] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def trans(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
         """Fill every guest slot with its owner's weights (Pro-Prophet section IV-A, primitive Trans)."""
-        self._run(_steps(plan, placement, self.group.rank(), slots.weights_of), adds=False)
+        self._run(self._ready(plan, placement, slots, adds=False))
 
     @torch.no_grad()
     def agg(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
         """Add every guest's gradients to its owner's, and zero the guests' (Pro-Prophet section IV-A, primitive Agg).
 
-        The plan runs backward: a rank that relayed weights adds up the gradients it receives before it sends them on,
-        so the order of summation is the same in every run.
+        The plan runs backward: a rank that relayed weights adds up the gradients it receives before it sends them on.
+        Within a round, a rank adds what it receives in the order of the plan, so the order of summation is the same in
+        every run.
         """
-        steps = _steps(plan, placement, self.group.rank(), slots.gradients_of)
-        self._run([_RoundPart(sent=step.received, received=step.sent) for step in reversed(steps)], adds=True)
+        prepared = self._ready(plan, placement, slots, adds=True)
+        self._run(prepared)
+        if prepared.sent:
+            torch._foreach_zero_(prepared.sent)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _run(self, steps: Sequence[_RoundPart], adds: bool) -> None:
-        """Send and receive; with `adds`, add received tensors to the local ones and zero tensors after sending them."""
-        traffic = _Traffic(self.group, self._staging, adds)
-        if dist.get_backend(self.group) == "nccl":
-            for step in steps:
-                traffic.run_batch(step)
+    def _ready(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
+        kept = self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS))
+        for prepared in kept:
+            if prepared.plan is plan and prepared.placement is placement:
+                return prepared
+        prepared = self._prepare(plan, placement, slots, adds)
+        # New staging leaves earlier operations without memory of their own
+        self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS)).append(prepared)
+        return prepared
+
+    def _prepare(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
+        steps = _steps(plan, placement, self.group.rank(), slots.gradients_of if adds else slots.weights_of)
+        if not adds:
+            arriving = [[piece.tensors for piece in step.received] for step in steps]
+            return _Prepared(plan, placement, [*self._posted(steps, arriving)], [])
+        steps = [_RoundPart(sent=step.received, received=step.sent) for step in reversed(steps)]
+        if self._staging.grows([[piece.tensors for piece in step.received] for step in steps]):
+            self._prepared.clear()
+        rooms = [
+            self._staging.rooms(index, [piece.tensors for piece in step.received]) for index, step in enumerate(steps)
+        ]
+        posted = [
+            step._replace(adds=_waves(part.received, room))
+            for step, part, room in zip(self._posted(steps, rooms), steps, rooms, strict=True)
+        ]
+        sent = [tensor for step in steps for piece in step.sent for tensor in piece.tensors]
+        return _Prepared(plan, placement, posted, sent)
+
+    def _posted(
+        self, steps: "Sequence[_RoundPart]", rooms: Sequence[Sequence[Sequence[torch.Tensor]]]
+    ) -> Iterator[_Step]:
+        """Yield steps, with the tensors in `rooms` to receive each round's pieces in."""
+        complete: dict[tuple[int, int], int] = {}
+        """Number of steps after which a piece is complete."""
+        for number, (step, room) in enumerate(zip(steps, rooms, strict=True)):
+            needs = max((complete.get(piece.name, 0) for piece in step.sent), default=0)
+            complete |= {piece.name: number + 1 for piece in step.received}
+            receives = [
+                operation
+                for piece, tensors in zip(step.received, room, strict=True)
+                for operation in self._operations(dist.irecv, piece.peer, tensors)
+            ]
+            sends = [
+                operation
+                for piece in step.sent
+                for operation in self._operations(dist.isend, piece.peer, piece.tensors)
+            ]
+            yield _Step(receives, sends, needs, [])
+
+    def _operations(self, verb: Callable, peer: int, tensors: Sequence[torch.Tensor]) -> Iterator[dist.P2POp]:
+        # Tags distinguish a piece's tensors on gloo, where messages with one tag match in order; NCCL uses only order
+        for tag, tensor in enumerate(tensors):
+            yield dist.P2POp(verb, tensor, group=self.group, group_peer=peer, tag=tag)
+
+    def _run(self, prepared: _Prepared) -> None:
+        if not self._is_queued:
+            _run_overlapped(prepared.steps)
             return
-        coming = iter([step.received for step in steps])
-        for received in islice(coming, AHEAD):
-            traffic.receive(received)
-        for step in steps:
-            traffic.receive(next(coming, None))
-            traffic.send(step.sent)
-        traffic.finish()
+        for step in prepared.steps:
+            for work in _post(step.receives + step.sends):
+                work.wait()
+            _add(step)
 
 
-class _Traffic:
-    """The messages of one rank in one Trans or Agg."""
+def _run_overlapped(steps: Sequence[_Step]) -> None:
+    """Send and receive with waits on the host: receives are posted AHEAD of the steps that wait for them."""
+    arriving: deque[tuple[_Step, list[dist.Work]]] = deque()
+    leaving: deque[dist.Work] = deque()
+    complete = 0
 
-    def __init__(self, group: dist.ProcessGroup, staging: Sequence[list[torch.Tensor]], adds: bool) -> None:
-        self.group, self.adds, self.staging = group, adds, staging
-        self.num_received = 0
-        self.arriving: deque[tuple[_Piece, Sequence[torch.Tensor], list[dist.Work]]] = deque()
-        self.leaving: deque[tuple[_Piece, list[dist.Work]]] = deque()
+    def finish(number: int) -> None:
+        nonlocal complete
+        while complete < number:
+            step, works = arriving.popleft()
+            for work in works:
+                work.wait()
+            _add(step)
+            complete += 1
 
-    def run_batch(self, step: _RoundPart) -> None:
-        """Post both messages of a round at the same time, and wait for them."""
-        operations, room = [], ()
-        if step.received is not None:
-            room = self._buffers_for(step.received)
-            operations += step.received.operations(dist.irecv, room, self.group)
-        if step.sent is not None:
-            operations += step.sent.operations(dist.isend, step.sent.tensors, self.group)
-        for work in _post(operations):
-            work.wait()
-        if step.received is not None:
-            self._add_received(step.received, room)
-        if step.sent is not None:
-            self._zero_sent(step.sent)
+    def receive(number: int) -> None:
+        # Staging is used again after AHEAD more steps
+        finish(number - AHEAD)
+        if number < len(steps):
+            arriving.append((steps[number], _post(steps[number].receives)))
 
-    def receive(self, piece: _Piece | None) -> None:
-        """Post a receive; if all staging is in use, first wait for the oldest receive."""
-        if piece is None:
-            return
-        if len(self.arriving) == len(self.staging):
-            self._finish_receive()
-        room = self._buffers_for(piece)
-        self.arriving.append((piece, room, _post(piece.operations(dist.irecv, room, self.group))))
-
-    def send(self, piece: _Piece | None) -> None:
-        """Post a send; if it relays a piece, first wait until the piece has arrived."""
-        if piece is None:
-            return
-        while any(other.name == piece.name for other, *_ in self.arriving):
-            self._finish_receive()
-        if len(self.leaving) == SENDS_AT_ONCE:
-            self._finish_send()
-        self.leaving.append((piece, _post(piece.operations(dist.isend, piece.tensors, self.group))))
-
-    def finish(self) -> None:
-        while self.arriving:
-            self._finish_receive()
-        while self.leaving:
-            self._finish_send()
-
-    def _finish_receive(self) -> None:
-        piece, room, works = self.arriving.popleft()
-        for work in works:
-            work.wait()
-        self._add_received(piece, room)
-
-    def _finish_send(self) -> None:
-        piece, works = self.leaving.popleft()
-        for work in works:
-            work.wait()
-        self._zero_sent(piece)
-
-    def _buffers_for(self, piece: _Piece) -> Sequence[torch.Tensor]:
-        """Return where a piece is received: in place, or in staging if it has to be added to the local tensors."""
-        if not self.adds:
-            return piece.tensors
-        index = self.num_received % len(self.staging)
-        self.num_received += 1
-        kept = self.staging[index]
-        fits = len(kept) == len(piece.tensors) and all(map(_fits, kept, piece.tensors))
-        if not fits:
-            kept[:] = [torch.empty_like(tensor) for tensor in piece.tensors]
-        return [room[: len(tensor)] for room, tensor in zip(kept, piece.tensors, strict=True)]
-
-    def _add_received(self, piece: _Piece, room: Sequence[torch.Tensor]) -> None:
-        if self.adds:
-            for tensor, received in zip(piece.tensors, room, strict=True):
-                tensor.add_(received)
-
-    def _zero_sent(self, piece: _Piece) -> None:
-        if self.adds:
-            for tensor in piece.tensors:
-                tensor.zero_()
-
-
-def _fits(room: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return len(room) >= len(tensor) and room.dtype == tensor.dtype
+    for number in range(AHEAD):
+        receive(number)
+    for number, step in enumerate(steps):
+        receive(number + AHEAD)
+        finish(step.needs)
+        for operation in step.sends:
+            if len(leaving) == SENDS_AT_ONCE:
+                leaving.popleft().wait()
+            leaving += _post([operation])
+    finish(len(steps))
+    for work in leaving:
+        work.wait()
 
 
 def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _add(step: _Step) -> None:
+    for tensors, received in step.adds:
+        torch._foreach_add_(tensors, received)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _Staging:
+    """Memory for gradients that are received, reused because pieces of all layers' experts have similar sizes."""
+
+    def __init__(self, steps: int) -> None:
+        """
+        Args:
+            steps: number of consecutive steps that have memory of their own.
+        """
+        self._buffers: list[dict[torch.dtype, torch.Tensor]] = [{} for _ in range(steps)]
+
+    def grows(self, pieces: Sequence[Sequence[Sequence[torch.Tensor]]]) -> bool:
+        """Provide room for all pieces of each step; return whether this replaced memory in use."""
+        replaced = False
+        for index, step in enumerate(pieces):
+            buffers, sizes = self._buffers[index % len(self._buffers)], Counter[torch.dtype]()
+            tensors = [tensor for piece in step for tensor in piece]
+            for tensor in tensors:
+                sizes[tensor.dtype] += _aligned(len(tensor))
+            for tensor in tensors:
+                dtype = tensor.dtype
+                if dtype not in buffers or len(buffers[dtype]) < sizes[dtype]:
+                    replaced |= dtype in buffers
+                    buffers[dtype] = tensor.new_empty(sizes[dtype])
+        return replaced
+
+    def rooms(self, index: int, pieces: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Return memory for the pieces of the step with this index."""
+        buffers, used = self._buffers[index % len(self._buffers)], Counter[torch.dtype]()
+
+        def room(tensor: torch.Tensor) -> torch.Tensor:
+            first = used[tensor.dtype]
+            used[tensor.dtype] += _aligned(len(tensor))
+            return buffers[tensor.dtype][first : first + len(tensor)]
+
+        return [[room(tensor) for tensor in piece] for piece in pieces]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class _Piece(NamedTuple):
+    """A message, as seen by its source or by its target."""
+
+    expert: int
+    chunk: int
+    peer: int
+    tensors: Sequence[torch.Tensor]
+    """The same at both ends."""
+
+    @property
+    def name(self) -> tuple[int, int]:
+        return self.expert, self.chunk
+
+
+class _RoundPart(NamedTuple):
+    """This rank's part of one round."""
+
+    sent: list[_Piece]
+    received: list[_Piece]
+
+
+def _waves(
+    received: Sequence[_Piece], rooms: Sequence[Sequence[torch.Tensor]]
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Return what to add to a rank's gradients: the first message of every piece, then every second one, and so on."""
+    waves: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    seen: Counter[tuple[int, int]] = Counter()
+    for piece, room in zip(received, rooms, strict=True):
+        wave = seen[piece.name]
+        seen[piece.name] += 1
+        if wave == len(waves):
+            waves.append(([], []))
+        waves[wave][0].extend(piece.tensors)
+        waves[wave][1].extend(room)
+    return waves
+
+
+def cut(tensors: Sequence[torch.Tensor], chunk: int, chunks: int) -> list[torch.Tensor]:
+    """Return piece `chunk` of `chunks` of an expert: flat parts of its tensors, without empty ones.
+
+    An expert's tensors follow one another, and a piece is a range of their elements. So most pieces are a single
+    message, however many tensors an expert has.
+    """
+    total = sum(tensor.numel() for tensor in tensors)
+    begin, end = (
+        total if index == chunks else total * index // chunks // ALIGNMENT * ALIGNMENT for index in (chunk, chunk + 1)
+    )
+    parts, first = [], 0
+    for tensor in tensors:
+        low, high = max(begin - first, 0), min(end - first, tensor.numel())
+        if low < high:
+            parts.append(tensor.view(-1)[low:high])
+        first += tensor.numel()
+    return parts
 
 
 def _steps(
@@ -212,18 +318,21 @@ def _steps(
     """Return this rank's part of every round that it takes part in, in the order of Trans."""
 
     @cache
-    def pieces_of(expert: int) -> list[list[torch.Tensor]]:
-        flat = [tensor.view(-1) for tensor in tensors_of(placement.slot(rank, expert))]
-        by_chunk = zip(*(tensor.tensor_split(plan.chunks) for tensor in flat), strict=True)
-        return [[part for part in parts if part.numel()] for parts in by_chunk]
+    def expert_of(expert: int) -> Sequence[torch.Tensor]:
+        return tensors_of(placement.slot(rank, expert))
+
+    @cache
+    def tensors_in(expert: int, chunk: int, chunks: int) -> list[torch.Tensor]:
+        return cut(expert_of(expert), chunk, chunks)
 
     def piece(message: Message, peer: int) -> _Piece:
-        return _Piece(message.expert, message.chunk, peer, pieces_of(message.expert)[message.chunk])
+        tensors = tensors_in(message.expert, message.chunk, message.chunks)
+        return _Piece(message.expert, message.chunk, peer, tensors)
 
     steps = []
     for messages in plan.rounds:
         sent = [piece(message, message.target) for message in messages if message.source == rank]
         received = [piece(message, message.source) for message in messages if message.target == rank]
         if sent or received:
-            steps.append(_RoundPart(*sent or [None], *received or [None]))
+            steps.append(_RoundPart(sent, received))
     return steps

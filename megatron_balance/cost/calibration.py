@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput
+from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, Fit, Throughput
 
 WINDOW = 15
 """Number of iterations that a factor is the median of."""
@@ -98,6 +98,10 @@ def calibrated_profile(profile: ClusterProfile, factors: Factors) -> ClusterProf
             for kind, groups in profile.links.items()
         },
         messages={level: _slower(line, factors.exchange) for level, line in profile.messages.items()},
+        launches={
+            kind: {level: _slower(profile.launch(kind, level), factor) for level in LEVELS}
+            for kind, factor in by_kind.items()
+        },
         all_to_alls={name: _slower(line, factors.exchange) for name, line in profile.all_to_alls.items()},
         forward=_slower(profile.forward, factors.experts),
         backward=_slower(profile.backward, factors.experts),

@@ -190,6 +190,32 @@ def _crossing(network: Network, counts_XL: np.ndarray, quotas_XL: np.ndarray) ->
     return np.stack([quotas_XL, near_out_XL, near_in_XL, out_XL - near_out_XL, in_XL - near_in_XL])
 
 
+def guest_times(network: Network, far: float, lent: Lent, owner_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their experts.
+
+    They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
+    """
+    num_ranks, size, nodes = network.num_ranks, network.node_size, len(network.first_N)
+    place_K = (lent.rank_K - owner_E[lent.expert_K]) % size
+    order_K = np.lexsort((place_K, network.node_D[lent.rank_K], lent.expert_K, lent.plan_K))
+    plan_K, expert_K, rank_K = (part_K[order_K] for part_K in lent[1:4])
+    node_K, chain_K = network.node_D[rank_K], plan_K * len(owner_E) + expert_K
+    is_far_K = node_K != network.node_D[owner_E[expert_K]]
+    begins_K = np.append(True, chain_K[1:] != chain_K[:-1])
+    enters_K = is_far_K & (begins_K | np.append(True, node_K[1:] != node_K[:-1]))
+    time_K, first_C = np.where(enters_K, far, 1.0), np.flatnonzero(begins_K)
+    extra_C = np.add.reduceat(time_K, first_C) - np.maximum.reduceat(time_K, first_C)
+    sends_C = np.where(np.logical_and.reduceat(is_far_K, first_C), far, 1.0)
+    ends = np.append(plan_K * num_ranks + rank_K, plan_K[first_C] * num_ranks + owner_E[expert_K[first_C]])
+    times = np.bincount(ends, np.append(time_K, sends_C), lent.plans * num_ranks)
+    busy_A, extra_A = times.reshape(lent.plans, -1).max(1), np.zeros(lent.plans)
+    np.maximum.at(extra_A, plan_K[first_C], extra_C)
+    if network.adapters < size:
+        entered_AN = np.bincount(plan_K * nodes + node_K, enters_K, lent.plans * nodes).reshape(lent.plans, -1)
+        busy_A = np.maximum(busy_A, far * entered_AN.max(1) / network.adapters)
+    return busy_A, extra_A
+
+
 def crossing_of(loads_XFBD: np.ndarray) -> Crossing:
     """Return the tokens that ranks exchange, [2, ..., B, D]."""
     first = loads_XFBD.ndim - 3

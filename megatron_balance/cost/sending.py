@@ -1,53 +1,66 @@
 """Seconds of Trans and Agg, and the routes and pieces with which they take the fewest.
 
+Two families of routes compete. The routes of `placement/relays.py` take few batches, in which a rank sends and receives
+several messages. Chains and trees take a batch for each piece and hop, in which a rank sends at most one message and
+receives at most one. They pay where they save bytes: between nodes whose ranks share adapters.
+
 A piece of b bytes takes alpha + beta * b seconds on a link within a node, and other such seconds between nodes: the
-profile's lines of `trans` and `agg`. A rank sends one piece at a time and receives one, and the ranks of a node share
-its adapters.
+profile's lines of `trans` and `agg`. A batch takes no less than the thread that launches it (`cost/batches.py`).
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import Lent
+from megatron_balance.cost.batches import MOST_PIECES, MOST_STAGED, BatchModel, fewest_pieces
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
 from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
-from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, Fit
+from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
 
-FANOUTS = (1, 2, 16)
-"""Fanouts to choose from: a chain, a tree with two sends per rank, and one that doubles up to 2**16 ranks."""
-
-MOST_CHUNKS = 64
-"""Maximum number of pieces of an expert: enough for a chain of 64 ranks; each piece costs a call."""
+FANOUTS = {"chain": 1, "tree": 2, "doubling": 16}
+"""Further routes, as `fanout` of `plan_transfers`: one that doubles reaches up to 2**16 ranks."""
 
 LEAST_CHUNKS = 4
-"""Minimum number of pieces of a large expert whose plan is executed in two parts."""
+"""Minimum number of pieces along chains and trees of a large expert whose plan is executed in two parts."""
+
+LEAST_ROUNDS = 2
+"""Minimum number of rounds of such a plan along other routes."""
 
 LEAST_ALPHA = 1e-6
 """Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
 
-WORTHWHILE = 1.05
-"""Time of chains over a lower bound for all routes, below which no trees are tried."""
+UNAVOIDABLE = 1.05
+"""Time of the best routes over a lower bound for all routes, up to which no trees are tried."""
+
+WORTHWHILE = 1.2
+"""Time of few batches over that of chains or trees, up to which few batches are chosen. The latter is a lower bound,
+and their many batches keep the thread busy that launches them."""
 
 ROUNDING = 1e-9
-TINY = np.finfo(np.float64).tiny
 
 USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
 
 
 class Sending(NamedTuple):
-    """How a placement's experts reach their guests, and the seconds that it takes at least."""
+    """How a placement's experts reach their guests, and the seconds that it takes."""
 
-    fanout: int
+    route: str
+    """A name in ROUTES or FANOUTS."""
     chunks: int
-    """As in `plan_transfers`."""
+    """Number of pieces, as in `plan_hops` or `plan_transfers`."""
     trans: float
+    """Seconds; those of ROUTES are upper bounds."""
     agg: float
+
+
+NOTHING = Sending(ROUTES[0], 1, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,35 +82,96 @@ class SendingModel:
         """Time of a piece between nodes, in pieces within a node; 1 if there is one node."""
         if self.profile.num_ranks <= self.profile.node_size:
             return 1.0
-        near, far = (self.profile.link("trans", level).seconds(self.param_bytes / USUAL_CHUNKS) for level in LEVELS)
+        near, far = (line.seconds(self.param_bytes / USUAL_CHUNKS) for line in self._lines[0])
         return far / near if near else 1.0
 
+    @cached_property
+    def _lines(self) -> tuple[tuple[Fit, Fit], tuple[Fit, Fit]]:
+        """Lines of a round of Trans and of Agg, within nodes and between nodes, no faster than its launch."""
+        trans, agg = (
+            tuple(
+                line._replace(alpha=max(line.alpha, self.profile.launch(kind, level).seconds(1)))
+                for level, line in ((level, self.profile.link(kind, level)) for level in LEVELS)
+            )
+            for kind in ROUNDS
+        )
+        return trans, agg  # pyright: ignore[reportReturnType]
+
+    @cached_property
+    def _batches(self) -> tuple[BatchModel, BatchModel]:
+        """Models of the batches of Trans and of Agg."""
+        trans, agg = (BatchModel(self.profile, self.network, kind) for kind in ROUNDS)
+        return trans, agg
+
     def best(self, placement: Placement) -> Sending:
-        """Return the routes and pieces with the fewest seconds of Trans; ties go to the chain, then to fewer pieces.
+        """Return the routes and pieces with the fewest seconds of Trans; ties go to fewer batches, then fewer pieces.
 
-        Trees are tried if chains take much longer than what no routes avoid: each guest receives its experts, and the
-        ranks that have an expert double at most.
+        Chains and trees are chosen only if they are WORTHWHILE.
+        Trees are tried if all else takes much longer than what no routes avoid: each guest receives its experts, and
+        the ranks that have an expert double at most.
         """
+        return self._chosen(placement)[0] if placement.added_hosts else NOTHING
+
+    def plan(self, placement: Placement) -> TransferPlan:
+        """Return the messages of `best`."""
         if not placement.added_hosts:
-            return Sending(1, 1, 0.0, 0.0)
-        lines, received = self.chains(placement)
-        choices, hosts = [Sending(1, *self.fewest_seconds(lines))], max(len({*ranks}) for ranks in placement.hosts)
-        least = np.array([[received, 0.0], [1.0, np.log2(hosts) - 1]])
-        if choices[0].trans > WORTHWHILE * self.fewest_seconds(least)[1]:
-            for fanout in FANOUTS[1:]:
-                loads = LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
-                for route in routes(placement, self.profile.node_size, fanout, self.far).values():
-                    loads.add(route)
-                choices.append(Sending(fanout, *self.fewest_seconds(np.array(loads.lines))))
-        return min(choices, key=lambda choice: choice.trans)
+            return TransferPlan(())
+        sending, found = self._chosen(placement)
+        return found if isinstance(found, TransferPlan) else plan_hops(found, sending.chunks)
 
-    def along_chains(self, expert_M: np.ndarray, rank_M: np.ndarray, owner_M: np.ndarray) -> Sending:
-        """Return the pieces with the fewest seconds if every expert travels along a chain; `best` is not slower.
+    def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan]:
+        """Return the best choice, and its hops or its plan; there is at least one guest.
 
-        Args:
-            expert_M, rank_M, owner_M: guests, at least one.
+        The seconds of chains and trees are lower bounds, so they are chosen only if their plan is faster, too.
         """
-        return Sending(1, *self.fewest_seconds(self.chain_lines(owner_M, expert_M, rank_M)[0]))
+        choices = self._choices(placement)
+        sending, found = self._best(choices)
+        if found is not None:
+            return sending, found
+        plan = plan_transfers(placement, self.profile.node_size, sending.chunks, FANOUTS[sending.route], self.far)
+        trans, agg = (float(ends[-1]) for ends in self.progress(plan))
+        few, few_hops = self._best([choice for choice in choices if choice[1] is not None])
+        assert few_hops is not None
+        return (sending._replace(trans=trans, agg=agg), plan) if trans < few.trans else (few, few_hops)
+
+    def _choices(self, placement: Placement) -> list[tuple[Sending, Hops | None]]:
+        """Return what `best` chooses from; routes of few batches come first, with their hops."""
+        choices: list[tuple[Sending, Hops | None]] = [*self._in_batches(placement)]
+        lines, received = self.chains(placement)
+        choices.append((Sending("chain", *self.fewest_seconds(lines)), None))
+        most = max(len({*ranks}) for ranks in placement.hosts)
+        least = np.array([[received, 0.0], [1.0, np.log2(most) - 1]])
+        if min(sending.trans for sending, _ in choices) > UNAVOIDABLE * self.fewest_seconds(least)[1]:
+            for route in ("tree", "doubling"):
+                loads = LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
+                for links in routes(placement, self.profile.node_size, FANOUTS[route], self.far).values():
+                    loads.add(links)
+                choices.append((Sending(route, *self.fewest_seconds(np.array(loads.lines))), None))
+        return choices
+
+    @staticmethod
+    def _best(choices: Sequence[tuple[Sending, Hops | None]]) -> tuple[Sending, Hops | None]:
+        return min(choices, key=lambda choice: choice[0].trans * (WORTHWHILE if choice[1] is None else 1))
+
+    def _in_batches(self, placement: Placement) -> Iterator[tuple[Sending, Hops]]:
+        """Yield the best choice of pieces for each route of few batches that differs from those before it."""
+        stages = 0
+        for route in ROUTES:
+            found = hops(placement, self.profile.node_size, route)
+            if int(found.stage_M.max()) + 1 > stages:
+                stages = int(found.stage_M.max()) + 1
+                sizes = self.param_bytes, self.grad_bytes
+                yield Sending(route, *fewest_pieces(self._batches, sizes, found, self._least_rounds)), found
+
+    def along_chains(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> Sending:
+        """Return an estimate of `best` for the guests of `chain_lines`.
+
+        The seconds are those of chains, or those of few batches if these are fewer.
+        """
+        lines, _ = self.chain_lines(owner_M, expert_M, rank_M)
+        chain = Sending("chain", *self.fewest_seconds(lines))
+        trans, agg = self.seconds_of(*map(float, lines.max(0)))
+        return chain if chain.trans <= trans else chain._replace(trans=trans, agg=agg)
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
@@ -142,11 +216,6 @@ class SendingModel:
         lines = np.concatenate([np.stack([busy, before + after], axis=1)[used], alone])
         return lines, float(busy[num_ranks : 2 * num_ranks].max())
 
-    def plan(self, placement: Placement) -> TransferPlan:
-        """Return the messages of `best`."""
-        sending = self.best(placement)
-        return plan_transfers(placement, self.profile.node_size, sending.chunks, sending.fanout, self.far)
-
     def fewest_seconds(self, lines: np.ndarray) -> tuple[int, float, float]:
         """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
 
@@ -163,36 +232,59 @@ class SendingModel:
         return int(chunks_A[best]), float(trans_A[best]), float(self.agg_seconds(time_A[best], chunks_A[best]))
 
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
-        """Return the seconds of Trans and Agg if the busiest rank sends for `busy` and `extra` follows.
+        """Return the seconds of Trans and Agg in few batches, if the busiest rank sends for `busy` and `extra` follows.
+
+        Where nothing follows, the owners send in one batch. Otherwise guests pass on their parts, piece by piece: c
+        pieces take c + 1 batches, and the last piece is passed on alone. It is an estimate for many placements.
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
         if np.ndim(busy) == 0:
             return self._seconds_of_one(float(busy), float(extra))
-        chunks = self.best_chunks(np.maximum(busy, TINY), extra)
-        time = np.where(busy > 0, busy * chunks + extra, 0.0)
-        return self.trans_seconds(time, chunks), self.agg_seconds(time, chunks)
+        is_far, relays = self._is_far(busy), extra > 0
+        more = relays if self._least_rounds == 1 else 1.0
+        found = []
+        for lines, size, messages in self._sent:
+            (near, far), message = lines, messages * extra
+            alpha = np.where(is_far, far.alpha, near.alpha) + message
+            time = busy * np.where(is_far, far.beta / self.far, near.beta) * size
+            last = size * np.where(extra < self.far, near.beta * np.minimum(extra, 1.0), far.beta)
+            pieces = np.minimum(np.maximum(np.rint(np.sqrt(last / np.maximum(alpha, LEAST_ALPHA))), 1.0), MOST_PIECES)
+            found.append(np.where(busy > 0, alpha * (np.where(relays, pieces, 1.0) + more) + time + last / pieces, 0.0))
+        return found[0], found[1]
 
     def _seconds_of_one(self, busy: float, extra: float) -> tuple[float, float]:
         """Return `seconds_of` numbers, in which numpy would take most of the time."""
         if busy <= 0:
             return 0.0, 0.0
-        least = self.far * (1 - ROUNDING)
-        latencies = self._latencies["inter" if self.far > 1 and busy >= least else "intra"]
-        chunks = float(min(max(round(math.sqrt(extra / busy * latencies)), self.fewest_chunks), MOST_CHUNKS))
-        time = busy * chunks + extra
-        is_far = self.far > 1 and time / chunks >= least
-        trans, agg = (
-            time * (far.seconds(size / chunks) / self.far if is_far else near.seconds(size / chunks))
-            for (near, far), size in zip(self._lines, (self.param_bytes, self.grad_bytes), strict=True)
-        )
-        return trans, agg
+        is_far, relays = bool(self._is_far(busy)), extra > 0
+        more = relays if self._least_rounds == 1 else 1.0
+        found = []
+        for lines, size, messages in self._sent:
+            line, alpha = lines[is_far], lines[is_far].alpha + messages * extra
+            time = busy * line.beta * size / (self.far if is_far else 1.0)
+            last = size * (lines[0].beta * min(extra, 1.0) if extra < self.far else lines[1].beta)
+            pieces = min(max(round(math.sqrt(last / max(alpha, LEAST_ALPHA))), 1), MOST_PIECES)
+            found.append(alpha * (pieces + more if relays else 1 + more) + time + last / pieces)
+        return found[0], found[1]
 
     @cached_property
-    def _lines(self) -> tuple[tuple[Fit, Fit], ...]:
-        """Lines within nodes and between nodes, of Trans and of Agg."""
-        trans, agg = ([self.profile.link(kind, level) for level in LEVELS] for kind in ("trans", "agg"))
-        return (trans[0], trans[1]), (agg[0], agg[1])
+    def _sent(self) -> tuple[tuple[tuple[Fit, Fit], float, float], ...]:
+        """Lines, bytes of an expert and seconds to launch two messages, of Trans and of Agg."""
+        launches = [2 * self.profile.launch(kind, LEVELS[0]).beta for kind in ROUNDS]
+        return tuple(zip(self._lines, (self.param_bytes, self.grad_bytes), launches, strict=True))
+
+    def at_least(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """Return lower bounds for Trans and for Agg: seconds of a launch, and of an expert's bytes on a link.
+
+        The links are a rank's within its node, and its own between nodes.
+        """
+        one_way = self.network.near.one_way
+        trans, agg = (
+            (min(near.alpha * one_way, far.alpha), near.beta * one_way * size, far.beta * size)
+            for (near, far), size, _ in self._sent
+        )
+        return trans, agg
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
@@ -223,32 +315,6 @@ class SendingModel:
         rank_D = np.arange(self.network.num_ranks)
         return (rank_D - rank_D[:, None]) % self.network.node_size
 
-    def guest_times(self, lent: Lent, owner_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their experts.
-
-        They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
-        """
-        network, num_ranks = self.network, self.profile.num_ranks
-        size, nodes = network.node_size, len(network.first_N)
-        place_K = (lent.rank_K - owner_E[lent.expert_K]) % size
-        order_K = np.lexsort((place_K, network.node_D[lent.rank_K], lent.expert_K, lent.plan_K))
-        plan_K, expert_K, rank_K = (part_K[order_K] for part_K in lent[1:4])
-        node_K, chain_K = network.node_D[rank_K], plan_K * len(owner_E) + expert_K
-        is_far_K = node_K != network.node_D[owner_E[expert_K]]
-        begins_K = np.append(True, chain_K[1:] != chain_K[:-1])
-        enters_K = is_far_K & (begins_K | np.append(True, node_K[1:] != node_K[:-1]))
-        time_K, first_C = np.where(enters_K, self.far, 1.0), np.flatnonzero(begins_K)
-        extra_C = np.add.reduceat(time_K, first_C) - np.maximum.reduceat(time_K, first_C)
-        sends_C = np.where(np.logical_and.reduceat(is_far_K, first_C), self.far, 1.0)
-        ends = np.append(plan_K * num_ranks + rank_K, plan_K[first_C] * num_ranks + owner_E[expert_K[first_C]])
-        times = np.bincount(ends, np.append(time_K, sends_C), lent.plans * num_ranks)
-        busy_A, extra_A = times.reshape(lent.plans, -1).max(1), np.zeros(lent.plans)
-        np.maximum.at(extra_A, plan_K[first_C], extra_C)
-        if network.adapters < size:
-            entered_AN = np.bincount(plan_K * nodes + node_K, enters_K, lent.plans * nodes).reshape(lent.plans, -1)
-            busy_A = np.maximum(busy_A, self.far * entered_AN.max(1) / network.adapters)
-        return busy_A, extra_A
-
     def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
         """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
 
@@ -257,20 +323,26 @@ class SendingModel:
         """
         latencies = np.where(self._is_far(busy), self._latencies["inter"], self._latencies["intra"])
         chunks = np.rint(np.sqrt(extra / busy * latencies))
-        return np.minimum(np.maximum(chunks, self.fewest_chunks), MOST_CHUNKS)
+        return np.minimum(np.maximum(chunks, self.fewest_chunks), MOST_PIECES)
 
     @cached_property
     def fewest_chunks(self) -> int:
-        """Minimum number of pieces: 1; in two parts up to LEAST_CHUNKS, if each takes at least four latencies to send.
+        """Minimum number of pieces: one that fits MOST_STAGED; in two parts up to LEAST_CHUNKS, if each piece takes at
+        least four latencies to send.
 
         A plan is split between pieces.
         """
-        return max(1, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else 1
+        fewest = min(MOST_PIECES, max(1, math.ceil(self.grad_bytes / MOST_STAGED)))
+        return max(fewest, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else fewest
+
+    @cached_property
+    def _least_rounds(self) -> int:
+        return min(self.fewest_chunks, LEAST_ROUNDS)
 
     @cached_property
     def _latencies(self) -> dict[str, float]:
         """Seconds to send the bytes of a whole expert, in latencies of a message, by kind of link."""
-        lines = {level: self.profile.link("trans", level) for level in LEVELS}
+        lines = dict(zip(LEVELS, self._lines[0], strict=True))
         return {level: line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for level, line in lines.items()}
 
     def trans_seconds(self, time: Any, chunks: Any) -> Any:
@@ -297,12 +369,7 @@ class SendingModel:
         return (busy >= self.far * (1 - ROUNDING)) & (self.far > 1)
 
     def progress(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward.
-
-        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
-        adapters of a node carry the bytes of its ranks' messages in the order of rounds. In a round with fewer messages
-        than ranks, the fabric of a node may carry each of them faster.
-        """
+        """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward."""
         (trans, _), (agg, _) = self._both(plan)
         return trans, agg
 
@@ -312,9 +379,10 @@ class SendingModel:
         return trans_D, agg_D
 
     def _both(self, plan: TransferPlan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        trans, agg = self._batches
         return (
-            self._progress(plan, "trans", self.param_bytes / plan.chunks, backward=False),
-            self._progress(plan, "agg", self.grad_bytes / plan.chunks, backward=True),
+            trans.progress(plan, self.param_bytes, backward=False),
+            agg.progress(plan, self.grad_bytes, backward=True),
         )
 
     def rounds_within(self, plan: TransferPlan, seconds: float, *, forward: bool) -> int:
@@ -328,46 +396,3 @@ class SendingModel:
             return 0
         taken = ends[-1] - np.append(0.0, ends[:-1])[::-1] if forward else ends
         return int((taken <= seconds).sum())
-
-    def _progress(
-        self, plan: TransferPlan, kind: str, piece_bytes: float, *, backward: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds after which each round is complete, and [D] those after which each rank is."""
-        near, far = (self.profile.link(kind, level) for level in ("intra", "inter"))
-        network, free_D, ends = self.network, np.zeros(self.profile.num_ranks), []
-        carried_2N = np.zeros((2, len(network.first_N)))
-        """When each node's adapters have sent and received all bytes so far."""
-        for messages in reversed(plan.rounds) if backward else plan.rounds:
-            pairs_M2 = np.array([message[1:3] for message in messages])
-            source_M, target_M = pairs_M2.T[::-1] if backward else pairs_M2.T
-            start_M = np.maximum(free_D[source_M], free_D[target_M])
-            is_far_M = network.node_D[source_M] != network.node_D[target_M]
-            end_M = start_M + near.seconds(piece_bytes) * self._busy(network.node_D[source_M], is_far_M)
-            if is_far_M.any():
-                ends_2M = network.node_D[np.stack([source_M, target_M])[:, is_far_M]]
-                begun_M = start_M[is_far_M]
-                carried_M = self._carry(carried_2N, ends_2M, begun_M, far.beta * piece_bytes / network.adapters)
-                end_M[is_far_M] = far.alpha + np.maximum(begun_M + far.beta * piece_bytes, carried_M)
-            np.maximum.at(free_D, source_M, end_M)
-            np.maximum.at(free_D, target_M, end_M)
-            ends.append(float(free_D.max()))
-        return np.array(ends), free_D
-
-    def _busy(self, node_M: np.ndarray, is_far_M: np.ndarray) -> np.ndarray:
-        """Return [M] the share of a full round's time that messages within their nodes take.
-
-        The lines hold for rounds in which every rank sends and receives. Where the ranks of a node share its fabric,
-        fewer messages take less time, down to what the profile's `one_way` line shows.
-        """
-        number_N = np.bincount(node_M[~is_far_M], minlength=len(self.network.first_N))
-        return np.maximum(number_N / self.network.node_size, self.network.near.one_way)[node_M].clip(0.0, 1.0)
-
-    @staticmethod
-    def _carry(carried_2N: np.ndarray, node_2M: np.ndarray, start_M: np.ndarray, seconds: float) -> np.ndarray:
-        """Add one round's messages to the adapters of their nodes, and return [M] when these have carried them."""
-        for carried_N, node_M in zip(carried_2N, node_2M, strict=True):
-            first_N = np.full(len(carried_N), np.inf)
-            np.minimum.at(first_N, node_M, start_M)
-            number_N = np.bincount(node_M, minlength=len(carried_N))
-            carried_N[:] = np.where(number_N, np.maximum(carried_N, first_N) + number_N * seconds, carried_N)
-        return carried_2N[np.arange(2)[:, None], node_2M].max(0)

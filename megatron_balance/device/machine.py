@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
@@ -32,6 +33,8 @@ class Machine:
     """apex's extension modules that are missing from its build."""
     unfit: str | None = None
     """Why the installed Transformer Engine does not meet megatron-core's requirements; None if it does."""
+    connections: str = ""
+    """CUDA_DEVICE_MAX_CONNECTIONS: number of queues to a GPU, read by CUDA when it starts; empty: its default."""
 
     @classmethod
     def here(cls, world_size: int) -> "Machine":
@@ -49,6 +52,7 @@ class Machine:
             apex=apex,
             unbuilt=unbuilt,
             unfit=unfit,
+            connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         )
 
     def imagined(self, backend: str) -> "Machine":

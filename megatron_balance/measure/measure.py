@@ -32,8 +32,8 @@ from megatron_balance.profile.cluster_profile import (
     ParallelLines,
     Throughput,
     fit,
-    load,
 )
+from megatron_balance.profile.profile_file import load
 
 SIZES = tuple(4**power << 13 for power in range(6))
 """Bytes of the messages that are timed: 8 KiB to 8 MiB. Of two ranks, each then receives 16 MiB in an exchange; glibc

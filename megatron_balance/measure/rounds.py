@@ -15,7 +15,7 @@ ROUNDS = 8
 """Number of rounds. Consecutive rounds overlap on gloo, so that the first and the last one count less among many."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Expert:
     """The slots of a rank with one expert and one guest: lists of tensors, which are weights and gradients at once."""
 
@@ -37,8 +37,10 @@ class _Expert:
 def ring(num_ranks: int, step: int) -> tuple[TransferPlan, Placement]:
     """Return a plan in which every rank sends its only expert to the rank `step` after it, a piece in each round."""
     pairs = [(rank, (rank + step) % num_ranks) for rank in range(num_ranks)]
-    rounds = tuple(tuple(Message(source, source, target, chunk) for source, target in pairs) for chunk in range(ROUNDS))
-    return TransferPlan(rounds, ROUNDS), Placement.identity(num_ranks, num_ranks, 1).with_hosts(pairs)
+    rounds = tuple(
+        tuple(Message(source, source, target, chunk, ROUNDS) for source, target in pairs) for chunk in range(ROUNDS)
+    )
+    return TransferPlan(rounds), Placement.identity(num_ranks, num_ranks, 1).with_hosts(pairs)
 
 
 def trans_rounds(group: dist.ProcessGroup, step: int, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:

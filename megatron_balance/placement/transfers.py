@@ -18,14 +18,16 @@ class Message(NamedTuple):
     target: int
     chunk: int
     """Index of the piece: 0 .. chunks - 1."""
+    chunks: int = 1
+    """Number of pieces that the expert is sent in, the same in all of its messages."""
 
 
 @dataclass(frozen=True)
 class TransferPlan:
     """The messages that bring experts from their owners to guest slots, piece by piece, in consecutive rounds.
 
-    In one round a rank sends at most one message and receives at most one. A source is the expert's owner or a relay
-    that received the piece in an earlier round. Every piece reaches every occupied guest slot once.
+    The messages of one round are one batch. A source is the expert's owner or a relay that received the piece in an
+    earlier round. Every piece reaches every occupied guest slot once.
 
     Trans runs the rounds forward: the source sends weights to the target. Agg runs them backward: the target sends
     gradients to the source, which adds what it receives to its own, so a relay passes on the sum of its subtree.
@@ -33,17 +35,14 @@ class TransferPlan:
 
     rounds: tuple[tuple[Message, ...], ...]
 
-    chunks: int
-    """Number of pieces that every expert is sent in."""
-
     @property
     def experts_sent(self) -> float:
         """Number of experts that cross links, counted per link; part of a plan may send a fraction."""
-        return sum(map(len, self.rounds)) / self.chunks
+        return math.fsum(1 / message.chunks for messages in self.rounds for message in messages)
 
     def split(self, rounds: int) -> tuple["TransferPlan", "TransferPlan"]:
         """Split after `rounds` rounds. Trans runs the first part first, Agg the second part first."""
-        return TransferPlan(self.rounds[:rounds], self.chunks), TransferPlan(self.rounds[rounds:], self.chunks)
+        return TransferPlan(self.rounds[:rounds]), TransferPlan(self.rounds[rounds:])
 
 
 class Link(NamedTuple):
@@ -66,8 +65,9 @@ Route = tuple[Link, ...]
 def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: int = 1, far: float = 1) -> TransferPlan:
     """Schedule every expert's pieces along its route, where each rank relays a piece to at most `fanout` others.
 
-    Greedy list scheduling sends the most urgent piece first: the one with the most rounds left on its link and on the
-    links behind it. Ties go to the earlier piece, then to the lower expert.
+    In one round a rank sends at most one message and receives at most one. Greedy list scheduling sends the most urgent
+    piece first: the one with the most rounds left on its link and on the links behind it. Ties go to the earlier piece,
+    then to the lower expert.
 
     Args:
         node_size, fanout, far: as in `route_of`.
@@ -81,7 +81,7 @@ def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: in
     while flows:
         rounds.append(_advance(flows, chunks))
         flows = [flow for flow in flows if flow.left]
-    return TransferPlan(tuple(rounds), chunks)
+    return TransferPlan(tuple(rounds))
 
 
 def routes(placement: Placement, node_size: int, fanout: int = 1, far: float = 1) -> dict[int, Route]:
@@ -272,5 +272,7 @@ def _advance(flows: Sequence[_Flow], chunks: int) -> tuple[Message, ...]:
     for flow in chosen:
         flow.left -= 1
     return tuple(
-        sorted(Message(flow.expert, flow.link.source, flow.link.target, chunks - flow.left - 1) for flow in chosen)
+        sorted(
+            Message(flow.expert, flow.link.source, flow.link.target, chunks - flow.left - 1, chunks) for flow in chosen
+        )
     )

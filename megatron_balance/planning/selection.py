@@ -107,7 +107,7 @@ class Selection:
         rank_M = np.array([rank for choice in self.chosen.values() for rank in choice.guests], dtype=np.int64)
         trans = agg = 0.0
         if len(rank_M):
-            _, _, trans, agg = self.cost.transport.along_chains(expert_M, rank_M, self.owner_E[expert_M])
+            _, _, trans, agg = self.cost.transport.along_chains(self.owner_E[expert_M], expert_M, rank_M)
         return self._total(trans, agg)
 
     def _total(self, trans: float, agg: float) -> float:

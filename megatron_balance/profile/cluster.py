@@ -15,7 +15,7 @@ import yaml
 
 from megatron_balance.files.reading import number_in, read_yaml, shown
 from megatron_balance.messages import cleaned
-from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, builtin, from_links
+from megatron_balance.profile.cluster_profile import LAUNCHING, ClusterProfile, Fit, Throughput, builtin, from_links
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,7 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
         shared=shared,
         forward=Throughput(per_token, base.forward.overhead, 0.0, 0.0),
         backward=Throughput(2 * per_token, base.backward.overhead, 0.0, 0.0),
+        host=LAUNCHING,
         rates=() if len(set(tflops_D)) == 1 else tuple(tflops / mean for tflops in tflops_D),
     )
 

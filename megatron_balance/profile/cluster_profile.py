@@ -4,7 +4,6 @@ Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b s
 derives the seconds of exchanges, transfers and layers.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,35 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.files.reading import MIB, number_in, read_object, shown
-from megatron_balance.messages import cleaned
+VERSION = 4
+ROUNDS = ("trans", "agg")
+"""Operations that send experts."""
 
-VERSION = 3
 COLLECTIVES = ("p2p", "one_way", "trans", "agg", "all_to_all", "all_gather", "all_reduce")
 GROUPS = ("intra", "inter", "ep")
 """Group kinds: ranks of one node, one rank per node, the whole expert-parallel group."""
 
 LEVELS = ("intra", "inter")
 """Kinds of links: within a node, and between nodes."""
-
-MAX_BYTES = 4 * MIB
-"""Maximum size of a file; a profile for 64 ranks has 60 kB."""
-
-_SECONDS, _ERROR, _COUNT = (0, 60, "seconds"), (0, 1e9, "times"), (1, 10**6, "")
-RANGES: Mapping[str, tuple[float, float, str]] = {
-    "alpha": _SECONDS,
-    "beta": (0, 1e-3, "seconds per byte"),
-    "overhead": _SECONDS,
-    "seconds_per_token": _SECONDS,
-    "rate": (1e-3, 1e3, "of the mean"),
-    **dict.fromkeys(("residual", "held_out"), _ERROR),
-    **dict.fromkeys(("num_ranks", "node_size", "ranks", "nodes", "mp", "esp"), _COUNT),
-}
-"""Minimum, maximum and unit of each number in a file; a count has no unit.
-
-A link carries between 1 kB/s and 100 TB/s (NVLink 5.0: 0.9 TB/s); `fit` returns a flat line if the measured times are
-only noise. No message and no token takes a minute.
-"""
 
 
 class Fit(NamedTuple):
@@ -184,6 +164,10 @@ class ClusterProfile:
     forward: Throughput
     backward: Throughput
 
+    launches: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
+    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, as a function of the number that a
+    rank sends and receives. Empty: as `messages`, in which a rank sends as many as it receives."""
+
     rates: tuple[float, ...] = ()
     """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all 1."""
 
@@ -198,6 +182,13 @@ class ClusterProfile:
 
     def link(self, collective: str, group: str = "ep") -> Fit:
         return self.links[collective][group]
+
+    def launch(self, kind: str, level: str) -> Fit:
+        """Return the line of `launches`, or the one that follows from `messages`."""
+        if self.launches:
+            return self.launches[kind][level]
+        line = self.messages[level]
+        return line._replace(beta=line.beta / 2)
 
     def codec(self, name: str) -> CodecTimes:
         """Return the times of `--moe-comm-codec name`; an unmeasured codec is assumed to be as fast as possible."""
@@ -227,98 +218,12 @@ def _as_json(value: Any) -> Any:
     return [_as_json(one) for one in value] if isinstance(value, tuple) else value
 
 
-def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
-    """Read a profile and check that it is for this cluster.
+LAUNCHING = Fit(20e-6, 5e-6, 0.0, 0.0)
+"""Seconds of the thread that launches a batch of NCCL's sends and receives, where nothing was measured.
 
-    Raises:
-        ValueError: the file cannot be read or is damaged, or has another version, or is for another number of ranks or
-            node size.
-    """
-    where = f"--balance-profile {path}"
-    content = read_object(path, MAX_BYTES, "--balance-profile")
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"{where}: version {shown(content.get('version'))}, but this program reads version {VERSION}; measure the "
-            "cluster again"
-        )
-    try:
-        profile = _parse(content)
-    except ValueError as error:
-        raise ValueError(f"{where}: damaged profile ({error}); measure again") from error
-    if (profile.num_ranks, profile.node_size) != (num_ranks, node_size):
-        raise ValueError(
-            f"{where}: is for {profile.num_ranks} expert-parallel ranks in nodes of {profile.node_size}, but this job "
-            f"has {num_ranks} in nodes of {node_size}; measure again or use --balance-profile builtin"
-        )
-    return profile
-
-
-def _parse(content: Any) -> ClusterProfile:
-    _keys(content, ("version", *(field.name for field in dataclasses.fields(ClusterProfile))), "the file")
-    links, batches = _keys(content["links"], COLLECTIVES, "links"), _keys(content["messages"], LEVELS, "messages")
-    codecs, members, rates = content["codecs"], content["all_to_alls"], content["rates"]
-    if not (isinstance(codecs, dict) and isinstance(members, dict) and isinstance(rates, list)):
-        raise ValueError("codecs, all_to_alls, rates: are not two objects and a list")
-    parallel, num_ranks = content["parallel"], _number(content["num_ranks"], "num_ranks")
-    if len(rates) not in (0, num_ranks):
-        raise ValueError(f"rates: has {len(rates)} numbers for {num_ranks} ranks")
-    return ClusterProfile(
-        num_ranks=num_ranks,
-        node_size=_number(content["node_size"], "node_size"),
-        links={
-            kind: {
-                group: _numbers(Fit, line, f"links.{kind}.{group}")
-                for group, line in _keys(lines, GROUPS, f"links.{kind}").items()
-            }
-            for kind, lines in links.items()
-        },
-        forward=_numbers(Throughput, content["forward"], "forward"),
-        backward=_numbers(Throughput, content["backward"], "backward"),
-        messages={level: _numbers(Fit, line, f"messages.{level}") for level, line in batches.items()},
-        rates=tuple(_number(rate, f"rates[{rank}].rate") for rank, rate in enumerate(rates)),
-        all_to_alls={name: _numbers(Fit, line, f"all_to_alls.{cleaned(name)}") for name, line in members.items()},
-        codecs={
-            name: CodecTimes(
-                **{
-                    way: _numbers(Throughput, line, f"codecs.{cleaned(name)}.{way}")
-                    for way, line in _keys(times, CodecTimes._fields, f"codecs.{cleaned(name)}").items()
-                }
-            )
-            for name, times in codecs.items()
-        },
-        parallel=None if parallel is None else _parallel(parallel),
-    )
-
-
-def _parallel(content: Any) -> ParallelLines:
-    found = _keys(content, ParallelLines._fields, "parallel")
-    for name, value in found.items():
-        if name in RANGES:
-            found[name] = _number(value, f"parallel.{name}")
-        elif value is not None or name not in ParallelLines._field_defaults:
-            found[name] = _numbers(Fit, value, f"parallel.{name}")
-    return ParallelLines(**found)
-
-
-def _keys(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:
-    """Return `content` in the order of `names`, after checking that it is an object with exactly these keys."""
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: {shown(content)} is not an object with {', '.join(names)}")
-    if wrong := sorted(content.keys() ^ set(names)):
-        state = "is unknown" if wrong[0] in content else "is missing"
-        raise ValueError(f"{where}: {cleaned(wrong[0])} {state}")
-    return {name: content[name] for name in names}
-
-
-def _numbers(kind: Any, content: Any, where: str) -> Any:
-    """Convert an object to a named tuple of numbers."""
-    fields = _keys(content, kind._fields, where)
-    return kind(**{name: _number(value, f"{where}.{name}") for name, value in fields.items()})
-
-
-def _number(value: Any, where: str) -> Any:
-    low, high, unit = RANGES[where.rpartition(".")[2]]
-    return number_in(value, low, high, where, unit=unit, whole=not unit)
+`tools/bench/launches.py` measures torch's share on a CPU: 2 us for a batch and 3 us for a message. The rest is NCCL's,
+which enqueues each message and launches a kernel; each takes some microseconds.
+"""
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
@@ -327,7 +232,7 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
     Within a node: 150 GB/s, and 10 us for a batch of one message; between nodes: 25 GB/s and 25 us. Each further
     message of a batch takes a tenth of that. An expert's two matrix products run at 200 TFLOP/s with 2-byte numbers,
     and at half of that with wider ones; a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). Every
-    rank has its own adapter.
+    rank has its own adapter. A batch is launched as LAUNCHING says.
 
     Args:
         hidden: width of the model.
@@ -345,6 +250,7 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
         shared=far,
         forward=Throughput(per_token, 20e-6, 0.0, 0.0),
         backward=Throughput(2 * per_token, 40e-6, 0.0, 0.0),
+        host=LAUNCHING,
     )
 
 
@@ -361,6 +267,7 @@ def from_links(
     shared: Fit,
     forward: Throughput,
     backward: Throughput,
+    host: Fit | None = None,
     rates: tuple[float, ...] = (),
 ) -> ClusterProfile:
     """Return the profile that follows from the links of a cluster, without measurements.
@@ -372,6 +279,7 @@ def from_links(
     Args:
         near, far: a message within a node, and between nodes while no other rank of the node sends.
         shared: a message between nodes while all ranks of the node send.
+        host: seconds of the thread that launches a batch of Trans or Agg, by its messages; None: those of the links.
     """
     far, shared = (far, shared) if num_ranks > node_size else (near, near)
     crossing = (num_ranks - node_size) / max(1, num_ranks - 1) if num_ranks > node_size else 0.0
@@ -389,6 +297,11 @@ def from_links(
         level: Fit((1 - MESSAGE) * line.alpha, MESSAGE * line.alpha, 0.0, 0.0)
         for level, line in zip(LEVELS, (near, far), strict=True)
     }
+    alpha, beta = host[:2] if host is not None else (0.0, 0.0)
+    launches = {
+        level: line._replace(alpha=max(line.alpha, alpha), beta=max(line.beta / 2, beta))
+        for level, line in messages.items()
+    }
     return ClusterProfile(
         num_ranks=num_ranks,
         node_size=node_size,
@@ -396,5 +309,6 @@ def from_links(
         messages=messages,
         forward=forward,
         backward=backward,
+        launches={} if host is None else dict.fromkeys(ROUNDS, launches),
         rates=rates,
     )

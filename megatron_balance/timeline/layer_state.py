@@ -65,8 +65,8 @@ class LayerState:
     logged: set[str] = field(default_factory=set)
     """Kinds of the policy's problems that have been logged."""
 
-    _fits: tuple[TransferPlan, tuple[int, int]] | None = None
-    """A plan and its `_fitting`."""
+    _parts: tuple[TransferPlan, dict[Operation, tuple[TransferPlan, TransferPlan]]] | None = None
+    """A plan and its `_both_parts`, the same objects as long as the plan lasts."""
 
     _sent: tuple[TransferPlan, int, tuple[float, float]] | None = None
     """A plan, a rank and its `_sending`."""
@@ -91,30 +91,32 @@ class LayerState:
         """
         if action.parts == 1:
             return self.transfers
-        forward, rounds = action.operation is Operation.TRANS, len(self.transfers.rounds)
-        fitting = self._fitting[0 if forward else 1]
-        under_experts, under_others = self.transfers.split(rounds - fitting)
+        forward = action.operation is Operation.TRANS
+        under_experts, under_others = self._both_parts[action.operation]
         # A forward pass computes the experts first, a backward pass last
         return under_experts if (action.part == 1) == forward else under_others
 
     @property
-    def _fitting(self) -> tuple[int, int]:
-        """Number of rounds of Trans and of Agg that take no longer than the non-MoE computation."""
-        if self._fits is None or self._fits[0] is not self.transfers:
+    def _both_parts(self) -> dict[Operation, tuple[TransferPlan, TransferPlan]]:
+        """The rounds of Trans and of Agg that overlap with the experts, and those that fit the other computation."""
+        if self._parts is None or self._parts[0] is not self.transfers:
             transport, overlap, plan = self.manager.cost.transport, self.overlap, self.transfers
             trans = transport.rounds_within(plan, overlap.forward, forward=True)
-            self._fits = plan, (trans, transport.rounds_within(plan, overlap.backward, forward=False))
-        return self._fits[1]
+            agg = transport.rounds_within(plan, overlap.backward, forward=False)
+            rounds = len(plan.rounds)
+            parts = {Operation.TRANS: plan.split(rounds - trans), Operation.AGG: plan.split(rounds - agg)}
+            self._parts = plan, parts
+        return self._parts[1]
 
     def sent_bytes(self, action: Action, rank: int) -> int:
         """Return the bytes that a rank sends in a Trans, an Agg or a part of one."""
         messages = [message for messages in self.part(action).rounds for message in messages]
         cost = self.manager.cost
         if action.operation is Operation.TRANS:
-            sent, size = sum(message.source == rank for message in messages), cost.param_bytes
+            sent, size = [message.chunks for message in messages if message.source == rank], cost.param_bytes
         else:
-            sent, size = sum(message.target == rank for message in messages), cost.grad_bytes
-        return round(sent * size / self.transfers.chunks)
+            sent, size = [message.chunks for message in messages if message.target == rank], cost.grad_bytes
+        return round(sum(size / chunks for chunks in sent))
 
     def close(self, placement: Placement, transfers: TransferPlan) -> None:
         """Record the finished iteration, in which `placement` was in force and `transfers` were executed.

@@ -31,7 +31,8 @@ from megatron_balance.measure.stopwatch import (
     Stopwatch,
     sub_groups,
 )
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ClusterProfile, builtin, load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ClusterProfile, builtin
+from megatron_balance.profile.profile_file import load
 from tests.distributed.runs import BASE
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16)

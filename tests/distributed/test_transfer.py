@@ -5,13 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import ExpertTransfer, cut
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.relays import ROUTES, hops, plan_hops
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from tests.unit.placements import random_placement
 
-SHAPES = ((3, 5), (1,), (7, 11))
-"""Some have fewer elements than an expert has pieces."""
+SHAPES = ((30, 25), (1,), (3, 5), (7, 111))
+"""Some pieces are part of one tensor, some of several."""
 
 CASES = 8
 
@@ -26,6 +27,16 @@ class Kept:
             [tensor.clone() for tensor in nothing] for _ in placement.guests[rank]
         ]
         self.gradients = [drawn(expert, rank) if expert != EMPTY else nothing for expert in experts]
+
+    def reset(self, placement: Placement, rank: int) -> None:
+        """Draw new gradients, and forget the guests' weights, in the same memory."""
+        experts = [*placement.home[rank], *placement.guests[rank]]
+        for slot, expert in enumerate(experts):
+            for tensor, new in zip(self.gradients[slot], drawn(expert, rank), strict=True):
+                tensor.copy_(new if expert != EMPTY else torch.full_like(new, torch.nan))
+            if slot >= placement.home_slots:
+                for tensor in self.weights[slot]:
+                    tensor.fill_(torch.nan)
 
     def ready(self) -> None:
         raise AssertionError("transfers run on threads that may call no module")
@@ -46,15 +57,13 @@ def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tenso
     """Return a rank's own gradients plus those from the ranks that it sent to, rounded after each addition."""
     by_rank: dict[int, list[torch.Tensor]] = {}
 
-    def chunk_of(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        return tensor.view(-1).tensor_split(plan.chunks)[chunk]
-
     for messages in reversed(plan.rounds):
         for message in messages:
             if message.expert == expert:
                 into, out = (by_rank.setdefault(end, drawn(expert, end)) for end in (message.source, message.target))
-                for total, more in zip(into, out, strict=True):
-                    chunk_of(total, message.chunk).add_(chunk_of(more, message.chunk))
+                pieces = (cut(tensors, message.chunk, message.chunks) for tensors in (into, out))
+                for total, more in zip(*pieces, strict=True):
+                    total.add_(more)
     return by_rank.get(rank, drawn(expert, rank))
 
 
@@ -65,15 +74,33 @@ def run_random_plans(seed: int) -> None:
     transfer, rank, num_ranks = ExpertTransfer(group), group.rank(), group.size()
     generator = np.random.default_rng([seed, num_ranks])
     for case in range(CASES):
-        slots, node_size, chunks, fanout = generator.integers(1, [4, num_ranks + 1, 17, 4]).tolist()
+        slots, node_size, chunks, fanout = generator.integers(1, [4, num_ranks + 1, 9, 4]).tolist()
         placement = random_placement(2 * num_ranks, num_ranks, min(slots, 2 * num_ranks - 2), case)
         plan, kept = plan_transfers(placement, node_size, chunks, fanout), Kept(placement, rank)
+        if case % 2:
+            plan = plan_hops(hops(placement, node_size, ROUTES[fanout - 1]), chunks)
         first, rest = plan.split(int(generator.integers(len(plan.rounds) + 1)))
         transfer.trans(first, placement, kept)
         transfer.trans(rest, placement, kept)
         transfer.agg(rest, placement, kept)
         transfer.agg(first, placement, kept)
         check(plan, placement, kept, rank)
+        # The same objects again: what was prepared is used once more
+        kept.reset(placement, rank)
+        transfer.trans(first, placement, kept)
+        transfer.trans(rest, placement, kept)
+        transfer.agg(rest, placement, kept)
+        transfer.agg(first, placement, kept)
+        check(plan, placement, kept, rank)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 64, 5000])
+def test_pieces_are_all_of_an_expert(chunks: int) -> None:
+    tensors = [torch.arange(index, index + tensor.numel()) for index, tensor in enumerate(drawn(0))]
+    pieces = [cut([tensor.clone().view(1, -1) for tensor in tensors], chunk, chunks) for chunk in range(chunks)]
+    assert torch.equal(torch.cat([part for piece in pieces for part in piece]), torch.cat(tensors))
+    assert all(part.numel() for piece in pieces for part in piece)
+    assert sum(map(len, pieces)) <= chunks + len(SHAPES) - 1
 
 
 def check(plan: TransferPlan, placement: Placement, kept: Kept, rank: int) -> None:

@@ -35,8 +35,8 @@ RANK = 1
 
 BLOCKS = [[2], [4, 5, 9]]
 LAYERS = [number for chunk in BLOCKS for number in chunk]
-BESIDE = Overlap(forward=4e-5, backward=1.7e-4)
-COST = CostModel(builtin(RANKS, RANKS, 64, 96), token_bytes=128, param_bytes=12e6, grad_bytes=20e6, overlap=BESIDE)
+BESIDE = Overlap(forward=2.1e-4, backward=8.5e-4)
+COST = CostModel(builtin(RANKS, RANKS, 64, 96), token_bytes=128, param_bytes=60e6, grad_bytes=100e6, overlap=BESIDE)
 OWNERS = Placement.identity(EXPERTS, RANKS, SLOTS)
 
 Load = dict[int, list[np.ndarray]]

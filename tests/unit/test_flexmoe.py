@@ -394,7 +394,7 @@ def test_several_slowest_ranks_are_relieved_together(size: tuple[int, int]) -> N
 
 def test_the_budget_bounds_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flexmoe, "leveled", lambda *_, **__: [])
-    current, cost = Placement.identity(64, 16, 2), cost_model(16)
+    current, cost = Placement.identity(64, 16, 2), cost_model(16, expert_bytes=1e6)
     counts_DE = load_matrix("hot_experts", 16, 64, 2, 4096, 0, 9)
     for budget in (0, 1, 3):
         expands = [

@@ -15,6 +15,7 @@ from megatron_balance.cost.loads import (
     crossing_of,
     expert_loads,
     guest_loads,
+    guest_times,
     owner_loads,
     placement_loads,
 )
@@ -101,7 +102,7 @@ def test_guests_of_several_plans_add_to_the_owners_loads(
     whole = 3 * home.num_ranks
     lent = Lent(len(plans), plan_K, expert_K, rank_K, np.array(plans)[plan_K, expert_K, rank_K] / whole)
     added_AFBD = guest_loads(cost.network, counts_EBD, counts_EBD.sum(-1), owner_E, lent)
-    busy_A, extra_A = cost.transport.guest_times(lent, owner_E)
+    busy_A, extra_A = guest_times(cost.network, cost.transport.far, lent, owner_E)
     for shares_ED, added_FBD, busy, extra in zip(plans, added_AFBD, busy_A, extra_A, strict=True):
         times_ED, extra_E = cost.transport.link_times(owner_E, shares_ED > 0)
         entered_EN = np.logical_or.reduceat(

@@ -26,6 +26,7 @@ from tests.unit.commands import CPU, GPU, argv, layout_on
 NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)
 APEX, ENGINE = dataclasses.replace(NEITHER, apex=True), dataclasses.replace(NEITHER, transformer_engine=True)
 SOFTMAX, GRADIENT = KERNELS["masked_softmax_fusion"], KERNELS["gradient_accumulation_fusion"]
+BALANCED = "--expert-model-parallel-size 2 --balance-policy quota"
 ROPE = "--position-embedding-type rope"
 NO_GRADIENT, NO_SOFTMAX = "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"
 
@@ -192,3 +193,27 @@ def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monk
     groups = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
     block = build_block_spec(SimpleNamespace(config=config, groups=groups))
     assert block.layer_norm is norm
+
+
+@pytest.mark.parametrize(
+    ("computer", "connections", "flags", "said"),
+    [
+        (GPU, "1", f"{BALANCED} --balance-overlap blockwise", "blockwise can hide little"),
+        (GPU, "1", "--moe-comm-chunks auto", "--moe-comm-chunks auto can hide little"),
+        (
+            GPU,
+            "1",
+            "--moe-comm-chunks 4 --tensor-model-parallel-size 2 --disable-bias-linear",
+            "--tensor-model-parallel-size 2 overlaps",
+        ),
+        (GPU, "8", "--moe-comm-chunks 4", ""),
+        (GPU, "", "--moe-comm-chunks 4", ""),
+        (GPU, "1", BALANCED, ""),
+        (GPU, "1", "--balance-overlap blockwise", ""),
+        (CPU, "1", "--moe-comm-chunks 4", ""),
+    ],
+)
+def test_one_queue_hides_nothing(computer: Machine, connections: str, flags: str, said: str) -> None:
+    _, notices = layout_on(dataclasses.replace(computer, connections=connections), flags)
+    found = [notice for notice in notices if "CUDA_DEVICE_MAX_CONNECTIONS=1" in notice]
+    assert len(found) == bool(said) and all(said in notice and "unset it" in notice for notice in found)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import profile_cluster as tool
 from megatron_balance.measure.measure import LARGEST_PIECE, SIZES, experts_speed, fit_profile, group_kinds
 from megatron_balance.measure.stopwatch import Members
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, builtin, load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, builtin
+from megatron_balance.profile.profile_file import load
 
 TOKENS = (16, 32, 64, 128)
 layouts = st.integers(2, 24).flatmap(lambda ranks: st.tuples(st.just(ranks), st.integers(1, ranks)))

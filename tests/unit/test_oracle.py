@@ -67,37 +67,53 @@ def every_copy(owners: Placement) -> Iterator[Placement]:
 
 
 def sending(placement: Placement, cost: CostModel) -> tuple[float, float]:
-    """Return lower bounds of the seconds of Trans and Agg, with the best entry of each expert to each other node."""
-    node, far = cost.network.node_D, cost.transport.far
-    nodes = range(len(cost.network.first_N))
-    guests = {
-        expert: [[rank for rank in {*ranks} if rank != owner and node[rank] == n] for n in nodes]
+    """Return lower bounds of the seconds of Trans and Agg, with the best parts of experts on each link."""
+    node, size = cost.network.node_D, len(cost.network.first_N)
+    guests = [
+        (expert, placement.owner(expert), rank)
         for expert, ranks in enumerate(placement.hosts)
-        for owner in [placement.owner(expert)]
-        if {*ranks} != {owner}
-    }
-    guests = {expert: by_node for expert, by_node in guests.items() if any(by_node)}
-    home = {expert: node[placement.owner(expert)] for expert in guests}
-    foreign = [(e, n) for e, by_node in guests.items() for n in nodes if by_node[n] and n != home[e]]
-    owned = [[e for e in own if e in guests] for own in placement.home]
-    busy = [sum(1.0 if guests[e][home[e]] else far for e in own) for own in owned]
-    for n in nodes:
-        crossing = sum(m == n for _, m in foreign), len({e for e, _ in foreign if home[e] == n})
-        busy.append(max(crossing) * far / cost.network.adapters)
-    received = []
-    for entries in itertools.product(*(guests[e][n] for e, n in foreign)):
-        into = np.array(
-            [sum(rank in rows for by_node in guests.values() for rows in by_node) for rank in range(len(node))]
-        )
-        received.append((into + (far - 1) * np.bincount(entries, minlength=len(node))).max())
-    most = max(*busy, min(received))
-    near = max((len(by_node[home[e]]) for e, by_node in guests.items()), default=0).bit_length()
-    away = max((len(guests[e][n]) for e, n in foreign), default=0)
-    seconds = []
-    for c in range(cost.transport.fewest_chunks, 65):
-        time = max(most * c, c - 1 + near if most else 0, c * far + (away - 1).bit_length() if away else 0)
-        seconds.append((cost.transport.trans_seconds(time, c), cost.transport.agg_seconds(time, c)))
-    return tuple(np.min(seconds, axis=0).tolist())
+        for rank in sorted({*ranks} - {placement.owner(expert)})
+    ]
+    if not guests:
+        return 0.0, 0.0
+    lent = sorted({expert for expert, _, _ in guests})
+    # For each guest, the part that enters its node there; for each lent expert, the part that leaves its owner's node
+    first, numbers = len(guests), 1 + len(guests) + len(lent)
+    found = []
+    for launch, near, far in cost.transport.at_least():
+        rows, upper, equal, total = [], [], [], []
+
+        def busy(seconds: np.ndarray, constant: float = 0.0, rows: list = rows, upper: list = upper) -> None:
+            rows.append(np.append(seconds, -1.0))
+            upper.append(-constant)
+
+        away = np.array([node[owner] != node[rank] for _, owner, rank in guests] + [False] * len(lent))
+        crosses = np.arange(numbers - 1) >= first
+        for rank in range(len(node)):
+            here = np.array([target == rank for *_, target in guests] + [False] * len(lent))
+            owned = crosses & np.array([False] * first + [placement.owner(e) == rank for e in lent])
+            busy(-near * (here & away), near * here.sum())
+            busy(far * (here & away))
+            busy(-near * owned, near * owned.sum())
+            busy(far * owned)
+        for n in range(size):
+            entered = np.array([node[rank] == n for *_, rank in guests] + [False] * len(lent)) & away
+            leaving = crosses & np.array([False] * first + [node[placement.owner(e)] == n for e in lent])
+            busy(far / cost.network.adapters * entered)
+            busy(far / cost.network.adapters * leaving)
+        for expert, n in {(e, node[rank]) for e, owner, rank in guests if node[owner] != node[rank]}:
+            equal.append([e == expert and node[rank] == n for e, _, rank in guests] + [False] * (len(lent) + 1))
+            total.append(1.0)
+        bounds = [(0.0, 1.0)] * first
+        for expert in lent:
+            nodes = {node[rank] == node[owner] for e, owner, rank in guests if e == expert}
+            bounds.append((float(True not in nodes), float(False in nodes)))
+        matrices = {"A_eq": np.array(equal, dtype=float), "b_eq": total} if equal else {}
+        objective = np.append(np.zeros(numbers - 1), 1.0)
+        scaled = np.array(rows) / np.append(np.full(numbers - 1, near), 1.0)
+        answer = linprog(objective, A_ub=scaled, b_ub=np.array(upper) / near, bounds=[*bounds, (0, None)], **matrices)
+        found.append(launch + near * float(answer.fun))
+    return found[0], found[1]
 
 
 def best_shares(counts_DE: np.ndarray, placement: Placement, cost: CostModel) -> float:
@@ -196,8 +212,8 @@ def test_every_end_of_a_link_is_busy(additions: list[tuple[int, int]], shared: f
         program.require((hosts_ED[expert, [rank]], 1), lower=here, upper=here)
     trans, _ = oracle._sending(program, hosts_ED, placement, cost)
     count, level = busy.split()
-    time = int(count) * {"near": 1, "far": cost.transport.far}[level]
-    least = min(cost.transport.trans_seconds(time * c, c) for c in range(1, 65))
+    (launch, near, far), _ = cost.transport.at_least()
+    least = launch + float(count) * {"near": near, "far": far}[level]
     assert 1e3 * least == pytest.approx(program.least((trans[0], 1e3 * np.asarray(trans[1]))), rel=EXACT)
     assert least <= cost.sending(placement).trans
 

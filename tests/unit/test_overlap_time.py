@@ -19,7 +19,8 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.pro_prophet import ProProphet
-from megatron_balance.profile.cluster_profile import builtin, load
+from megatron_balance.profile.cluster_profile import builtin
+from megatron_balance.profile.profile_file import load
 from megatron_balance.workloads.synthetic import load_matrix
 
 Outcome, Sample = overlap_checks.Outcome, overlap_checks.Sample

@@ -154,4 +154,3 @@ def test_plans_are_never_slower_than_owners_alone(
         exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
         (_, seconds), hidden = _Layer.of(counts_BDE, current, free).timed([guests])
         assert (seconds, hidden) == (pytest.approx(exact, rel=1e-9), [0.0, 0.0])
-        assert cost.layer_seconds(counts_BDE, layer.placement(current, guests)) <= layer.at_most(guests) * (1 + 1e-9)

@@ -49,6 +49,32 @@ def words(torchrun: Path, script: Path, *arguments: str, **environment: str) -> 
     return ran.stdout.decode().split("\0")[:-1]
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "given", "expected"),
+    [
+        ("tiny", [], None, ""),
+        ("gpt2_moe", [], None, "1"),
+        ("gpt2_moe", ["--tensor-model-parallel-size", "1"], None, ""),
+        ("gpt2_moe", ["--tp-comm-overlap"], None, ""),
+        ("tiny", ["--tensor-model-parallel-size=2"], None, "1"),
+        ("tiny", ["--tensor-model-parallel-size", "2"], "32", "32"),
+        ("tiny", [], "1", "1"),
+    ],
+)
+def test_kernels_start_in_order_only_for_tensor_parallelism(
+    model: str,
+    flags: list[str],
+    given: str | None,
+    expected: str,
+    torchrun: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torchrun.write_text("#!/bin/sh\nprintf '%s\\0' \"${CUDA_DEVICE_MAX_CONNECTIONS}\"\n")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    environment = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
+    assert words(torchrun, SCRIPTS / f"pretrain_{model}.sh", "o", "none", "mock", *flags, **environment) == [expected]
+
+
 def parsed(flags: list[str], world_size: int, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(ROOT)
     machine = Machine(world_size, cuda=True, transformer_engine=False, apex=False)

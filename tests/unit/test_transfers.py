@@ -43,11 +43,14 @@ def test_invariants(placement: Placement, node_size: int, chunks: int, fanout: i
     plan = plan_transfers(placement, node_size, chunks, fanout)
     owned = {(expert, placement.owner(expert)) for expert in range(placement.num_experts)}
     check_rounds(plan, {(*pair, chunk) for pair in owned for chunk in range(chunks)})
-    reached = Counter(message[:1] + message[2:] for messages in plan.rounds for message in messages)
+    reached = Counter(
+        (message.expert, message.target, message.chunk) for messages in plan.rounds for message in messages
+    )
     slots = [(expert, rank) for rank, row in enumerate(placement.guests) for expert in row if expert != EMPTY]
     assert reached == Counter((*slot, chunk) for slot in slots for chunk in range(chunks))
     assert plan == plan_transfers(Placement.parse(str(placement)), node_size, chunks, fanout)
-    assert plan.chunks == chunks and plan.experts_sent == len(slots)
+    assert all(message.chunks == chunks for messages in plan.rounds for message in messages)
+    assert plan.experts_sent == pytest.approx(len(slots))
 
 
 @given(placements(), node_sizes, chunk_numbers, fanouts)
@@ -153,12 +156,12 @@ def test_the_most_urgent_piece_goes_first() -> None:
 
 def test_no_guests_no_rounds() -> None:
     for placement in (Placement.identity(4, 2, 2), Placement.identity(4, 2), Placement.identity(4, 1, 3)):
-        assert plan_transfers(placement, 2, 4) == TransferPlan((), 4)
+        assert plan_transfers(placement, 2, 4) == TransferPlan(())
 
 
 def test_a_lent_expert_is_sent_by_its_owner() -> None:
     lent = Placement.identity(2, 2, 1).rehost([[1], [1]])
-    assert plan_transfers(lent, 2, 2).rounds == ((Message(0, 0, 1, chunk=0),), (Message(0, 0, 1, chunk=1),))
+    assert plan_transfers(lent, 2, 2).rounds == ((Message(0, 0, 1, 0, 2),), (Message(0, 0, 1, 1, 2),))
 
 
 @given(placements(), chunk_numbers, st.integers(0, 40))
@@ -166,7 +169,6 @@ def test_parts_of_a_plan(placement: Placement, chunks: int, rounds: int) -> None
     plan = plan_transfers(placement, 2, chunks)
     first, rest = plan.split(rounds)
     assert first.rounds + rest.rounds == plan.rounds and len(first.rounds) == min(rounds, len(plan.rounds))
-    assert first.chunks == rest.chunks == chunks
     assert first.experts_sent + rest.experts_sent == pytest.approx(plan.experts_sent)
 
 

@@ -140,8 +140,8 @@ def profile_kind(folder: Path, _: Path) -> Kind:
         ParallelLines,
         Throughput,
         builtin,
-        load,
     )
+    from megatron_balance.profile.profile_file import load
 
     path, some = folder / "profile.json", Throughput(1e-8, 1e-5, 0.1, 0.2)
     base = builtin(4, 2, 64, 128)

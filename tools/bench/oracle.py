@@ -3,12 +3,11 @@
 It is the optimum of a mixed-integer program. Messages within nodes, messages between nodes and the adapters of nodes
 are resources of their own, so a plan that ignores nodes is told apart from one that does not.
 
-In the shapes, B counts microbatches, N nodes, W the ways that Trans may take, and C numbers of pieces.
+In the shapes, B counts microbatches and N nodes.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from scipy.sparse import csr_array
 
 from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, Overlap, owners
-from megatron_balance.cost.sending import MOST_CHUNKS
 from megatron_balance.placement.placement import Placement
 
 Term = tuple[np.ndarray, ArrayLike]
@@ -34,14 +32,13 @@ def least_seconds(counts: np.ndarray, current: Placement, cost: CostModel, *, co
     Owners are fixed, but need not host their experts; shares may be fractions of tokens. Exchanges and computation are
     exact. Trans and Agg are bounded from below, each for itself: the bound counts
 
-    - the experts that a rank receives: over the far link, an expert enters each node once, at any of its guests there;
-    - one message of each owner for each expert with guests, to another node only if its own node has no guest;
+    - the experts that a rank receives: between nodes, an expert enters each node once, in parts at any of its guests;
+    - the experts with guests that an owner sends once, in parts within its node and to others;
     - the experts that enter a node, and those that leave their owner's node, on shared adapters;
-    - doubling steps, in the owner's node and behind the entry to another node.
+    - one launch.
 
-    So it is the minimum if there is one node and no rank has to relay more than it receives, and if the split can share
-    tokens in the best way. Between nodes, it leaves out the messages that relays send, and steps that lead from node to
-    node.
+    So it is the minimum if there is one node, no expert has several guests, and the split can share tokens in the best
+    way. It leaves out the messages that relays send, and all batches after the first one.
 
     Args:
         counts: tokens [D, E] or [B, D, E].
@@ -229,92 +226,48 @@ class _Shares(NamedTuple):
                 program.require((exchanged, 1), (part_ED[:, ranks], -far / network.adapters))
 
 
-class _Way(NamedTuple):
-    """What Trans has to do at least. The unit of time is an expert, or a piece of one, within a node."""
-
-    busy: float
-    """Time of whole experts on the busiest rank or adapter."""
-    near: int
-    """Steps in which a piece reaches all guests of the owner's node; 0 if there are none."""
-    far: int
-    """Steps in which a piece reaches all guests of another node after entering it; -1 if there are none."""
-
-    def seconds(self, cost: CostModel) -> tuple[float, float]:
-        """Return the seconds of Trans and of Agg with the best number of pieces for each."""
-        if not self.busy:
-            return 0.0, 0.0
-        transport = cost.transport
-        chunks_C = np.arange(transport.fewest_chunks, MOST_CHUNKS + 1)
-        time_C = np.maximum(self.busy * chunks_C, chunks_C - 1 + self.near)
-        if self.far >= 0:
-            time_C = np.maximum(time_C, chunks_C * transport.far + self.far)
-        return (
-            float(transport.trans_seconds(time_C, chunks_C).min()),
-            float(transport.agg_seconds(time_C, chunks_C).min()),
-        )
-
-
 def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: CostModel) -> tuple[Term, Term]:
     """Return the seconds of Trans and of Agg, including overlapped parts."""
-    network, far, owner_E = cost.network, cost.transport.far, owners(current)
-    assert far >= 1, "links within a node are the faster ones"
+    network, owner_E = cost.network, owners(current)
     node_E, nodes = network.node_D[owner_E], np.split(np.arange(current.num_ranks), network.first_N[1:])
-    ways = [_Way(0.0, 0, -1), *_ways(current, cost)]
-    way_W, busy, enters_EN = (
-        program.variables(len(ways), upper=1, integer=True),
-        program.variables(1),
-        program.variables(current.num_experts, len(nodes)),
-    )
+    used, enters_EN = program.variables(1, upper=1, integer=True), program.variables(current.num_experts, len(nodes))
     entry_ED = program.variables(*hosts_ED.shape)
-    program.require((way_W, 1), lower=1, upper=1)
-    program.require((way_W, [way.busy for way in ways]), (busy, -1))
+    """Parts of experts that enter a node at a rank."""
     for expert, node in np.ndindex(enters_EN.shape):
         guests, is_home = hosts_ED[expert, nodes[node][nodes[node] != owner_E[expert]]], node == node_E[expert]
         for guest in guests:
             program.require((enters_EN[expert, [node]], 1), (guest[None], -1))
+            program.require((used, 1), (guest[None], -1))
         program.require((guests, 1), (enters_EN[expert, [node]], -1))
-        most = [2**way.near - 1 if is_home else int(2.0**way.far) for way in ways]
-        program.require((way_W, most), (guests, -1))
         program.require((entry_ED[expert, nodes[node]], 1), (enters_EN[expert, [node]], -float(not is_home)))
         for rank in nodes[node]:
             program.require((hosts_ED[expert, [rank]], 1), (entry_ED[expert, [rank]], -1))
-    for rank, node in enumerate(network.node_D):
-        program.require((busy, 1), (hosts_ED[owner_E != rank, rank], -1), (entry_ED[node_E != node, rank], 1 - far))
-    for node in range(len(nodes)):
-        program.require((busy, 1), (enters_EN[node_E != node, node], -far / network.adapters))
-    _owners_send(program, busy, enters_EN, current, cost)
-    trans_W, agg_W = np.array([way.seconds(cost) for way in ways]).T
-    return (way_W, trans_W), (way_W, agg_W)
+    near_E, far_E = _first_sends(program, enters_EN, node_E)
+    terms = []
+    for launch, near, far in cost.transport.at_least():
+        # The unit of `busy` is the time of an expert within a node, or between nodes if that is free
+        unit = near or far or 1.0
+        busy, inside, over = program.variables(1), near / unit, far / unit
+        for rank, node in enumerate(network.node_D):
+            entry = entry_ED[node_E != node, rank]
+            program.require((busy, 1), (hosts_ED[owner_E != rank, rank], -inside), (entry, inside))
+            program.require((busy, 1), (entry, -over))
+            program.require((busy, 1), (near_E[owner_E == rank], -inside))
+            program.require((busy, 1), (far_E[owner_E == rank], -over))
+        for node in range(len(nodes)):
+            program.require((busy, 1), (enters_EN[node_E != node, node], -over / network.adapters))
+            program.require((busy, 1), (far_E[node_E == node], -over / network.adapters))
+        terms.append((np.concatenate([used, busy]), np.array([launch, unit])))
+    return terms[0], terms[1]
 
 
-def _owners_send(
-    program: _Program, busy: np.ndarray, enters_EN: np.ndarray, current: Placement, cost: CostModel
-) -> None:
-    """Bound the time in which owners send their experts once, and in which these leave their nodes."""
-    network, far = cost.network, cost.transport.far
-    node_E, (num_experts, num_nodes) = network.node_D[owners(current)], enters_EN.shape
-    first_E, leaves_E = program.variables(num_experts), program.variables(num_experts)
-    for expert, node in np.ndindex(enters_EN.shape):
-        enters, inside = enters_EN[expert, [node]], enters_EN[expert, [node_E[expert]]]
-        if node == node_E[expert]:
-            program.require((first_E[[expert]], 1), (enters, -1))
-        else:
-            program.require((first_E[[expert]], 1), (enters, -far), (inside, far - 1))
-            program.require((leaves_E[[expert]], 1), (enters, -1))
-    for own in current.home:
-        program.require((busy, 1), (first_E[list(own)], -1))
-    for node in range(num_nodes):
-        program.require((busy, 1), (leaves_E[node_E == node], -far / network.adapters))
-
-
-def _ways(current: Placement, cost: CostModel) -> Iterator[_Way]:
-    """Yield the ways of all placements with guests."""
-    size, far, several = cost.network.node_size, cost.transport.far, len(cost.network.first_N) > 1
-    most = max(current.guest_slots, current.home_slots)
-    times = {near + far * other for near in range(most + 1) for other in range((most - near) * several + 1)} - {0}
-    if several and cost.network.adapters < size:
-        times |= {number * far / cost.network.adapters for number in range(1, most * size + 1)}
-    steps = sorted({math.ceil(math.log2(ranks)) for ranks in range(1, size + 1)})
-    for busy, near, outside in itertools.product(sorted(times), steps, (-1, *steps) if several else (-1,)):
-        if (near or outside >= 0) and (outside < 0 or busy >= far):
-            yield _Way(busy, near, outside)
+def _first_sends(program: _Program, enters_EN: np.ndarray, node_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the parts of each expert that its owner sends at least once: within its node, and to other nodes."""
+    near_E, far_E = program.variables(len(enters_EN)), program.variables(len(enters_EN))
+    for expert, (enters_N, home) in enumerate(zip(enters_EN, node_E, strict=True)):
+        others_N = np.delete(enters_N, home)
+        program.require((enters_N[[home]], 1), (near_E[[expert]], -1))
+        program.require((others_N, 1), (far_E[[expert]], -1))
+        for enters in enters_N:
+            program.require((near_E[[expert]], 1), (far_E[[expert]], 1), (enters[None], -1))
+    return near_E, far_E

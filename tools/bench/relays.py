@@ -5,7 +5,8 @@
 
 Rank 0 owns the expert, the last k ranks are its guests. `chain-c` and `tree-c` are `plan_transfers` with c pieces and
 one or two sends per rank; with `direct` the owner sends the whole expert to every guest; with `doubling` every rank
-that has it passes on the whole expert until all have it. All plans take turns in one job, with the same ExpertTransfer,
+that has it passes on the whole expert until all have it. `exchanged-c` and `by-node-c` are the routes of few batches
+of `placement/relays.py`. All plans take turns in one job, with the same ExpertTransfer,
 and an untimed Trans and Agg of each must produce the right weights and sums. Times are from the first rank's start to
 the last rank's end. `links` is the time that the busiest node's link needs for the plan's messages, and the limit is
 that of the best plan. For CPU time, see alltoall.py.
@@ -26,6 +27,7 @@ from alltoall import Row, Sample, layout, meet, timed
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.device import cpu
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.relays import ROUTES, hops, plan_hops
 from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers
 from namespaces import TestbedUnavailable
 from testbed import Testbed
@@ -64,19 +66,24 @@ class Case:
             for shape, fanout in SHAPES.items()
             for chunks in self.chunks
         }
-        return {"direct": direct(guests), "doubling": doubling, **relayed}
+        few = {
+            f"{route.replace(' ', '-')}-{chunks}": plan_hops(hops(self.placement, self.node_size, route), chunks)
+            for route in ROUTES[1:]
+            for chunks in (1, *self.chunks)
+        }
+        return {"direct": direct(guests), "doubling": doubling, **relayed, **few}
 
     def bytes_between(self, plan: TransferPlan) -> np.ndarray:
         """Return the bytes that a plan sends from each rank to each rank, [D, D]."""
         bytes_DD = np.zeros((self.num_ranks, self.num_ranks))
-        for _, source, target, _ in itertools.chain.from_iterable(plan.rounds):
-            bytes_DD[source, target] += self.mib * 2**20 / plan.chunks
+        for _, source, target, _, chunks in itertools.chain.from_iterable(plan.rounds):
+            bytes_DD[source, target] += self.mib * 2**20 / chunks
         return bytes_DD
 
 
 def direct(guests: Sequence[int]) -> TransferPlan:
     """Return the plan in which the owner, rank 0, sends the whole expert to one guest after the other."""
-    return TransferPlan(tuple((Message(EXPERT, 0, guest, 0),) for guest in guests), chunks=1)
+    return TransferPlan(tuple((Message(EXPERT, 0, guest, 0),) for guest in guests))
 
 
 class Kept:

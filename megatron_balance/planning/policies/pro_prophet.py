@@ -88,12 +88,8 @@ class ProProphet(Policy):
         ]
         if not timed:
             return alone
-        if not few:
-            seconds, index = min(timed)
-            planned = found[index].placement()
-            return planned if seconds < limit or cost.layer_seconds(counts, planned) < limit else alone
         # Chains are only one way to send experts
-        plans = [found[index].placement() for _, index in sorted(timed)[:FINALISTS]]
+        plans = [found[index].placement() for _, index in sorted(timed)[: FINALISTS if few else 1]]
         return min((alone, *plans), key=lambda plan: limit if plan is alone else cost.layer_seconds(counts, plan))
 
 

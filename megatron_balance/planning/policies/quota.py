@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, Lent, by_microbatch, guest_loads, owner_loads
+from megatron_balance.cost.loads import COMPUTED, Lent, by_microbatch, guest_loads, guest_times, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
@@ -86,8 +86,9 @@ class Quota(Policy):
         for index in sorted(range(len(plans)), key=least.__getitem__):
             if least[index] >= limit:
                 break
-            if seconds[index] * (1 + UNSURE) < limit or layer.at_most(plans[index]) < limit:
-                return layer.placement(current, plans[index])
+            planned = layer.placement(current, plans[index])
+            if seconds[index] * (1 + UNSURE) < limit or cost.layer_seconds(counts, planned) < limit:
+                return planned
         return alone
 
 
@@ -340,20 +341,12 @@ class _Layer:
         The first are those without guests; the others are those of the plans.
         """
         lent = self._lent(plans)
-        busy_A, extra_A = self.cost.transport.guest_times(lent, self.owner_E)
+        busy_A, extra_A = guest_times(self.cost.network, self.cost.transport.far, lent, self.owner_E)
         sent_2A = np.array(self.cost.transport.seconds_of(np.append(0.0, busy_A), np.append(0.0, extra_A)))
         added_AFBD = guest_loads(self.cost.network, self.counts_EBD, self.tokens_BE.T, self.owner_E, lent)
         loads_AFBD = np.concatenate([self.owned_FBD[None], self.owned_FBD + added_AFBD])
         time = self.cost.time_of(*self.cost.work_of(loads_AFBD), *sent_2A)
         return time.total.tolist(), (sent_2A.sum(0) - time.trans - time.agg).tolist()
-
-    def at_most(self, guests: Guests) -> float:
-        """Return the seconds of the layer if experts are sent along chains; other routes are not slower."""
-        lent = self._lent([guests])
-        (added_FBD,) = guest_loads(self.cost.network, self.counts_EBD, self.tokens_BE.T, self.owner_E, lent)
-        lines, _ = self.cost.transport.chain_lines(self.owner_E[lent.expert_K], lent.expert_K, lent.rank_K)
-        _, *sent = self.cost.transport.fewest_seconds(lines)
-        return float(self.cost.time_of(*self.cost.work_of(self.owned_FBD + added_FBD), *sent).total)
 
     def _lent(self, plans: Sequence[Guests]) -> Lent:
         sizes = [*map(len, plans)]

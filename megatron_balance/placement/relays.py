@@ -1,0 +1,93 @@
+"""Routes in few batches: guests share the work of sending, so that no owner sends an expert more than once.
+
+A *hop* is a message of one part of an expert. In stage 0 the owner sends; in later stages guests pass on
+what they have:
+
+    direct      the owner sends the whole expert to every guest
+    exchanged   the owner sends a different part to every guest; guests exchange their parts
+    by node     the same, but a part enters each node once: at a guest that sends it on within its node
+
+So `direct` takes one batch of messages, `exchanged` two and `by node` three, whatever the number of guests. Sent in
+several pieces, one piece overlaps with the next stage of the piece before it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.transfers import Message, TransferPlan
+
+ROUTES = ("direct", "exchanged", "by node")
+
+
+class Hops(NamedTuple):
+    """Messages of whole experts; each array has one number per message."""
+
+    stage_M: np.ndarray
+    expert_M: np.ndarray
+    source_M: np.ndarray
+    target_M: np.ndarray
+    part_M: np.ndarray
+    """Index of the part of the expert."""
+    parts_M: np.ndarray
+    """Number of parts of the expert."""
+
+
+def hops(placement: Placement, node_size: int, route: str) -> Hops:
+    """Return the hops of all guests along a route of ROUTES, ordered by stage and expert."""
+    guests_DG = np.array(placement.guests, dtype=np.int64)
+    owner_E = np.array(placement.owners, dtype=np.int64)
+    rank_M, slot_M = (guests_DG != EMPTY).nonzero()
+    expert_M = guests_DG[rank_M, slot_M]
+    owner_M, nodes = owner_E[expert_M], -(-placement.num_ranks // node_size)
+    away_M = (rank_M // node_size - owner_M // node_size) % nodes
+    # As in `route_of`: the parts of different owners then enter a node at different ranks
+    order_M = np.lexsort(((rank_M - owner_M) % node_size, away_M, expert_M))
+    rank_M, expert_M, owner_M, away_M = (column[order_M] for column in (rank_M, expert_M, owner_M, away_M))
+    if route == "direct":
+        nothing_M = np.zeros_like(rank_M)
+        return Hops(nothing_M, expert_M, owner_M, rank_M, nothing_M, nothing_M + 1)
+    number_M, first_M = _groups(expert_M)
+    index_M = np.arange(len(rank_M))
+    part_M = index_M - first_M
+    # Pairs: the guest that has a part, and each other guest of its expert
+    has_P = np.repeat(index_M, number_M)
+    gets_P = first_M[has_P] + np.arange(len(has_P)) - np.repeat(number_M.cumsum() - number_M, number_M)
+    has_P, gets_P = has_P[has_P != gets_P], gets_P[has_P != gets_P]
+    source_P = has_P
+    if route == "by node":
+        size_M, start_M = _groups(expert_M * nodes + away_M)
+        entry_P = start_M[gets_P] + (has_P - start_M[has_P]) % size_M[gets_P]
+        source_P = np.where((away_M[has_P] == away_M[gets_P]) | (entry_P == gets_P), has_P, entry_P)
+    later = Hops(
+        1 + (source_P != has_P),
+        expert_M[has_P],
+        rank_M[source_P],
+        rank_M[gets_P],
+        part_M[has_P],
+        number_M[has_P],
+    )
+    found = Hops(np.zeros_like(rank_M), expert_M, owner_M, rank_M, part_M, number_M)
+    joined = [np.concatenate(columns) for columns in zip(found, later, strict=True)]
+    order = np.lexsort((joined[1], joined[0]))
+    return Hops(*(column[order] for column in joined))
+
+
+def _groups(key_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [M] the size and the first index of the group of equal, consecutive keys that each place belongs to."""
+    is_first_M = np.append(True, key_M[1:] != key_M[:-1])
+    first_G = is_first_M.nonzero()[0]
+    group_M = is_first_M.cumsum() - 1
+    return np.diff(np.append(first_G, len(key_M)))[group_M], first_G[group_M]
+
+
+def plan_hops(found: Hops, chunks: int) -> TransferPlan:
+    """Return the plan that sends every part in `chunks` pieces; each piece passes a stage in every round."""
+    stages = int(found.stage_M.max()) + 1 if len(found.stage_M) else 0
+    columns = [column.tolist() for column in found]
+    rounds: list[list[Message]] = [[] for _ in range(stages + chunks - 1 if stages else 0)]
+    for piece in range(chunks):
+        for stage, expert, source, target, part, parts in zip(*columns, strict=True):
+            rounds[stage + piece].append(Message(expert, source, target, piece * parts + part, parts * chunks))
+    return TransferPlan(tuple(tuple(sorted(messages)) for messages in rounds))
