@@ -92,14 +92,14 @@ class AllToAllDispatcher(Dispatcher):
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from."""
         map_TE = chosen.map_TE
         with record_function("dispatch"):
-            per_token = self.rows_per_token
-            expected = None if per_token is None else row_order(map_TE, len(map_TE) * per_token)
+            rows = None if self.rows_per_token is None else len(map_TE) * self.rows_per_token
+            order = None if rows is None else row_order(map_TE, rows)
 
         def decide(plan: DispatchPlan) -> Handle:
             with record_function("dispatch"):
-                rows = int(plan.tokens_DP.numpy()[self.parallel.members].sum())
-                right = expected is not None and len(expected.token_R) == rows
-                return self._decide(plan, expected if right else row_order(map_TE, rows))
+                planned = int(plan.tokens_DP.numpy()[self.parallel.members].sum())
+                found = row_order(map_TE, planned) if order is None or planned != rows else order
+                return self._decide(plan, found)
 
         return decide
 

@@ -7,7 +7,7 @@ ranks' experts, and collect the gradients that those copies get here.
 In shapes, F is the shard's inner width (2F for gated units before the activation).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,14 +86,23 @@ class GroupedExperts(MegatronModule):
                 # Without this mark, gradient norms would count only tensor-parallel rank 0's experts
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, step)
 
-    def forward(self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        rows_RH: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs_R: torch.Tensor,
+        gradients: "ExpertGradients | None" = None,
+    ) -> torch.Tensor:
         """Compute each row with its slot's expert, weighted by its combine probability: [R, H].
 
         Args:
             rows_RH: rows grouped by slot.
             tokens_per_slot: [S] int64 on the host: home slots, then the guest slots in use.
             probs_R: [R] combine weights.
+            gradients: collects the gradients of the weights; None: autograd does.
         """
+        if gradients is not None:
+            return self.compute(rows_RH, tokens_per_slot, probs_R, gradients)
         return _Experts.apply(rows_RH, probs_R, tokens_per_slot, self, torch.is_grad_enabled(), *self.parameters())
 
     def gradients(self, slots: int) -> "ExpertGradients":
@@ -109,15 +118,17 @@ class GroupedExperts(MegatronModule):
         probs_R: torch.Tensor,
         gradients: "ExpertGradients",
         with_graph: bool,
+        compute: Callable[..., torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, "ExpertGraph | None"]:
         """Do the same as `forward`; also return the autograd graph of this computation alone, if `with_graph`.
 
         Args:
             gradients: collects the gradients of the weights.
+            compute: None: this module itself, with its hooks.
         """
         with torch.set_grad_enabled(with_graph):
             rows_RH, probs_R = (tensor.detach().requires_grad_(with_graph) for tensor in (rows_RH, probs_R))
-            output_RH = self.compute(rows_RH, tokens_per_slot, probs_R, gradients)
+            output_RH = (compute or self)(rows_RH, tokens_per_slot, probs_R, gradients)
         graph = ExpertGraph(get_gradient_edge(output_RH), rows_RH, probs_R) if with_graph else None
         return output_RH.detach(), graph
 
@@ -274,7 +285,9 @@ class _Experts(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         ctx.gradients = experts.gradients(len(tokens_per_slot))
-        output_RH, ctx.graph = experts.graph(rows_RH, tokens_per_slot, probs_R, ctx.gradients, with_graph)
+        output_RH, ctx.graph = experts.graph(
+            rows_RH, tokens_per_slot, probs_R, ctx.gradients, with_graph, experts.compute
+        )
         return output_RH
 
     @staticmethod

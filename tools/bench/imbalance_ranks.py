@@ -277,9 +277,6 @@ def exchanging(layers: Sequence[Any]) -> Iterator[None]:
 
     with ExitStack() as replaced:
         for layer in layers:
-            patches = [(layer.router, "forward", route), (layer.experts, "forward", unchanged)]
-            if isinstance(layer, BalancedMoELayer):
-                patches.append((layer.experts, "compute", unchanged))
-            for module, name, replacement in patches:
-                replaced.enter_context(mock.patch.object(module, name, functools.partial(replacement, layer)))
+            for module, replacement in ((layer.router, route), (layer.experts, unchanged)):
+                replaced.enter_context(mock.patch.object(module, "forward", functools.partial(replacement, layer)))
         yield
