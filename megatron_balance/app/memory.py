@@ -181,7 +181,8 @@ def _experts(config: TransformerConfig, tokens: Tokens) -> tuple[int, int]:
     rows = tokens.rows * config.hidden_size * itemsize
     if not config.gated_linear_unit:
         return rows + elements, 2 * elements
-    return rows + 2 * elements, elements if config.bias_activation_fusion else 4 * elements
+    unfused = 4 if config.glu_linear_offset else 3
+    return rows + 2 * elements, elements if config.bias_activation_fusion else unfused * elements
 
 
 def _router(config: TransformerConfig, tokens: Tokens) -> int:

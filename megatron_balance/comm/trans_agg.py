@@ -284,6 +284,9 @@ def _waves(
     waves: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     seen: Counter[tuple[int, int]] = Counter()
     for piece, room in zip(received, rooms, strict=True):
+        # A small expert may have fewer elements than pieces
+        if not room:
+            continue
         wave = seen[piece.name]
         seen[piece.name] += 1
         if wave == len(waves):
