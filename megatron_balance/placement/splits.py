@@ -98,10 +98,10 @@ def sent(counts_AD: np.ndarray, quotas_AD: np.ndarray, node_size: int) -> Sent:
 
 
 def within_nodes(moved_2AD: np.ndarray, node_size: int) -> np.ndarray:
-    """Return the part of what ranks send and receive that stays on their nodes, [2, A, D].
+    """Return how many of the tokens in `moved_2AD` stay on the rank's node, [2, A, D].
 
-    Each rank has its node's part in proportion to its amounts. Whole numbers are rounded so that they sum to the node's
-    part: each rank has the difference of what is due up to it.
+    A node's tokens are shared among its ranks in proportion to what each rank sends or receives. Cumulative shares are
+    rounded, and a rank gets the difference of two of them, so that the whole numbers sum to the node's tokens.
 
     Args:
         moved_2AD: tokens that each rank sends, and those that it receives.

@@ -113,7 +113,8 @@ class _Way(NamedTuple):
     even: float = EVEN
     """Tokens of the busiest rank over the mean that a first fit aims at."""
     raised: float = 0.0
-    """Part of what is left above this target by which it rises as long as tokens are left; 0: receivers are filled."""
+    """How fast the target rises while ranks remain above it, as a part of their excess; 0: it stays, and receivers are
+    filled instead."""
     prefers_near: bool = True
     """Whether a guest on another node has to take over more tokens than one on the owner's node."""
 
