@@ -42,7 +42,7 @@ class Fits(NamedTuple):
     number_L: torch.Tensor
     """Number of moves."""
     excess_LN: torch.Tensor
-    """[L, D * (S + 1) + 1] `planning.fit.Fitted.excess`."""
+    """[L, D * (S + 1) + 1] `planning.fit.Fitted.excess_N`."""
     quotas_LED: torch.Tensor
     """Tokens of each expert that each rank computes, of those that its owner may give away."""
 

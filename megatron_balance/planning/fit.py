@@ -2,14 +2,21 @@
 
 Each move goes from the rank that is then furthest above its capacity to the rank with the most room. So the first moves
 of a fit are themselves a plan, whose busiest rank has what the last of them left. Everything is in whole tokens.
+
+Letters that differ: M moves; N states, one before each move and one at the end; F the fields of a Move.
 """
 
-from bisect import insort
-from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.device.compiled import compiled
 
 PARTS = 64
 """Costs of guests are compared in whole parts of that of a guest on its owner's node, so that devices agree."""
+
+LEAST = -(2**62)
+"""Excess of ranks that have nothing left to give."""
 
 
 class Move(NamedTuple):
@@ -26,21 +33,28 @@ class Move(NamedTuple):
 class Fitted(NamedTuple):
     """The moves of a fit, in order."""
 
-    moves: list[Move]
-    excess: list[int]
-    """Tokens by which the busiest rank exceeds its capacity, at first and after each move; at most 0 if all fit."""
+    moves_MF: np.ndarray
+    """[M, 4] int64: the fields of each Move."""
+    excess_N: np.ndarray
+    """[M + 1] int64: tokens by which the busiest rank exceeds its capacity; at most 0 if all fit."""
+
+    @property
+    def moves(self) -> list[Move]:
+        """The moves one by one."""
+        return [Move(*move) for move in self.moves_MF.tolist()]
 
     @property
     def fits(self) -> bool:
         """Whether no rank exceeds its capacity after all moves."""
-        return self.excess[-1] <= 0
+        return bool(self.excess_N[-1] <= 0)
 
 
 def fit(
-    experts: Sequence[Sequence[tuple[int, int]]],
-    loads: Sequence[int],
-    capacities: Sequence[int],
-    slots: Sequence[int],
+    tokens_DS: np.ndarray,
+    experts_DS: np.ndarray,
+    loads_D: np.ndarray,
+    capacities_D: np.ndarray,
+    slots_D: np.ndarray,
     *,
     node_size: int,
     far: float = 1.0,
@@ -50,13 +64,14 @@ def fit(
     """Move tokens until no rank exceeds its capacity, or no rank that does can give any away.
 
     A move takes the rank's largest expert, or a part of it. The receiver is on the owner's node, unless one on another
-    node takes over more tokens for its cost.
+    node takes over more tokens for its cost. Arrays are int64.
 
     Args:
-        experts: [D] pairs (tokens, expert) of the experts that a rank may give away, ascending.
-        loads: [D] tokens of each rank, also those that stay.
-        capacities: [D] tokens that a rank may have.
-        slots: [D] number of guests that a rank can take.
+        tokens_DS: tokens of the experts that a rank may give away, in any order; 0: no such expert.
+        experts_DS: numbers of these experts.
+        loads_D: tokens of each rank, also those that stay.
+        capacities_D: tokens that a rank may have.
+        slots_D: number of guests that a rank can take.
         node_size: number of consecutive ranks that share a node.
         far: cost of a guest on another node, rounded to PARTS; one on the owner's node costs 1.
         reaches_far: whether guests may be on other nodes than the owner.
@@ -65,67 +80,106 @@ def fit(
             moves. Otherwise a move takes what exceeds the source's capacity at most, which needs fewer moves as long as
             slots suffice.
     """
-    over = [(load - capacity, rank) for rank, (load, capacity) in enumerate(zip(loads, capacities, strict=True))]
-    return _leveled(over, experts, [*slots], node_size, round(far * PARTS) if reaches_far else None, fills)
+    cost = round(far * PARTS) if reaches_far else 0
+    return Fitted(
+        *leveled(tokens_DS.copy(), experts_DS, loads_D - capacities_D, slots_D.copy(), node_size, cost, fills)
+    )
 
 
-def _leveled(
-    over: Sequence[tuple[int, int]],
-    experts: Sequence[Sequence[tuple[int, int]]],
-    free: list[int],
-    node_size: int,
-    far: int | None,
-    fills: bool,
-) -> Fitted:
-    """Return `fit`, for pairs (excess, rank) and the cost of a guest on another node in PARTS; None: there are none."""
-    # The largest of the ranks without excess stands for all of them
-    above = sorted(entry for entry in over if entry[0] > 0)
-    if len(above) < len(over):
-        above.insert(0, max(entry for entry in over if entry[0] <= 0))
-    movable, nodes = [*experts], _rooms(over, free, node_size)
-    most = [rooms[-1][0] if rooms else 0 for rooms in nodes]
-    found, stuck = Fitted([], [above[-1][0]]), above[0][0]
-    while above[-1][0] > 0:
-        excess, source = above.pop()
-        own, node = movable[source], source // node_size
-        size, expert = own[-1] if own else (0, 0)
-        wanted = size if fills or size < excess else excess
-        if far is not None and most[node] < wanted and min(wanted, room := max(most)) * PARTS > most[node] * far:
-            # Another node takes over more for the cost of a guest
-            node = most.index(room)
-        if not wanted or not most[node]:
-            stuck = max(stuck, excess)
-            if not above:
-                break
-            continue
-        rooms = nodes[node]
-        room, target = rooms.pop()
-        moved = room if room < wanted else wanted
-        if own is experts[source]:
-            own = movable[source] = [*own]
-        own.pop()
-        if size > moved:
-            insort(own, (size - moved, expert))
-        free[target] -= 1
-        if room > moved and free[target]:
-            insort(rooms, (room - moved, target))
-        most[node] = rooms[-1][0] if rooms else 0
-        insort(above, (excess - moved, source))
-        if moved > excess and free[source]:
-            node = source // node_size
-            insort(nodes[node], (moved - excess, source))
-            most[node] = nodes[node][-1][0]
-        found.moves.append(Move(expert, source, target, moved))
-        found.excess.append(max(above[-1][0], stuck))
+@compiled("int64(int64[::1], int64, int64)")
+def _largest(values: np.ndarray, first: int, after: int) -> int:
+    """Return the index of the largest value of a range, the last one of equals."""
+    found = first
+    for index in range(first + 1, min(after, len(values))):
+        if values[index] >= values[found]:
+            found = index
     return found
 
 
-def _rooms(over: Sequence[tuple[int, int]], free: Sequence[int], node_size: int) -> list[list[tuple[int, int]]]:
-    """Return the ranks of each node that can take tokens: pairs (room, rank), ascending."""
-    nodes: list[list[tuple[int, int]]] = [[] for _ in range(0, len(over), node_size)]
-    for excess, rank in over:
-        if excess < 0 and free[rank]:
-            nodes[rank // node_size].append((-excess, rank))
-    for rooms in nodes:
-        rooms.sort()
-    return nodes
+@compiled(
+    "Tuple((int64[:,::1], int64[::1]))(int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, boolean)"
+)
+def leveled(
+    tokens_DS: np.ndarray,
+    experts_DS: np.ndarray,
+    above_D: np.ndarray,
+    slots_D: np.ndarray,
+    node_size: int,
+    far: int,
+    fills: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `fit`, for each rank's excess and the cost of a guest on another node in PARTS; 0: there are none.
+
+    Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one.
+    """
+    ranks, most, stuck = len(above_D), 0, above_D[0]
+    room_D, most_N = np.zeros(ranks, np.int64), np.zeros((ranks - 1) // node_size + 1, np.int64)
+    for rank in range(ranks):
+        most, stuck = most + slots_D[rank], min(stuck, above_D[rank])
+        if slots_D[rank] and above_D[rank] < 0:
+            room_D[rank] = -above_D[rank]
+            most_N[rank // node_size] = max(most_N[rank // node_size], -above_D[rank])
+    moves_MF, excess_N, number = np.zeros((most, 4), np.int64), np.zeros(most + 1, np.int64), 0
+    while True:
+        source = _largest(above_D, 0, ranks)
+        excess, home = above_D[source], source // node_size
+        excess_N[number] = max(excess, stuck)
+        if excess <= 0:
+            return moves_MF[:number], excess_N[: number + 1]
+        tokens, expert, place = 0, 0, 0
+        for slot in range(tokens_DS.shape[1]):
+            if (tokens_DS[source, slot], experts_DS[source, slot]) > (tokens, expert):
+                tokens, expert, place = tokens_DS[source, slot], experts_DS[source, slot], slot
+        wanted, node = tokens if fills else min(tokens, excess), home
+        if far and most_N[home] < wanted:
+            roomiest = most_N.argmax()
+            if min(wanted, most_N[roomiest]) * PARTS > most_N[home] * far:
+                # Another node takes over more for the cost of a guest
+                node = roomiest
+        moved = min(wanted, most_N[node])
+        if not moved:
+            above_D[source], stuck = LEAST, max(stuck, excess)
+            continue
+        target = _largest(room_D, node * node_size, (node + 1) * node_size)
+        moves_MF[number, 0], moves_MF[number, 1], moves_MF[number, 2], moves_MF[number, 3] = (
+            expert,
+            source,
+            target,
+            moved,
+        )
+        number += 1
+        tokens_DS[source, place] -= moved
+        above_D[source] -= moved
+        slots_D[target] -= 1
+        room_D[target] = room_D[target] - moved if slots_D[target] else 0
+        if slots_D[source]:
+            room_D[source] = max(moved - excess, 0)
+        for changed in (node, home):
+            most_N[changed] = room_D[_largest(room_D, changed * node_size, (changed + 1) * node_size)]
+
+
+@compiled("float64[:,::1](int64[:,::1], int64[::1], int64, int64, float64)")
+def sending_times(pairs_K2: np.ndarray, owner_E: np.ndarray, ranks: int, node_size: int, far: float) -> np.ndarray:
+    """Return [2, K + 1] how long the busiest rank sends or receives, and how long a piece takes on other links.
+
+    They are the arguments of `SendingModel.seconds_of` for the first guests, from none to all. An owner sends its
+    expert once, and guests send it on.
+
+    Args:
+        pairs_K2: the expert and the rank of each guest.
+        far: time of an expert between nodes; within a node it is 1.
+    """
+    sent_2K = np.zeros((2, len(pairs_K2) + 1))
+    times_D, total_E, longest_E = np.zeros(ranks), np.zeros(len(owner_E)), np.zeros(len(owner_E))
+    for index in range(len(pairs_K2)):
+        expert, rank = pairs_K2[index]
+        owner = owner_E[expert]
+        time = 1.0 if owner // node_size == rank // node_size else far
+        times_D[rank] += time
+        if not total_E[expert]:
+            times_D[owner] += time
+        total_E[expert] += time
+        longest_E[expert] = max(longest_E[expert], time)
+        sent_2K[0, index + 1] = max(sent_2K[0, index], times_D[owner], times_D[rank])
+        sent_2K[1, index + 1] = max(sent_2K[1, index], total_E[expert] - longest_E[expert])
+    return sent_2K

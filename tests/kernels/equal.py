@@ -6,7 +6,8 @@ from megatron_balance.comm import blocks
 from megatron_balance.flow import rows
 from megatron_balance.kernels import fit as kernel
 from megatron_balance.kernels import rows as kernels
-from megatron_balance.planning.fit import PARTS, Fitted, Move, fit
+from megatron_balance.planning.fit import PARTS
+from tests.unit.test_fit import fitted
 
 
 def fits_equal(cases: list[dict], device: str) -> None:
@@ -30,9 +31,9 @@ def fits_equal(cases: list[dict], device: str) -> None:
     )
     for layer, case in enumerate(cases):
         number = int(found.number_L[layer])
-        moves = [Move(*move) for move in found.moves_LMF[layer, :number].tolist()]
-        expected = fit(**case)
-        assert Fitted(moves, found.excess_LN[layer, : number + 1].tolist()) == expected
+        expected = fitted(**case)
+        assert found.moves_LMF[layer, :number].tolist() == expected.moves_MF.tolist()
+        assert found.excess_LN[layer, : number + 1].tolist() == expected.excess_N.tolist()
         assert not found.moves_LMF[layer, number:].any() and not found.excess_LN[layer, number + 1 :].any()
         quotas_ED = torch.zeros(experts, ranks, dtype=torch.int64)
         for rank, row in enumerate(case["experts"]):

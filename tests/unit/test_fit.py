@@ -1,17 +1,19 @@
 """Moves of tokens that level ranks: within rooms and slots, as a slow search makes them, and each prefix is a plan."""
 
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.planning.fit import PARTS, Fitted, Move, fit
+from megatron_balance.planning.fit import PARTS, Fitted, Move, fit, sending_times
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict:
-    """Draw arguments of `fit`."""
+    """Draw arguments of `fitted`."""
     ranks, per_rank = draw(st.integers(1, 7)), draw(st.integers(1, 4))
     tokens = draw(st.lists(st.integers(0, 200), min_size=ranks * per_rank, max_size=ranks * per_rank))
     experts = [
@@ -33,6 +35,18 @@ def cases(draw: st.DrawFn) -> dict:
     }
 
 
+def fitted(
+    experts: list[list[tuple[int, int]]], loads: list[int], capacities: list[int], slots: list[int], **options: Any
+) -> Fitted:
+    """Return `fit` for pairs (tokens, expert) of each rank."""
+    pairs_DS2 = np.zeros((len(experts), max(1, *map(len, experts)), 2), np.int64)
+    for rank, row in enumerate(experts):
+        # Any order of a rank's experts, and gaps between them
+        pairs_DS2[rank, : -len(row) - 1 : -1] = np.array(row).reshape(-1, 2)
+    per_rank = (np.array(numbers) for numbers in (loads, capacities, slots))
+    return fit(*(np.ascontiguousarray(part) for part in np.moveaxis(pairs_DS2, 2, 0)), *per_rank, **options)
+
+
 def reference(
     experts: list[list[tuple[int, int]]],
     loads: list[int],
@@ -43,8 +57,8 @@ def reference(
     far: float,
     reaches_far: bool,
     fills: bool,
-) -> Fitted:
-    """Search all ranks before each move."""
+) -> tuple[list[Move], list[int]]:
+    """Search all ranks before each move; also return the excess of the busiest rank."""
     left, loads, slots = [{expert: size for size, expert in row} for row in experts], [*loads], [*slots]
     ranks, stuck, moves = range(len(loads)), set[int](), list[Move]()
 
@@ -55,7 +69,7 @@ def reference(
     while True:
         waiting = [rank for rank in ranks if excess(rank) > 0 and rank not in stuck]
         if not waiting:
-            return Fitted(moves, excesses)
+            return moves, excesses
         source = max(waiting, key=lambda rank: (excess(rank), rank))
         size, expert = max(((size, expert) for expert, size in left[source].items()), default=(0, 0))
         wanted = size if fills else min(size, excess(source))
@@ -86,15 +100,15 @@ def reference(
 
 @given(cases())
 def test_fit_is_the_reference(case: dict) -> None:
-    found, expected = fit(**case), reference(**case)
-    assert found.moves == expected.moves
+    found, (moves, excesses) = fitted(**case), reference(**case)
+    assert found.moves == moves
     # Below capacity, only the sign counts
-    assert [max(0, excess) for excess in found.excess] == [max(0, excess) for excess in expected.excess]
+    assert found.excess_N.clip(0).tolist() == [max(0, excess) for excess in excesses]
 
 
 @given(cases())
 def test_moves_stay_within_what_ranks_have(case: dict) -> None:
-    found = fit(**case)
+    found = fitted(**case)
     left = {expert: size for row in case["experts"] for size, expert in row}
     loads, guests = [*case["loads"]], Counter()
     for index, (expert, source, target, tokens) in enumerate(found.moves):
@@ -106,7 +120,7 @@ def test_moves_stay_within_what_ranks_have(case: dict) -> None:
         guests[target] += 1
         assert loads[target] <= case["capacities"][target]
         over = max(load - capacity for load, capacity in zip(loads, case["capacities"], strict=True))
-        assert max(0, over) == max(0, found.excess[index + 1]) <= max(0, found.excess[index])
+        assert max(0, over) == max(0, found.excess_N[index + 1]) <= max(0, found.excess_N[index])
     assert min(left.values(), default=0) >= 0
     assert all(guests[rank] <= slots for rank, slots in enumerate(case["slots"]))
     assert found.fits == all(load <= capacity for load, capacity in zip(loads, case["capacities"], strict=True))
@@ -117,14 +131,14 @@ def level(sizes: list[list[int]], capacity: int, slots: int, **options: bool) ->
     numbers = iter(range(100))
     experts = [sorted((size, next(numbers)) for size in row) for row in sizes]
     ranks = len(sizes)
-    return fit(experts, [*map(sum, sizes)], [capacity] * ranks, [slots] * ranks, node_size=ranks, **options)
+    return fitted(experts, [*map(sum, sizes)], [capacity] * ranks, [slots] * ranks, node_size=ranks, **options)
 
 
 def test_the_busiest_rank_comes_first() -> None:
     found = level([[60, 40], [70, 10], [10, 10], [20, 20]], 60, 2)
     # Ranks 0 and 1 have 100 and 80 tokens, ranks 2 and 3 room for 40 and 20
     assert found.moves == [Move(0, 0, 2, 40), Move(2, 1, 3, 20)]
-    assert found.excess == [40, 20, 0]
+    assert found.excess_N.tolist() == [40, 20, 0]
 
 
 def test_filling_receivers_needs_fewer_slots() -> None:
@@ -136,5 +150,23 @@ def test_filling_receivers_needs_fewer_slots() -> None:
 @pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])
 def test_a_guest_on_another_node_has_to_take_more_for_its_cost(far: float, target: int) -> None:
     # Room for 10 tokens on the same node, for 20 on the other one
-    found = fit([[(40, 0)], [], [], []], [40, 10, 0, 20], [20] * 4, [1] * 4, node_size=2, far=far)
+    found = fitted([[(40, 0)], [], [], []], [40, 10, 0, 20], [20] * 4, [1] * 4, node_size=2, far=far)
     assert found.moves[0].target == target
+
+
+@given(st.data(), st.integers(1, 9), st.integers(1, 4), st.sampled_from([1.0, 1.51, 8.0]))
+def test_sending_times_grow_guest_by_guest(data: st.DataObject, ranks: int, node_size: int, far: float) -> None:
+    owner_E = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=6)))
+    places = st.tuples(st.integers(0, len(owner_E) - 1), st.integers(0, ranks - 1))
+    pairs_K2 = np.array(data.draw(st.lists(places, max_size=20, unique=True)), np.int64).reshape(-1, 2)
+    found_2K = sending_times(pairs_K2, owner_E, ranks, node_size, far)
+    for number in range(len(pairs_K2) + 1):
+        times_D, sent = [0.0] * ranks, dict[int, list[float]]()
+        for expert, rank in pairs_K2[:number].tolist():
+            owner = int(owner_E[expert])
+            time = 1.0 if owner // node_size == rank // node_size else far
+            times_D[rank] += time
+            times_D[owner] += 0.0 if expert in sent else time
+            sent.setdefault(expert, []).append(time)
+        extra = max((sum(times) - max(times) for times in sent.values()), default=0.0)
+        assert found_2K[:, number].tolist() == pytest.approx([max(times_D), extra])

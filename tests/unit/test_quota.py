@@ -149,7 +149,7 @@ def test_plans_are_never_slower_than_owners_alone(
     # The seconds that the search counts are those of the model, but for messages before and after the busiest rank's
     layer = _Layer.of(counts_BDE, current, cost)
     guests = layer.leveled(_Way(True, current.guest_slots))
-    if guests:
+    if len(guests):
         free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
         exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
         (_, seconds), hidden = _Layer.of(counts_BDE, current, free).timed([guests])

@@ -42,15 +42,12 @@ RUNS = 5
 
 def fitted(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: int, target: float = TARGET) -> np.ndarray:
     """Return the quotas [E, D] of the policy `quota`'s fit: the fewest moves, or receivers filled if slots are few."""
-    experts = [
-        sorted((int(tokens_E[e]), e) for e in np.flatnonzero(owner_E == rank).tolist()) for rank in range(num_ranks)
-    ]
-    loads = [sum(tokens for tokens, _ in row) for row in experts]
-    limits = [limit_of(sum(loads), num_ranks, target)] * num_ranks
-    fits = (
-        fit(experts, loads, limits, [slots] * num_ranks, node_size=num_ranks, fills=fills) for fills in (False, True)
-    )
-    found = min(fits, key=lambda found: max(0, found.excess[-1]))
+    experts_DS = np.argsort(owner_E, kind="stable").reshape(num_ranks, -1)
+    loads_D = tokens_E[experts_DS].sum(1)
+    limits_D = np.full(num_ranks, limit_of(int(tokens_E.sum()), num_ranks, target))
+    given = tokens_E[experts_DS], experts_DS, loads_D, limits_D, np.full(num_ranks, slots)
+    fits = (fit(*given, node_size=num_ranks, fills=fills) for fills in (False, True))
+    found = min(fits, key=lambda found: max(0, found.excess_N[-1]))
     quotas_ED = np.zeros((len(tokens_E), num_ranks), dtype=np.int64)
     quotas_ED[np.arange(len(tokens_E)), owner_E] = tokens_E
     for expert, source, rank, tokens in found.moves:

@@ -1,12 +1,14 @@
 """The quota policy: few guests, and exact numbers of tokens for each of them, chosen by the seconds that they save.
 
-M counts experts with guests; K counts numbers of moves, from none to all of a fit.
+M counts experts with guests; K counts guests, or numbers of moves, from none to all of a fit.
+
+Arrays `guests_K3` are int64: a guest's expert, its rank, and the tokens of all microbatches that it takes over from the
+expert's owner.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from megatron_balance.cost.loads import COMPUTED, Lent, by_microbatch, guest_loa
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import Fitted, Move, fit
+from megatron_balance.planning.fit import Fitted, fit, leveled, sending_times
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 EVEN = 1.01
@@ -48,9 +50,6 @@ LOCALIZED = (1 / 6, 1 / 3, 1 / 2, 1.0)
 ROUNDS = 2
 """Number of times that each of several microbatches is leveled, given the guests for the others."""
 
-Guests = Mapping[tuple[int, int], int]
-"""Tokens of all microbatches that each (expert, rank) takes over from the expert's owner."""
-
 
 class Quota(Policy):
     """Gives each guest the number of tokens that evens out the ranks, where that saves more than the guest costs.
@@ -69,6 +68,10 @@ class Quota(Policy):
     sets_quotas = True
     must_pay = True
 
+    def __init__(self) -> None:
+        for loop in (leveled, sending_times):
+            loop.prepare  # noqa: B018, compiles it
+
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         alone = current if current.is_identity else owners_host(current)
@@ -78,7 +81,7 @@ class Quota(Policy):
         if not any(way.localized for way in ways) and _is_even(counts, current, cost):
             return alone
         layer = _Layer.of(counts, current, cost)
-        plans = [guests for way in ways if (guests := layer.leveled(way))]
+        plans = [guests_K3 for way in ways if len(guests_K3 := layer.leveled(way))]
         if not plans:
             return alone
         (alone_seconds, *seconds), (_, *hidden) = layer.timed(plans)
@@ -133,25 +136,27 @@ def _ways(network: Network, slots: int) -> list[_Way]:
     return ways
 
 
-def _together(parts: Iterable[Guests]) -> Guests:
-    """Return the sum of the tokens that guests take over."""
-    total: dict[tuple[int, int], int] = {}
-    for guests in parts:
-        for pair, tokens in guests.items():
-            total[pair] = total.get(pair, 0) + tokens
-    return total
+def _together(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return [K, 3] guests, each once, with the tokens that it takes over in all parts."""
+    parts = [guests_K3 for guests_K3 in parts if len(guests_K3)]
+    if len(parts) < 2:
+        return parts[0] if parts else np.zeros((0, 3), np.int64)
+    all_K3 = np.concatenate(parts)
+    _, first, guest_K = np.unique(all_K3[:, :2], axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    tokens = np.bincount(guest_K.ravel(), all_K3[:, 2]).astype(np.int64)
+    return np.column_stack([all_K3[first[order], :2], tokens[order]])
 
 
 class _Start(NamedTuple):
     """What a fit starts from."""
 
-    experts: list[list[tuple[int, int]]]
-    """[D] pairs (tokens, expert) that owners with more than their mean may give away, ascending."""
+    tokens_DH: np.ndarray
+    """Tokens of its experts that each rank may give away."""
     loads_D: np.ndarray
-    loads: list[int]
-    """[D] tokens of each rank, twice."""
-    taken: list[int]
-    """[D] guest slots that are taken."""
+    """Tokens of each rank."""
+    taken_D: np.ndarray
+    """Number of guest slots that are taken."""
     mean: float
     """Tokens of a rank of average speed if all were even."""
 
@@ -170,7 +175,7 @@ class _Layer:
     """`owner_loads` of all experts."""
 
     tokens_BE: np.ndarray
-    total_E: list[int]
+    total_E: np.ndarray
     """Tokens of each expert in all microbatches."""
 
     slots: int
@@ -191,63 +196,59 @@ class _Layer:
             home_DH=np.array(current.home),
             owned_FBD=owner_loads(network, counts_EBD, owner_E),
             tokens_BE=tokens_BE,
-            total_E=tokens_BE.sum(0).tolist(),
+            total_E=tokens_BE.sum(0),
             slots=current.guest_slots,
             token_seconds=profile.forward.seconds_per_token
             + profile.backward.seconds_per_token
             + 4 * cost.token_bytes * cost.exchange.scale * exchanging,
         )
 
-    def _localized(self, part: float) -> Guests:
-        """Return guests of the experts that other nodes than their owner's have most tokens for; they compute these.
+    @cached_property
+    def _localized(self) -> tuple[np.ndarray, np.ndarray]:
+        """[K, 3] guests of the experts that other nodes than their owner's have most tokens for; they compute these.
 
-        Args:
-            part: part of all guest slots that they may take.
+        The second array is [K], how many pairs of an expert and a node have more tokens than a guest's.
         """
         network, slots = self.cost.network, [self.slots] * self.cost.network.num_ranks
         tokens_EN = np.add.reduceat(self.counts_EBD.sum(1), network.first_N, axis=1).astype(np.int64)
         tokens_EN[np.arange(len(tokens_EN)), network.node_D[self.owner_E]] = 0
-        hottest = np.argsort(-tokens_EN, axis=None, kind="stable")[: int(part * sum(slots))]
-        loads, guests = self.owned_FBD[COMPUTED].sum(0).tolist(), dict[tuple[int, int], int]()
-        for expert, node in zip(*np.unravel_index(hottest, tokens_EN.shape), strict=True):
-            tokens, first = int(tokens_EN[expert, node]), int(network.first_N[node])
+        hottest = np.argsort(-tokens_EN, axis=None, kind="stable")[: sum(slots)]
+        loads, owners, found = self.owned_FBD[COMPUTED].sum(0).tolist(), self.owner_E.tolist(), list[tuple[int, ...]]()
+        columns = *np.unravel_index(hottest, tokens_EN.shape), tokens_EN.ravel()[hottest]
+        for place, (expert, node, tokens) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            first = node * network.node_size
             free = [rank for rank, left in enumerate(slots[first : first + network.node_size], first) if left]
             if tokens and free:
                 rank = min(free, key=loads.__getitem__)
-                guests[int(expert), rank] = tokens
-                loads[rank], loads[self.owner_E[expert]] = loads[rank] + tokens, loads[self.owner_E[expert]] - tokens
+                found.append((expert, rank, tokens, place))
+                loads[rank] += tokens
+                loads[owners[expert]] -= tokens
                 slots[rank] -= 1
-        return guests
+        found_K4 = np.array(found, np.int64).reshape(-1, 4)
+        return found_K4[:, :3], found_K4[:, 3]
 
-    def leveled(self, way: _Way) -> Guests:
-        """Return the guests that level all ranks, or as far as they are worth their cost."""
-        found: dict[int, Guests] = {-1: self._localized(way.localized) if way.localized else {}}
+    def leveled(self, way: _Way) -> np.ndarray:
+        """Return [K, 3] the guests that level all ranks, or as far as they are worth their cost."""
+        found = [np.zeros((0, 3), np.int64)] * (1 + len(self.tokens_BE))
+        if way.localized:
+            guests_K3, place_K = self._localized
+            found[0] = guests_K3[place_K < int(way.localized * self.slots * self.cost.network.num_ranks)]
         tokens_BD = self.owned_FBD[COMPUTED]
         order_B = np.argsort(tokens_BD.mean(1) - tokens_BD.max(1), kind="stable").tolist()
-        for microbatch in order_B * (ROUNDS if len(order_B) > 1 else 1):
-            others = _together(guests for index, guests in found.items() if index != microbatch)
+        for index, microbatch in [*enumerate(order_B, start=1)] * (ROUNDS if len(order_B) > 1 else 1):
+            others_K3 = _together([*found[:index], *found[index + 1 :]])
             tokens_E = self.tokens_BE[microbatch]
-            moves = self._moves(tokens_E, others, way)
+            guests_K3 = self._moves(tokens_E, others_K3, way)[:, [0, 2, 3]]
             # The same share of the expert's tokens in all microbatches, at most what the owner has left
-            wholes = {
-                (expert, target): tokens * self.total_E[expert] // int(tokens_E[expert])
-                for expert, _, target, tokens in moves
-            }
-            found[microbatch] = {guest: whole for guest, whole in wholes.items() if whole}
-        return _together(found.values())
+            expert_K = guests_K3[:, 0]
+            guests_K3[:, 2] = guests_K3[:, 2] * self.total_E[expert_K] // tokens_E[expert_K]
+            found[index] = guests_K3[guests_K3[:, 2] > 0]
+        return _together(found)
 
-    def _loads(self, tokens_E: np.ndarray, guests: Guests) -> np.ndarray:
-        """Return [D] the tokens of each rank in a microbatch, rounded down."""
-        loads_D = np.bincount(self.owner_E, tokens_E, self.cost.network.num_ranks)
-        for (expert, rank), whole in guests.items():
-            tokens = whole * int(tokens_E[expert]) / self.total_E[expert]
-            loads_D[rank] += tokens
-            loads_D[self.owner_E[expert]] -= tokens
-        return loads_D.astype(np.int64)
-
-    def _moves(self, tokens_E: np.ndarray, guests: Guests, way: _Way) -> list[Move]:
+    def _moves(self, tokens_E: np.ndarray, guests_K3: np.ndarray, way: _Way) -> np.ndarray:
         """Return the moves of a microbatch's tokens that are worth their cost, given guests for other microbatches."""
-        start = self._start if len(self.tokens_BE) == 1 and not guests else self._started(tokens_E, guests)
+        alone = len(self.tokens_BE) == 1 and not len(guests_K3)
+        start = self._start if alone else self._started(tokens_E, guests_K3)
         busiest = way.even * start.mean
         if not way.reaches_far:
             # A node keeps its tokens
@@ -255,34 +256,34 @@ class _Layer:
             loads_N, rate_N = (np.add.reduceat(part_D, first_N) for part_D in (start.loads_D, self.cost.rate_D))
             busiest = way.even * float((loads_N / rate_N).max())
         busiest, found, *kind = self._fitted(start, way, busiest)
-        number = self._worthwhile(busiest, found, guests) if way.share is None else round(way.share * len(found.moves))
-        if number and found.excess[number] > 0:
-            again = self._fit(start, way, busiest + found.excess[number], *kind)
-            if again.fits and len(again.moves) < number:
-                return again.moves
-        return found.moves[:number]
+        number = round((way.share or 0) * len(found.moves_MF))
+        if way.share is None:
+            number = self._worthwhile(busiest, found, guests_K3)
+        if number and found.excess_N[number] > 0:
+            again = self._fit(start, way, busiest + int(found.excess_N[number]), *kind)
+            if again.fits and len(again.moves_MF) < number:
+                return again.moves_MF
+        return found.moves_MF[:number]
 
     @cached_property
     def _start(self) -> "_Start":
         """The start of a fit of the only microbatch."""
-        return self._started(self.tokens_BE[0], {})
+        return self._started(self.tokens_BE[0], np.zeros((0, 3), np.int64))
 
-    def _started(self, tokens_E: np.ndarray, guests: Guests) -> "_Start":
-        loads_D, taken, left_E = self._loads(tokens_E, guests), [0] * self.cost.network.num_ranks, tokens_E
-        if guests:
+    def _started(self, tokens_E: np.ndarray, guests_K3: np.ndarray) -> "_Start":
+        ranks, left_E = self.cost.network.num_ranks, tokens_E
+        loads_D = np.bincount(self.owner_E, tokens_E, ranks)
+        expert_K, rank_K, whole_K = guests_K3.T
+        if len(guests_K3):
+            product_K, total_K = whole_K * tokens_E[expert_K], self.total_E[expert_K]
+            ends_K2 = np.stack([rank_K, self.owner_E[expert_K]], axis=1)
+            np.add.at(loads_D, ends_K2, (product_K / total_K)[:, None] * (1, -1))
             left_E = tokens_E.copy()
-            for (expert, rank), whole in guests.items():
-                taken[rank] += 1
-                left_E[expert] -= -(-whole * int(tokens_E[expert]) // self.total_E[expert])
+            np.subtract.at(left_E, expert_K, -(-product_K // total_K))
             left_E = np.maximum(left_E, 0)
+        loads_D = loads_D.astype(np.int64)
         mean = float(loads_D.sum() / self.cost.rate_D.sum())
-        # Pairs (tokens, expert) as single numbers, sorted for each owner that has too many tokens
-        keys_DH = np.sort(left_E[self.home_DH] * len(left_E) + self.home_DH, axis=1).tolist()
-        experts = [
-            [divmod(key, len(left_E)) for key in row] if heavy else []
-            for row, heavy in zip(keys_DH, (loads_D > mean * self.cost.rate_D).tolist(), strict=True)
-        ]
-        return _Start(experts, loads_D, loads_D.tolist(), taken, mean)
+        return _Start(left_E[self.home_DH], loads_D, np.bincount(rank_K, minlength=ranks), mean)
 
     def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int, bool]:
         """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible; `_fit` has the rest.
@@ -294,49 +295,36 @@ class _Layer:
             # Within a node, tokens more often lack room than slots
             if found[1].fits or not way.reaches_far:
                 return found
-            busiest += way.raised * found[1].excess[-1]
+            busiest += way.raised * int(found[1].excess_N[-1])
         filled = busiest, self._fit(start, way, busiest, way.slots, True), way.slots, True
         if not filled[1].fits and way.slots < self.slots:
             filled = busiest, self._fit(start, way, busiest, self.slots, True), self.slots, True
-        return min(found, filled, key=lambda each: each[0] + max(0, each[1].excess[-1]))
+        return min(found, filled, key=lambda each: each[0] + max(0, int(each[1].excess_N[-1])))
 
     def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, fills: bool) -> Fitted:
-        rate_D, free = self.cost.rate_D, [max(0, slots - taken) for taken in start.taken]
+        rate_D = self.cost.rate_D
         return fit(
-            start.experts,
-            start.loads,
-            np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64).tolist(),
-            free,
+            start.tokens_DH,
+            self.home_DH,
+            start.loads_D,
+            np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64),
+            np.maximum(slots - start.taken_D, 0),
             node_size=self.cost.network.node_size,
             far=self.cost.transport.far if way.prefers_near else 1.0,
             reaches_far=way.reaches_far,
             fills=fills,
         )
 
-    def _worthwhile(self, busiest: float, found: Fitted, guests: Guests) -> int:
+    def _worthwhile(self, busiest: float, found: Fitted, guests_K3: np.ndarray) -> int:
         """Return how many of the first moves are worth their cost."""
-        ranks, far, node_D = self.cost.network.num_ranks, self.cost.transport.far, self.cost.network.node_D.tolist()
-        seconds_D, chains, owner_E = [0.0] * ranks, dict[int, tuple[float, float]](), self.owner_E
-        busy, extra, sent = 0.0, 0.0, []
-        added = [*guests, *((move.expert, move.target) for move in found.moves)]
-        for expert, target in added:
-            owner = int(owner_E[expert])
-            time = 1.0 if node_D[owner] == node_D[target] else far
-            total, longest = chains.get(expert, (0.0, 0.0))
-            seconds_D[target] += time
-            # The owner sends the expert once, and guests send it on
-            seconds_D[owner] += 0.0 if total else time
-            busy = max(busy, seconds_D[owner], seconds_D[target])
-            chains[expert] = total + time, max(longest, time)
-            extra = max(extra, total + time - chains[expert][1])
-            sent.append((busy, extra))
-        first = sent[len(guests) - 1] if guests else (0.0, 0.0)
-        busy_K, extra_K = np.array([first, *sent[len(guests) :]]).T
-        sending = sum(self.cost.exposed(busiest, *self.cost.transport.seconds_of(busy_K, extra_K)))
-        total_K = self.token_seconds * (busiest + np.maximum(found.excess, 0)) + sending
+        network, transport = self.cost.network, self.cost.transport
+        pairs_K2 = np.concatenate([guests_K3[:, :2], found.moves_MF[:, ::2]])
+        sent_2K = sending_times(pairs_K2, self.owner_E, network.num_ranks, network.node_size, transport.far)
+        sending = sum(self.cost.exposed(busiest, *transport.seconds_of(*sent_2K[:, len(guests_K3) :])))
+        total_K = self.token_seconds * (busiest + np.maximum(found.excess_N, 0)) + sending
         return int((total_K <= total_K.min() * (1 + NEGLIGIBLE)).argmax())
 
-    def timed(self, plans: Sequence[Guests]) -> tuple[list[float], list[float]]:
+    def timed(self, plans: Sequence[np.ndarray]) -> tuple[list[float], list[float]]:
         """Return the seconds of the layer, and those of Trans and Agg that are hidden, both as on the busiest rank.
 
         The first are those without guests; the others are those of the plans.
@@ -349,24 +337,21 @@ class _Layer:
         time = self.cost.time_of(*self.cost.work_of(loads_AFBD), *sent_2A)
         return time.total.tolist(), (sent_2A.sum(0) - time.trans - time.agg).tolist()
 
-    def _lent(self, plans: Sequence[Guests]) -> Lent:
-        sizes = [*map(len, plans)]
-        pairs = chain.from_iterable(chain.from_iterable(plans))
-        expert_K, rank_K = np.fromiter(pairs, np.int64, 2 * sum(sizes)).reshape(-1, 2).T
-        tokens_K = np.fromiter(chain.from_iterable(guests.values() for guests in plans), np.float64, sum(sizes))
-        plan_K = np.repeat(np.arange(len(plans)), sizes)
-        return Lent(len(plans), plan_K, expert_K, rank_K, tokens_K / self.tokens_BE.sum(0)[expert_K])
+    def _lent(self, plans: Sequence[np.ndarray]) -> Lent:
+        expert_K, rank_K, tokens_K = np.concatenate(plans).T
+        plan_K = np.repeat(np.arange(len(plans)), [*map(len, plans)])
+        return Lent(len(plans), plan_K, expert_K, rank_K, tokens_K / self.total_E[expert_K])
 
-    def placement(self, current: Placement, guests: Guests) -> Placement:
+    def placement(self, current: Placement, guests_K3: np.ndarray) -> Placement:
         """Return the placement with these guests; the owner computes what they leave."""
         owned = current.owners
         hosts: list[tuple[int, ...]] = [*zip(owned, strict=True)]
         quotas, primary = list[tuple[int, ...]]([()]) * len(owned), [*owned]
         lent: dict[int, dict[int, int]] = {}
-        for (expert, rank), tokens in guests.items():
+        for expert, rank, tokens in guests_K3.tolist():
             lent.setdefault(expert, {})[rank] = tokens
         for expert, taken in lent.items():
-            if left := self.total_E[expert] - sum(taken.values()):
+            if left := int(self.total_E[expert]) - sum(taken.values()):
                 taken[owned[expert]] = left
             else:
                 primary[expert] = min(taken)
