@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.batches import MOST_PIECES, MOST_STAGED, BatchModel, fewest_pieces
+from megatron_balance.cost.few_batches import LEAST_ALPHA, ROUNDING, few_batches, few_batches_each
 from megatron_balance.cost.network import Network
-from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.links import link_lines
+from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
-from megatron_balance.placement.transfers import LinkLoads, TransferPlan, plan_transfers, routes
+from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
 
 FANOUTS = {"chain": 1, "tree": 2, "doubling": 16}
@@ -32,17 +34,12 @@ LEAST_CHUNKS = 4
 LEAST_ROUNDS = 2
 """Minimum number of rounds of such a plan along other routes."""
 
-LEAST_ALPHA = 1e-6
-"""Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
-
 UNAVOIDABLE = 1.05
 """Time of the best routes over a lower bound for all routes, up to which no trees are tried."""
 
 WORTHWHILE = 1.2
 """Time of few batches over that of chains or trees, up to which few batches are chosen. The latter is a lower bound,
 and their many batches keep the thread busy that launches them."""
-
-ROUNDING = 1e-9
 
 USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
@@ -143,10 +140,8 @@ class SendingModel:
         least = np.array([[received, 0.0], [1.0, np.log2(most) - 1]])
         if min(sending.trans for sending, _ in choices) > UNAVOIDABLE * self.fewest_seconds(least)[1]:
             for route in ("tree", "doubling"):
-                loads = LinkLoads(self.profile.num_ranks, self.profile.node_size, self.network.adapters)
-                for links in routes(placement, self.profile.node_size, FANOUTS[route], self.far).values():
-                    loads.add(links)
-                choices.append((Sending(route, *self.fewest_seconds(np.array(loads.lines))), None))
+                lines, _ = self._routed(*placement.guests_3M, route)
+                choices.append((Sending(route, *self.fewest_seconds(lines)), None))
         return choices
 
     @staticmethod
@@ -164,57 +159,33 @@ class SendingModel:
                 yield Sending(route, *fewest_pieces(self._batches, sizes, found, self._least_rounds)), found
 
     def along_chains(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> Sending:
-        """Return an estimate of `best` for the guests of `chain_lines`.
+        """Return an estimate of `best` for guests in any order, at least one: owners, experts and ranks.
 
         The seconds are those of chains, or those of few batches if these are fewer.
         """
-        lines, _ = self.chain_lines(owner_M, expert_M, rank_M)
+        lines, _ = self._routed(owner_M, expert_M, rank_M, "chain")
         chain = Sending("chain", *self.fewest_seconds(lines))
         trans, agg = self.seconds_of(*map(float, lines.max(0)))
         return chain if chain.trans <= trans else chain._replace(trans=trans, agg=agg)
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
-        """Return the `LinkLoads.lines` of all experts' chains, in any order, and the busiest rank's time of receiving.
+        """Return `link_lines` of all experts' chains, and the busiest rank's time of receiving; there are guests."""
+        return self._routed(*placement.guests_3M, "chain")
 
-        It is `route_of` with `fanout` 1 and `LinkLoads` for all experts at once. There is at least one guest.
-        """
-        guests_DG = np.asarray(placement.guests)
-        rank_M, slot_M = (guests_DG != EMPTY).nonzero()
-        expert_M = guests_DG[rank_M, slot_M]
-        return self.chain_lines(np.asarray(placement.owners)[expert_M], expert_M, rank_M)
-
-    def chain_lines(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return `chains` of guests in any order, at least one: their experts, the owners of these, and their ranks."""
-        network, num_ranks, node_D = self.network, self.profile.num_ranks, self.network.node_D
-        nodes = len(network.first_N)
-        order_M = np.lexsort(
-            ((rank_M - owner_M) % network.node_size, (node_D[rank_M] - node_D[owner_M]) % nodes, expert_M)
+    def _routed(
+        self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, route: str
+    ) -> tuple[np.ndarray, float]:
+        """Return `link_lines` of guests in any order along a route of FANOUTS."""
+        return link_lines(
+            owner_M,
+            expert_M,
+            rank_M,
+            num_ranks=self.profile.num_ranks,
+            node_size=self.profile.node_size,
+            adapters=self.network.adapters,
+            fanout=FANOUTS[route],
+            far=self.far,
         )
-        rank_M, expert_M, owner_M = rank_M[order_M], expert_M[order_M], owner_M[order_M]
-        is_first_M = np.append(True, expert_M[1:] != expert_M[:-1])
-        source_M = np.where(is_first_M, owner_M, np.roll(rank_M, 1))
-        is_far_M = node_D[source_M] != node_D[rank_M]
-        time_M = np.where(is_far_M, self.far, 1.0)
-        chain_M = is_first_M.cumsum() - 1
-        total_M = np.bincount(chain_M, time_M)[chain_M]
-        start_M = (time_M.cumsum() - time_M)[is_first_M][chain_M]
-        before_M = time_M.cumsum() - time_M - start_M
-        ends = [(source_M, time_M, slice(None)), (rank_M + num_ranks, time_M, slice(None))]
-        if network.adapters < network.node_size:
-            shared_M = time_M[is_far_M] / network.adapters
-            first = 2 * num_ranks
-            ends += [(node_D[source_M[is_far_M]] + first, shared_M, is_far_M)]
-            ends += [(node_D[rank_M[is_far_M]] + first + nodes, shared_M, is_far_M)]
-        places, times = (np.concatenate([end[part] for end in ends]) for part in (0, 1))
-        befores = np.concatenate([before_M[end[2]] for end in ends])
-        afters = np.concatenate([(total_M - before_M - time_M)[end[2]] for end in ends])
-        busy, before, after = np.bincount(places, times), *(np.full(places.max() + 1, np.inf) for _ in range(2))
-        np.minimum.at(before, places, befores)
-        np.minimum.at(after, places, afters)
-        used = busy > 0
-        alone = [(time, (total_M - time_M)[time_M == time].max()) for time in np.unique(time_M)]
-        lines = np.concatenate([np.stack([busy, before + after], axis=1)[used], alone])
-        return lines, float(busy[num_ranks : 2 * num_ranks].max())
 
     def fewest_seconds(self, lines: np.ndarray) -> tuple[int, float, float]:
         """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
@@ -222,7 +193,7 @@ class SendingModel:
         The seconds are lower bounds; ties go to fewer pieces.
 
         Args:
-            lines: pairs as in `LinkLoads.lines`, at least one.
+            lines: pairs as in `link_lines`, at least one.
         """
         busy_B, extra_B = lines.T.clip(0.0)
         chunks_A = np.unique([self.fewest_chunks, *self.best_chunks(busy_B, extra_B)])
@@ -239,34 +210,16 @@ class SendingModel:
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
+        numbers = self._numbers_26, self.far, self._least_rounds
         if np.ndim(busy) == 0:
-            return self._seconds_of_one(float(busy), float(extra))
-        is_far, relays = self._is_far(busy), extra > 0
-        more = relays if self._least_rounds == 1 else 1.0
-        found = []
-        for lines, size, messages in self._sent:
-            (near, far), message = lines, messages * extra
-            alpha = np.where(is_far, far.alpha, near.alpha) + message
-            time = busy * np.where(is_far, far.beta / self.far, near.beta) * size
-            last = size * np.where(extra < self.far, near.beta * np.minimum(extra, 1.0), far.beta)
-            pieces = np.minimum(np.maximum(np.rint(np.sqrt(last / np.maximum(alpha, LEAST_ALPHA))), 1.0), MOST_PIECES)
-            found.append(np.where(busy > 0, alpha * (np.where(relays, pieces, 1.0) + more) + time + last / pieces, 0.0))
-        return found[0], found[1]
+            return few_batches(float(busy), float(extra), *numbers)
+        trans_K, agg_K = few_batches_each(np.ravel(busy), np.ravel(extra), *numbers)
+        return trans_K.reshape(np.shape(busy)), agg_K.reshape(np.shape(busy))
 
-    def _seconds_of_one(self, busy: float, extra: float) -> tuple[float, float]:
-        """Return `seconds_of` numbers, in which numpy would take most of the time."""
-        if busy <= 0:
-            return 0.0, 0.0
-        is_far, relays = bool(self._is_far(busy)), extra > 0
-        more = relays if self._least_rounds == 1 else 1.0
-        found = []
-        for lines, size, messages in self._sent:
-            line, alpha = lines[is_far], lines[is_far].alpha + messages * extra
-            time = busy * line.beta * size / (self.far if is_far else 1.0)
-            last = size * (lines[0].beta * min(extra, 1.0) if extra < self.far else lines[1].beta)
-            pieces = min(max(round(math.sqrt(last / max(alpha, LEAST_ALPHA))), 1), MOST_PIECES)
-            found.append(alpha * (pieces + more if relays else 1 + more) + time + last / pieces)
-        return found[0], found[1]
+    @cached_property
+    def _numbers_26(self) -> np.ndarray:
+        """[2, 6] what `few_batches` takes, of Trans and of Agg."""
+        return np.array([(*near[:2], *far[:2], size, messages) for (near, far), size, messages in self._sent])
 
     @cached_property
     def _sent(self) -> tuple[tuple[tuple[Fit, Fit], float, float], ...]:
@@ -346,7 +299,7 @@ class SendingModel:
         return {level: line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for level, line in lines.items()}
 
     def trans_seconds(self, time: Any, chunks: Any) -> Any:
-        """Return the seconds of Eq. 4 for the time that `LinkLoads` counts, with experts in `chunks` pieces.
+        """Return the seconds of Eq. 4 for the time that `link_lines` counts, with experts in `chunks` pieces.
 
         The ratio of the two kinds of links depends on the size of pieces. Time that includes an expert between nodes is
         therefore counted in messages between nodes.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
+import numpy as np
+
 from megatron_balance.placement.tables import Tables
 
 EMPTY = -1
@@ -240,6 +242,14 @@ class Placement:
     def owners(self) -> tuple[int, ...]:
         """[E]: the rank that owns each expert."""
         return _owners(self.home, self.num_experts)
+
+    @cached_property
+    def guests_3M(self) -> np.ndarray:
+        """[3, M] int64: owners, experts and ranks of all guests, by ascending rank and slot."""
+        guests_DG = np.array(self.guests, dtype=np.int64).reshape(self.num_ranks, -1)
+        rank_M, slot_M = (guests_DG != EMPTY).nonzero()
+        expert_M = guests_DG[rank_M, slot_M]
+        return np.stack([np.array(self.owners, dtype=np.int64)[expert_M], expert_M, rank_M])
 
     @cached_property
     def tables(self) -> Tables:

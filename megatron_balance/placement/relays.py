@@ -11,11 +11,12 @@ So `direct` takes one batch of messages, `exchanged` two and `by node` three, wh
 several pieces, one piece overlaps with the next stage of the piece before it.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import Message, TransferPlan
 
 ROUTES = ("direct", "exchanged", "by node")
@@ -36,11 +37,7 @@ class Hops(NamedTuple):
 
 def hops(placement: Placement, node_size: int, route: str) -> Hops:
     """Return the hops of all guests along a route of ROUTES, ordered by stage and expert."""
-    guests_DG = np.array(placement.guests, dtype=np.int64)
-    owner_E = np.array(placement.owners, dtype=np.int64)
-    rank_M, slot_M = (guests_DG != EMPTY).nonzero()
-    expert_M = guests_DG[rank_M, slot_M]
-    owner_M, nodes = owner_E[expert_M], -(-placement.num_ranks // node_size)
+    (owner_M, expert_M, rank_M), nodes = placement.guests_3M, -(-placement.num_ranks // node_size)
     away_M = (rank_M // node_size - owner_M // node_size) % nodes
     # As in `route_of`: the parts of different owners then enter a node at different ranks
     order_M = np.lexsort(((rank_M - owner_M) % node_size, away_M, expert_M))
@@ -84,10 +81,13 @@ def _groups(key_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def plan_hops(found: Hops, chunks: int) -> TransferPlan:
     """Return the plan that sends every part in `chunks` pieces; each piece passes a stage in every round."""
-    stages = int(found.stage_M.max()) + 1 if len(found.stage_M) else 0
-    columns = [column.tolist() for column in found]
-    rounds: list[list[Message]] = [[] for _ in range(stages + chunks - 1 if stages else 0)]
-    for piece in range(chunks):
-        for stage, expert, source, target, part, parts in zip(*columns, strict=True):
-            rounds[stage + piece].append(Message(expert, source, target, piece * parts + part, parts * chunks))
-    return TransferPlan(tuple(tuple(sorted(messages)) for messages in rounds))
+    piece_C1 = np.arange(chunks)[:, None]
+    fields = (found.expert_M, found.source_M, found.target_M, piece_C1 * found.parts_M + found.part_M)
+    columns = [
+        np.broadcast_to(field, (chunks, len(found.part_M))).ravel() for field in (*fields, found.parts_M * chunks)
+    ]
+    round_N = (found.stage_M + piece_C1).ravel()
+    order_N = np.lexsort((*columns[3::-1], round_N))
+    messages = [*map(Message._make, zip(*(column[order_N].tolist() for column in columns), strict=True))]
+    ends = np.bincount(round_N).cumsum().tolist()
+    return TransferPlan(tuple(tuple(messages[first:after]) for first, after in pairwise([0, *ends])))

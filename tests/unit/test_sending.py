@@ -15,8 +15,9 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.cost.sending import FANOUTS, UNAVOIDABLE, WORTHWHILE, SendingModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.relays import ROUTES, hops, plan_hops
-from megatron_balance.placement.transfers import LinkLoads, Message, TransferPlan, plan_transfers, routes
+from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers, routes
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit, Throughput, from_links
+from tests.unit.link_loads import LinkLoads
 from tests.unit.placements import placements, random_placement
 
 SPEED = Throughput(1.0, 0.0, 0.0, 0.0)

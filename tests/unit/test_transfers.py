@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.transfers import (
-    LinkLoads,
     Message,
     Route,
     TransferPlan,
     plan_transfers,
     routes,
 )
+from tests.unit.link_loads import LinkLoads
 from tests.unit.placements import placements
 
 node_sizes, chunk_numbers, fanouts = st.integers(1, 6), st.integers(1, 9), st.integers(1, 4)
