@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.cost.guests import Lent, guest_loads, guest_times
 from megatron_balance.cost.loads import (
     FEATURES,
     MOST_GROUPS,
-    Lent,
     condensed,
     crossing_of,
     expert_loads,
-    guest_loads,
-    guest_times,
     owner_loads,
     placement_loads,
 )

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, Lent, by_microbatch, guest_loads, guest_times, owner_loads
+from megatron_balance.cost.guests import Lent, guest_loads, guest_times
+from megatron_balance.cost.loads import COMPUTED, by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
