@@ -207,6 +207,8 @@ def _manager(
         degrees=find_degrees(config.comm.moe_comm_chunks),
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
     )
+    if owners.guest_slots:
+        cost.transport.prepare()
     return Manager(
         policy=policy,
         cost=cost,

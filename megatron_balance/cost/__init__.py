@@ -3,7 +3,9 @@
     network    links within nodes, adapters that the ranks of a node share, and batches of messages on them
     exchange   seconds of the all-to-alls
     sending    seconds of Trans and Agg, and their best routes and pieces
+    few_batches  an estimate of Trans and Agg for searches
     loads      what ranks compute, send and receive under a placement
+    guests     what the guests of several plans change
     model      CostModel: seconds of a layer under a placement, after Pro-Prophet
     calibration  how much longer a run measures than the model predicts, by component
 

@@ -178,3 +178,7 @@ def _time_guests(
             if adapters:
                 busy_A[plan] = max(busy_A[plan], far * entered_AN[plan, rank // node_size] / adapters)
     return busy_A, extra_A
+
+
+LOOPS = (_add_guests, _time_guests)
+"""What to prepare before plans are timed."""

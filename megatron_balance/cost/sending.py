@@ -19,7 +19,7 @@ import numpy as np
 from megatron_balance.cost.batches import MOST_PIECES, MOST_STAGED, BatchModel, fewest_pieces
 from megatron_balance.cost.few_batches import LEAST_ALPHA, ROUNDING, few_batches, few_batches_each
 from megatron_balance.cost.network import Network
-from megatron_balance.placement.links import link_lines
+from megatron_balance.placement.links import LOOPS, link_lines
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
@@ -69,6 +69,12 @@ class SendingModel:
     grad_bytes: float
     in_parts: bool
     """Whether Trans and Agg are executed in two parts."""
+
+    @staticmethod
+    def prepare() -> None:
+        """Compile what predictions need, so that none of them takes seconds for it."""
+        for loop in (*LOOPS, few_batches, few_batches_each):
+            loop.prepare()
 
     @cached_property
     def network(self) -> Network:
@@ -140,7 +146,7 @@ class SendingModel:
         least = np.array([[received, 0.0], [1.0, np.log2(most) - 1]])
         if min(sending.trans for sending, _ in choices) > UNAVOIDABLE * self.fewest_seconds(least)[1]:
             for route in ("tree", "doubling"):
-                lines, _ = self._routed(*placement.guests_3M, route)
+                lines, _ = self._routed(*placement.tables.guests_3M, route)
                 choices.append((Sending(route, *self.fewest_seconds(lines)), None))
         return choices
 
@@ -170,7 +176,7 @@ class SendingModel:
 
     def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
         """Return `link_lines` of all experts' chains, and the busiest rank's time of receiving; there are guests."""
-        return self._routed(*placement.guests_3M, "chain")
+        return self._routed(*placement.tables.guests_3M, "chain")
 
     def _routed(
         self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, route: str

@@ -152,3 +152,7 @@ def _ends(
                 before_X[end] = min(before_X[end], before_M[link])
                 after_X[end] = min(after_X[end], behind_M[link])
     return busy_X, before_X + after_X
+
+
+LOOPS = (_links, _behind, _ends)
+"""What to prepare before lines are needed."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
-import numpy as np
-
 from megatron_balance.placement.tables import Tables
 
 EMPTY = -1
@@ -244,19 +242,13 @@ class Placement:
         return _owners(self.home, self.num_experts)
 
     @cached_property
-    def guests_3M(self) -> np.ndarray:
-        """[3, M] int64: owners, experts and ranks of all guests, by ascending rank and slot."""
-        guests_DG = np.array(self.guests, dtype=np.int64).reshape(self.num_ranks, -1)
-        rank_M, slot_M = (guests_DG != EMPTY).nonzero()
-        expert_M = guests_DG[rank_M, slot_M]
-        return np.stack([np.array(self.owners, dtype=np.int64)[expert_M], expert_M, rank_M])
-
-    @cached_property
     def tables(self) -> Tables:
         """Arrays that this placement alone determines."""
         return Tables(
             num_ranks=self.num_ranks,
             slots_per_rank=self.slots_per_rank,
+            owners=self.owners,
+            guests=self.guests,
             hosts=self.hosts,
             quotas=self.quotas,
             primary=self.primary,

@@ -18,6 +18,8 @@ class Tables:
 
     num_ranks: int
     slots_per_rank: int
+    owners: Sequence[int]
+    guests: Sequence[Sequence[int]]
     hosts: Sequence[Sequence[int]]
     quotas: Sequence[Sequence[int]]
     primary: Sequence[int]
@@ -28,6 +30,14 @@ class Tables:
         for name, member in vars(Tables).items():
             if isinstance(member, cached_property):
                 getattr(self, name)
+
+    @cached_property
+    def guests_3M(self) -> np.ndarray:
+        """[3, M] int64: owners, experts and ranks of all guests, by ascending rank and slot. Here, M counts guests."""
+        guests_DG = np.array(self.guests, dtype=np.int64).reshape(self.num_ranks, -1)
+        rank_M, slot_M = (guests_DG >= 0).nonzero()
+        expert_M = guests_DG[rank_M, slot_M]
+        return np.stack([np.array(self.owners, dtype=np.int64)[expert_M], expert_M, rank_M])
 
     @cached_property
     def physical_N(self) -> np.ndarray:

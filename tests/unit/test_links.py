@@ -40,7 +40,7 @@ def test_lines_are_those_of_single_routes(
         loads.add(route)
         for link in route:
             received[link.target] += link.time
-    owner_M, expert_M, rank_M = placement.guests_3M[:, data.draw(st.permutations(range(placement.added_hosts)))]
+    owner_M, expert_M, rank_M = placement.tables.guests_3M[:, data.draw(st.permutations(range(placement.added_hosts)))]
     lines, most = link_lines(
         owner_M,
         expert_M,

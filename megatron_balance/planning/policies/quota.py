@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.guests import Lent, guest_loads, guest_times
+from megatron_balance.cost.guests import LOOPS, Lent, guest_loads, guest_times
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.cost.network import Network
@@ -70,8 +70,8 @@ class Quota(Policy):
     must_pay = True
 
     def __init__(self) -> None:
-        for loop in (leveled, sending_times):
-            loop.prepare  # noqa: B018, compiles it
+        for loop in (*LOOPS, leveled, sending_times):
+            loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
