@@ -1,7 +1,7 @@
 """Loops over numbers and arrays that numba compiles.
 
-Machine code is kept on disk, next to the loop's module or in the user's cache, for later processes. Results are those of
-Python to the bit: sums keep their order. A loop does not hold Python's global lock.
+Machine code is kept on disk, next to the loop's module or in the user's cache, for later processes. Results are those
+of Python to the bit: sums keep their order. A loop does not hold Python's global lock.
 """
 
 import functools
