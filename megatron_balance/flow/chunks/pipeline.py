@@ -225,16 +225,22 @@ class _Mixture(torch.autograd.Function):
         exchange, spread = chunked.exchange, chunked.sharding.spread
         if chunked.share is not None:
             rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
-        # Weights of all chunks go at once, so that each host gets one message
-        with record_function("dispatch"):
-            coming = spread(exchange.probs, chunked.weights_to_hosts(probs_R), chunked.all_splits_DH)
+        coming: list[Exchange] = []
         probs_by_chunk: list[torch.Tensor] = []
+
+        def there(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+            exchanged = send_rows(rows, splits_DH)
+            if not (coming or probs_by_chunk):
+                # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
+                with record_function("dispatch"):
+                    coming.append(spread(exchange.probs, chunked.weights_to_hosts(probs_R), chunked.all_splits_DH))
+            return exchanged
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
             # `begin` recognizes recomputation by whether gradients are enabled
             with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
-                    probs = chunked.sorting.weights_to_slots(coming.wait())
+                    probs = chunked.sorting.weights_to_slots(coming.pop().wait())
                     probs_by_chunk.extend(probs.split(chunked.tokens_CS.sum(1).tolist()))
                     begin("experts")
                 # Rows arrive grouped by source, then slot; experts want them grouped by slot
@@ -247,7 +253,7 @@ class _Mixture(torch.autograd.Function):
             return chunked.sorting.to_sources[chunk](output)
 
         computed: list[int] = []
-        there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
+        send_rows = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
         back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
         parts = rows_RH.split(chunked.sent)
         results = execute(chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute)
