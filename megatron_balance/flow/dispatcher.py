@@ -107,7 +107,7 @@ class AllToAllDispatcher(Dispatcher):
 
         def decide(plan: DispatchPlan) -> Handle:
             with record_function("dispatch"):
-                planned = int(plan.tokens_DP.numpy()[self.parallel.members].sum())
+                planned = sum(int(plan.tokens_DP[member].sum()) for member in self.parallel.members)
                 if order is not None and planned == len(order.token_R):
                     return self._decide(plan, order, ahead)
                 return self._decide(plan, row_order(map_TE, planned), None)
@@ -123,17 +123,17 @@ class AllToAllDispatcher(Dispatcher):
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         device, source = order.token_R.device, parallel.source
         tokens_CDP = chunking.split(plan).numpy()
-        tokens_CMP = tokens_CDP[:, parallel.members]
         moves: list[Move] = []
         if chunking.chunks > 1 or not self._in_place(plan.placement):
-            moves.append(sending(plan.placement, tokens_CMP))
+            moves.append(sending(plan.placement, tokens_CDP[:, parallel.members]))
         if chunking.chunks > 1:
             moves.append(weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1)))
         forth_and_back = gathers([one for move in moves for one in (move, move.back)], device)
         there, back, to_hosts, to_chunks = [*forth_and_back, *[STAYS] * 4][:4]
         share = None
         if parallel.splits_rows:
-            share = RowShare(parallel.groups.tp, torch.from_numpy(tokens_CMP.sum(2)), parallel.simultaneous)
+            sizes_CM = torch.from_numpy(tokens_CDP[:, parallel.members].sum(2))
+            share = RowShare(parallel.groups.tp, sizes_CM, parallel.simultaneous)
         chunked = ChunkedDispatch(
             source=source,
             host=parallel.groups.ep.rank(),

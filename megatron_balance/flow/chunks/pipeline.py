@@ -18,6 +18,7 @@ from megatron_balance.comm.blocks import Gather, transposed
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import Sharding, all_gather_rows
+from megatron_balance.device.compiled import compiled
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import ChunkTask, Order
 from megatron_balance.flow.chunks.sorting import Sorting
@@ -87,6 +88,11 @@ class ChunkedDispatch:
         """What sorts the rows that arrive. It is made when they are on their way."""
         return Sorting.of(self._tokens_CDS, self.device)
 
+    @property
+    def slots(self) -> int:
+        """Number of physical experts of a host."""
+        return self.tokens_CDP.shape[2] // self.hosts
+
     @functools.cached_property
     def tokens_CS(self) -> torch.Tensor:
         """[C, S] in host memory: rows of each chunk for each of this rank's slots."""
@@ -102,14 +108,15 @@ class ChunkedDispatch:
         """[D, hosts]: rows of all chunks from each source to each host."""
         return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self._splits_CDH.sum(0))
 
-    @functools.cached_property
-    def sent(self) -> list[int]:
-        """[C]: rows that this rank sends with each chunk."""
-        return self._splits_CDH[:, self.source].sum(1).tolist()
+    def parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return [C]: the rows that this rank sends with each chunk."""
+        if len(self.tokens_CDP) == 1:
+            return [rows]
+        return rows.split(self._splits_CDH[:, self.source].sum(1).tolist())
 
     @functools.cached_property
     def _splits_CDH(self) -> np.ndarray:
-        return self._by_slot.sum(3)
+        return _by_host(self.tokens_CDP, self.hosts)
 
     @property
     def _tokens_CDS(self) -> np.ndarray:
@@ -134,6 +141,19 @@ class ChunkedDispatch:
         if self.share.simultaneous is None:
             return self.share.all(rows)
         return transposed(rows, self.share.sizes_CM, (1, 0))
+
+
+@compiled("int64[:, :, ::1](int64[:, :, :], int64)")
+def _by_host(tokens_CDP: np.ndarray, hosts: int) -> np.ndarray:
+    """Return [C, D, hosts]: the tokens for each host, whose physical experts follow each other."""
+    chunks, sources, physicals = tokens_CDP.shape
+    slots, tokens_CDH = physicals // hosts, np.zeros((chunks, sources, hosts), dtype=np.int64)
+    for chunk in range(chunks):
+        for source in range(sources):
+            for host in range(hosts):
+                for slot in range(slots):
+                    tokens_CDH[chunk, source, host] += tokens_CDP[chunk, source, host * slots + slot]
+    return tokens_CDH
 
 
 def mixture(
@@ -221,7 +241,7 @@ class _Mixture(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.chunked, ctx.begin, ctx.graphs = chunked, begin, {}
-        ctx.of_weights = experts.gradients(chunked.tokens_CS.shape[1])
+        ctx.of_weights = experts.gradients(chunked.slots)
         exchange, spread = chunked.exchange, chunked.sharding.spread
         if chunked.share is not None:
             rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
@@ -255,7 +275,7 @@ class _Mixture(torch.autograd.Function):
         computed: list[int] = []
         send_rows = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
         back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
-        parts = rows_RH.split(chunked.sent)
+        parts = chunked.parts(rows_RH)
         results = execute(chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("combine"):
             return chunked.joined(results)
@@ -295,7 +315,7 @@ class _Mixture(torch.autograd.Function):
         there = _spanned("combine backward", functools.partial(spread, exchange.combine.reverse))
         send_back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
         back_started: list[Exchange] = []
-        parts = gradient_RH.split(chunked.sent)
+        parts = chunked.parts(gradient_RH)
         results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("dispatch backward"):
             of_rows = chunked.joined(results)
