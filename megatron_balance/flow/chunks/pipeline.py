@@ -18,7 +18,6 @@ from megatron_balance.comm.blocks import Gather, transposed
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import Sharding, all_gather_rows
-from megatron_balance.device.compiled import compiled
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import ChunkTask, Order
 from megatron_balance.flow.chunks.sorting import Sorting
@@ -116,7 +115,9 @@ class ChunkedDispatch:
 
     @functools.cached_property
     def _splits_CDH(self) -> np.ndarray:
-        return _by_host(self.tokens_CDP, self.hosts)
+        # Several times as fast as a sum over a short last dimension
+        first, *others = np.moveaxis(self._by_slot, 3, 0)
+        return functools.reduce(np.add, others, first)
 
     @property
     def _tokens_CDS(self) -> np.ndarray:
@@ -141,19 +142,6 @@ class ChunkedDispatch:
         if self.share.simultaneous is None:
             return self.share.all(rows)
         return transposed(rows, self.share.sizes_CM, (1, 0))
-
-
-@compiled("int64[:, :, ::1](int64[:, :, :], int64)")
-def _by_host(tokens_CDP: np.ndarray, hosts: int) -> np.ndarray:
-    """Return [C, D, hosts]: the tokens for each host, whose physical experts follow each other."""
-    chunks, sources, physicals = tokens_CDP.shape
-    slots, tokens_CDH = physicals // hosts, np.zeros((chunks, sources, hosts), dtype=np.int64)
-    for chunk in range(chunks):
-        for source in range(sources):
-            for host in range(hosts):
-                for slot in range(slots):
-                    tokens_CDH[chunk, source, host] += tokens_CDP[chunk, source, host * slots + slot]
-    return tokens_CDH
 
 
 def mixture(
