@@ -15,7 +15,7 @@ Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
 class Compiled(Generic[Arguments, Result]):
     """A function that is compiled by `prepare`, or when it is called for the first time."""
 
-    def __init__(self, signature: str, function: Callable[Arguments, Result]) -> None:
+    def __init__(self, signature: str | None, function: Callable[Arguments, Result]) -> None:
         functools.update_wrapper(self, function)
         self._signature, self._function = signature, function
 
@@ -45,6 +45,10 @@ class Compiled(Generic[Arguments, Result]):
         return self._code(*args, **kwargs)
 
 
-def compiled(signature: str) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
-    """Return a decorator for functions whose arguments have numba's types of `signature`, such as `int64(int64[:])`."""
+def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
+    """Return a decorator for functions whose arguments have numba's types of `signature`, such as `int64(int64[:])`.
+
+    Args:
+        signature: None for functions that other compiled functions call; their arguments have any types.
+    """
     return functools.partial(Compiled, signature)
