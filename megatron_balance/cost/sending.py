@@ -74,7 +74,7 @@ class SendingModel:
     def prepare() -> None:
         """Compile what predictions need, so that none of them takes seconds for it."""
         for loop in (*LOOPS, few_batches, few_batches_each):
-            loop.prepare()
+            _ = loop.prepare
 
     @cached_property
     def network(self) -> Network:

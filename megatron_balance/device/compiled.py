@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Generic, ParamSpec, TypeVar
 
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Compiled(Generic[Arguments, Result]):
@@ -19,12 +20,9 @@ class Compiled(Generic[Arguments, Result]):
         functools.update_wrapper(self, function)
         self._signature, self._function = signature, function
 
-    def prepare(self) -> None:
-        """Compile the function, or read its code from disk, so that no later call takes seconds for it."""
-        _ = self._code
-
     @cached_property
-    def _code(self) -> Callable[Arguments, Result]:
+    def prepare(self) -> Callable[Arguments, Result]:
+        """The compiled function."""
         # Importing numba takes a quarter of a second, and most commands need no loop
         import numba
 
@@ -39,10 +37,10 @@ class Compiled(Generic[Arguments, Result]):
         """The type for other compiled functions, which may call this one."""
         import numba
 
-        return numba.typeof(self._code)
+        return numba.typeof(self.prepare)
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return self._code(*args, **kwargs)
+        return self.prepare(*args, **kwargs)
 
 
 def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
@@ -51,4 +49,8 @@ def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], C
     Args:
         signature: None for functions that other compiled functions call; their arguments have any types.
     """
-    return functools.partial(Compiled, signature)
+
+    def compile_later(function: Callable[Arguments, Result]) -> Compiled[Arguments, Result]:
+        return Compiled(signature, function)
+
+    return compile_later
