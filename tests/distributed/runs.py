@@ -34,7 +34,7 @@ Hosts = list[float]
 
 
 def build(flags: str, base: str = BASE, policy: Policy | None = None) -> Run:
-    """Build the run of `base` and `flags` on this rank; `policy` is the policy of the flags, if it is started already."""
+    """Build the run of `base` and `flags` on this rank; `policy` is that of the flags, if it is started already."""
     config = parse_args(f"{base} {flags}".split(), Machine.here(dist.get_world_size())).config
     return build_run(config, policy=policy)
 

@@ -61,7 +61,7 @@ POLICIES = {
     "fastermoe ema dp2": "--expert-model-parallel-size 2 --balance-policy fastermoe --balance-predictor ema "
     f"--use-distributed-optimizer {HOT}",
     "top3 linear every third, pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy "
-    f"top3 --balance-guest-slots 3 --balance-predictor linear --balance-interval 3 {HOT}",
+    f"top3 --balance-guest-slots 3 --balance-predictor linear --balance-interval 3 {HOT} --global-batch-size 8",
 }
 
 

@@ -264,7 +264,7 @@ def forget_moments(run: Run) -> None:
 )
 def test_a_run_saved_after_a_move_goes_on_bitwise(ranks, profiles, tmp_path, size: int, flags: str) -> None:
     flags = f"{wandering(size, profiles)} {flags}"
-    assert ranks(4).run(checkpoints.straight_against_resumed, flags, str(tmp_path), 8) == [[]] * 4
+    assert ranks(4).run(checkpoints.straight_against_resumed, flags, str(tmp_path), ITERATIONS) == [[]] * 4
 
 
 def test_another_layout_finds_every_expert(ranks, profiles, tmp_path) -> None:

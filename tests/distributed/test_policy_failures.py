@@ -35,7 +35,7 @@ from tests.distributed.runs import BASE, Captured, deviation
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
 
-ITERATIONS = 8
+ITERATIONS = 6
 
 STARTING = 60.0
 """Seconds within which a policy's process starts, even on a busy machine."""

@@ -4,6 +4,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_balance.build import profiles
 from megatron_balance.build.profiles import measure_cluster
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
@@ -308,12 +310,17 @@ def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
     assert all("--expert-model-parallel-size 1" in message for message in ranks(2).run(lonely))
 
 
+def measuring_quickly() -> AbstractContextManager:
+    """Measure with few sizes and repeats."""
+    return mock.patch.multiple(profiles, SIZES=SIZES, REPEATS=3, measure=functools.partial(measure, repeats=3))
+
+
 def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     """Return a profile with the project's own experts, and whether the random state is unchanged."""
     config = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()
-    with mock.patch("megatron_balance.build.profiles.SIZES", SIZES):
+    with measuring_quickly():
         profile = measure_cluster(config, groups, 2)
     return profile, torch.equal(before, torch.get_rng_state())
 
@@ -322,7 +329,7 @@ def measure_in_shards(more: str = "") -> ClusterProfile:
     flags = f"--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear {more}"
     config = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
-    with mock.patch("megatron_balance.build.profiles.SIZES", SIZES):
+    with measuring_quickly():
         return measure_cluster(config, groups, 2)
 
 

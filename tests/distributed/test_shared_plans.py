@@ -18,7 +18,7 @@ CASES = {
     "every second iteration": f"{REPLICAS} {SHIFTING} --balance-policy top2 --balance-interval 2",
     "pipeline": f"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 {SHIFTING} --balance-policy flexmoe",
 }
-ITERATIONS = 5
+ITERATIONS = 4
 
 
 def trained(flags: str, shared: bool) -> tuple[runs.Curve, list[dict[str, Any]]]:
