@@ -46,7 +46,7 @@ LAYOUTS = {
     ),
 }
 
-QUICK = ("ep4", "ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved")
+QUICK = ("ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved")
 """Whole and sharded optimizers, main parameters, a loss scale, stages and dense layers."""
 
 

@@ -91,12 +91,14 @@ CASES = [*((policy, "predicted") for policy in FAILURES), (OwnMind, "exact"), (O
 AS_IN_UNIT_TESTS = {NoPlacement, OtherOwners, OtherSlots}
 
 
+def is_slow(policy: type[Turning], load: str) -> bool:
+    return policy in AS_IN_UNIT_TESTS or (policy, load) == (OneRankRaises, "exact")
+
+
 @pytest.mark.parametrize(
     ("policy", "load"),
     [
-        pytest.param(
-            policy, load, id=f"{policy.__name__}-{load}", marks=[pytest.mark.slow] * (policy in AS_IN_UNIT_TESTS)
-        )
+        pytest.param(policy, load, id=f"{policy.__name__}-{load}", marks=[pytest.mark.slow] * is_slow(policy, load))
         for policy, load in CASES
     ],
 )
