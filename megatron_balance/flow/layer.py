@@ -4,7 +4,7 @@ enter -> route -> count -> prepare -> host -> plan -> dispatch -> experts -> com
 
 enter      this rank's part of the layer's input, if tensor-parallel ranks share the tokens
 route      the router chooses logical experts for each token
-count      all ranks learn the load matrix; the host waits for it, and for nothing else
+count      all ranks learn the load matrix; the host waits for it, and for nothing else, where a plan needs it
 prepare    what needs no load matrix: the order of rows by expert, shared experts
 host       the Placement in force: which ranks host which experts; hosts have the weights when they compute
 plan       how many tokens each source sends to each physical expert
@@ -14,6 +14,7 @@ combine    each token gets the weighted sum of its rows
 leave      the layer's output for all of its input
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -32,6 +33,7 @@ from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
+from megatron_balance.flow.device_dispatcher import DeviceDispatcher
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Handle, MegatronDispatcher
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -39,15 +41,18 @@ from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, ma
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
-Host = Callable[[torch.Tensor, bool], Placement]
-"""(load matrix [D, E] of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their
-experts when they compute."""
+Load = Callable[[], torch.Tensor]
+"""Returns the load matrix [D, E] of one forward pass, on the host; waits until it is there."""
+
+Host = Callable[[Load, bool], Placement]
+"""(load of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their experts when
+they compute."""
 
 
 class Decided(NamedTuple):
     """What a forward pass decided, for the pass that repeats it."""
 
-    counts_HE: torch.Tensor
+    load: Load
     placement: Placement
     handle: Handle
 
@@ -84,7 +89,8 @@ class BalancedMoELayer(MoELayer):
         self.moe_layer_recompute = recomputes(config, "moe")
         self.shared_experts_recompute = recomputes(config, "shared_experts")
         owners = Placement.identity(config.num_moe_experts, self.ep_group.size())
-        self.host: Host = lambda counts_DE, training: owners
+        self.host: Host | None = None
+        """None: owners compute, and nobody asks for the load."""
         self.placement = owners
         """The placement of the latest forward pass."""
         self.begin: Begin = lambda moment: None
@@ -107,8 +113,15 @@ class BalancedMoELayer(MoELayer):
             self.shared_experts = submodules.shared_experts(
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
+        if self.balance.moe_flex_rows == "bound" and not self.experts.counts_on_device:
+            raise ValueError(
+                "--moe-flex-rows bound: needs --bf16, compute capability 9.x or 10.x, and --hidden-size and "
+                "--moe-ffn-hidden-size that are multiples of 8; use counted"
+            )
 
     def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher:
+        if self.balance.moe_flex_rows == "bound":
+            return DeviceDispatcher(self.config, self.parallel.groups)
         if self.config.moe_token_dispatcher_type != "alltoall":
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
 
@@ -165,23 +178,31 @@ class BalancedMoELayer(MoELayer):
         repeated = self.training and is_checkpointing()
         if repeated and torch.is_grad_enabled() and self._to_repeat:
             return lambda: self._again(self._to_repeat.popleft())
-        counts, decide = self._gather_counts(chosen.map_TE), self.dispatcher.prepare(chosen)
+        dispatcher = self.dispatcher
+        wanted = dispatcher.always_plans or self.host is not None
+        counts = functools.cache(self._gather_counts(chosen.map_TE) if wanted else _unwanted)
+        load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
+        decide = dispatcher.prepare(chosen)
 
         def decided() -> Handle:
-            counts_DE = counts()
-            counts_HE = by_host(counts_DE, self.ep_group.size())
-            self.placement = self.host(counts_HE, self.training)
-            handle = decide(self._plan(counts_DE))
+            if dispatcher.always_plans:
+                # Here, so that waiting for other ranks counts as what comes before the exchange
+                counts()
+            self.placement = self._placed(load)
+            handle = dispatcher.without_plan(self.placement, self.split) or decide(self._plan(counts()))
             if not repeated:
                 self._to_repeat.clear()
             elif not torch.is_grad_enabled():
-                self._to_repeat.append(Decided(counts_HE, self.placement, handle))
+                self._to_repeat.append(Decided(load, self.placement, handle))
             return handle
 
         return decided
 
+    def _placed(self, load: Load) -> Placement:
+        return self.placement if self.host is None else self.host(load, self.training)
+
     def _again(self, first: Decided) -> Handle:
-        self.placement = self.host(first.counts_HE, self.training)
+        self.placement = self._placed(first.load)
         assert self.placement is first.placement, "a placement changes between iterations only"
         return first.handle
 
@@ -189,7 +210,8 @@ class BalancedMoELayer(MoELayer):
     def _gather_counts(self, map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start gathering the load matrix [D, E], the tokens that each source routed to each expert.
 
-        Return the function that waits until it is on the host: the layer's only wait for the device.
+        Return the function that waits until it is on the host: the layer's only wait for the device, where a plan needs
+        it.
         """
         with record_function("count"):
             counts_E = self.parallel.counts(map_TE)
@@ -206,3 +228,7 @@ class BalancedMoELayer(MoELayer):
     def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:
         with record_function("plan"):
             return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size)
+
+
+def _unwanted() -> torch.Tensor:
+    raise AssertionError("owners alone compute, so no plan needs a load")

@@ -7,7 +7,8 @@ order of rows (rows.py). In shapes, K is the largest number of hosts of an exper
 import torch
 
 from megatron_balance.device.host_memory import to_device
-from megatron_balance.flow.plan import Choices, DispatchPlan
+from megatron_balance.flow.plan import Choices, DispatchPlan, Split, make_dispatch_plan
+from megatron_balance.placement.placement import Placement
 
 
 def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> Choices:
@@ -25,11 +26,36 @@ def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, so
         Choices of physical experts, [T, P], with each token's weights unchanged; the arguments themselves if physical
         and logical experts coincide.
     """
-    if plan.placement.expert_of_physical == tuple(range(plan.placement.num_experts)):
+    if _unchanged(plan.placement):
         return Choices(probs_TE, map_TE)
+    return _scattered(probs_TE, map_TE, _targets(map_TE, plan, source), plan.placement)
+
+
+def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor | None:
+    """Return [E] int64, the physical expert of each expert for all tokens of a host; None if it depends on the load."""
+    if split != "local_first" and len(placement.tables.shared_M):
+        return None
+    one_HE = torch.ones(placement.num_ranks, placement.num_experts, dtype=torch.int64)
+    physicals = make_dispatch_plan(one_HE, placement, split).tokens_DP[host].nonzero().squeeze(1)
+    target_E = torch.empty(placement.num_experts, dtype=torch.int64)
+    target_E[torch.from_numpy(placement.tables.expert_P)[physicals]] = physicals
+    return target_E
+
+
+def reroute_to(target_E: torch.Tensor, probs_TE: torch.Tensor, map_TE: torch.Tensor, placement: Placement) -> Choices:
+    """Do the same as `reroute` where all tokens have the same `fixed_targets`, here on their device."""
+    if _unchanged(placement):
+        return Choices(probs_TE, map_TE)
+    return _scattered(probs_TE, map_TE, target_E.expand_as(map_TE), placement)
+
+
+def _unchanged(placement: Placement) -> bool:
+    return placement.expert_of_physical == tuple(range(placement.num_experts))
+
+
+def _scattered(probs_TE: torch.Tensor, map_TE: torch.Tensor, target_TE: torch.Tensor, placement: Placement) -> Choices:
     # No two experts share a target, so that scattering whole rows loses nothing, chosen or not
-    target_TE = _targets(map_TE, plan, source)
-    shape = len(map_TE), plan.placement.num_physical
+    shape = len(map_TE), placement.num_physical
     return Choices(
         probs_TE.new_zeros(shape).scatter(1, target_TE, probs_TE),
         map_TE.new_zeros(shape).scatter(1, target_TE, map_TE),

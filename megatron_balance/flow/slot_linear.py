@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_balance.flow.grouped_gemm import RowSplit
+from megatron_balance.flow.grouped_gemm import DeviceSplit, RowSplit, Split
 from megatron_balance.flow.slot_weights import Projection, slots_of
 from megatron_balance.flow.weight_gradients import LinearGradients
 
@@ -25,16 +25,17 @@ class SlotLinear:
     at_once: bool = False
     """Whether the gradients of weights are computed along with those of rows; otherwise when `gradients` finishes."""
 
-    def __call__(self, rows_RI: torch.Tensor, split: RowSplit, scale_R: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows by their slot's weight and add its bias, times `scale_R` [R] if given: [R, I] -> [R, O]."""
         biased = self.projections[0].bias is not None
+        assert not (biased and isinstance(split, DeviceSplit)), "biases are added slot by slot"
         return _SlotLinear.apply(rows_RI, scale_R if biased else None, self, split)
 
 
 class _SlotLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RI: torch.Tensor, scale_R: torch.Tensor | None, linear: SlotLinear, split: RowSplit
+        ctx: Any, rows_RI: torch.Tensor, scale_R: torch.Tensor | None, linear: SlotLinear, split: Split
     ) -> torch.Tensor:
         weights = [projection.weight for projection in linear.projections]
         biases = [projection.bias for projection in linear.projections if projection.bias is not None]

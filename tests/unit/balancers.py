@@ -181,7 +181,7 @@ class World:
             layer, operation, part, parts, microbatch, _ = step.computation
             if (operation, part) == (Operation.A2A, 1):
                 counts_DE = torch.from_numpy(load[layer][microbatch])
-                used[layer].append(balancer.host(layer, counts_DE, training=True))
+                used[layer].append(balancer.host(layer, counts_DE.clone, training=True))
             elif operation is Operation.REDUCE:
                 balancer.aggregate()
             elif operation is Operation.STEP:

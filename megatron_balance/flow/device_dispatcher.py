@@ -1,0 +1,113 @@
+"""Dispatch for which the host waits for nothing: `--moe-flex-rows bound`.
+
+HybridEP's kernels find out how many rows travel, and the experts' products read these numbers on the device. The host
+only makes room for the most rows that this rank could receive. Rows after those that arrive hold anything: products
+stop at the last row that arrived, everything else between dispatch and combine computes each row alone, and HybridEP's
+combine, which is also the backward pass of its dispatch, leaves these rows out.
+
+The load is needed on the host only where hosts share an expert's tokens in proportion to it.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import fused_a2a
+from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.device.host_memory import to_device
+from megatron_balance.flow.dispatcher import AtOnce, Decide, Dispatcher, Handle
+from megatron_balance.flow.plan import Choices, Split
+from megatron_balance.flow.reroute import fixed_targets, reroute, reroute_to
+from megatron_balance.observe.profiling import record_function
+from megatron_balance.placement.placement import Placement
+
+OPTIONS = {
+    "num_sms_dispatch_api": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
+    "num_sms_combine_api": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
+    "num_sms_preprocessing_api": ("moe_hybridep_num_sms_preprocessing",),
+    "num_blocks_permute": ("moe_hybridep_num_blocks_permute",),
+    "num_blocks_unpermute": ("moe_hybridep_num_blocks_unpermute",),
+    "fused": ("moe_permute_fusion_into_hybridep",),
+}
+"""Argument of megatron-core's dispatch -> fields of its config, of which each version has the first, a later one, or
+none."""
+
+
+class DeviceDispatcher(Dispatcher):
+    """Sends rows by HybridEP into room for the most rows that can arrive."""
+
+    always_plans = False
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        if fused_a2a.hybrid_ep_dispatch is None:
+            raise ValueError(
+                "--moe-flex-dispatcher-backend hybridep: needs the package deep_ep, from DeepEP's branch hybrid-ep; "
+                "install it or use --moe-token-dispatcher-type alltoall"
+            )
+        self.config, self.group = config, groups.tp_ep
+        chosen = {name: [field for field in fields if hasattr(config, field)] for name, fields in OPTIONS.items()}
+        self.options = {name: getattr(config, fields[0]) for name, fields in chosen.items() if fields}
+        self._targets: tuple[Placement, Split, torch.Tensor | None] | None = None
+        """Of the latest placement, on the device."""
+
+    def prepare(self, chosen: Choices) -> Decide:
+        return lambda plan: _OnDevice(self, plan.placement, partial(reroute, plan=plan, source=self.group.rank()))
+
+    def without_plan(self, placement: Placement, split: Split) -> Handle | None:
+        if self._targets is None or self._targets[0] is not placement or self._targets[1] != split:
+            target_E = fixed_targets(placement, split, self.group.rank())
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._targets = placement, split, None if target_E is None else to_device(target_E, device)
+        target_E = self._targets[2]
+        return (
+            None if target_E is None else _OnDevice(self, placement, partial(reroute_to, target_E, placement=placement))
+        )
+
+    def most_rows(self, tokens: int, slots: int) -> int:
+        """Return the most rows that can arrive at one rank when every source has `tokens` tokens."""
+        config, topk = self.config, self.config.moe_router_topk
+        each = tokens * min(topk, slots)
+        if config.moe_expert_capacity_factor is not None:
+            assert config.num_moe_experts is not None
+            capacity = get_capacity(tokens * topk, config.num_moe_experts, config.moe_expert_capacity_factor)
+            each = min(each, slots * int(capacity))
+        return self.group.size() * each
+
+
+@dataclass(eq=False)
+class _OnDevice(AtOnce):
+    dispatcher: DeviceDispatcher
+    placement: Placement
+    reroute: partial[Choices]
+    sent: Any = None
+    """HybridEP's handle of the dispatch."""
+    rows: int = 0
+
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send rows to their experts; return this rank's, and rows that hold anything."""
+        with record_function("dispatch"):
+            dispatcher, slots = self.dispatcher, self.placement.slots_per_rank
+            probs_TP, map_TP = self.reroute(*chosen)
+            self.rows = dispatcher.most_rows(len(tokens_TH), slots)
+            rows_RH, probs_R, _, tokens_S, self.sent = fused_a2a.hybrid_ep_dispatch(
+                x=tokens_TH,
+                routing_map=map_TP,
+                probs=probs_TP.float(),
+                group=dispatcher.group,
+                num_local_experts=slots,
+                num_permuted_tokens=self.rows,
+                **dispatcher.options,
+            )
+            # Some versions write the numbers to pinned memory, which the stream reads after they are there
+            self.tokens_per_slot = tokens_S.to(rows_RH.device, non_blocking=True)
+            return rows_RH, probs_R
+
+    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        with record_function("combine"):
+            more = {name: value for name, value in self.dispatcher.options.items() if name == "fused"}
+            sent, self.sent = self.sent, None
+            return fused_a2a.hybrid_ep_combine(rows_RH, sent, self.rows, None, **more)
