@@ -20,6 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.device.host_memory import to_device
 from megatron_balance.flow.dispatcher import AtOnce, Decide, Dispatcher, Handle
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
 from megatron_balance.flow.plan import Choices, Split
 from megatron_balance.flow.reroute import fixed_targets, reroute, reroute_to
 from megatron_balance.observe.profiling import record_function
@@ -37,17 +39,29 @@ OPTIONS = {
 none."""
 
 
+def check_device(experts: GroupedExperts) -> None:
+    """Raise ValueError if these experts, unless a dry run imagines them, need what is not here."""
+    weights = [linear.weight for linear in (experts.linear_fc1, experts.linear_fc2)]
+    if not weights[0].is_cuda:
+        return
+    if fused_a2a.hybrid_ep_dispatch is None:
+        raise ValueError(
+            "--moe-flex-dispatcher-backend hybridep: needs the package deep_ep, from DeepEP's branch hybrid-ep; "
+            "install it or use --moe-token-dispatcher-type alltoall"
+        )
+    if not all(grouped_mm_is_fast(weight.mT) for weight in weights):
+        raise ValueError(
+            "--moe-flex-rows bound: needs --bf16, compute capability 9.x or 10.x, and --hidden-size and "
+            "--moe-ffn-hidden-size that are multiples of 8; use counted"
+        )
+
+
 class DeviceDispatcher(Dispatcher):
     """Sends rows by HybridEP into room for the most rows that can arrive."""
 
     always_plans = False
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-        if fused_a2a.hybrid_ep_dispatch is None:
-            raise ValueError(
-                "--moe-flex-dispatcher-backend hybridep: needs the package deep_ep, from DeepEP's branch hybrid-ep; "
-                "install it or use --moe-token-dispatcher-type alltoall"
-            )
         self.config, self.group = config, groups.tp_ep
         chosen = {name: [field for field in fields if hasattr(config, field)] for name, fields in OPTIONS.items()}
         self.options = {name: getattr(config, fields[0]) for name, fields in chosen.items() if fields}

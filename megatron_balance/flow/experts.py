@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_balance.flow.expert_shards import Cut, by_expert
-from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, RowSplit, Split, TorchGemm, grouped_mm_is_fast
+from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, RowSplit, Split, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
 from megatron_balance.flow.slot_weights import GroupedWeights, Projection, main_grad
 from megatron_balance.flow.weight_gradients import LinearGradients
@@ -71,13 +71,6 @@ class GroupedExperts(MegatronModule):
         self.by_slot = self.linear_fc1.weight.is_cpu
         if config.perform_initialization:
             self._initialize()
-
-    @property
-    def counts_on_device(self) -> bool:
-        """Whether `forward` can take the numbers of rows from the device."""
-        weights = self.linear_fc1.weight, self.linear_fc2.weight
-        torchs = isinstance(self.gemm, TorchGemm) and not self.config.add_bias_linear
-        return torchs and all(grouped_mm_is_fast(weight.mT) for weight in weights)
 
     def _initialize(self) -> None:
         """Draw weights from the expert-parallel generator, by expert in megatron-core's order; biases stay zero."""

@@ -33,7 +33,7 @@ from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
-from megatron_balance.flow.device_dispatcher import DeviceDispatcher
+from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Handle, MegatronDispatcher
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -113,11 +113,8 @@ class BalancedMoELayer(MoELayer):
             self.shared_experts = submodules.shared_experts(
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
-        if self.balance.moe_flex_rows == "bound" and not self.experts.counts_on_device:
-            raise ValueError(
-                "--moe-flex-rows bound: needs --bf16, compute capability 9.x or 10.x, and --hidden-size and "
-                "--moe-ffn-hidden-size that are multiples of 8; use counted"
-            )
+        if isinstance(self.dispatcher, DeviceDispatcher):
+            check_device(self.experts)
 
     def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher:
         if self.balance.moe_flex_rows == "bound":

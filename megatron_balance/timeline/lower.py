@@ -82,6 +82,7 @@ def lower(
     overlap: Overlapping,
     *,
     exact: bool = False,
+    late: bool = False,
     reduce_early: bool = False,
 ) -> Schedule:
     """Return the whole schedule, validated.
@@ -89,13 +90,14 @@ def lower(
     Args:
         passes, blocks: see `compute_order`.
         exact: whether plans are for the current iteration, on the load of its first microbatch.
+        late: whether the forward pass does not wait for its load, so that plans for the next iteration do not either.
         reduce_early: whether the reduction of some experts' gradients overlaps with the backward pass of others. Each
             Agg is then waited for when the next one starts, instead of at the end.
     """
     schedule, layers = compute_order(passes, blocks), sorted(number for chunk in blocks for number in chunk)
     if overlap == "blockwise":
         assert not exact, "weights can only travel ahead if the placement is known ahead"
-        schedule = plan_ahead(schedule, layers)
+        schedule = plan_ahead(schedule, layers, late)
         schedule = trans_blockwise(schedule, layers)
         schedule = agg_blockwise(schedule, layers, reduce_early)
     else:
@@ -116,12 +118,15 @@ def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Sch
     return tuple(steps)
 
 
-def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """Overlap PLAN(i, j+1) with the last microbatch's A2A(i, j), when the load is known; wait for it after REDUCE."""
+def plan_ahead(schedule: Schedule, layers: Iterable[int], late: bool) -> Schedule:
+    """Overlap PLAN(i, j+1) with the last microbatch's A2A(i, j), when the load is known; wait for it after REDUCE.
+
+    If the load is `late`, overlap it with the backward pass of this A2A: its forward pass is then done, or nearly so.
+    """
     steps = list(schedule)
     for number in layers:
         plan = Action(number, Operation.PLAN, iteration=1)
-        _start(steps, _index(steps, Operation.A2A, number, last=True), planning=(plan,))
+        _start(steps, _index(steps, Operation.A2A, number, last=True, part=3 if late else 1), planning=(plan,))
         _wait(steps, len(steps) - 1, (plan,))
     return tuple(steps)
 
@@ -193,12 +198,12 @@ def _parts(block: int, operation: Operation, steps: list[Step], hiding: list[int
     return parts
 
 
-def _index(steps: Sequence[Step], operation: Operation, block: int, last: bool = False) -> int:
-    """Return the first or the last step that begins a block's operation; for exchanges, the dispatch."""
+def _index(steps: Sequence[Step], operation: Operation, block: int, last: bool = False, part: int = 1) -> int:
+    """Return the first or the last step that begins a part of a block's operation; for exchanges, the dispatch."""
     wanted = [
         number
         for number, (computation, *_) in enumerate(steps)
-        if (computation.operation, computation.block, computation.part) == (operation, block, 1)
+        if (computation.operation, computation.block, computation.part) == (operation, block, part)
     ]
     return wanted[-1 if last else 0]
 

@@ -1,0 +1,120 @@
+"""`--moe-token-dispatcher-type flex` with HybridEP's stand-in: what it computes equals what all-to-alls compute."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_balance.flow import device_dispatcher
+from megatron_balance.flow.device_dispatcher import DeviceDispatcher
+from megatron_balance.placement.placement import Placement
+from megatron_balance.training.run import Run
+from tests.distributed.runs import deviation
+from tests.hostcuda.runs import SAME_KERNELS, Watched, watched
+
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+BOUND = f"{FLEX} --moe-flex-rows bound"
+PLAIN = f"--disable-bias-linear --swiglu --moe-router-force-workload hot_experts --global-batch-size 16 {SAME_KERNELS}"
+EP4 = f"{PLAIN} --expert-model-parallel-size 4"
+BLOCKWISE = "--balance-policy top2 --balance-overlap blockwise"
+
+ITERATIONS = 3
+
+
+class Balanced(NamedTuple):
+    """What one rank observes."""
+
+    watched: Watched
+    loads: list[dict[int, tuple[np.ndarray, Placement]]]
+    """Of each iteration, by layer."""
+
+
+def balanced(flags: str, dtype: torch.dtype, mutate: Callable[[Run], None] | None = None) -> Balanced:
+    """Watch a run, in a precision that HybridEP lacks, too."""
+    import deep_ep  # pyright: ignore[reportMissingImports]
+
+    loads = []
+
+    def keep_loads(run: Run) -> None:
+        if mutate is not None:
+            mutate(run)
+        if run.balancer is not None:
+            finish = run.balancer.finish_iteration
+            run.balancer.finish_iteration = lambda: (finish(), loads.append(run.balancer.loads()))
+
+    with (
+        mock.patch.object(deep_ep, "TOKENS", (dtype,)),
+        mock.patch.object(device_dispatcher, "grouped_mm_is_fast", lambda matrix: True),
+    ):
+        return Balanced(watched(flags, ITERATIONS, keep_loads), loads)
+
+
+def little_room(run: Run) -> None:
+    """Make room for half of the mean number of rows."""
+    for chunk in run.model:
+        for module in chunk.modules():
+            if isinstance(dispatcher := getattr(module, "dispatcher", None), DeviceDispatcher):
+                dispatcher.most_rows = lambda tokens, slots: tokens
+
+
+CASES = {
+    "plain": EP4,
+    "blockwise": f"{EP4} {BLOCKWISE} --balance-token-split local_first",
+    "proportional": f"{EP4} --balance-policy top2 --balance-token-split proportional",
+    "exact": f"{EP4} --balance-policy top2 --balance-load exact",
+    "recomputation": f"{EP4} {BLOCKWISE} --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "capacity": f"{EP4} {BLOCKWISE} --moe-expert-capacity-factor 1",
+    "one choice": f"{EP4} --balance-policy top2 --moe-router-topk 1 --moe-router-pre-softmax",
+    "tensor parallel": f"{PLAIN} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+    f"--expert-tensor-parallel-size 1 {BLOCKWISE} --recompute-granularity selective --recompute-modules moe",
+    "ownership": f"{PLAIN} --expert-model-parallel-size 2 --balance-policy demi --balance-ownership transfer",
+}
+
+QUICK = ("blockwise", "recomputation", "capacity")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_losses_gradients_and_plans_are_those_of_all_to_alls(
+    device_ranks, profiles: dict[int, Path], name: str
+) -> None:
+    ranks, acts = device_ranks(4, "deep_ep"), "--balance-policy" in CASES[name]
+    profile = profiles[2] if name == "ownership" else "builtin"
+    flags = f"{CASES[name]} --balance-profile {profile}" if acts else CASES[name]
+    expected = ranks.run(balanced, flags, torch.float32)
+    for one, other in zip(ranks.run(balanced, f"{flags} {BOUND}", torch.float32), expected, strict=True):
+        assert not one.watched.complaints, one.watched.complaints
+        assert deviation(one.watched.curve, other.watched.curve) < 2e-6
+        assert one.watched.acted == other.watched.acted and (one.watched.acted > 0) == acts
+        assert len(one.loads) == (ITERATIONS if acts else 0)
+        for found, wanted in zip(one.loads, other.loads, strict=True):
+            assert found.keys() == wanted.keys()
+            for layer, (load, placement) in found.items():
+                assert np.array_equal(load, wanted[layer][0]) and placement == wanted[layer][1]
+
+
+def test_counted_rows_compute_the_same(device_ranks) -> None:
+    ranks = device_ranks(2, "deep_ep")
+    flags = f"{PLAIN} --expert-model-parallel-size 2"
+    one, other = (ranks.run(balanced, f"{flags} {more}", torch.float32)[0].watched for more in (FLEX, ""))
+    assert not one.complaints and deviation(one.curve, other.curve) < 2e-6
+
+
+def test_half_precision_differs_by_rounding(device_ranks) -> None:
+    ranks, flags = device_ranks(4, "deep_ep"), f"{CASES['blockwise']} --balance-profile builtin --bf16"
+    one, other = (ranks.run(balanced, f"{flags} {more}", torch.bfloat16)[0] for more in (BOUND, ""))
+    assert not one.watched.complaints and one.watched.acted == other.watched.acted > 0
+    assert deviation(one.watched.curve, other.watched.curve) < 1e-2
+
+
+def test_too_little_room_is_noticed(device_ranks) -> None:
+    ranks = device_ranks(2, "deep_ep")
+    flags = f"{PLAIN} --expert-model-parallel-size 2 {BOUND}"
+    lost, kept = (ranks.run(balanced, flags, torch.float32, mutate)[0].watched for mutate in (little_room, None))
+    assert deviation(lost.curve, kept.curve) > 1e-4
