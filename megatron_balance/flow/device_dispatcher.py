@@ -5,9 +5,10 @@ only makes room for the most rows that this rank could receive. Rows after those
 stop at the last row that arrived, everything else between dispatch and combine computes each row alone, and HybridEP's
 combine, which is also the backward pass of its dispatch, leaves these rows out.
 
-The load is needed on the host only where hosts share an expert's tokens in proportion to it.
+Where an expert has several hosts, the device also decides which rows each of them computes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +20,12 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.device.host_memory import to_device
-from megatron_balance.flow.dispatcher import AtOnce, Decide, Dispatcher, Handle
+from megatron_balance.flow.device_plan import DeviceTables, tokens_until
+from megatron_balance.flow.dispatcher import AtOnce, Handle
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
 from megatron_balance.flow.plan import Choices, Split
-from megatron_balance.flow.reroute import fixed_targets, reroute, reroute_to
+from megatron_balance.flow.reroute import fixed_targets, reroute_in_order, reroute_to
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
@@ -56,30 +58,39 @@ def check_device(experts: GroupedExperts) -> None:
         )
 
 
-class DeviceDispatcher(Dispatcher):
-    """Sends rows by HybridEP into room for the most rows that can arrive."""
+Reroute = Callable[[torch.Tensor, torch.Tensor], Choices]
+"""(probs [T, E], map [T, E]) -> choices of physical experts."""
 
-    always_plans = False
+
+class DeviceDispatcher:
+    """Sends rows by HybridEP into room for the most rows that can arrive."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         self.config, self.group = config, groups.tp_ep
         chosen = {name: [field for field in fields if hasattr(config, field)] for name, fields in OPTIONS.items()}
         self.options = {name: getattr(config, fields[0]) for name, fields in chosen.items() if fields}
-        self._targets: tuple[Placement, Split, torch.Tensor | None] | None = None
-        """Of the latest placement, on the device."""
+        self._placed: tuple[Placement, Split, torch.Tensor | DeviceTables] | None = None
+        """The latest placement, and where its tokens go or what decides that, on the device."""
 
-    def prepare(self, chosen: Choices) -> Decide:
-        return lambda plan: _OnDevice(self, plan.placement, partial(reroute, plan=plan, source=self.group.rank()))
+    def handle(self, placement: Placement, split: Split, node_size: int, load: Callable[[], torch.Tensor]) -> Handle:
+        """Return the decisions about a pass.
 
-    def without_plan(self, placement: Placement, split: Split) -> Handle | None:
-        if self._targets is None or self._targets[0] is not placement or self._targets[1] != split:
-            target_E = fixed_targets(placement, split, self.group.rank())
+        Args:
+            placement, split, node_size: see `make_dispatch_plan`.
+            load: returns the load matrix [D, E] on the device; called only where rows depend on it.
+        """
+        if self._placed is None or self._placed[0] is not placement or self._placed[1] != split:
             device = torch.device("cuda", torch.cuda.current_device())
-            self._targets = placement, split, None if target_E is None else to_device(target_E, device)
-        target_E = self._targets[2]
-        return (
-            None if target_E is None else _OnDevice(self, placement, partial(reroute_to, target_E, placement=placement))
-        )
+            target_E = fixed_targets(placement, split, self.group.rank())
+            found = DeviceTables.of(placement, device) if target_E is None else to_device(target_E, device)
+            self._placed = placement, split, found
+        found = self._placed[2]
+        if isinstance(found, torch.Tensor):
+            return _OnDevice(self, placement, partial(reroute_to, found, placement=placement))
+        with record_function("plan"):
+            until_EK = tokens_until(load(), found, self.group.rank(), node_size)
+        options = {"physicals_EK": found.physicals_EK, "until_EK": until_EK, "num_physical": placement.num_physical}
+        return _OnDevice(self, placement, partial(reroute_in_order, **options))
 
     def most_rows(self, tokens: int, slots: int) -> int:
         """Return the most rows that can arrive at one rank when every source has `tokens` tokens."""
@@ -96,7 +107,7 @@ class DeviceDispatcher(Dispatcher):
 class _OnDevice(AtOnce):
     dispatcher: DeviceDispatcher
     placement: Placement
-    reroute: partial[Choices]
+    reroute: Reroute
     sent: Any = None
     """HybridEP's handle of the dispatch."""
     rows: int = 0

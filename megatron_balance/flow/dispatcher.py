@@ -22,7 +22,7 @@ from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowSha
 from megatron_balance.flow.chunks.sorting import weights_to_hosts
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.plan import Choices, DispatchPlan, Split
+from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, row_order, sending
 from megatron_balance.observe.profiling import record_function
@@ -67,13 +67,6 @@ class Handle(ABC):
 
 class Dispatcher(ABC):
     """Takes every token to its physical experts and brings the results back."""
-
-    always_plans = True
-    """Whether every pass needs its plan, and therefore its load."""
-
-    def without_plan(self, placement: Placement, split: Split) -> Handle | None:
-        """Return the handle of a pass with this placement if it needs no plan."""
-        return None
 
     @abstractmethod
     def prepare(self, chosen: Choices) -> Decide:

@@ -116,7 +116,7 @@ class BalancedMoELayer(MoELayer):
         if isinstance(self.dispatcher, DeviceDispatcher):
             check_device(self.experts)
 
-    def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher:
+    def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher | DeviceDispatcher:
         if self.balance.moe_flex_rows == "bound":
             return DeviceDispatcher(self.config, self.parallel.groups)
         if self.config.moe_token_dispatcher_type != "alltoall":
@@ -176,17 +176,13 @@ class BalancedMoELayer(MoELayer):
         if repeated and torch.is_grad_enabled() and self._to_repeat:
             return lambda: self._again(self._to_repeat.popleft())
         dispatcher = self.dispatcher
-        wanted = dispatcher.always_plans or self.host is not None
-        counts = functools.cache(self._gather_counts(chosen.map_TE) if wanted else _unwanted)
-        load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
-        decide = dispatcher.prepare(chosen)
+        if isinstance(dispatcher, DeviceDispatcher):
+            load, decide = self._decide_on_device(chosen, dispatcher)
+        else:
+            load, decide = self._decide_by_plan(chosen, dispatcher)
 
         def decided() -> Handle:
-            if dispatcher.always_plans:
-                # Here, so that waiting for other ranks counts as what comes before the exchange
-                counts()
-            self.placement = self._placed(load)
-            handle = dispatcher.without_plan(self.placement, self.split) or decide(self._plan(counts()))
+            handle = decide()
             if not repeated:
                 self._to_repeat.clear()
             elif not torch.is_grad_enabled():
@@ -194,6 +190,31 @@ class BalancedMoELayer(MoELayer):
             return handle
 
         return decided
+
+    def _decide_by_plan(self, chosen: Choices, dispatcher: Dispatcher) -> tuple[Load, Callable[[], Handle]]:
+        counts, decide = (
+            functools.cache(self._reader.read(self._gather_counts(chosen.map_TE))),
+            dispatcher.prepare(chosen),
+        )
+        load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
+
+        def decided() -> Handle:
+            # Here, so that waiting for other ranks counts as what comes before the exchange
+            counts()
+            self.placement = self._placed(load)
+            return decide(self._plan(counts()))
+
+        return load, decided
+
+    def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Load, Callable[[], Handle]]:
+        gathered = self._gather_counts(chosen.map_TE) if self.host is not None else _unwanted
+        load = functools.cache(self._reader.read(gathered)) if self.host is not None else _unwanted
+
+        def decided() -> Handle:
+            self.placement = self._placed(load)
+            return dispatcher.handle(self.placement, self.split, self.node_size, gathered)
+
+        return load, decided
 
     def _placed(self, load: Load) -> Placement:
         return self.placement if self.host is None else self.host(load, self.training)
@@ -207,8 +228,7 @@ class BalancedMoELayer(MoELayer):
     def _gather_counts(self, map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start gathering the load matrix [D, E], the tokens that each source routed to each expert.
 
-        Return the function that waits until it is on the host: the layer's only wait for the device, where a plan needs
-        it.
+        Return the function that lets the current stream wait until it is there.
         """
         with record_function("count"):
             counts_E = self.parallel.counts(map_TE)
@@ -216,11 +236,11 @@ class BalancedMoELayer(MoELayer):
             work = dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources, async_op=True)
             assert work is not None
 
-            def gathered() -> torch.Tensor:
-                work.wait()
-                return counts_DE.view(-1, counts_E.numel())
+        def gathered() -> torch.Tensor:
+            work.wait()
+            return counts_DE.view(-1, counts_E.numel())
 
-            return self._reader.read(gathered)
+        return gathered
 
     def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:
         with record_function("plan"):

@@ -49,7 +49,9 @@ CASES = {
     "transformer_engine": Case("--bf16 --moe-permute-fusion", "te and apex"),
     "flex_counted": Case(f"--bf16 {FLEX} --moe-flex-rows counted", "deep_ep"),
     "flex": Case(f"--bf16 {FLEX} --moe-flex-rows bound", "deep_ep"),
-    "flex_blockwise": Case(f"--bf16 {FLEX} --moe-flex-rows bound {BLOCKWISE} {OPTIMIZER}", "deep_ep"),
+    "flex_blockwise": Case(
+        f"--bf16 {FLEX} --moe-flex-rows bound {BLOCKWISE} --balance-token-split proportional {OPTIMIZER}", "deep_ep"
+    ),
 }
 
 Counts = Mapping[tuple[str, Any], int]
