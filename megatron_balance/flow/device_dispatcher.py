@@ -58,6 +58,16 @@ def check_device(experts: GroupedExperts) -> None:
         )
 
 
+def most_rows(config: TransformerConfig, sources: int, tokens: int, slots: int) -> int:
+    """Return the most rows that can arrive at a rank with `slots` slots if each source has `tokens` tokens."""
+    each = tokens * min(config.moe_router_topk, slots)
+    if config.moe_expert_capacity_factor is not None:
+        assert config.num_moe_experts is not None
+        chosen, factor = tokens * config.moe_router_topk, config.moe_expert_capacity_factor
+        each = min(each, slots * int(get_capacity(chosen, config.num_moe_experts, factor)))
+    return sources * each
+
+
 Reroute = Callable[[torch.Tensor, torch.Tensor], Choices]
 """(probs [T, E], map [T, E]) -> choices of physical experts."""
 
@@ -92,16 +102,6 @@ class DeviceDispatcher:
         options = {"physicals_EK": found.physicals_EK, "until_EK": until_EK, "num_physical": placement.num_physical}
         return _OnDevice(self, placement, partial(reroute_in_order, **options))
 
-    def most_rows(self, tokens: int, slots: int) -> int:
-        """Return the most rows that can arrive at one rank when every source has `tokens` tokens."""
-        config, topk = self.config, self.config.moe_router_topk
-        each = tokens * min(topk, slots)
-        if config.moe_expert_capacity_factor is not None:
-            assert config.num_moe_experts is not None
-            capacity = get_capacity(tokens * topk, config.num_moe_experts, config.moe_expert_capacity_factor)
-            each = min(each, slots * int(capacity))
-        return self.group.size() * each
-
 
 @dataclass(eq=False)
 class _OnDevice(AtOnce):
@@ -117,7 +117,7 @@ class _OnDevice(AtOnce):
         with record_function("dispatch"):
             dispatcher, slots = self.dispatcher, self.placement.slots_per_rank
             probs_TP, map_TP = self.reroute(*chosen)
-            self.rows = dispatcher.most_rows(len(tokens_TH), slots)
+            self.rows = most_rows(dispatcher.config, dispatcher.group.size(), len(tokens_TH), slots)
             rows_RH, probs_R, _, tokens_S, self.sent = fused_a2a.hybrid_ep_dispatch(
                 x=tokens_TH,
                 routing_map=map_TP,

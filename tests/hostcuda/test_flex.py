@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.flow import device_dispatcher
-from megatron_balance.flow.device_dispatcher import DeviceDispatcher
 from megatron_balance.placement.placement import Placement
 from megatron_balance.training.run import Run
 from tests.distributed.runs import deviation
@@ -33,32 +35,23 @@ class Balanced(NamedTuple):
     """Of each iteration, by layer."""
 
 
-def balanced(flags: str, dtype: torch.dtype, mutate: Callable[[Run], None] | None = None) -> Balanced:
-    """Watch a run, in a precision that HybridEP lacks, too."""
+def balanced(flags: str, dtype: torch.dtype, room: Callable[..., int] = device_dispatcher.most_rows) -> Balanced:
+    """Watch a run, in a precision that HybridEP lacks, too, and with room for `room` rows."""
     import deep_ep  # pyright: ignore[reportMissingImports]
 
     loads = []
 
     def keep_loads(run: Run) -> None:
-        if mutate is not None:
-            mutate(run)
         if run.balancer is not None:
             finish = run.balancer.finish_iteration
             run.balancer.finish_iteration = lambda: (finish(), loads.append(run.balancer.loads()))
 
     with (
         mock.patch.object(deep_ep, "TOKENS", (dtype,)),
+        mock.patch.object(device_dispatcher, "most_rows", room),
         mock.patch.object(device_dispatcher, "grouped_mm_is_fast", lambda matrix: True),
     ):
         return Balanced(watched(flags, ITERATIONS, keep_loads), loads)
-
-
-def little_room(run: Run) -> None:
-    """Make room for half of the mean number of rows."""
-    for chunk in run.model:
-        for module in chunk.modules():
-            if isinstance(dispatcher := getattr(module, "dispatcher", None), DeviceDispatcher):
-                dispatcher.most_rows = lambda tokens, slots: tokens
 
 
 CASES = {
@@ -115,8 +108,27 @@ def test_half_precision_differs_by_rounding(device_ranks) -> None:
     assert deviation(one.watched.curve, other.watched.curve) < 1e-2
 
 
+def half_the_mean(config: TransformerConfig, sources: int, tokens: int, slots: int) -> int:
+    return tokens * config.moe_router_topk // 2
+
+
 def test_too_little_room_is_noticed(device_ranks) -> None:
     ranks = device_ranks(2, "deep_ep")
     flags = f"{PLAIN} --expert-model-parallel-size 2 {BOUND}"
-    lost, kept = (ranks.run(balanced, flags, torch.float32, mutate)[0].watched for mutate in (little_room, None))
+    kept, lost = (ranks.run(balanced, flags, torch.float32, *room)[0].watched for room in ((), (half_the_mean,)))
     assert deviation(lost.curve, kept.curve) > 1e-4
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("factor", [None, 0.5, 1.25])
+def test_there_is_room_for_the_most_uneven_routing(slots: int, factor: float | None) -> None:
+    """All tokens of all sources choose the experts of one rank, as many of them as they can."""
+    experts, tokens, sources = 8, 12, 3
+    config = SimpleNamespace(moe_router_topk=2, num_moe_experts=experts, moe_expert_capacity_factor=factor)
+    logits = torch.zeros(tokens, experts).index_fill_(1, torch.arange(slots), 1.0) + torch.rand(tokens, experts) / 8
+    _, map_TE = topk_routing_with_score_function(logits, 2)
+    if factor is not None:
+        _, map_TE = apply_router_token_dropping(logits.softmax(1) * map_TE, map_TE, 2, capacity_factor=factor)
+    most, found = device_dispatcher.most_rows(config, sources, tokens, slots), sources * int(map_TE[:, :slots].sum())
+    # Capacities of all experts leave more room than two choices need
+    assert most == found if slots < experts else most >= found
