@@ -37,6 +37,7 @@ MODES = {
     "blocking": {"overlap": "none"},
     "exact": {"overlap": "none", "exact": True},
     "blockwise": {"overlap": "blockwise"},
+    "late": {"overlap": "blockwise", "late": True},
 }
 AHEAD = {name: mode for name, mode in MODES.items() if name != "exact"}
 
