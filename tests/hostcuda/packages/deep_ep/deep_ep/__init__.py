@@ -1,4 +1,4 @@
-"""HybridEP as megatron-core calls it: DeepEP, branch hybrid-ep, at commit 098da2a.
+"""HybridEP as megatron-core calls it: DeepEP, branch hybrid-ep, at commit 94a9f8f.
 
 The real kernels exchange tokens over NVLink and RDMA; here, collectives of the group do, each with as many tokens as
 all ranks have. Rows are in the order of experts, then of sources. Rows that a kernel does not write hold NaN; with real
@@ -24,10 +24,16 @@ class HybridEPBuffer:
         max_num_of_tokens_per_rank: int,
         num_local_experts: int,
         use_fp8: bool = False,
-        num_sms_dispatch_api: int = 32,
-        num_sms_combine_api: int = 32,
-        num_sms_preprocessing_api: int = 128,
-        nvlink_domain_size: int | None = None,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
     ) -> None:
         assert group.size() > 1, f"The hybrid-ep kernel should be used with at least 2 ranks, but got {group.size()}."
         assert not use_fp8, "not in this stand-in"
@@ -49,12 +55,17 @@ class HybridEPBuffer:
         pad_multiple: int | None = None,
         handle: tuple | None = None,
         non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
     ) -> tuple:
-        assert topk_idx is None and not pad_multiple, "not in this stand-in"
+        assert topk_idx is None and use_host_meta is None and not pad_multiple, "not in this stand-in"
         kernels.dense(hidden=hidden, routing_map=routing_map, probs=probs)
         kernels.require(hidden.dtype in TOKENS, "tokens have 16 bits")
         if non_blocking:
-            assert num_permuted_tokens >= 0, "The num_permuted_tokens is required for non-blocking mode."
+            assert num_permuted_tokens is not None and num_permuted_tokens >= 0, (
+                "The num_permuted_tokens is required for non-blocking mode."
+            )
         tokens_per_expert = None
         if handle is None:
             assert routing_map.dtype == torch.bool
@@ -64,9 +75,10 @@ class HybridEPBuffer:
             kernels.require(routing_map.size(1) == num_of_experts_per_rank * self.group_size, "experts of all ranks")
             first = self.rank * num_of_experts_per_rank
             local_BS = self._gathered(routing_map)[:, first : first + num_of_experts_per_rank]
-            tokens_per_expert = local_BS.sum(0, dtype=torch.int32)
-            if num_permuted_tokens is None:
+            tokens_per_expert = local_BS.sum(0)
+            if not non_blocking:
                 tokens_per_expert = tokens_per_expert.cpu()
+            if num_permuted_tokens is None:
                 num_permuted_tokens = int(tokens_per_expert.sum())
             slot_R, token_R = local_BS.T.nonzero_static(size=num_permuted_tokens, fill_value=-1).unbind(1)
             handle = slot_R, token_R, len(hidden), num_of_experts_per_rank
@@ -88,6 +100,8 @@ class HybridEPBuffer:
         probs: torch.Tensor | None = None,
         handle: tuple | None = None,
         pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert handle is not None, "The handle is necessary in the combine pass."
         kernels.dense(hidden=hidden, probs=probs)
