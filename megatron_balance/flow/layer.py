@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoES
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
@@ -191,11 +192,11 @@ class BalancedMoELayer(MoELayer):
 
         return decided
 
+    # Each of the two returns the pass's load and the function that makes its handle
+
     def _decide_by_plan(self, chosen: Choices, dispatcher: Dispatcher) -> tuple[Load, Callable[[], Handle]]:
-        counts, decide = (
-            functools.cache(self._reader.read(self._gather_counts(chosen.map_TE))),
-            dispatcher.prepare(chosen),
-        )
+        counts = functools.cache(self._reader.read(self._gather_counts(chosen.map_TE)))
+        decide = dispatcher.prepare(chosen)
         load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
 
         def decided() -> Handle:
@@ -207,8 +208,10 @@ class BalancedMoELayer(MoELayer):
         return load, decided
 
     def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Load, Callable[[], Handle]]:
-        gathered = self._gather_counts(chosen.map_TE) if self.host is not None else _unwanted
-        load = functools.cache(self._reader.read(gathered)) if self.host is not None else _unwanted
+        gathered, load = _unwanted, _unwanted
+        if self.host is not None:
+            gathered = self._gather_counts(chosen.map_TE)
+            load = functools.cache(self._reader.read(gathered))
 
         def decided() -> Handle:
             self.placement = self._placed(load)
@@ -238,6 +241,8 @@ class BalancedMoELayer(MoELayer):
 
         def gathered() -> torch.Tensor:
             work.wait()
+            # The pass may be over before this stream has read the load
+            keep_until_read(counts_E, counts_DE)
             return counts_DE.view(-1, counts_E.numel())
 
         return gathered

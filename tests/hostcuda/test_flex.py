@@ -9,14 +9,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.flow import device_dispatcher
+from megatron_balance.flow import device_dispatcher, layer
 from megatron_balance.placement.placement import Placement
+from megatron_balance.training.loop import evaluate
 from megatron_balance.training.run import Run
+from tests.distributed import runs
 from tests.distributed.runs import deviation
-from tests.hostcuda.runs import SAME_KERNELS, Watched, watched
+from tests.hostcuda.runs import SAME_KERNELS, Watched, watched, watching
 
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 BOUND = f"{FLEX} --moe-flex-rows bound"
@@ -90,8 +93,8 @@ def test_losses_gradients_and_plans_are_those_of_all_to_alls(
         assert len(one.loads) == (ITERATIONS if acts else 0)
         for found, wanted in zip(one.loads, other.loads, strict=True):
             assert found.keys() == wanted.keys()
-            for layer, (load, placement) in found.items():
-                assert np.array_equal(load, wanted[layer][0]) and placement == wanted[layer][1]
+            for number, (load, placement) in found.items():
+                assert np.array_equal(load, wanted[number][0]) and placement == wanted[number][1]
 
 
 def test_counted_rows_compute_the_same(device_ranks) -> None:
@@ -106,6 +109,22 @@ def test_half_precision_differs_by_rounding(device_ranks) -> None:
     one, other = (ranks.run(balanced, f"{flags} {more}", torch.bfloat16)[0] for more in (BOUND, ""))
     assert not one.watched.complaints and one.watched.acted == other.watched.acted > 0
     assert deviation(one.watched.curve, other.watched.curve) < 1e-2
+
+
+def evaluated(kept: bool) -> list[str]:
+    """Evaluate under a policy, where nobody reads the loads, and return the checker's complaints."""
+    keep = layer.keep_until_read if kept else lambda *tensors: None
+    fused_a2a.reset_hybrid_ep_buffer()
+    with mock.patch.object(layer, "keep_until_read", keep), watching() as checker:
+        run = runs.build(f"{EP4} {BLOCKWISE} --balance-profile builtin --bf16 --eval-iters 1 {BOUND}")
+        evaluate(run, run.data.train)
+        return checker.complaints()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_loads_that_nobody_reads_are_kept_until_they_have_arrived(device_ranks, kept: bool) -> None:
+    for found in device_ranks(4, "deep_ep").run(evaluated, kept):
+        assert kept == (not found) and all(text.startswith("freed in use") for text in found), found
 
 
 def half_the_mean(config: TransformerConfig, sources: int, tokens: int, slots: int) -> int:
