@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.device.host_memory import to_device
 from megatron_balance.flow.device_plan import DeviceTables, tokens_until
-from megatron_balance.flow.dispatcher import AtOnce, Handle
+from megatron_balance.flow.dispatcher import AtOnce, Handle, Rows
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
 from megatron_balance.flow.plan import Choices, Split
@@ -112,7 +112,7 @@ class _OnDevice(AtOnce):
     """HybridEP's handle of the dispatch."""
     rows: int = 0
 
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
         """Send rows to their experts; return this rank's, and rows that hold anything."""
         with record_function("dispatch"):
             dispatcher, slots = self.dispatcher, self.placement.slots_per_rank

@@ -15,18 +15,26 @@ from megatron_balance.placement.placement import MOST_TOKENS, Placement
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
-    """`placement.tables` on a device."""
+    """What a placement alone determines, on a device."""
 
     shared_M: torch.Tensor
+    """The experts with several hosts."""
     shares_MD: torch.Tensor
     ranks_MK: torch.Tensor
+    """Their hosts; each row ends in copies of its last one."""
     is_host_MK: torch.Tensor
+    """Whether this is a host, not a copy of one."""
     physicals_EK: torch.Tensor
+    """As in `Tables`."""
 
     @classmethod
     def of(cls, placement: Placement, device: torch.device) -> "DeviceTables":
         tables = placement.tables
-        arrays: list[np.ndarray] = [getattr(tables, name) for name in cls.__dataclass_fields__]
+        hosts_E = np.diff(tables.first_E)
+        shared_M = np.flatnonzero(hosts_E > 1)
+        ranks_MK = tables.physicals_EK[shared_M] // placement.slots_per_rank
+        is_host_MK = np.arange(ranks_MK.shape[1]) < hosts_E[shared_M, None]
+        arrays = shared_M, tables.shares_ED[shared_M], ranks_MK, is_host_MK, tables.physicals_EK
         return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
 
 

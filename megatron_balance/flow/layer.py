@@ -32,7 +32,7 @@ from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ChunkChoice
-from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
+from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
 from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Handle, MegatronDispatcher
@@ -91,7 +91,7 @@ class BalancedMoELayer(MoELayer):
         self.shared_experts_recompute = recomputes(config, "shared_experts")
         owners = Placement.identity(config.num_moe_experts, self.ep_group.size())
         self.host: Host | None = None
-        """None: owners compute, and nobody asks for the load."""
+        """None: owners host their experts, and no others; nobody asks for the load."""
         self.placement = owners
         """The placement of the latest forward pass."""
         self.begin: Begin = lambda moment: None
@@ -124,12 +124,10 @@ class BalancedMoELayer(MoELayer):
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
 
         def chunking(plan: DispatchPlan) -> Chunking:
-            if chunks is None:
-                return UNSPLIT
-            assert self.layer_number is not None, "megatron-core numbers a layer before its first forward pass"
+            assert chunks is not None and self.layer_number is not None, "a layer has its number before its first pass"
             return chunks(self.layer_number, plan)
 
-        return AllToAllDispatcher(self.config, self.parallel, exchange, chunking)
+        return AllToAllDispatcher(self.config, self.parallel, exchange, None if chunks is None else chunking)
 
     def forward(
         self,
@@ -151,7 +149,7 @@ class BalancedMoELayer(MoELayer):
     def _mixture(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
         entered, padding_mask = self.parallel.enter(hidden_states, padding_mask)
         tokens_TH, chosen = self._route(entered, padding_mask)
-        decide = self._decide(chosen)
+        decide = self._decide(tokens_TH, chosen)
         shared = self.shared_experts_compute(hidden_states)
         handle = decide()
         rows_RH, probs_R = handle.dispatch(tokens_TH, chosen)
@@ -167,7 +165,7 @@ class BalancedMoELayer(MoELayer):
             chosen = Choices(*cast(Router, self.router)(entered, padding_mask))
             return self.parallel.share(own_TH, chosen)
 
-    def _decide(self, chosen: Choices) -> Callable[[], Handle]:
+    def _decide(self, tokens_TH: torch.Tensor, chosen: Choices) -> Callable[[], Handle]:
         """Queue what the decisions about this pass's rows need; return the function that makes them.
 
         Recomputation repeats the decisions of the first pass, so it neither gathers nor waits. Its router chooses the
@@ -180,7 +178,7 @@ class BalancedMoELayer(MoELayer):
         if isinstance(dispatcher, DeviceDispatcher):
             load, decide = self._decide_on_device(chosen, dispatcher)
         else:
-            load, decide = self._decide_by_plan(chosen, dispatcher)
+            load, decide = self._decide_by_plan(tokens_TH, chosen, dispatcher)
 
         def decided() -> Handle:
             handle = decide()
@@ -194,9 +192,11 @@ class BalancedMoELayer(MoELayer):
 
     # Each of the two returns the pass's load and the function that makes its handle
 
-    def _decide_by_plan(self, chosen: Choices, dispatcher: Dispatcher) -> tuple[Load, Callable[[], Handle]]:
+    def _decide_by_plan(
+        self, tokens_TH: torch.Tensor, chosen: Choices, dispatcher: Dispatcher
+    ) -> tuple[Load, Callable[[], Handle]]:
         counts = functools.cache(self._reader.read(self._gather_counts(chosen.map_TE)))
-        decide = dispatcher.prepare(chosen)
+        decide = dispatcher.prepare(tokens_TH, chosen, self.placement if self.host is None else None)
         load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
 
         def decided() -> Handle:

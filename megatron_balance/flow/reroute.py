@@ -4,6 +4,7 @@ After it, dispatch, experts and combine are an ordinary mixture of P experts. Ou
 order of rows (rows.py). In shapes, K is the largest number of hosts of an expert.
 """
 
+import numpy as np
 import torch
 
 from megatron_balance.device.host_memory import to_device
@@ -26,7 +27,7 @@ def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, so
         Choices of physical experts, [T, P], with each token's weights unchanged; the arguments themselves if physical
         and logical experts coincide.
     """
-    if _unchanged(plan.placement):
+    if plan.placement.tables.in_place:
         return Choices(probs_TE, map_TE)
     physicals_EK = torch.from_numpy(plan.placement.tables.physicals_EK)
     until_EK = plan.tokens_DP[source][physicals_EK].cumsum(1)
@@ -56,7 +57,7 @@ def reroute_in_order(
 
 def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor | None:
     """Return [E] int64, the physical expert of each expert for all tokens of a host; None if it depends on the load."""
-    if split != "local_first" and len(placement.tables.shared_M):
+    if split != "local_first" and (np.diff(placement.tables.first_E) > 1).any():
         return None
     one_HE = torch.ones(placement.num_ranks, placement.num_experts, dtype=torch.int64)
     physicals = make_dispatch_plan(one_HE, placement, split).tokens_DP[host].nonzero().squeeze(1)
@@ -67,13 +68,9 @@ def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor
 
 def reroute_to(target_E: torch.Tensor, probs_TE: torch.Tensor, map_TE: torch.Tensor, placement: Placement) -> Choices:
     """Do the same as `reroute` where all tokens have the same `fixed_targets`, here on their device."""
-    if _unchanged(placement):
+    if placement.tables.in_place:
         return Choices(probs_TE, map_TE)
     return _scattered(probs_TE, map_TE, target_E.expand_as(map_TE), placement.num_physical)
-
-
-def _unchanged(placement: Placement) -> bool:
-    return placement.expert_of_physical == tuple(range(placement.num_experts))
 
 
 def _scattered(probs_TE: torch.Tensor, map_TE: torch.Tensor, target_TE: torch.Tensor, num_physical: int) -> Choices:

@@ -242,11 +242,9 @@ def test_an_unknown_split() -> None:
 def test_a_device_divides_each_sources_tokens_the_same_way(case: tuple) -> None:
     counts_DE, placement, _, node_size = case
     plan = make_dispatch_plan(counts_DE, placement, "proportional", node_size)
-    device_tables, tables = DeviceTables.of(placement, torch.device("cpu")), placement.tables
+    tables = DeviceTables.of(placement, torch.device("cpu"))
     for source, counts_E in enumerate(counts_DE):
-        until_EK = tokens_until(counts_DE, device_tables, source, node_size or placement.num_ranks)
-        expected_MK = torch.from_numpy(plan.tokens_DP[source].numpy()[tables.physicals_MK] * tables.is_host_MK).cumsum(
-            1
-        )
-        assert torch.equal(until_EK[tables.shared_M], expected_MK)
+        until_EK = tokens_until(counts_DE, tables, source, node_size or placement.num_ranks)
+        planned_MK = plan.tokens_DP[source][tables.physicals_EK[tables.shared_M]] * tables.is_host_MK
+        assert torch.equal(until_EK[tables.shared_M], planned_MK.cumsum(1))
         assert (until_EK[:, -1] >= counts_E).all()
