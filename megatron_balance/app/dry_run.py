@@ -27,6 +27,7 @@ from megatron_balance.build.profiles import layer_shape, microbatch_tokens
 from megatron_balance.build.run import build_run
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device import cpu
+from megatron_balance.flow.device_dispatcher import most_rows
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology, imagined_job
 from megatron_balance.job.layout import destroy_groups
@@ -195,7 +196,7 @@ def model_chunk(chunk: torch.nn.Module) -> Chunk:
 
 
 def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
-    """Return the tokens of a microbatch on each rank under even routing."""
+    """Return the tokens of a microbatch on each rank, and its rows: under even routing, or those with room."""
     transformer, tensor = config.transformer, run.groups.tp.size()
     whole = microbatch_tokens(config)
     part = whole // tensor if transformer.sequence_parallel else whole
@@ -204,6 +205,10 @@ def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
     layers = [module for chunk in run.model for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
     splits = any(layer.parallel.splits_tokens or layer.parallel.splits_rows for layer in layers[:1])
     rows = layer_shape(config, run.groups).rows * run.groups.expt_tp.size()
+    if config.balance.moe_flex_rows == "bound":
+        guests = config.balance.balance_guest_slots if config.balance.balance_policy != "none" else 0
+        slots = transformer.num_moe_experts // run.groups.ep.size() + guests
+        rows = most_rows(transformer, run.groups.ep.size(), part, slots)
     return Tokens(whole, part, rows // tensor if splits else rows)
 
 

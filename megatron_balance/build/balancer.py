@@ -137,6 +137,7 @@ def _schedule(
             [list(chunk) for chunk in by_chunk],
             config.balance.balance_overlap,
             exact=config.balance.balance_load == "exact",
+            late=config.balance.moe_flex_rows == "bound",
             reduce_early=config.ddp.overlap_grad_reduce,
         )
 

@@ -64,6 +64,8 @@ def check_moe(
         _balanced_layer(values, given, notices)
     elif values["moe_expert_gemm"] != "default":
         raise ValueError(f"--moe-expert-gemm {values['moe_expert_gemm']}: needs --moe-layer-impl balanced")
+    if values["moe_flex_rows"] == "bound":
+        _rows_bound(values, expert_tp)
     _schedule(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn_hidden_size, notices=notices)
     if values["balance_policy"] != "none":
         _policy(values, given)
@@ -82,6 +84,29 @@ def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: 
             raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
     if "moe_grouped_gemm" in given:
         notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")
+
+
+def _rows_bound(values: Mapping[str, Any], expert_tp: int) -> None:
+    """Check what `--moe-flex-rows bound` requires; flow/layer.py checks the device and the widths."""
+    flag, wanted = (
+        "--moe-flex-rows bound",
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+    )
+    for name, value in wanted.items():
+        if values[name] != value:
+            raise ValueError(f"{flag}: needs {flag_of(name)} {value}, not {values[name]}; or use counted")
+    needs = {
+        "--moe-layer-impl balanced": values["moe_layer_impl"] == "balanced",
+        "--disable-bias-linear": not values["add_bias_linear"],
+        "--moe-expert-gemm default": values["moe_expert_gemm"] == "default",
+        "--expert-tensor-parallel-size 1": expert_tp == 1,
+        "--expert-model-parallel-size above 1": values["expert_model_parallel_size"] > 1,
+    }
+    for missing in (need for need, met in needs.items() if not met):
+        raise ValueError(f"{flag}: needs {missing}; or use counted")
+    for name in ("moe_expert_rank_capacity_factor", "moe_hybridep_pad_uneven_dispatch_inputs"):
+        if values.get(name):
+            raise ValueError(f"{flag_of(name)}: not with {flag}, which makes room for every row; leave it out")
 
 
 def _schedule(

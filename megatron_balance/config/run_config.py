@@ -37,6 +37,10 @@ class BalanceConfig:
     moe_expert_gemm: Literal["default", "te"] = "default"
     """Matrix products of the experts. default: torch's. te: Transformer Engine's grouped products."""
 
+    moe_flex_rows: Literal["counted", "bound"] = "counted"
+    """Memory for the rows that HybridEP delivers (--moe-token-dispatcher-type flex). counted: exactly enough, for which
+    the host waits. bound: enough for the most rows that a rank could get, so that the host waits for nothing."""
+
     balance_policy: str = "none"
     """Placement policy. none: every expert is computed by its owner only."""
 

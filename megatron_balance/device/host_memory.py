@@ -22,9 +22,13 @@ class _Copy:
     """Kept, so that its memory is not used again before the copy."""
     copy: torch.Tensor
     done: torch.cuda.Event
+    number: int
+    reader: "HostReader"
 
     def wait(self) -> torch.Tensor:
-        self.done.synchronize()
+        if self.number > self.reader.arrived:
+            self.done.synchronize()
+            self.reader.arrived = self.number
         return self.copy
 
 
@@ -33,6 +37,8 @@ class HostReader:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._started = self.arrived = 0
+        """Number of copies that have started, and of those that the host has waited for: they arrive in order."""
 
     def read(self, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Start copying a result to the host; return the function that waits for the copy, and for nothing else.
@@ -51,4 +57,5 @@ class HostReader:
             copy.copy_(tensor, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return _Copy(tensor, copy, done).wait
+        self._started += 1
+        return _Copy(tensor, copy, done, self._started, self).wait

@@ -4,6 +4,8 @@ layer.py               the verbs of a mixture of experts, in order
 plan.py                the dispatch plan: how many tokens each source sends to each physical expert
 reroute.py             the router's choice of logical experts -> physical experts, for megatron-core's dispatchers
 dispatcher.py          dispatch, experts and combine: over our all-to-alls, or over megatron-core's dispatchers
+device_dispatcher.py   the same by HybridEP, for which the host waits for nothing
+device_plan.py         one source's part of a dispatch plan, on the device
 rows.py                a row for every expert that a token chose, and the sums of each token's rows
 chunks/                rows to their experts and back in chunks, so that exchange and computation overlap
 

@@ -189,7 +189,7 @@ MEGATRON_DISPATCHERS = {
 
 
 class MegatronDispatcher(Dispatcher):
-    """One of megatron-core's own dispatchers (flex is DeepEP).
+    """One of megatron-core's own dispatchers; flex is DeepEP or HybridEP, and waits for the numbers of rows.
 
     These dispatchers treat every expert as a logical one. They therefore get a copy of the config that counts physical
     experts, one copy for each number of slots that placements use.
@@ -215,21 +215,10 @@ class MegatronDispatcher(Dispatcher):
         return lambda plan: _InStages(self._stages_for(plan.placement), plan, self.source)
 
 
-@dataclass(eq=False)
-class _InStages(Handle):
-    stages: MoETokenDispatcher
-    plan: DispatchPlan
-    source: int
-    tokens_per_slot: torch.Tensor | None = None
+class AtOnce(Handle):
+    """`dispatch` sends all rows to their experts, and sets `tokens_per_slot` as `GroupedExperts` takes it."""
 
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
-        """Send rows to their experts; return the rows that this rank's experts compute."""
-        with record_function("dispatch"):
-            probs, chosen_TP = reroute(*chosen, self.plan, self.source)
-            rows, probs = self.stages.dispatch_preprocess(tokens_TH, chosen_TP, probs)
-            rows, probs = self.stages.token_dispatch(rows, probs)
-            rows, self.tokens_per_slot, probs = self.stages.dispatch_postprocess(rows, probs)
-            return rows, probs
+    tokens_per_slot: torch.Tensor | None = None
 
     def compute(
         self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
@@ -239,11 +228,28 @@ class _InStages(Handle):
             begin("experts")
             if rows_RH.requires_grad:
                 rows_RH.register_hook(lambda gradient: begin("dispatch_backward"))
-            rows_RH = experts(rows_RH, self.tokens_per_slot.cpu(), probs_R)
+            rows_RH = experts(rows_RH, self.tokens_per_slot, probs_R)
             begin("combine")
             if rows_RH.requires_grad:
                 rows_RH.register_hook(lambda gradient: begin("experts_backward"))
             return rows_RH
+
+
+@dataclass(eq=False)
+class _InStages(AtOnce):
+    stages: MoETokenDispatcher
+    plan: DispatchPlan
+    source: int
+
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
+        """Send rows to their experts; return the rows that this rank's experts compute."""
+        with record_function("dispatch"):
+            probs, chosen_TP = reroute(*chosen, self.plan, self.source)
+            rows, probs = self.stages.dispatch_preprocess(tokens_TH, chosen_TP, probs)
+            rows, probs = self.stages.token_dispatch(rows, probs)
+            rows, tokens_per_slot, probs = self.stages.dispatch_postprocess(rows, probs)
+            self.tokens_per_slot = tokens_per_slot.cpu()
+            return rows, probs
 
     def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
         with record_function("combine"):

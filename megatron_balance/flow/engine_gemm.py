@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_balance.flow.grouped_gemm import GroupedGemm, RowSplit, TorchGemm, WeightTerm
+from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, Split, TorchGemm, WeightTerm
 from megatron_balance.flow.slot_weights import slots_of
 
 
@@ -19,12 +19,10 @@ class EngineGemm(GroupedGemm):
     column-major view: TN is `B A^T`, NN is `B A`, NT is `B^T A`.
     """
 
-    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         return self._products(rows_RI, weights, split, weights[0].shape[1], layout="TN")
 
-    def input_gradients(
-        self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit
-    ) -> torch.Tensor:
+    def input_gradients(self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         return self._products(gradient_RO, weights, split, weights[0].shape[2], layout="NN", grad=True)
 
     def add_weight_gradients(self, terms: Iterable[WeightTerm]) -> None:
@@ -35,8 +33,9 @@ class EngineGemm(GroupedGemm):
         self._call(rows, gradients, totals, m_splits=sizes, layout="NT", grad=True, accumulate=True)
 
     def _products(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit, width: int, **options: Any
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], split: Split, width: int, **options: Any
     ) -> torch.Tensor:
+        assert not isinstance(split, DeviceSplit), "the numbers of rows are arguments"
         output, sizes = rows.new_empty(len(rows), width), list(split.sizes)
         if len(rows):
             matrices, parts = [*slots_of(weights)], [*rows.contiguous().split(sizes)]

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_balance.flow.expert_shards import Cut, by_expert
-from megatron_balance.flow.grouped_gemm import GroupedGemm, RowSplit, TorchGemm
+from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, RowSplit, Split, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
 from megatron_balance.flow.slot_weights import GroupedWeights, Projection, main_grad
 from megatron_balance.flow.weight_gradients import LinearGradients
@@ -97,7 +97,8 @@ class GroupedExperts(MegatronModule):
 
         Args:
             rows_RH: rows grouped by slot.
-            tokens_per_slot: [S] int64 on the host: home slots, then the guest slots in use.
+            tokens_per_slot: [S] home slots, then the guest slots in use: int64 on the host, or on a device. The host
+                then does not wait for it, and `rows_RH` may have more rows, whose results hold anything.
             probs_R: [R] combine weights.
             gradients: collects the gradients of the weights; None: autograd does.
         """
@@ -143,8 +144,13 @@ class GroupedExperts(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
-        sizes, device = tokens_per_slot.tolist(), rows_RH.device
-        first, second = (linear(len(sizes) - len(self.home_experts)) for linear in (self.linear_fc1, self.linear_fc2))
+        guests, device = len(tokens_per_slot) - len(self.home_experts), rows_RH.device
+        first, second = (linear(guests) for linear in (self.linear_fc1, self.linear_fc2))
+        if not tokens_per_slot.is_cpu:
+            linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
+            split = DeviceSplit(tokens_per_slot.cumsum(0, dtype=torch.int32))
+            return self._compute(*linears, rows_RH, split, probs_R)
+        sizes = tokens_per_slot.tolist()
         if not self.by_slot:
             linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
             return self._compute(*linears, rows_RH, RowSplit(sizes, device), probs_R)
@@ -163,7 +169,7 @@ class GroupedExperts(MegatronModule):
         return torch.cat(outputs)
 
     def _compute(
-        self, first: SlotLinear, second: SlotLinear, rows_RH: torch.Tensor, split: RowSplit, probs_R: torch.Tensor
+        self, first: SlotLinear, second: SlotLinear, rows_RH: torch.Tensor, split: Split, probs_R: torch.Tensor
     ) -> torch.Tensor:
         inner = first(rows_RH, split)
         if not self.activation_recompute:

@@ -11,6 +11,9 @@ How many kernels a projection takes, for S home slots and G guest slots in use:
 | output, input gradient   | 1 + G                        | S + G                 | 1 call       |
 | weight gradient          | S + G                        | S + G                 | 1 call       |
 
+If only the device knows the numbers of rows (`DeviceSplit`), each product is one grouped kernel of torch. Guest slots
+in use then cost a copy of the weights of all slots.
+
 torch's grouped product takes the weights of all slots as one tensor and allocates its result. A single call for home
 and guest slots would therefore copy weights, and a second call would copy its rows into the first one's result. Guest
 slots are few, and each gets a product that is written into the rows that the grouped product has left for it. torch's
@@ -52,6 +55,17 @@ class RowSplit:
         return ends.to(self.device, non_blocking=True)
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceSplit:
+    """Consecutive rows of each slot, whose numbers only the device knows. Rows after the last end hold anything."""
+
+    ends: torch.Tensor
+    """[S] int32 on the device."""
+
+
+Split = RowSplit | DeviceSplit
+
+
 class WeightTerm(NamedTuple):
     """A weight gradient to add: `total_OI` += `gradient_RO`.T @ `rows_RI`, over one slot's rows."""
 
@@ -64,13 +78,11 @@ class GroupedGemm(ABC):
     """Computes the products of one linear layer in all slots; outside autograd."""
 
     @abstractmethod
-    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         """Multiply the rows of each slot s by its weight's transpose: [R, I] x [S, O, I] -> [R, O]."""
 
     @abstractmethod
-    def input_gradients(
-        self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit
-    ) -> torch.Tensor:
+    def input_gradients(self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         """Multiply the rows of each slot s by its weight: [R, O] x [S, O, I] -> [R, I]."""
 
     @abstractmethod
@@ -81,12 +93,14 @@ class GroupedGemm(ABC):
 class TorchGemm(GroupedGemm):
     """Products by torch."""
 
-    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
+        if isinstance(split, DeviceSplit):
+            return F.grouped_mm(rows_RI, _in_one(weights).mT, offs=split.ends)
         return _products(rows_RI, [weight_SOI.mT for weight_SOI in weights], split)
 
-    def input_gradients(
-        self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: RowSplit
-    ) -> torch.Tensor:
+    def input_gradients(self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
+        if isinstance(split, DeviceSplit):
+            return F.grouped_mm(gradient_RO, _in_one(weights), offs=split.ends)
         return _products(gradient_RO, weights, split)
 
     def add_weight_gradients(self, terms: Iterable[WeightTerm]) -> None:
@@ -98,6 +112,15 @@ class TorchGemm(GroupedGemm):
             else:
                 # A CPU multiplies in the precision of the result only
                 total_OI.addmm_(gradient_RO.to(total_OI.dtype).T, rows_RI.to(total_OI.dtype))
+
+
+def weight_gradients(gradient_RO: torch.Tensor, rows_RI: torch.Tensor, split: DeviceSplit) -> torch.Tensor:
+    """Return the weight gradient of every slot [S, O, I], zero for one without rows, in the precision of the rows."""
+    return F.grouped_mm(gradient_RO.T, rows_RI, offs=split.ends)
+
+
+def _in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat([*weights])
 
 
 def _products(rows_RK: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:

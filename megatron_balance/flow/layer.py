@@ -4,7 +4,7 @@ enter -> route -> count -> prepare -> host -> plan -> dispatch -> experts -> com
 
 enter      this rank's part of the layer's input, if tensor-parallel ranks share the tokens
 route      the router chooses logical experts for each token
-count      all ranks learn the load matrix; the host waits for it, and for nothing else
+count      all ranks learn the load matrix; the host waits for it, and for nothing else, where a plan needs it
 prepare    what needs no load matrix: the order of rows by expert, shared experts
 host       the Placement in force: which ranks host which experts; hosts have the weights when they compute
 plan       how many tokens each source sends to each physical expert
@@ -14,6 +14,7 @@ combine    each token gets the weighted sum of its rows
 leave      the layer's output for all of its input
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -26,12 +27,14 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoES
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
+from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Handle, MegatronDispatcher
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -39,15 +42,18 @@ from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, ma
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
-Host = Callable[[torch.Tensor, bool], Placement]
-"""(load matrix [D, E] of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their
-experts when they compute."""
+Load = Callable[[], torch.Tensor]
+"""Returns the load matrix [D, E] of one forward pass, on the host; waits until it is there."""
+
+Host = Callable[[Load, bool], Placement]
+"""(load of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their experts when
+they compute."""
 
 
 class Decided(NamedTuple):
     """What a forward pass decided, for the pass that repeats it."""
 
-    counts_HE: torch.Tensor
+    load: Load
     placement: Placement
     handle: Handle
 
@@ -85,7 +91,7 @@ class BalancedMoELayer(MoELayer):
         self.shared_experts_recompute = recomputes(config, "shared_experts")
         owners = Placement.identity(config.num_moe_experts, self.ep_group.size())
         self.host: Host | None = None
-        """None: owners host their experts, and no others."""
+        """None: owners host their experts, and no others; nobody asks for the load."""
         self.placement = owners
         """The placement of the latest forward pass."""
         self.begin: Begin = lambda moment: None
@@ -108,8 +114,12 @@ class BalancedMoELayer(MoELayer):
             self.shared_experts = submodules.shared_experts(
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
+        if isinstance(self.dispatcher, DeviceDispatcher):
+            check_device(self.experts)
 
-    def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher:
+    def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher | DeviceDispatcher:
+        if self.balance.moe_flex_rows == "bound":
+            return DeviceDispatcher(self.config, self.parallel.groups)
         if self.config.moe_token_dispatcher_type != "alltoall":
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
 
@@ -164,26 +174,56 @@ class BalancedMoELayer(MoELayer):
         repeated = self.training and is_checkpointing()
         if repeated and torch.is_grad_enabled() and self._to_repeat:
             return lambda: self._again(self._to_repeat.popleft())
-        counts = self._gather_counts(chosen.map_TE)
-        decide = self.dispatcher.prepare(tokens_TH, chosen, self.placement if self.host is None else None)
+        dispatcher = self.dispatcher
+        if isinstance(dispatcher, DeviceDispatcher):
+            load, decide = self._decide_on_device(chosen, dispatcher)
+        else:
+            load, decide = self._decide_by_plan(tokens_TH, chosen, dispatcher)
 
         def decided() -> Handle:
-            counts_DE = counts()
-            counts_HE = by_host(counts_DE, self.ep_group.size())
-            if self.host is not None:
-                self.placement = self.host(counts_HE, self.training)
-            handle = decide(self._plan(counts_DE))
+            handle = decide()
             if not repeated:
                 self._to_repeat.clear()
             elif not torch.is_grad_enabled():
-                self._to_repeat.append(Decided(counts_HE, self.placement, handle))
+                self._to_repeat.append(Decided(load, self.placement, handle))
             return handle
 
         return decided
 
-    def _again(self, first: Decided) -> Handle:
+    # Each of the two returns the pass's load and the function that makes its handle
+
+    def _decide_by_plan(
+        self, tokens_TH: torch.Tensor, chosen: Choices, dispatcher: Dispatcher
+    ) -> tuple[Load, Callable[[], Handle]]:
+        counts = functools.cache(self._reader.read(self._gather_counts(chosen.map_TE)))
+        decide = dispatcher.prepare(tokens_TH, chosen, self.placement if self.host is None else None)
+        load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
+
+        def decided() -> Handle:
+            # Here, so that waiting for other ranks counts as what comes before the exchange
+            counts()
+            self.placement = self._placed(load)
+            return decide(self._plan(counts()))
+
+        return load, decided
+
+    def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Load, Callable[[], Handle]]:
+        gathered, load = _unwanted, _unwanted
         if self.host is not None:
-            self.placement = self.host(first.counts_HE, self.training)
+            gathered = self._gather_counts(chosen.map_TE)
+            load = functools.cache(self._reader.read(gathered))
+
+        def decided() -> Handle:
+            self.placement = self._placed(load)
+            return dispatcher.handle(self.placement, self.split, self.node_size, gathered)
+
+        return load, decided
+
+    def _placed(self, load: Load) -> Placement:
+        return self.placement if self.host is None else self.host(load, self.training)
+
+    def _again(self, first: Decided) -> Handle:
+        self.placement = self._placed(first.load)
         assert self.placement is first.placement, "a placement changes between iterations only"
         return first.handle
 
@@ -191,7 +231,7 @@ class BalancedMoELayer(MoELayer):
     def _gather_counts(self, map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start gathering the load matrix [D, E], the tokens that each source routed to each expert.
 
-        Return the function that waits until it is on the host: the layer's only wait for the device.
+        Return the function that lets the current stream wait until it is there.
         """
         with record_function("count"):
             counts_E = self.parallel.counts(map_TE)
@@ -199,12 +239,18 @@ class BalancedMoELayer(MoELayer):
             work = dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources, async_op=True)
             assert work is not None
 
-            def gathered() -> torch.Tensor:
-                work.wait()
-                return counts_DE.view(-1, counts_E.numel())
+        def gathered() -> torch.Tensor:
+            work.wait()
+            # The pass may be over before this stream has read the load
+            keep_until_read(counts_E, counts_DE)
+            return counts_DE.view(-1, counts_E.numel())
 
-            return self._reader.read(gathered)
+        return gathered
 
     def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:
         with record_function("plan"):
             return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size)
+
+
+def _unwanted() -> torch.Tensor:
+    raise AssertionError("owners alone compute, so no plan needs a load")

@@ -4,10 +4,12 @@ After it, dispatch, experts and combine are an ordinary mixture of P experts. Ou
 order of rows (rows.py). In shapes, K is the largest number of hosts of an expert.
 """
 
+import numpy as np
 import torch
 
 from megatron_balance.device.host_memory import to_device
-from megatron_balance.flow.plan import Choices, DispatchPlan
+from megatron_balance.flow.plan import Choices, DispatchPlan, Split, make_dispatch_plan
+from megatron_balance.placement.placement import Placement
 
 
 def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> Choices:
@@ -25,23 +27,56 @@ def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, so
         Choices of physical experts, [T, P], with each token's weights unchanged; the arguments themselves if physical
         and logical experts coincide.
     """
-    if plan.placement.expert_of_physical == tuple(range(plan.placement.num_experts)):
+    if plan.placement.tables.in_place:
         return Choices(probs_TE, map_TE)
+    physicals_EK = torch.from_numpy(plan.placement.tables.physicals_EK)
+    until_EK = plan.tokens_DP[source][physicals_EK].cumsum(1)
+    physicals_EK, until_EK = (to_device(table, map_TE.device) for table in (physicals_EK, until_EK))
+    return reroute_in_order(probs_TE, map_TE, physicals_EK, until_EK, plan.placement.num_physical)
+
+
+def reroute_in_order(
+    probs_TE: torch.Tensor,
+    map_TE: torch.Tensor,
+    physicals_EK: torch.Tensor,
+    until_EK: torch.Tensor,
+    num_physical: int,
+) -> Choices:
+    """Do the same as `reroute`, given how many of these tokens go to the first k + 1 hosts of each expert.
+
+    Args:
+        physicals_EK: as in `Tables`.
+        until_EK: int64; the last column is at least the number of tokens.
+    """
+    with torch.no_grad():
+        # Rank of each token among its expert's tokens; below the last end, so that the search stays inside the table
+        ordinal_ET = map_TE.T.cumsum(1) - 1
+        target_TE = physicals_EK.gather(1, torch.searchsorted(until_EK, ordinal_ET, right=True)).T
+    return _scattered(probs_TE, map_TE, target_TE, num_physical)
+
+
+def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor | None:
+    """Return [E] int64, the physical expert of each expert for all tokens of a host; None if it depends on the load."""
+    if split != "local_first" and (np.diff(placement.tables.first_E) > 1).any():
+        return None
+    one_HE = torch.ones(placement.num_ranks, placement.num_experts, dtype=torch.int64)
+    physicals = make_dispatch_plan(one_HE, placement, split).tokens_DP[host].nonzero().squeeze(1)
+    target_E = torch.empty(placement.num_experts, dtype=torch.int64)
+    target_E[torch.from_numpy(placement.tables.expert_P)[physicals]] = physicals
+    return target_E
+
+
+def reroute_to(target_E: torch.Tensor, probs_TE: torch.Tensor, map_TE: torch.Tensor, placement: Placement) -> Choices:
+    """Do the same as `reroute` where all tokens have the same `fixed_targets`, here on their device."""
+    if placement.tables.in_place:
+        return Choices(probs_TE, map_TE)
+    return _scattered(probs_TE, map_TE, target_E.expand_as(map_TE), placement.num_physical)
+
+
+def _scattered(probs_TE: torch.Tensor, map_TE: torch.Tensor, target_TE: torch.Tensor, num_physical: int) -> Choices:
     # No two experts share a target, so that scattering whole rows loses nothing, chosen or not
-    target_TE = _targets(map_TE, plan, source)
-    shape = len(map_TE), plan.placement.num_physical
+    shape = len(map_TE), num_physical
     return Choices(
         probs_TE.new_zeros(shape).scatter(1, target_TE, probs_TE),
         map_TE.new_zeros(shape).scatter(1, target_TE, map_TE),
     )
-
-
-@torch.no_grad()
-def _targets(map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> torch.Tensor:
-    """Return [T, E], the physical expert for each expert; any host of it where a token did not choose the expert."""
-    physicals_EK = torch.from_numpy(plan.placement.tables.physicals_EK)
-    ends_EK = plan.tokens_DP[source][physicals_EK].cumsum(1)
-    physicals_EK, ends_EK = (to_device(table, map_TE.device) for table in (physicals_EK, ends_EK))
-    # Rank of each token among its expert's tokens; below the last end, so that the search stays inside the table
-    ordinal_ET = map_TE.T.cumsum(1) - 1
-    return physicals_EK.gather(1, torch.searchsorted(ends_EK, ordinal_ET, right=True)).T

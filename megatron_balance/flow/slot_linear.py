@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_balance.flow.grouped_gemm import RowSplit
+from megatron_balance.flow.grouped_gemm import RowSplit, Split
 from megatron_balance.flow.slot_weights import Projection, slots_of
 from megatron_balance.flow.weight_gradients import LinearGradients
 
@@ -25,7 +25,7 @@ class SlotLinear:
     at_once: bool = False
     """Whether the gradients of weights are computed along with those of rows; otherwise when `gradients` finishes."""
 
-    def __call__(self, rows_RI: torch.Tensor, split: RowSplit, scale_R: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows by their slot's weight and add its bias, times `scale_R` [R] if given: [R, I] -> [R, O]."""
         biased = self.projections[0].bias is not None
         return _SlotLinear.apply(rows_RI, scale_R if biased else None, self, split)
@@ -34,7 +34,7 @@ class SlotLinear:
 class _SlotLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RI: torch.Tensor, scale_R: torch.Tensor | None, linear: SlotLinear, split: RowSplit
+        ctx: Any, rows_RI: torch.Tensor, scale_R: torch.Tensor | None, linear: SlotLinear, split: Split
     ) -> torch.Tensor:
         weights = [projection.weight for projection in linear.projections]
         biases = [projection.bias for projection in linear.projections if projection.bias is not None]
@@ -43,6 +43,7 @@ class _SlotLinear(torch.autograd.Function):
         ctx.save_for_backward(rows_RI, scale_R, *weights, *biases)
         output_RO = linear.gradients.gemm.outputs(rows_RI, weights, split)
         if biases:
+            assert isinstance(split, RowSplit), "biases are added slot by slot"
             _add_biases(output_RO, biases, split, scale_R)
         return output_RO
 

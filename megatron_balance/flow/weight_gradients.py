@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_balance.flow.grouped_gemm import GroupedGemm, RowSplit, WeightTerm
+from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, Split, WeightTerm, weight_gradients
 from megatron_balance.flow.slot_weights import GroupedWeights, main_grad, slots_of
 
 
@@ -34,6 +34,8 @@ class LinearGradients:
         """`slots` is the number of slots in use: home slots, then guest slots."""
         self.linear, self.gemm = linear, gemm
         self.parts: list[list[_Part]] = [[] for _ in range(slots)]
+        self._uncounted: list[tuple[torch.Tensor, torch.Tensor, DeviceSplit]] = []
+        """Rows of all slots and the gradient of their products, where only the device knows the numbers of rows."""
 
     def add(
         self,
@@ -41,9 +43,12 @@ class LinearGradients:
         rows_RI: torch.Tensor,
         gradient_RO: torch.Tensor,
         scale_R: torch.Tensor | None,
-        split: RowSplit,
+        split: Split,
     ) -> None:
         """Keep rows of the slots from `first` on, and the gradient of their products, until `sum`."""
+        if isinstance(split, DeviceSplit):
+            self._uncounted.append((gradient_RO, rows_RI, split))
+            return
         rows, gradients = rows_RI.split(split.sizes), gradient_RO.split(split.sizes)
         scales = [None] * len(rows) if scale_R is None else scale_R.split(split.sizes)
         for slot, part in enumerate(map(_Part, rows, gradients, scales), first):
@@ -55,6 +60,9 @@ class LinearGradients:
         """Add everything that was kept to the gradients."""
         weights, *biases = self._totals
         self.gemm.add_weight_gradients(self._terms(weights))
+        for rows in self._uncounted:
+            self._add(weight_gradients(*rows))
+        self._uncounted.clear()
         for totals in biases:
             for total_O, parts in zip(totals, self.parts, strict=False):
                 for part in parts:
@@ -74,6 +82,15 @@ class LinearGradients:
             self._for_autograd(parameter, sums)
             for parameter, sums in zip(self.linear.parameters(), self._sums, strict=True)
         ]
+
+    def _add(self, gradient_SOI: torch.Tensor) -> None:
+        """Add a weight gradient of every slot in use."""
+        home, guests = self.linear.weight, self.linear.guests
+        if home.requires_grad:
+            self._sums[0].add_(gradient_SOI[: len(home)])
+        if len(gradient_SOI) > len(home):
+            assert guests is not None
+            main_grad(guests.weight)[: len(gradient_SOI) - len(home)].add_(gradient_SOI[len(home) :])
 
     @functools.cached_property
     def _sums(self) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from megatron_balance.comm.ownership_transfer import Field
 from megatron_balance.comm.trans_agg import Slots
@@ -31,6 +32,9 @@ MOST_CHARACTERS = 300
 
 Interval = tuple[clock.Mark, clock.Mark]
 
+Load = Callable[[], torch.Tensor]
+"""Returns the load [D, E] of one forward pass, on the host; waits until it is there."""
+
 
 @dataclass(eq=False)
 class LayerState:
@@ -46,8 +50,8 @@ class LayerState:
     transfers: TransferPlan = field(init=False)
     fresh: bool = False
     """Whether the guest slots hold the current weights."""
-    loads: list[np.ndarray] = field(default_factory=list)
-    """[D, E] load of each microbatch so far."""
+    loads: list[Load] = field(default_factory=list)
+    """Of each microbatch so far."""
     observed: bool = False
     """Whether the manager has received this iteration's load."""
     prediction_error: float = 0.0
@@ -81,6 +85,12 @@ class LayerState:
     @property
     def placement(self) -> Placement:
         return self.manager.placement
+
+    def counts_BDE(self) -> np.ndarray:
+        """Return the load [B, D, E] of each microbatch so far."""
+        # The last one first: one wait then covers all
+        latest_first = [load().numpy() for load in reversed(self.loads)]
+        return np.stack(latest_first[::-1])
 
     def observe(self, counts_BDE: np.ndarray) -> None:
         """Report the loads [B, D, E] of the whole iteration to the manager."""
@@ -135,7 +145,7 @@ class LayerState:
         self.last = Iteration(
             placement=placement,
             transfers=transfers,
-            counts_BDE=np.stack(self.loads),
+            counts_BDE=self.counts_BDE(),
             spans=self.spans,
             waits=self.waits,
             plan_seconds=self.plan_seconds,

@@ -82,6 +82,7 @@ def lower(
     overlap: Overlapping,
     *,
     exact: bool = False,
+    late: bool = False,
     reduce_early: bool = False,
 ) -> Schedule:
     """Return the whole schedule, validated.
@@ -89,13 +90,14 @@ def lower(
     Args:
         passes, blocks: see `compute_order`.
         exact: whether plans are for the current iteration, on the load of its first microbatch.
+        late: whether the forward pass does not wait for its load, so that plans for the next iteration do not either.
         reduce_early: whether the reduction of some experts' gradients overlaps with the backward pass of others. Each
             Agg is then waited for when the next one starts, instead of at the end.
     """
     schedule, layers = compute_order(passes, blocks), sorted(number for chunk in blocks for number in chunk)
     if overlap == "blockwise":
         assert not exact, "weights can only travel ahead if the placement is known ahead"
-        schedule = plan_ahead(schedule, layers)
+        schedule = plan_ahead(schedule, layers, late)
         schedule = trans_blockwise(schedule, layers)
         schedule = agg_blockwise(schedule, layers, reduce_early)
     else:
@@ -116,16 +118,21 @@ def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Sch
     return tuple(steps)
 
 
-def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+def plan_ahead(schedule: Schedule, layers: Iterable[int], late: bool) -> Schedule:
     """Start PLAN(i, j+1) at the last microbatch's FEC(i, j), and wait for it after REDUCE.
 
     The load is known before A2A(i, j), where Algorithm 2 starts it. But the host launches that exchange then, and a
     device must not wait for the observation of loads; it exchanges rows while the host is at FEC.
+
+    If the load is `late`, start it at the backward pass of A2A(i, j), whose forward pass is then done, or nearly so.
     """
     steps = list(schedule)
     for number in layers:
         plan = Action(number, Operation.PLAN, iteration=1)
-        _start(steps, _index(steps, Operation.FEC, number, last=True), planning=(plan,))
+        where = _index(steps, Operation.FEC, number, last=True)
+        if late:
+            where = _index(steps, Operation.A2A, number, last=True, part=3)
+        _start(steps, where, planning=(plan,))
         _wait(steps, len(steps) - 1, (plan,))
     return tuple(steps)
 
@@ -197,12 +204,12 @@ def _parts(block: int, operation: Operation, steps: list[Step], hiding: list[int
     return parts
 
 
-def _index(steps: Sequence[Step], operation: Operation, block: int, last: bool = False) -> int:
-    """Return the first or the last step that begins a block's operation; for exchanges, the dispatch."""
+def _index(steps: Sequence[Step], operation: Operation, block: int, last: bool = False, part: int = 1) -> int:
+    """Return the first or the last step that begins a part of a block's operation; for exchanges, the dispatch."""
     wanted = [
         number
         for number, (computation, *_) in enumerate(steps)
-        if (computation.operation, computation.block, computation.part) == (operation, block, 1)
+        if (computation.operation, computation.block, computation.part) == (operation, block, part)
     ]
     return wanted[-1 if last else 0]
 

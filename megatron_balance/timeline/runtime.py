@@ -43,7 +43,7 @@ from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
-from megatron_balance.timeline.layer_state import LayerState
+from megatron_balance.timeline.layer_state import LayerState, Load
 from megatron_balance.timeline.planner import Asked, Plan, Planner
 
 EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
@@ -138,16 +138,16 @@ class Balancer:
         if computation is not None:
             self._begin(computation)
 
-    def host(self, number: int, counts_DE: torch.Tensor, training: bool) -> Placement:
+    def host(self, number: int, load: Load, training: bool) -> Placement:
         """Return the placement of a layer for this forward pass, whose hosts have the weights when experts compute.
 
         Args:
-            counts_DE: [D, E] load of the pass, on the host.
+            load: returns the load [D, E] of the pass; called when it is needed, at the end of the iteration.
         """
         state = self.layers[number]
         computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
-            state.loads.append(counts_DE.numpy().copy())
+            state.loads.append(load)
             self._begin(computation)
         elif not self._steps and not state.fresh:
             # An evaluation, or the search for a fault
@@ -255,7 +255,7 @@ class Balancer:
                 self._observe(state)
                 expected_BDE = manager.expected_BDE
             else:
-                expected_BDE = np.stack(state.loads) * microbatches
+                expected_BDE = state.counts_BDE() * microbatches
             if not manager.is_due(ahead):
                 return None
             assert expected_BDE is not None
@@ -267,7 +267,7 @@ class Balancer:
 
     def _observe(self, state: LayerState) -> None:
         """Report the iteration's loads to the manager: the mean over replicas that have one placement."""
-        counts_BDE = np.stack(state.loads)
+        counts_BDE = state.counts_BDE()
         if self.ownership is not None:
             total_BDE = torch.from_numpy(counts_BDE).to(torch.cuda.current_device(), copy=True)
             dist.all_reduce(total_BDE, group=self.deciders)

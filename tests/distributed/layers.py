@@ -184,7 +184,7 @@ def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoE
         # As DDP does
         parameter.main_grad = torch.zeros_like(parameter)
     experts.allocate_guests(placement.guest_slots)
-    layer.host, layer.split = lambda counts_DE, training: placement.trimmed, split
+    layer.host, layer.split = lambda load, training: placement.trimmed, split
     if mutation == "stale Trans":
         with torch.no_grad():
             transfer.trans(transfers, placement, experts)

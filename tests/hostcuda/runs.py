@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from megatron.core.transformer.moe import fused_a2a
+
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import queue_step
 from megatron_balance.training.reports import Reports
@@ -49,6 +51,8 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
     Args:
         mutate: changes the built run before it trains.
     """
+    # Of the groups of an earlier run
+    fused_a2a.reset_hybrid_ep_buffer()
     with watching() as checker:
         run = runs.build(flags)
         if mutate is not None:

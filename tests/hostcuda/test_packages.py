@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 SIGNATURES = json.loads((Path(__file__).parent.parent / "data" / "nvidia_signatures.json").read_text())
-"""Parameters by function, from the sources of Transformer Engine 2.11.0 and of apex at commit 10417ac."""
+"""Parameters by function, from the sources of Transformer Engine 2.11.0, and of apex and DeepEP at commits 10417ac and
+94a9f8f."""
 
 TE, APEX = "transformer_engine.pytorch.", "apex."
 
@@ -67,8 +68,8 @@ CALLS: dict[str, tuple] = {
 
 @contextlib.contextmanager
 def importable(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Make both packages importable inside the context; afterwards only `modules` holds their modules."""
-    paths = roots("te and apex")
+    """Make all packages importable inside the context; afterwards only `modules` holds their modules."""
+    paths = [*roots("te and apex"), *roots("deep_ep")]
     sys.path[:0] = paths
     sys.modules.update(modules)
     try:
@@ -83,7 +84,7 @@ def importable(modules: dict[str, ModuleType]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def packages() -> Callable[[str], Callable]:
-    """`packages("module:name")`: that object, on a machine with both packages."""
+    """`packages("module:name")`: that object, on a machine with all packages."""
     modules: dict[str, ModuleType] = {}
 
     def found(name: str) -> Callable:
@@ -118,7 +119,7 @@ def test_a_machine_is_taken_for_what_it_is(monkeypatch, machine: str):
 
 
 def test_only_what_asks_for_them_finds_them():
-    for name in ("transformer_engine", "apex", "amp_C"):
+    for name in ("transformer_engine", "apex", "amp_C", "deep_ep"):
         assert importlib.util.find_spec(name) is None
 
 

@@ -28,6 +28,7 @@ WORLD_SIZE = 2
 PLAIN = "--expert-model-parallel-size 2 --disable-bias-linear --swiglu"
 
 BLOCKWISE = "--balance-policy top2 --balance-profile builtin --balance-overlap blockwise"
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 OPTIMIZER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -46,6 +47,11 @@ CASES = {
     "chunks": Case("--bf16 --moe-comm-chunks 4 --moe-comm-order interleaved"),
     "recomputation": Case("--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "transformer_engine": Case("--bf16 --moe-permute-fusion", "te and apex"),
+    "flex_counted": Case(f"--bf16 {FLEX} --moe-flex-rows counted", "deep_ep"),
+    "flex": Case(f"--bf16 {FLEX} --moe-flex-rows bound", "deep_ep"),
+    "flex_blockwise": Case(
+        f"--bf16 {FLEX} --moe-flex-rows bound {BLOCKWISE} --balance-token-split proportional {OPTIMIZER}", "deep_ep"
+    ),
 }
 
 Counts = Mapping[tuple[str, Any], int]

@@ -181,7 +181,7 @@ class World:
             layer, operation, part, parts, microbatch, _ = step.computation
             if (operation, part) == (Operation.A2A, 1):
                 counts_DE = torch.from_numpy(load[layer][microbatch])
-                used[layer].append(balancer.host(layer, counts_DE, training=True))
+                used[layer].append(balancer.host(layer, counts_DE.clone, training=True))
             elif operation is Operation.REDUCE:
                 balancer.aggregate()
             elif operation is Operation.STEP:
@@ -223,6 +223,7 @@ def build(
     monkeypatch: pytest.MonkeyPatch,
     overlap: Overlapping = "blockwise",
     exact: bool = False,
+    late: bool = False,
     threads: bool = False,
     policy: Callable[[int, Journal], Policy] = Hottest,
     predictor: str = "last",
@@ -256,7 +257,7 @@ def build(
             group=group,
             transfer=Transfers(journal),
             layers=states,
-            schedule=lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact),
+            schedule=lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact, late=late),
             microbatches=lambda: world.microbatches,
             guest_bytes=0,
             **more,

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.flow import grouped_gemm
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm
+from megatron_balance.flow.grouped_gemm import DeviceSplit, RowSplit, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
 from megatron_balance.flow.slot_weights import GroupedWeights
 from megatron_balance.flow.weight_gradients import LinearGradients
@@ -138,6 +138,41 @@ def test_a_grouped_product_leaves_the_rows_of_guests(monkeypatch, guests: int, s
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     home = sizes[: 4 - guests]
     assert calls == ([torch.tensor(home).cumsum(0).tolist()] * 2 if sum(home) else [])
+
+
+@sizes_cases
+@pytest.mark.parametrize("guests", [0, 1])
+@pytest.mark.parametrize("tail", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_whose_numbers_of_rows_only_the_device_knows(
+    dtype: torch.dtype, tail: int, guests: int, sizes: list[int]
+) -> None:
+    """Rows after those of the last slot hold NaN, and so do their gradients."""
+    torch.manual_seed(0)
+    home, rows = len(sizes), sum(sizes)
+    sizes = [*sizes, *[2] * guests]
+    linear, used = new_linear(home, 16, 8, dtype, bias=False), sum(sizes)
+    for parameter in linear.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    linear.allocate_guests(2)
+    linear.guests.weight.normal_()
+    rows, output_gradient = (
+        torch.cat([random(used, width, dtype=dtype), torch.full((tail, width), torch.nan, dtype=dtype)]).detach()
+        for width in (16, 8)
+    )
+    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    found = []
+    for split, count in ((DeviceSplit(ends), used + tail), (RowSplit(sizes, DEVICE), used)):
+        linear.guests.weight.main_grad.zero_()
+        gradients = LinearGradients(linear, len(sizes), TorchGemm())
+        inputs = rows[:count].clone().requires_grad_()
+        output = SlotLinear(linear(guests), gradients)(inputs, split)
+        output.backward(output_gradient[:count])
+        (home_gradient,) = gradients.finish()
+        found.append((output[:used], inputs.grad[:used], home_gradient, linear.guests.weight.main_grad.clone()))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        assert_close(one, other.detach(), dtype)
 
 
 def test_what_is_fast_is_what_torch_computes_in_one_kernel(monkeypatch) -> None:

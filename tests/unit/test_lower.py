@@ -51,6 +51,7 @@ BLOCKWISE = {
 
 EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
     "2_blocks_reduced_early": Stage([[1, 2]]).lowered(reduce_early=True),
+    "2_blocks_late": Stage([[1, 2]]).lowered(late=True),
     "2_blocks_blocking": Stage([[1, 2]]).lowered("none"),
     "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", exact=True),
 }
@@ -79,9 +80,9 @@ def stages(draw: st.DrawFn) -> Stage:
     return Stage(blocks, count, stage, 2)
 
 
-@given(stages(), st.booleans(), st.booleans())
-def test_every_schedule_is_valid(stage: Stage, flag: bool, blockwise: bool) -> None:
-    schedule = stage.lowered(reduce_early=flag) if blockwise else stage.lowered("none", exact=flag)
+@given(stages(), st.booleans(), st.booleans(), st.booleans())
+def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise: bool) -> None:
+    schedule = stage.lowered(reduce_early=flag, late=late) if blockwise else stage.lowered("none", exact=flag)
     validate([schedule, schedule])
     assert parse(grid(schedule)) == schedule
     layers = {number for chunk in stage.blocks for number in chunk}

@@ -104,6 +104,30 @@ def test_products_of_experts_are_those_of_our_layer() -> None:
         layout_on(GPU, "--num-experts 4 --moe-expert-gemm te --moe-layer-impl megatron")
 
 
+BOUND = (
+    "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear --moe-token-dispatcher-type flex "
+    "--moe-flex-dispatcher-backend hybridep --moe-flex-rows bound"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--moe-token-dispatcher-type alltoall", "needs --moe-token-dispatcher-type flex, not alltoall"),
+        ("--moe-flex-dispatcher-backend deepep", "needs --moe-flex-dispatcher-backend hybridep, not deepep"),
+        ("--moe-expert-gemm te", "needs --moe-expert-gemm default"),
+        ("--moe-layer-impl megatron", "needs --moe-layer-impl balanced"),
+        ("--expert-model-parallel-size 1", "needs --expert-model-parallel-size above 1"),
+    ],
+)
+def test_rooms_for_the_most_rows(flags: str, said: str) -> None:
+    layout_on(GPU, BOUND)
+    with pytest.raises(ValueError, match=f"--moe-flex-rows bound: {said}; or use counted"):
+        layout_on(GPU, f"{BOUND} {flags}")
+    with pytest.raises(ValueError, match="needs --disable-bias-linear"):
+        layout_on(GPU, BOUND.replace("--disable-bias-linear", ""))
+
+
 def test_a_dry_run_wants_no_kernels() -> None:
     """On a machine without kernels, a dry run stands for a machine with all kernels."""
     layout, notices = layout_on(CPU, "--dry-run --moe-permute-fusion")

@@ -33,6 +33,7 @@ BAD = [
     ),
     ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
     ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex", "needs CUDA", "use alltoall"),
+    ("--moe-flex-rows bound", "--moe-flex-rows bound", "needs --moe-token-dispatcher-type flex", "use counted"),
     (
         "--tensor-model-parallel-size 2 --sequence-parallel",
         *("--expert-tensor-parallel-size 2", "--disable-bias-linear", "use --expert-tensor-parallel-size 1"),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.flow.device_plan import DeviceTables, tokens_until
 from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import largest_remainder
@@ -235,3 +236,15 @@ def test_counts_of_another_layout(shape: tuple[int, ...]) -> None:
 def test_an_unknown_split() -> None:
     with pytest.raises(AssertionError):
         make_dispatch_plan(torch.zeros(2, 4, dtype=torch.int64), Placement.identity(4, 2), "local-first")
+
+
+@given(cases())
+def test_a_device_divides_each_sources_tokens_the_same_way(case: tuple) -> None:
+    counts_DE, placement, _, node_size = case
+    plan = make_dispatch_plan(counts_DE, placement, "proportional", node_size)
+    tables = DeviceTables.of(placement, torch.device("cpu"))
+    for source, counts_E in enumerate(counts_DE):
+        until_EK = tokens_until(counts_DE, tables, source, node_size or placement.num_ranks)
+        planned_MK = plan.tokens_DP[source][tables.physicals_EK[tables.shared_M]] * tables.is_host_MK
+        assert torch.equal(until_EK[tables.shared_M], planned_MK.cumsum(1))
+        assert (until_EK[:, -1] >= counts_E).all()

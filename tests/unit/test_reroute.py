@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
-from megatron_balance.flow.reroute import reroute
+from megatron_balance.flow.reroute import fixed_targets, reroute, reroute_to
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import placements
 
@@ -52,6 +52,20 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
         assert not probs_TP[~map_TP].any()
         for expert, physicals in enumerate(placement.physicals):
             assert torch.equal(probs_TP[:, list(physicals)].sum(1), probs_TE[:, expert])
+
+
+@given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6), st.integers(0, 40))
+def test_fixed_targets_need_no_load(placement: Placement, split: str, seed: int, tokens: int) -> None:
+    maps, counts_DE = routing(placement, seed, tokens)
+    plan = make_dispatch_plan(counts_DE, placement, split)
+    shared = any(len(physicals) > 1 for physicals in placement.physicals)
+    for rank, map_TE in enumerate(maps):
+        target_E = fixed_targets(placement, split, rank)
+        assert (target_E is None) == (shared and split == "proportional")
+        if target_E is not None:
+            probs_TE = weights(map_TE)
+            both = reroute_to(target_E, probs_TE, map_TE, placement), reroute(probs_TE, map_TE, plan, rank)
+            assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
 
 
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6))

@@ -1,4 +1,4 @@
-"""Stand-ins for NVIDIA's Transformer Engine and apex, for runs on a device in host memory.
+"""Stand-ins for NVIDIA's Transformer Engine and apex, and for DeepEP, for runs on a device in host memory.
 
 Each directory below is a root for `sys.path`. A process that adds a root before it imports megatron-core appears to
 run on a machine with that package. The stand-ins compute with plain operators of torch. Where megatron-core's own
@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-MACHINES = {"bare": (), "apex": ("apex",), "te": ("te",), "te and apex": ("te", "apex")}
+MACHINES = {"bare": (), "apex": ("apex",), "te": ("te",), "te and apex": ("te", "apex"), "deep_ep": ("deep_ep",)}
 """Machine name -> roots."""
 
 

@@ -1,0 +1,138 @@
+"""Dispatch for which the host waits for nothing: `--moe-flex-rows bound`.
+
+HybridEP's kernels find out how many rows travel, and the experts' products read these numbers on the device. The host
+only makes room for the most rows that this rank could receive. Rows after those that arrive hold anything: products
+stop at the last row that arrived, everything else between dispatch and combine computes each row alone, and HybridEP's
+combine, which is also the backward pass of its dispatch, leaves these rows out.
+
+Where an expert has several hosts, the device also decides which rows each of them computes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import fused_a2a
+from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.device.host_memory import to_device
+from megatron_balance.flow.device_plan import DeviceTables, tokens_until
+from megatron_balance.flow.dispatcher import AtOnce, Handle, Rows
+from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
+from megatron_balance.flow.plan import Choices, Split
+from megatron_balance.flow.reroute import fixed_targets, reroute_in_order, reroute_to
+from megatron_balance.observe.profiling import record_function
+from megatron_balance.placement.placement import Placement
+
+OPTIONS = {
+    "num_sms_dispatch_api": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
+    "num_sms_combine_api": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
+    "num_sms_preprocessing_api": ("moe_hybridep_num_sms_preprocessing",),
+    "num_blocks_permute": ("moe_hybridep_num_blocks_permute",),
+    "num_blocks_unpermute": ("moe_hybridep_num_blocks_unpermute",),
+    "fused": ("moe_permute_fusion_into_hybridep",),
+}
+"""Argument of megatron-core's dispatch -> fields of its config, of which each version has the first, a later one, or
+none."""
+
+
+def check_device(experts: GroupedExperts) -> None:
+    """Raise ValueError if these experts, unless a dry run imagines them, need what is not here."""
+    weights = [linear.weight for linear in (experts.linear_fc1, experts.linear_fc2)]
+    if not weights[0].is_cuda:
+        return
+    if fused_a2a.hybrid_ep_dispatch is None:
+        raise ValueError(
+            "--moe-flex-dispatcher-backend hybridep: needs the package deep_ep, from DeepEP's branch hybrid-ep; "
+            "install it or use --moe-token-dispatcher-type alltoall"
+        )
+    if not all(grouped_mm_is_fast(weight.mT) for weight in weights):
+        raise ValueError(
+            "--moe-flex-rows bound: needs --bf16, compute capability 9.x or 10.x, and --hidden-size and "
+            "--moe-ffn-hidden-size that are multiples of 8; use counted"
+        )
+
+
+def most_rows(config: TransformerConfig, sources: int, tokens: int, slots: int) -> int:
+    """Return the most rows that can arrive at a rank with `slots` slots if each source has `tokens` tokens."""
+    each = tokens * min(config.moe_router_topk, slots)
+    if config.moe_expert_capacity_factor is not None:
+        assert config.num_moe_experts is not None
+        chosen, factor = tokens * config.moe_router_topk, config.moe_expert_capacity_factor
+        each = min(each, slots * int(get_capacity(chosen, config.num_moe_experts, factor)))
+    return sources * each
+
+
+Reroute = Callable[[torch.Tensor, torch.Tensor], Choices]
+"""(probs [T, E], map [T, E]) -> choices of physical experts."""
+
+
+class DeviceDispatcher:
+    """Sends rows by HybridEP into room for the most rows that can arrive."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        self.config, self.group = config, groups.tp_ep
+        chosen = {name: [field for field in fields if hasattr(config, field)] for name, fields in OPTIONS.items()}
+        self.options = {name: getattr(config, fields[0]) for name, fields in chosen.items() if fields}
+        self._placed: tuple[Placement, Split, torch.Tensor | DeviceTables] | None = None
+        """The latest placement, and where its tokens go or what decides that, on the device."""
+
+    def handle(self, placement: Placement, split: Split, node_size: int, load: Callable[[], torch.Tensor]) -> Handle:
+        """Return the decisions about a pass.
+
+        Args:
+            placement, split, node_size: see `make_dispatch_plan`.
+            load: returns the load matrix [D, E] on the device; called only where rows depend on it.
+        """
+        if self._placed is None or self._placed[0] is not placement or self._placed[1] != split:
+            device = torch.device("cuda", torch.cuda.current_device())
+            target_E = fixed_targets(placement, split, self.group.rank())
+            found = DeviceTables.of(placement, device) if target_E is None else to_device(target_E, device)
+            self._placed = placement, split, found
+        found = self._placed[2]
+        if isinstance(found, torch.Tensor):
+            return _OnDevice(self, placement, partial(reroute_to, found, placement=placement))
+        with record_function("plan"):
+            until_EK = tokens_until(load(), found, self.group.rank(), node_size)
+        options = {"physicals_EK": found.physicals_EK, "until_EK": until_EK, "num_physical": placement.num_physical}
+        return _OnDevice(self, placement, partial(reroute_in_order, **options))
+
+
+@dataclass(eq=False)
+class _OnDevice(AtOnce):
+    dispatcher: DeviceDispatcher
+    placement: Placement
+    reroute: Reroute
+    sent: Any = None
+    """HybridEP's handle of the dispatch."""
+    rows: int = 0
+
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
+        """Send rows to their experts; return this rank's, and rows that hold anything."""
+        with record_function("dispatch"):
+            dispatcher, slots = self.dispatcher, self.placement.slots_per_rank
+            probs_TP, map_TP = self.reroute(*chosen)
+            self.rows = most_rows(dispatcher.config, dispatcher.group.size(), len(tokens_TH), slots)
+            rows_RH, probs_R, _, tokens_S, self.sent = fused_a2a.hybrid_ep_dispatch(
+                x=tokens_TH,
+                routing_map=map_TP,
+                probs=probs_TP.float(),
+                group=dispatcher.group,
+                num_local_experts=slots,
+                num_permuted_tokens=self.rows,
+                **dispatcher.options,
+            )
+            # Some versions write the numbers to pinned memory, which the stream reads after they are there
+            self.tokens_per_slot = tokens_S.to(rows_RH.device, non_blocking=True)
+            return rows_RH, probs_R
+
+    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        with record_function("combine"):
+            more = {name: value for name, value in self.dispatcher.options.items() if name == "fused"}
+            sent, self.sent = self.sent, None
+            return fused_a2a.hybrid_ep_combine(rows_RH, sent, self.rows, None, **more)
