@@ -4,6 +4,7 @@
     exchange   seconds of the all-to-alls
     sending    seconds of Trans and Agg, and their best routes and pieces
     loads      what ranks compute, send and receive under a placement
+    loops      the same and its seconds for many candidates, in machine code
     model      CostModel: seconds of a layer under a placement, after Pro-Prophet
     calibration  how much longer a run measures than the model predicts, by component
 

@@ -1,0 +1,51 @@
+"""Loops over numbers and arrays in machine code, which numba compiles.
+
+A loop is compiled once for each kind of processor and kept on disk, next to its module or in the user's cache. Results
+are those of Python to the bit. Other threads run meanwhile.
+"""
+
+import functools
+from collections.abc import Callable
+from functools import cached_property
+from typing import Generic, ParamSpec, TypeVar
+
+Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+
+
+class Compiled(Generic[Arguments, Result]):
+    """A function that is compiled when it is called for the first time, or by `prepare`."""
+
+    def __init__(self, signature: str | None, function: Callable[Arguments, Result]) -> None:
+        functools.update_wrapper(self, function)
+        self._signature, self._function = signature, function
+
+    @cached_property
+    def prepare(self) -> Callable[Arguments, Result]:
+        """The compiled function."""
+        # Importing numba takes a quarter of a second, and most commands need no loop
+        import numba
+
+        try:
+            return numba.njit(self._signature, cache=True, nogil=True)(self._function)
+        except RuntimeError:
+            # No directory for the code can be written
+            return numba.njit(self._signature, nogil=True)(self._function)
+
+    @property
+    def _numba_type_(self) -> object:
+        """The type for other compiled functions, which may call this one."""
+        import numba
+
+        return numba.typeof(self.prepare)
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return self.prepare(*args, **kwargs)
+
+
+def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
+    """Return a decorator for functions whose arguments have numba's types of `signature`, such as `int64(int64[:])`.
+
+    Args:
+        signature: None for functions that other compiled functions call; their arguments have any types.
+    """
+    return functools.partial(Compiled, signature)
