@@ -13,9 +13,12 @@ import numpy as np
 
 from megatron_balance.device.compiled import compiled
 
-NEAR, FAR, NEAR_WAY, FAR_WAY, ADAPTERS, CODING, SENT_FAR = range(7)
+NEAR, FAR, NEAR_WAY, FAR_WAY, ADAPTERS, CODING, SENT_FAR, MORE = range(8)
 """Prices: seconds in which a link within a node, or a rank's own between nodes, carries a token in one exchange; both
-links' `Level.one_way`; `Network.adapters`; `CostModel.coding`; `SendingModel.far`."""
+links' `Level.one_way`; `Network.adapters`; `CostModel.coding`; `SendingModel.far`; and whether Trans takes one batch
+more even if nothing follows."""
+
+ROUNDING = 1e-9
 
 
 class Prices(NamedTuple):
@@ -28,12 +31,18 @@ class Prices(NamedTuple):
     price_P: np.ndarray
     """See NEAR."""
 
+    lines_26: np.ndarray
+    """Of Trans and of Agg: seconds of a batch and of an expert within a node, the same between nodes, seconds to launch
+    two messages, and the least of a batch for choosing pieces."""
+
+    most_pieces: int
+
     rate_D: np.ndarray
     per_token_D: np.ndarray
     """Seconds in which each rank computes a token, forward and backward."""
 
 
-_PRICES = "int64, boolean, float64[::1], float64[::1], float64[::1]"
+_PRICES = "int64, boolean, float64[::1], float64[:,::1], int64, float64[::1], float64[::1]"
 _LAYER = "float64[:,:,::1], int64[:,::1], int64[::1], int64[::1]"
 """Counts [E, B, D], shares [E, D], primary hosts and owners [E]."""
 
@@ -166,6 +175,22 @@ def _move(
 
 
 @compiled(None)
+def _sending(busy: float, extra: float, line_6: np.ndarray, price_P: np.ndarray, most_pieces: int) -> float:
+    """Return the seconds of Trans or of Agg: see `SendingModel.seconds_of`."""
+    if busy <= 0:
+        return 0.0
+    far, near_batch, near_expert, far_batch, far_expert = price_P[SENT_FAR], line_6[0], line_6[1], line_6[2], line_6[3]
+    if far > 1 and busy >= far * (1 - ROUNDING):
+        batch, time = far_batch + line_6[4] * extra, busy * (far_expert / far)
+    else:
+        batch, time = near_batch + line_6[4] * extra, busy * near_expert
+    last = near_expert * min(extra, 1.0) if extra < far else far_expert
+    pieces = min(max(np.rint(np.sqrt(last / max(batch, line_6[5]))), 1.0), most_pieces)
+    relayed = 1.0 if extra > 0 else 0.0
+    return batch * ((pieces if extra > 0 else 1.0) + max(relayed, price_P[MORE])) + time + last / pieces
+
+
+@compiled(None)
 def _busiest(sent: float, received: float, one_way: float) -> float:
     """See `Level.busiest`."""
     return one_way * max(sent, received) + (1.0 - one_way) * min(sent, received)
@@ -236,6 +261,8 @@ def change(
     node_size: int,
     local_first: bool,
     price_P: np.ndarray,
+    lines_26: np.ndarray,
+    most_pieces: int,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
 ) -> None:
@@ -255,12 +282,13 @@ def change(
 
 
 @compiled(
-    f"void(float64[:,:,::1], float64[::1], {_LAYER}, int64[:,::1], int64[:,:,::1], int64[:,::1], boolean[::1], "
-    f"{_PRICES}, float64[:,:,::1], float64[:,::1])"
+    f"void(float64[:,:,::1], float64[::1], float64, {_LAYER}, int64[:,::1], int64[:,:,::1], int64[:,::1], "
+    f"boolean[::1], {_PRICES}, float64[:,:,::1], float64[:,::1])"
 )
 def try_(
     loads_FBD: np.ndarray,
     sent_D: np.ndarray,
+    longest: float,
     counts_EBD: np.ndarray,
     shares_ED: np.ndarray,
     primary_E: np.ndarray,
@@ -272,10 +300,12 @@ def try_(
     node_size: int,
     local_first: bool,
     price_P: np.ndarray,
+    lines_26: np.ndarray,
+    most_pieces: int,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
     work_ABD: np.ndarray,
-    found_5A: np.ndarray,
+    found_7A: np.ndarray,
 ) -> None:
     """Set what `Tried` describes: seconds of each rank, exchanging, computed, and the busiest rank's time and extra.
 
@@ -283,10 +313,10 @@ def try_(
         expert_KA: -1 for none.
         begins_A: whether a candidate is on its own; otherwise it comes after the one before it.
     """
-    far, more_FBD, more_D, extra = price_P[SENT_FAR], np.zeros_like(loads_FBD), np.zeros_like(sent_D), 0.0
+    far, more_FBD, more_D, extra = price_P[SENT_FAR], np.zeros_like(loads_FBD), np.zeros_like(sent_D), longest
     for a in range(len(begins_A)):
         if begins_A[a]:
-            more_FBD, more_D, extra = np.zeros_like(loads_FBD), np.zeros_like(sent_D), 0.0
+            more_FBD, more_D, extra = np.zeros_like(loads_FBD), np.zeros_like(sent_D), longest
         for k in range(len(expert_KA)):
             e = expert_KA[k, a]
             if e < 0:
@@ -297,13 +327,15 @@ def try_(
                 extra,
                 _move(more_FBD, more_D, 1.0, counts_BD, shares_D, primary_KA[k, a], owner, node_size, local_first, far),
             )
-        found_5A[0, a], found_5A[1, a] = _seconds(
+        found_7A[0, a], found_7A[1, a] = _seconds(
             loads_FBD, more_FBD, work_ABD[a], node_size, price_P, rate_D, per_token_D
         )
-        found_5A[2, a], found_5A[3, a], found_5A[4, a] = 0.0, extra, 0.0
+        busy, more = 0.0, 0.0
         for d in range(len(sent_D)):
-            found_5A[2, a] = max(found_5A[2, a], sent_D[d] + more_D[d])
-            found_5A[4, a] += more_D[d]
+            busy, more = max(busy, sent_D[d] + more_D[d]), more + more_D[d]
+        found_7A[2, a], found_7A[3, a], found_7A[4, a] = busy, extra, more
+        for way in range(2):
+            found_7A[5 + way, a] = _sending(busy, extra, lines_26[way], price_P, most_pieces)
 
 
 @compiled(
@@ -322,6 +354,8 @@ def involve(
     node_size: int,
     local_first: bool,
     price_P: np.ndarray,
+    lines_26: np.ndarray,
+    most_pieces: int,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
     work_BD: np.ndarray,

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from megatron_balance.cost.batches import MOST_PIECES
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, crossing_of, placement_loads
 from megatron_balance.cost.loops import Prices
 from megatron_balance.cost.network import Crossing, Network
-from megatron_balance.cost.sending import Sending, SendingModel
+from megatron_balance.cost.sending import LEAST_ALPHA, Sending, SendingModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS, traffic_of
 from megatron_balance.placement.transfers import TransferPlan
@@ -153,10 +154,16 @@ class CostModel:
         network, near, far = self.network, self.network.near, self.network.far
         token, line, back = self.token_bytes * self.exchange.scale, self.profile.forward, self.profile.backward
         prices = near.beta * token, far.beta * token, near.one_way, far.one_way, network.adapters, self.coding
+        lines = [
+            [value for level in levels for value in (level.alpha, level.beta * size)] + [messages, LEAST_ALPHA]
+            for levels, size, messages in self.transport._sent
+        ]
         return Prices(
             network.node_size,
             self.split == "local_first",
-            np.array([*prices, self.transport.far], dtype=np.float64),
+            np.array([*prices, self.transport.far, self.transport._least_rounds > 1], dtype=np.float64),
+            np.array(lines, dtype=np.float64),
+            MOST_PIECES,
             np.array(self.rate_D, dtype=np.float64),
             (line.seconds_per_token + back.seconds_per_token) / self.rate_D,
         )

@@ -15,6 +15,9 @@ from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import shares
 
+DOUBT = 2.0
+"""Factor that Trans and Agg surely do not exceed, in seconds as on the busiest rank."""
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -65,16 +68,14 @@ class Tried(NamedTuple):
     """The arguments of `SendingModel.seconds_of`."""
     more_A: np.ndarray
     """Time of all ranks in Trans that the candidate adds."""
-
-    @property
-    def sending_A(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of Trans and of Agg, as on the busiest rank."""
-        return self.cost.transport.seconds_of(self.busiest_A, self.extra_A)
+    trans_A: np.ndarray
+    agg_A: np.ndarray
+    """Seconds of Trans and of Agg, as on the busiest rank."""
 
     @property
     def seconds_A(self) -> np.ndarray:
         """Seconds of the layer by Eq. 6 or 8."""
-        return self.cost.time_of(self.exchanging_A, self.computed_A, *self.sending_A).total
+        return self.cost.time_of(self.exchanging_A, self.computed_A, self.trans_A, self.agg_A).total
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -152,14 +153,19 @@ class Hosting:
             begins_A: whether a candidate is on its own; otherwise it comes after the one before it. None: all are.
         """
         layer, ways = self.layer, expert_KA.shape[1]
-        work_ABD, found_5A = np.empty((ways, *self.loads_FBD.shape[1:])), np.empty((5, ways))
+        work_ABD, found_7A = np.empty((ways, *self.loads_FBD.shape[1:])), np.empty((7, ways))
         begins_A = np.ones(ways, dtype=bool) if begins_A is None else begins_A
         try_(
-            *(self.loads_FBD, self.sent_D, layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E),
-            *(expert_KA, shares_KAD, primary_KA, begins_A, *layer.cost.prices, work_ABD, found_5A),
+            *(self.loads_FBD, self.sent_D, self.longest),
+            *(layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E),
+            *(expert_KA, shares_KAD, primary_KA, begins_A, *layer.cost.prices, work_ABD, found_7A),
         )
-        np.maximum(found_5A[3], self.extra_E.max(), out=found_5A[3])
-        return Tried(layer.cost, work_ABD, *found_5A)
+        return Tried(layer.cost, work_ABD, *found_7A)
+
+    @cached_property
+    def longest(self) -> float:
+        """Time on the other links of the longest chain."""
+        return float(self.extra_E.max())
 
     @cached_property
     def now(self) -> Tried:
@@ -175,8 +181,22 @@ class Hosting:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
+        return self._seconds(*self._sending)
+
+    @cached_property
+    def at_most(self) -> float:
+        """Seconds of the layer if Trans and Agg take DOUBT times as long as on the busiest rank."""
+        trans, agg = self._sending
+        return self._seconds(DOUBT * trans, DOUBT * agg)
+
+    @cached_property
+    def at_least(self) -> float:
+        """Seconds of the layer without Trans and Agg."""
+        return self._seconds(0.0, 0.0)
+
+    def _seconds(self, trans: float, agg: float) -> float:
         exchanging, computed = float(self.now.exchanging_A[0]), float(self.now.computed_A[0])
-        return float(self.layer.cost.time_of(exchanging, computed, *self._sending).total)
+        return float(self.layer.cost.time_of(exchanging, computed, trans, agg).total)
 
     @cached_property
     def floor(self) -> float:
@@ -185,7 +205,7 @@ class Hosting:
 
     @cached_property
     def _sending(self) -> tuple[float, float]:
-        return self.layer.cost.transport.seconds_of(float(self.now.busiest_A[0]), float(self.now.extra_A[0]))
+        return float(self.now.trans_A[0]), float(self.now.agg_A[0])
 
     @property
     def tokens_BD(self) -> np.ndarray:
@@ -215,7 +235,7 @@ class Hosting:
             *(self.loads_FBD, layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E, expert, rank),
             *(involved_AD, *layer.cost.prices, self.work_BD, tried.work_ABD, found_A),
         )
-        return found_A + sum(layer.cost.exposed(layer.mean, *tried.sending_A))
+        return found_A + sum(layer.cost.exposed(layer.mean, tried.trans_A, tried.agg_A))
 
     def expert_loads(self, expert_A: np.ndarray, shares_AD: np.ndarray) -> np.ndarray:
         """Return [A, 5, B, D]: the loads of experts with these hosts."""

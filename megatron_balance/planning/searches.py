@@ -21,7 +21,7 @@ def leveled(plain: Selection, *, even: bool = False) -> Iterator[Moves]:
     """
     cost, current = plain.layer.cost, plain.current
     local, home_DH = cost.split == "local_first" and not even, np.array(current.home)
-    node_size, _, _, rate_D, _ = cost.prices
+    node_size, rate_D = cost.prices.node_size, cost.prices.rate_D
     for counts_ED in _totals(plain):
         tokens_E = counts_ED.sum(1)
         loads_D = tokens_E[home_DH].sum(1)

@@ -78,8 +78,7 @@ class Selection(Hosting):
         trans = agg = 0.0
         if len(rank_M):
             _, _, trans, agg = self.layer.cost.transport.along_chains(self.layer.owner_E[expert_M], expert_M, rank_M)
-        exchanging, computed = float(self.now.exchanging_A[0]), float(self.now.computed_A[0])
-        return float(self.layer.cost.time_of(exchanging, computed, trans, agg).total)
+        return self._seconds(trans, agg)
 
     def placement(self) -> Placement:
         """Return the placement in which owners host, and the selected guests."""
@@ -87,6 +86,12 @@ class Selection(Hosting):
         for expert in self.chosen:
             hosts[expert] = tuple(self.shares_ED[expert].nonzero()[0].tolist())
         return self.current.rehost(hosts, self.primary_E.tolist())
+
+    def timed(self) -> tuple[float, Placement]:
+        """Return the seconds with all messages of Trans and Agg, and the placement."""
+        placement = self.placement()
+        sending = self.layer.cost.sending(placement)
+        return self._seconds(sending.trans, sending.agg), placement
 
     def is_balanced(self, alpha: float) -> bool:
         """Return whether Pro-Prophet's Eq. 7 holds in every microbatch; equal loads are always balanced."""

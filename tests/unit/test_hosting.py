@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.cost.loads import expert_loads
-from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS, within_nodes
 from megatron_balance.planning.hosting import Hosting, Layer
@@ -27,9 +27,16 @@ def cost_model(num_ranks: int, node_size: int, generator: np.random.Generator, *
         rates=tuple(generator.choice([0.5, 1.0, 1.5], num_ranks).tolist()),
     )
     split, coding = str(generator.choice(sorted(SPLITS))), float(generator.choice([0.0, 0.1]))
-    microbatches = int(generator.integers(1, 3))
+    overlap = Overlap(1.0, 2.0) if generator.random() < 0.5 else None
     return CostModel(
-        profile, token_bytes=4, param_bytes=6, grad_bytes=12, split=split, coding=coding, microbatches=microbatches
+        profile,
+        token_bytes=4,
+        param_bytes=float(generator.choice([6, 500])),
+        grad_bytes=12,
+        split=split,
+        coding=coding,
+        microbatches=int(generator.integers(1, 3)),
+        overlap=overlap,
     )
 
 
@@ -130,6 +137,8 @@ def test_candidates_are_as_hosts_that_change(case: Case, ways: int, number: int,
         assert tried.busiest_A[a] == pytest.approx(after.sent_D.max(), abs=1e-9)
         assert tried.more_A[a] == pytest.approx((after.sent_D - hosting.sent_D).sum(), abs=1e-9)
         assert tried.extra_A[a] == pytest.approx(extra, abs=1e-9)
+    sent_2A = case.cost.transport.seconds_of(tried.busiest_A, tried.extra_A)
+    assert tried.trans_A == pytest.approx(sent_2A[0], rel=1e-12) and tried.agg_A == pytest.approx(sent_2A[1], rel=1e-12)
 
 
 @given(drawn)
