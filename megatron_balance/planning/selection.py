@@ -5,7 +5,6 @@ A is the number of candidate guests of one expert.
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -32,8 +31,8 @@ class Selection(Hosting):
     """Experts that owners compute, and guests in addition, or one guest for all ranks that are not hosts."""
 
     current: Placement
-    guest_slots: int
-    """Number of guests that a rank may have."""
+    free_D: np.ndarray
+    """Number of guests that each rank may still take."""
     chosen: tuple[int, ...] = ()
     """Experts with guests, in the order in which they were selected."""
 
@@ -55,22 +54,22 @@ class Selection(Hosting):
             sent_D=np.zeros(num_ranks),
             extra_E=np.zeros(current.num_experts),
             current=current,
-            guest_slots=current.guest_slots if guest_slots is None else guest_slots,
+            free_D=np.full(num_ranks, current.guest_slots if guest_slots is None else guest_slots),
         )
-
-    @cached_property
-    def free_D(self) -> np.ndarray:
-        """Number of guests that each rank may still take."""
-        return self.guest_slots - self.guests_ED.sum(0)
 
     def with_guests(self, expert_A: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> "Selection":
         """Return the selection after more experts got guests; `shares_AD` has the owners, too."""
-        return self.changed(expert_A, shares_AD, primary_A, chosen=(*self.chosen, *expert_A.tolist()))
+        free_D = self.free_D - ((shares_AD > 0) & ~self.layer.owned_ED[expert_A]).sum(0)
+        return self.changed(expert_A, shares_AD, primary_A, free_D=free_D, chosen=(*self.chosen, *expert_A.tolist()))
 
     def without(self, expert: int) -> "Selection":
         """Return the selection in which only the owner computes an expert."""
-        owner, left = self.layer.owner_E[[expert]], tuple(each for each in self.chosen if each != expert)
-        return self.changed(np.array([expert]), self.layer.owned_ED[[expert]].astype(np.int64), owner, chosen=left)
+        owner, owned_1D = self.layer.owner_E[[expert]], self.layer.owned_ED[[expert]]
+        free_D, left = (
+            self.free_D + ((self.shares_ED[expert] > 0) & ~owned_1D[0]),
+            tuple(each for each in self.chosen if each != expert),
+        )
+        return self.changed(np.array([expert]), owned_1D.astype(np.int64), owner, free_D=free_D, chosen=left)
 
     def seconds_along_chains(self) -> float:
         """Return the seconds with all messages of Trans and Agg if every expert travels along a chain."""

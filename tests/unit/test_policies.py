@@ -182,6 +182,25 @@ def test_balanced_load_is_left_alone(size: tuple[int, int]) -> None:
         assert planned is current or name != "none"
 
 
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+@pytest.mark.parametrize("policy", ["pro_prophet", "flexmoe"])
+def test_plans_for_many_ranks_pay(policy: str, workload: str) -> None:
+    """Most of them are used without timing all messages."""
+    current = Placement.identity(96, 48, 2)
+    for expert_bytes in (0.0, 1e6, 3e7):
+        cost = dataclasses.replace(
+            cost_model(48, split="proportional"), param_bytes=expert_bytes, grad_bytes=expert_bytes
+        )
+        placement = current
+        for seed in range(2):
+            counts_DE = load_matrix(workload, 48, 96, 2, 4096, seed, 9)
+            planned = load_policy(policy).plan(counts_DE, placement, cost)
+            others = [current, placement] if policy == "flexmoe" else [current]
+            least = min(cost.layer_seconds(counts_DE, other) for other in others)
+            assert cost.layer_seconds(counts_DE, planned) <= least * (1 + 1e-9)
+            placement = planned
+
+
 def test_ranks_that_are_equally_slow_are_relieved_together() -> None:
     current, cost = Placement.identity(128, 32, 2), cost_model(32, node_size=8, split="proportional")
     counts_DE = np.full((32, 128), 200)

@@ -1,6 +1,6 @@
 """FlexMoE (Algorithms 1 and 2): Expand, Shrink and Migrate vExperts while the ranks' loads are uneven.
 
-A is the number of candidate modifications; M that of experts on the slowest rank, or of guests that may move.
+A counts candidate modifications; M experts on the slowest rank, or guests that may move.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,6 @@ NEARLY = 0.95
 
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
-
 
 METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "variance": variance_ratio}
 """Balance ratios as functions of tokens [B, D] of each rank in each microbatch; 1 is even."""
@@ -130,11 +129,10 @@ class FlexMoE(Policy):
         planned = modify(start, modifications)
         if planned == current and current.is_identity:
             return current
-        if current.num_ranks > FEW_RANKS and start is current:
-            # Of the placement in use, only the work is timed
-            others = [owned.seconds] if planned == current else [owned.seconds, first.at_least]
-            if last.at_most < min(others):
-                return planned
+        # Of the placement in use, only the work is timed
+        least = owned.seconds if planned == current else min(owned.seconds, first.at_least)
+        if current.num_ranks > FEW_RANKS and start is current and last.at_most < least:
+            return planned
         # The search counts the busiest rank's messages, the cost model also those before and after it on their routes
         candidates = [current] if current.is_identity else [owners_host(current), current]
         return min((*candidates, planned), key=lambda placement: cost.layer_seconds(counts, placement))

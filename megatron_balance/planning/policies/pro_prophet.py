@@ -8,7 +8,7 @@ import numpy as np
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.leveling import Moves
-from megatron_balance.planning.policies.interface import Policy, hottest_first, owners_host
+from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.searches import fastest, leveled
 from megatron_balance.planning.selection import Selection, prepare
 
@@ -94,8 +94,8 @@ class ProProphet(Policy):
 def _everywhere(plain: Selection) -> Moves:
     """Return the moves that give the hottest experts guests on all ranks."""
     layer, free_D = plain.layer, plain.free_D
-    slots = int(free_D.max())
-    expert_M = np.array(hottest_first(layer.counts_EBD.transpose(1, 2, 0))[:slots], dtype=np.int64)
+    expert_M = np.argsort(-layer.tokens_E, kind="stable")[: int(free_D.max())]
+    expert_M = expert_M[layer.tokens_E[expert_M] > 0]
     guests_MD = ~layer.owned_ED[expert_M]
     guests_MD &= guests_MD.cumsum(0) <= free_D
     kept_M = guests_MD.any(1)
