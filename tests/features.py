@@ -22,7 +22,7 @@ class Feature(NamedTuple):
 
 PLAIN = (
     "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
-    "--disable-bias-linear --swiglu --global-batch-size 16 --num-layers 4 --moe-router-force-workload hot_experts"
+    "--disable-bias-linear --swiglu --global-batch-size 8 --num-layers 4 --moe-router-force-workload hot_experts"
 )
 """Flags common to all runs; tensor parallelism gives step orders something to order."""
 

@@ -215,10 +215,7 @@ QUICK = {
 }
 """Layouts with each policy, and with everything that affects the order of collectives. They share few references."""
 
-FEWEST = (
-    *("replicas-gather-quota", "replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer"),
-    *("replicas-tensor-parallel", "interleaved", "8-ranks-shards"),
-)
+FEWEST = ("replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer", "interleaved", "8-ranks-shards")
 """Layouts of `QUICK` that are trained without `--slow`."""
 
 

@@ -85,10 +85,10 @@ class FlatAllToAll(AllToAll):
     """The backend's own `all_to_all_single`."""
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        rows, received = self._prepare(rows, splits_DD)
-        rank = self.group.rank()
-        splits = splits_DD[:, rank].tolist(), splits_DD[rank].tolist()
-        work = dist.all_to_all_single(received, rows, *splits, group=self.group, async_op=True)
+        rank, rows = self.group.rank(), rows.detach().contiguous()
+        coming, going = splits_DD[:, rank].tolist(), splits_DD[rank].tolist()
+        received = rows.new_empty((sum(coming), *rows.shape[1:]))
+        work = dist.all_to_all_single(received, rows, coming, going, group=self.group, async_op=True)
         assert work is not None
         return exchange_of([work], received, rows)
 

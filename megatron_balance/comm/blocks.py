@@ -6,12 +6,13 @@ copy; it then finds the row at each place by itself. Nothing waits for the devic
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from megatron_balance.device.compiled import compiled
 from megatron_balance.device.host_memory import to_device
 from megatron_balance.kernels import of_rows
 
@@ -39,33 +40,25 @@ class Move(NamedTuple):
         return Move(self.sizes_N[self.order_N], place_N)
 
 
-Table = tuple[np.ndarray, np.ndarray]
-"""For each block in its new place, how many rows it comes from behind it, and where it ends there."""
-
-
 class Gather:
     """Moves rows [R, ...] on one device; not differentiable."""
 
-    def __init__(self, move: Move, table: Table | None, index_R: torch.Tensor | None = None) -> None:
+    def __init__(self, move: Move, stays: bool, index_R: torch.Tensor | None = None) -> None:
         """
         Args:
-            table: None: every row is in its place.
-            index_R: [R] int32 on the rows' device: the row for each place; None: rows are in host memory.
+            stays: whether every row is in its place.
+            index_R: [R] int32 on the rows' device: the row for each place; None: rows are in host memory, or stay.
         """
-        self.move, self.table, self._index_R = move, table, index_R
-
-    @property
-    def stays(self) -> bool:
-        """Whether every row is in its place."""
-        return self.table is None
+        self.move, self.stays, self._index_R = move, stays, index_R
 
     @functools.cached_property
     def index_R(self) -> torch.Tensor:
         """[R] int32: the row for each place, if some row moves."""
         if self._index_R is not None:
             return self._index_R
-        assert self.table is not None
-        return next(_indices([self.table], torch.device("cpu")))
+        (index_R,) = _indices([self.move], torch.device("cpu"))
+        assert index_R is not None
+        return index_R
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if self.stays:
@@ -77,14 +70,16 @@ class Gather:
         return torch.cat([parts[block] for block in self.move.order_N.tolist()])
 
 
+STAYS = Gather(Move(np.zeros(0, np.int64), np.zeros(0, np.int64)), True)
+"""Moves no row."""
+
+
 def gathers(moves: Sequence[Move], device: torch.device) -> list[Gather]:
     """Return what executes each move on `device`."""
-    tables = [_table(move) for move in moves]
     if device.type == "cpu":
-        return [Gather(move, table) for move, table in zip(moves, tables, strict=True)]
-    indices = _indices([table for table in tables if table is not None], device)
+        return [Gather(move, _stays(*move)) for move in moves]
     return [
-        Gather(move, table, None if table is None else next(indices)) for move, table in zip(moves, tables, strict=True)
+        Gather(move, index_R is None, index_R) for move, index_R in zip(moves, _indices(moves, device), strict=True)
     ]
 
 
@@ -99,29 +94,54 @@ def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int
     return gather(rows)
 
 
-def _table(move: Move) -> Table | None:
-    """Return the table of a move, without empty blocks; None: every row is in its place."""
-    sizes_N, order_N = move
+def _stays(sizes_N: np.ndarray, order_N: np.ndarray) -> bool:
+    """Return whether every row is in its place."""
     order_N = order_N[sizes_N[order_N] > 0]
-    if len(order_N) < 2 or (order_N[1:] > order_N[:-1]).all():
-        return None
-    starts_N, moved_N = (sizes_N.cumsum() - sizes_N)[order_N], sizes_N[order_N]
-    ends_N = moved_N.cumsum()
-    return starts_N - (ends_N - moved_N), ends_N
+    return bool((order_N[1:] > order_N[:-1]).all())
 
 
-def _indices(tables: Sequence[Table], device: torch.device) -> Iterator[torch.Tensor]:
-    """Return the index of each move, int32."""
-    if not tables:
-        return iter(())
-    lengths = [int(ends_N[-1]) for _, ends_N in tables]
-    firsts = np.cumsum([0, *lengths])
-    shifts = np.concatenate([shift_N - first for (shift_N, _), first in zip(tables, firsts, strict=False)])
-    ends = np.concatenate([ends_N + first for (_, ends_N), first in zip(tables, firsts, strict=False)])
-    ends_N, shift_N = to_device(torch.from_numpy(np.stack([ends, shifts]).astype(np.int32)), device).unbind()
+def _indices(moves: Sequence[Move], device: torch.device) -> list[torch.Tensor | None]:
+    """Return the index of each move, int32; None for one after which every row is in its place."""
+    table_2N = np.empty((2, sum(len(move.order_N) for move in moves)), dtype=np.int32)
+    used, total, lengths = 0, 0, list[int]()
+    for move in moves:
+        blocks, rows = _write(*move, table_2N, used, total)
+        used, total = used + blocks, total + rows
+        lengths.append(rows)
+    if not used:
+        return [None] * len(moves)
+    ends_N, shift_N = to_device(torch.from_numpy(table_2N[:, :used].copy()), device).unbind()
     kernels = of_rows(device)
     indexed = block_index if kernels is None else kernels.block_index
-    return iter(indexed(ends_N, shift_N, int(firsts[-1])).split(lengths))
+    parts = indexed(ends_N, shift_N, total).split(lengths)
+    return [part if rows else None for part, rows in zip(parts, lengths, strict=True)]
+
+
+@compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
+def _write(sizes_N: np.ndarray, order_N: np.ndarray, table_2N: np.ndarray, at: int, before: int) -> tuple[int, int]:
+    """Write a move's non-empty blocks, in their new order, into a table for `block_index`, from column `at` on.
+
+    Args:
+        table_2N: row 0 gets where each block ends, row 1 how many rows it comes from behind its place.
+        before: number of rows of the moves before this one.
+
+    Returns:
+        the number of blocks and of rows; 0 and 0 if every row is in its place.
+    """
+    start_N, rows = np.empty_like(sizes_N), 0
+    for block in range(len(sizes_N)):
+        start_N[block] = rows
+        rows += sizes_N[block]
+    end, last, place, stays = before, -1, at, True
+    for block in order_N:
+        if sizes_N[block] > 0:
+            stays &= block > last
+            table_2N[1, place] = start_N[block] - end
+            end += sizes_N[block]
+            table_2N[0, place] = end
+            last = block
+            place += 1
+    return (0, 0) if stays else (place - at, rows)
 
 
 def block_index(ends_N: torch.Tensor, shift_N: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Loops over numbers and arrays in machine code, which numba compiles.
+"""Loops over numbers and arrays that numba compiles.
 
-A loop is compiled once for each kind of processor and kept on disk, next to its module or in the user's cache. Results
-are those of Python to the bit. Other threads run meanwhile.
+Machine code is kept on disk, next to the loop's module or in the user's cache, for later processes. Results are those
+of Python to the bit: sums keep their order. A loop does not hold Python's global lock.
 """
 
 import functools
@@ -13,15 +13,18 @@ Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
 
 
 class Compiled(Generic[Arguments, Result]):
-    """A function that is compiled when it is called for the first time, or by `prepare`."""
+    """A function that is compiled by `prepare`, or when it is called for the first time."""
 
     def __init__(self, signature: str | None, function: Callable[Arguments, Result]) -> None:
         functools.update_wrapper(self, function)
         self._signature, self._function = signature, function
 
+    def prepare(self) -> None:
+        """Compile the function, or read its code from disk, so that no later call takes seconds for it."""
+        _ = self._code
+
     @cached_property
-    def prepare(self) -> Callable[Arguments, Result]:
-        """The compiled function."""
+    def _code(self) -> Callable[Arguments, Result]:
         # Importing numba takes a quarter of a second, and most commands need no loop
         import numba
 
@@ -36,10 +39,10 @@ class Compiled(Generic[Arguments, Result]):
         """The type for other compiled functions, which may call this one."""
         import numba
 
-        return numba.typeof(self.prepare)
+        return numba.typeof(self._code)
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return self.prepare(*args, **kwargs)
+        return self._code(*args, **kwargs)
 
 
 def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:

@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.comm.blocks import gathers
+from megatron_balance.comm.blocks import STAYS, Move, gathers
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.flow.chunks.chunking import Chunking
+from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture
 from megatron_balance.flow.chunks.sorting import weights_to_hosts
 from megatron_balance.flow.experts import GroupedExperts
@@ -33,19 +33,19 @@ Chunks = Callable[[DispatchPlan], Chunking]
 
 Decide = Callable[[DispatchPlan], "Handle"]
 
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Rows [R, H] and their combine weights [R]."""
+
 
 class Handle(ABC):
     """The decisions about one pass's rows. A pass that repeats another one, for recomputation, has the same handle."""
 
     @abstractmethod
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
         """Make one row for each pair of a token and a physical expert that computes for it.
 
         Args:
             tokens_TH, chosen: tokens of this rank, and their choices.
-
-        Returns:
-            rows [R, H] and their combine weights [R].
         """
 
     @abstractmethod
@@ -69,11 +69,15 @@ class Dispatcher(ABC):
     """Takes every token to its physical experts and brings the results back."""
 
     @abstractmethod
-    def prepare(self, chosen: Choices) -> Decide:
+    def prepare(self, tokens_TH: torch.Tensor, chosen: Choices, placement: Placement | None) -> Decide:
         """Queue what needs no plan; return the function that makes the handle from this pass's plan.
 
         The plan has the number of tokens from each source to each physical expert. It may come while the device still
         does what was queued; the function does not wait for it.
+
+        Args:
+            tokens_TH, chosen: what `Handle.dispatch` will get.
+            placement: the plan's, if it is known already.
         """
 
 
@@ -81,39 +85,55 @@ class AllToAllDispatcher(Dispatcher):
     """Executes the plan with all-to-alls, in one chunk or in several."""
 
     def __init__(
-        self, config: TransformerConfig, parallel: ParallelDispatch, exchange: TokenExchange, chunks: Chunks
+        self, config: TransformerConfig, parallel: ParallelDispatch, exchange: TokenExchange, chunks: Chunks | None
     ) -> None:
-        """`parallel` decides how rows reach all shards of their experts, and which ranks share rows."""
+        """`parallel` decides how rows reach all shards of their experts, and which ranks share rows; without `chunks`,
+        all rows are one chunk."""
         self.rows_per_token = config.moe_router_topk if config.moe_expert_capacity_factor is None else None
         """The same for all tokens; None: capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
 
-    def prepare(self, chosen: Choices) -> Decide:
-        """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from."""
-        map_TE = chosen.map_TE
+    def prepare(self, tokens_TH: torch.Tensor, chosen: Choices, placement: Placement | None) -> Decide:
+        """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from.
+
+        If no part will move, copy the rows as well.
+        """
+        map_TE, order, ahead = chosen.map_TE, None, None
         with record_function("dispatch"):
-            rows = None if self.rows_per_token is None else len(map_TE) * self.rows_per_token
-            order = None if rows is None else row_order(map_TE, rows)
+            if self.rows_per_token is not None:
+                order = row_order(map_TE, len(map_TE) * self.rows_per_token)
+                if placement is not None and self.chunks is None and self._in_place(placement):
+                    ahead = _rows(tokens_TH, chosen, order)
 
         def decide(plan: DispatchPlan) -> Handle:
             with record_function("dispatch"):
-                planned = int(plan.tokens_DP.numpy()[self.parallel.members].sum())
-                found = row_order(map_TE, planned) if order is None or planned != rows else order
-                return self._decide(plan, found)
+                planned = sum(int(plan.tokens_DP[member].sum()) for member in self.parallel.members)
+                if order is not None and planned == len(order.token_R):
+                    return self._decide(plan, order, ahead)
+                return self._decide(plan, row_order(map_TE, planned), None)
 
         return decide
 
-    def _decide(self, plan: DispatchPlan, order: RowOrder) -> "_InChunks":
-        parallel, chunking, hosts = self.parallel, self.chunks(plan), plan.placement.num_ranks
+    def _in_place(self, placement: Placement) -> bool:
+        """Return whether rows in the order by expert are in the one in which they are sent, if there is one chunk."""
+        return placement.tables.in_place and not self.parallel.splits_rows
+
+    def _decide(self, plan: DispatchPlan, order: RowOrder, ahead: Rows | None) -> "_InChunks":
+        parallel, hosts = self.parallel, plan.placement.num_ranks
+        chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         device, source = order.token_R.device, parallel.source
         tokens_CDP = chunking.split(plan).numpy()
-        tokens_CMP = tokens_CDP[:, parallel.members]
-        rows = sending(plan.placement, tokens_CMP)
-        weights = weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1))
-        there, back, to_hosts, to_chunks = gathers([rows, rows.back, weights, weights.back], device)
+        moves: list[Move] = []
+        if chunking.chunks > 1 or not self._in_place(plan.placement):
+            moves.append(sending(plan.placement, tokens_CDP[:, parallel.members]))
+        if chunking.chunks > 1:
+            moves.append(weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1)))
+        forth_and_back = gathers([one for move in moves for one in (move, move.back)], device)
+        there, back, to_hosts, to_chunks = [*forth_and_back, *[STAYS] * 4][:4]
         share = None
         if parallel.splits_rows:
-            share = RowShare(parallel.groups.tp, torch.from_numpy(tokens_CMP.sum(2)), parallel.simultaneous)
+            sizes_CM = torch.from_numpy(tokens_CDP[:, parallel.members].sum(2))
+            share = RowShare(parallel.groups.tp, sizes_CM, parallel.simultaneous)
         chunked = ChunkedDispatch(
             source=source,
             host=parallel.groups.ep.rank(),
@@ -127,19 +147,25 @@ class AllToAllDispatcher(Dispatcher):
             device=device,
             share=share,
         )
-        return _InChunks(order.moved(there, back), chunked)
+        return _InChunks(order.moved(there, back), chunked, ahead)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _InChunks(Handle):
     """Rows are grouped by member, chunk, rank and slot; `compute` sends them, chunk by chunk."""
 
     order: RowOrder
     chunked: ChunkedDispatch
+    ahead: Rows | None
+    """The rows, if they were made before the plan."""
 
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
+        # A pass that repeats this one has a graph of its own
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            return ahead
         with record_function("dispatch"):
-            return gather_rows(tokens_TH, self.order), gather_weights(chosen.probs_TE, self.order)
+            return _rows(tokens_TH, chosen, self.order)
 
     def compute(
         self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
@@ -149,6 +175,10 @@ class _InChunks(Handle):
     def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
         with record_function("combine"):
             return combine(rows_RH, self.order)
+
+
+def _rows(tokens_TH: torch.Tensor, chosen: Choices, order: RowOrder) -> Rows:
+    return gather_rows(tokens_TH, order), gather_weights(chosen.probs_TE, order)
 
 
 MEGATRON_DISPATCHERS = {
@@ -181,7 +211,7 @@ class MegatronDispatcher(Dispatcher):
             )
         return self._stages[slots]
 
-    def prepare(self, chosen: Choices) -> Decide:
+    def prepare(self, tokens_TH: torch.Tensor, chosen: Choices, placement: Placement | None) -> Decide:
         return lambda plan: _InStages(self._stages_for(plan.placement), plan, self.source)
 
 
@@ -192,7 +222,7 @@ class _InStages(Handle):
     source: int
     tokens_per_slot: torch.Tensor | None = None
 
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
         """Send rows to their experts; return the rows that this rank's experts compute."""
         with record_function("dispatch"):
             probs, chosen_TP = reroute(*chosen, self.plan, self.source)

@@ -30,7 +30,7 @@ from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ChunkChoice
-from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
+from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Handle, MegatronDispatcher
 from megatron_balance.flow.experts import recomputes
@@ -84,7 +84,8 @@ class BalancedMoELayer(MoELayer):
         self.moe_layer_recompute = recomputes(config, "moe")
         self.shared_experts_recompute = recomputes(config, "shared_experts")
         owners = Placement.identity(config.num_moe_experts, self.ep_group.size())
-        self.host: Host = lambda counts_DE, training: owners
+        self.host: Host | None = None
+        """None: owners host their experts, and no others."""
         self.placement = owners
         """The placement of the latest forward pass."""
         self.begin: Begin = lambda moment: None
@@ -113,12 +114,10 @@ class BalancedMoELayer(MoELayer):
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
 
         def chunking(plan: DispatchPlan) -> Chunking:
-            if chunks is None:
-                return UNSPLIT
-            assert self.layer_number is not None, "megatron-core numbers a layer before its first forward pass"
+            assert chunks is not None and self.layer_number is not None, "a layer has its number before its first pass"
             return chunks(self.layer_number, plan)
 
-        return AllToAllDispatcher(self.config, self.parallel, exchange, chunking)
+        return AllToAllDispatcher(self.config, self.parallel, exchange, None if chunks is None else chunking)
 
     def forward(
         self,
@@ -140,7 +139,7 @@ class BalancedMoELayer(MoELayer):
     def _mixture(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
         entered, padding_mask = self.parallel.enter(hidden_states, padding_mask)
         tokens_TH, chosen = self._route(entered, padding_mask)
-        decide = self._decide(chosen)
+        decide = self._decide(tokens_TH, chosen)
         shared = self.shared_experts_compute(hidden_states)
         handle = decide()
         rows_RH, probs_R = handle.dispatch(tokens_TH, chosen)
@@ -156,7 +155,7 @@ class BalancedMoELayer(MoELayer):
             chosen = Choices(*cast(Router, self.router)(entered, padding_mask))
             return self.parallel.share(own_TH, chosen)
 
-    def _decide(self, chosen: Choices) -> Callable[[], Handle]:
+    def _decide(self, tokens_TH: torch.Tensor, chosen: Choices) -> Callable[[], Handle]:
         """Queue what the decisions about this pass's rows need; return the function that makes them.
 
         Recomputation repeats the decisions of the first pass, so it neither gathers nor waits. Its router chooses the
@@ -165,12 +164,14 @@ class BalancedMoELayer(MoELayer):
         repeated = self.training and is_checkpointing()
         if repeated and torch.is_grad_enabled() and self._to_repeat:
             return lambda: self._again(self._to_repeat.popleft())
-        counts, decide = self._gather_counts(chosen.map_TE), self.dispatcher.prepare(chosen)
+        counts = self._gather_counts(chosen.map_TE)
+        decide = self.dispatcher.prepare(tokens_TH, chosen, self.placement if self.host is None else None)
 
         def decided() -> Handle:
             counts_DE = counts()
             counts_HE = by_host(counts_DE, self.ep_group.size())
-            self.placement = self.host(counts_HE, self.training)
+            if self.host is not None:
+                self.placement = self.host(counts_HE, self.training)
             handle = decide(self._plan(counts_DE))
             if not repeated:
                 self._to_repeat.clear()
@@ -181,7 +182,8 @@ class BalancedMoELayer(MoELayer):
         return decided
 
     def _again(self, first: Decided) -> Handle:
-        self.placement = self.host(first.counts_HE, self.training)
+        if self.host is not None:
+            self.placement = self.host(first.counts_HE, self.training)
         assert self.placement is first.placement, "a placement changes between iterations only"
         return first.handle
 

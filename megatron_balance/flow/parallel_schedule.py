@@ -132,32 +132,32 @@ class ParallelDispatch:
         if gather_group is not None and self.splits_rows:
             self.simultaneous = Simultaneous(groups.expt_tp.size(), gather_group, self.members)
 
-    @property
+    @functools.cached_property
     def splits_tokens(self) -> bool:
         """Whether each tensor-parallel rank routes a part of the tokens, so that its router's gradients are partial."""
         return self.copies > 1 and self._before(TokenStep.MP_SPLIT, TokenStep.GATE)
 
-    @property
+    @functools.cached_property
     def splits_rows(self) -> bool:
         """Whether each tensor-parallel rank sends a part of the rows of all tokens."""
         return self.copies > 1 and self._before(TokenStep.GATE, TokenStep.MP_SPLIT)
 
-    @property
+    @functools.cached_property
     def repeats(self) -> int:
         """Number of times that experts compute the same row."""
         return 1 if self.splits_tokens or self.splits_rows else self.copies
 
-    @property
+    @functools.cached_property
     def gathers_tokens(self) -> bool:
         """Whether all shards of a host send the rows of all their tokens."""
         return self.groups.expt_tp.size() > 1 and self._before(TokenStep.ESP_ALL_GATHER, TokenStep.EP_ALL_TO_ALL)
 
-    @property
+    @functools.cached_property
     def sources(self) -> dist.ProcessGroup:
         """The ranks that have tokens to dispatch, in the order of the load matrix."""
         return self.groups.ep if self.gathers_tokens else self.groups.tp_ep
 
-    @property
+    @functools.cached_property
     def source(self) -> int:
         """This rank's row in the load matrix."""
         return self.sources.rank()

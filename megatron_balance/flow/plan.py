@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from megatron_balance.device.compiled import compiled
 from megatron_balance.placement.placement import MOST_TOKENS, Placement
-from megatron_balance.placement.splits import SPLITS, paired, sent
-from megatron_balance.placement.tables import Tables
+from megatron_balance.placement.splits import SPLITS
 
 Split = Literal["local_first", "proportional"]
 
@@ -75,26 +75,119 @@ def make_dispatch_plan(
         plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split, node_size)
         return DispatchPlan(placement, _among_sources(plan, counts_DE))
     tables = placement.tables
-    counts, tokens_DP = counts_DE.numpy(), np.zeros((placement.num_ranks, placement.num_physical), dtype=np.int64)
-    # An expert with one host sends everything there; others are overwritten
-    tokens_DP[:, tables.only_E] = counts
-    if len(tables.shared_M):
-        _share(counts[:, tables.shared_M].T, tables, split, node_size or placement.num_ranks, tokens_DP)
+    if tables.in_place:
+        return DispatchPlan(placement, counts_DE)
+    counts, first_E, physical_N = np.ascontiguousarray(counts_DE.numpy()), tables.first_E, tables.physical_N
+    slots, all_ranks = placement.slots_per_rank, placement.num_ranks
+    computed_N = _computed(counts, first_E, physical_N, tables.share_N, tables.primary_E, slots, split == "local_first")
+    tokens_DP = _sent(counts, first_E, physical_N, computed_N, slots, node_size or all_ranks)
     return DispatchPlan(placement, torch.from_numpy(tokens_DP))
 
 
-def _share(counts_MD: np.ndarray, tables: Tables, split: Split, node_size: int, tokens_DP: np.ndarray) -> None:
-    """Overwrite the tokens of the experts with several hosts."""
-    assert counts_MD.sum(1).max() <= MOST_TOKENS, "a product of two counts fits an int64"
-    quotas_MD = SPLITS[split](counts_MD, tables.shares_MD, tables.primary_M)
-    moved = sent(counts_MD, quotas_MD, node_size)
-    ranks_MK, is_host_MK = tables.ranks_MK, tables.is_host_MK
-    rows_M1, hosts_K = np.arange(len(ranks_MK))[:, None], np.arange(ranks_MK.shape[1])
-    sent_DMK = paired(moved.near_out_AD, moved.near_in_AD[rows_M1, ranks_MK] * is_host_MK)
-    if node_size < counts_MD.shape[1]:
-        sent_DMK += paired(moved.far_out_AD, moved.far_in_AD[rows_M1, ranks_MK] * is_host_MK)
-    sent_DMK[ranks_MK, rows_M1, hosts_K] += moved.local_AD[rows_M1, ranks_MK]
-    tokens_DP[:, tables.shared_physical_N] = sent_DMK[:, is_host_MK]
+@compiled("int64[::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean)")
+def _computed(
+    counts_DE: np.ndarray,
+    first_E: np.ndarray,
+    physical_N: np.ndarray,
+    share_N: np.ndarray,
+    primary_E: np.ndarray,
+    slots: int,
+    local_first: bool,
+) -> np.ndarray:
+    """Return how many tokens each of `physical_N` computes, if its expert has several hosts, and 0 otherwise.
+
+    The arguments are `Tables` of the placement. `proportional` rounds up where the remainders are largest, the first
+    ones among equals.
+    """
+    computed_N, left_N = np.zeros_like(physical_N), np.zeros_like(physical_N)
+    for expert in range(len(primary_E)):
+        total, shares, hosts = 0, 0, range(first_E[expert], first_E[expert + 1])
+        if len(hosts) == 1:
+            continue
+        for rank in range(len(counts_DE)):
+            total += counts_DE[rank, expert]
+        assert total <= MOST_TOKENS, "a product of two counts fits an int64"
+        for n in hosts:
+            shares += share_N[n]
+        missing = total
+        for n in hosts:
+            if not local_first:
+                product = total * share_N[n]
+                computed_N[n], left_N[n] = product // max(shares, 1), product % max(shares, 1)
+            elif share_N[n]:
+                computed_N[n] = counts_DE[physical_N[n] // slots, expert]
+            missing -= computed_N[n]
+        if local_first:
+            for n in hosts:
+                if physical_N[n] // slots == primary_E[expert]:
+                    computed_N[n] += missing
+        else:
+            for _ in range(missing):
+                most = first_E[expert]
+                for n in hosts:
+                    if left_N[n] > left_N[most]:
+                        most = n
+                computed_N[most] += 1
+                left_N[most] = -1
+    return computed_N
+
+
+@compiled("int64[:, ::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64, int64)")
+def _sent(
+    counts_DE: np.ndarray,
+    first_E: np.ndarray,
+    physical_N: np.ndarray,
+    computed_N: np.ndarray,
+    slots: int,
+    node_size: int,
+) -> np.ndarray:
+    """Return `DispatchPlan.tokens_DP`, where each physical expert in `physical_N` computes `computed_N`.
+
+    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive; see
+    `splits.within_nodes`.
+    """
+    ranks, experts = counts_DE.shape
+    tokens_DP = np.zeros((ranks, ranks * slots), dtype=np.int64)
+    for rank in range(ranks):
+        for expert in range(experts):
+            tokens_DP[rank, physical_N[first_E[expert]]] = counts_DE[rank, expert]
+    out_D, in_N = np.zeros(ranks, np.int64), computed_N.copy()
+    for expert in range(experts):
+        hosts = range(first_E[expert], first_E[expert + 1])
+        if len(hosts) == 1:
+            continue
+        tokens_DP[:, physical_N[first_E[expert]]] = 0
+        out_D[:] = counts_DE[:, expert]
+        for n in hosts:
+            rank = physical_N[n] // slots
+            local = min(out_D[rank], in_N[n])
+            tokens_DP[rank, physical_N[n]] = local
+            out_D[rank] -= local
+            in_N[n] -= local
+        # Sources and receivers, in their order, lie along one line of tokens: those of each node, then all
+        for size in (node_size, ranks):
+            for node in range((ranks + size - 1) // size):
+                sent = out_D[node * size : (node + 1) * size].sum()
+                received = 0
+                for n in hosts:
+                    received += in_N[n] if physical_N[n] // slots // size == node else 0
+                part, at, received_until = min(sent, received), 0, 0
+                rank, sent_until, rank_end = node * size - 1, 0, 0
+                for n in hosts:
+                    if part == 0 or physical_N[n] // slots // size != node:
+                        continue
+                    received_until += in_N[n]
+                    while at < received_until * part // received:
+                        while rank_end == at:
+                            rank += 1
+                            sent_until += out_D[rank]
+                            rank_end = sent_until * part // sent
+                        step = min(rank_end, received_until * part // received) - at
+                        tokens_DP[rank, physical_N[n]] += step
+                        out_D[rank] -= step
+                        in_N[n] -= step
+                        at += step
+    return tokens_DP
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:

@@ -47,12 +47,12 @@ class RowOrder:
 def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
     """Return the order of a routing [T, E] bool with `rows` true entries: by expert, then by token.
 
-    With another number of entries, the order has no meaning, and is found as fast.
+    With another number of entries, the order has no meaning; it is found as fast, and its values are valid indices.
     """
     kernels = of_rows(routing_TE.device)
     if kernels is not None:
         return RowOrder(*kernels.row_order(routing_TE, rows))
-    expert_R, token_R = routing_TE.T.nonzero_static(size=rows).to(torch.int32).unbind(1)
+    expert_R, token_R = routing_TE.T.nonzero_static(size=rows, fill_value=0).to(torch.int32).unbind(1)
     # A radix sort of 32 bits has half the passes of a sort of 64
     tokens_R, by_token_R = token_R.sort(stable=True)
     tokens_T = torch.arange(len(routing_TE), dtype=torch.int32, device=routing_TE.device)

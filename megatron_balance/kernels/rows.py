@@ -34,10 +34,13 @@ class Order(NamedTuple):
 
 
 def row_order(routing_TE: torch.Tensor, rows: int) -> Order:
-    """Return the order of a routing [T, E] bool by expert, with `rows` true entries."""
+    """Return the order of a routing [T, E] bool by expert, with `rows` true entries.
+
+    With another number of entries, the order has no meaning, but its values are valid indices.
+    """
     tokens, experts = routing_TE.shape
     chosen_TE = routing_TE.contiguous().view(torch.uint8)
-    order = Order(*(chosen_TE.new_empty(size, dtype=torch.int32) for size in (rows, rows, rows, tokens)))
+    order = Order(*chosen_TE.new_zeros(3 * rows + tokens, dtype=torch.int32).split([rows, rows, rows, tokens]))
     blocks = triton.cdiv(tokens, TOKENS_BLOCK)
     if not blocks:
         return order

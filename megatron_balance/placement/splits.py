@@ -121,19 +121,6 @@ def within_nodes(moved_2AD: np.ndarray, node_size: int) -> np.ndarray:
     return until_2AD * part_AD // total_2AD - (until_2AD - moved_2AD) * part_AD // total_2AD
 
 
-def paired(out_AD: np.ndarray, in_AK: np.ndarray) -> np.ndarray:
-    """Return [D, A, K]: the tokens that each source sends to each of K receivers.
-
-    Sources and receivers of an expert, in their order, lie along one line of tokens, and exchange what overlaps.
-
-    Args:
-        out_AD, in_AK: tokens that each source sends and each receiver receives, equally many for an expert.
-    """
-    out_end_DA1, in_end_AK = out_AD.cumsum(1).T[..., None], in_AK.cumsum(1)
-    first_DAK = np.maximum(out_end_DA1 - out_AD.T[..., None], in_end_AK - in_AK)
-    return np.maximum(np.minimum(out_end_DA1, in_end_AK) - first_DAK, 0)
-
-
 def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_size: int) -> np.ndarray:
     """Return [D, D] float64: tokens from each source rank that each rank computes, local tokens on the diagonal.
 

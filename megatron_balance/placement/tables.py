@@ -1,7 +1,6 @@
 """Arrays that a placement alone determines, for what is computed anew from every load.
 
-In shapes, N counts the physical experts in use, and M the experts with several hosts; K is the largest number of hosts
-of an expert.
+In shapes, N counts the physical experts in use; K is the largest number of hosts of an expert.
 """
 
 from collections.abc import Sequence
@@ -52,9 +51,26 @@ class Tables:
         return expert_P
 
     @cached_property
-    def only_E(self) -> np.ndarray:
-        """[E]: the first physical expert of each logical one."""
-        return np.array([row[0] for row in self.physicals])
+    def first_E(self) -> np.ndarray:
+        """[E + 1]: where each expert's physical experts begin in `physical_N`, and where the last ones end."""
+        return np.cumsum([0, *map(len, self.physicals)])
+
+    @cached_property
+    def share_N(self) -> np.ndarray:
+        """How each of `physical_N` shares its expert's tokens: its part of `shares_ED`."""
+        return self.shares_ED[self.expert_N, self.physical_N // self.slots_per_rank]
+
+    @cached_property
+    def primary_E(self) -> np.ndarray:
+        """[E]: the host of tokens whose source rank is not a host."""
+        return np.asarray(self.primary)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether logical and physical experts are the same."""
+        return len(self.physical_N) == self.num_ranks * self.slots_per_rank and bool(
+            (np.diff(self.expert_P) == 1).all()
+        )
 
     @cached_property
     def shares_ED(self) -> np.ndarray:
@@ -65,43 +81,10 @@ class Tables:
         return shares_of(self.hosts, self.quotas, self.num_ranks)
 
     @cached_property
-    def shared_M(self) -> np.ndarray:
-        """[M]: the experts with several hosts."""
-        return np.flatnonzero([len(row) > 1 for row in self.physicals])
-
-    @cached_property
-    def shares_MD(self) -> np.ndarray:
-        return self.shares_ED[self.shared_M]
-
-    @cached_property
-    def primary_M(self) -> np.ndarray:
-        return np.asarray(self.primary)[self.shared_M]
-
-    @cached_property
     def physicals_EK(self) -> np.ndarray:
         """[E, K]: the physical experts of each logical one; each row ends in copies of its last one."""
         width = max(map(len, self.physicals))
         return np.array([(*row, *[row[-1]] * (width - len(row))) for row in self.physicals])
-
-    @cached_property
-    def physicals_MK(self) -> np.ndarray:
-        return self.physicals_EK[self.shared_M]
-
-    @cached_property
-    def ranks_MK(self) -> np.ndarray:
-        """[M, K]: the ranks of `physicals_MK`."""
-        return self.physicals_MK // self.slots_per_rank
-
-    @cached_property
-    def is_host_MK(self) -> np.ndarray:
-        """[M, K] bool: whether this is a host, not a copy of one."""
-        number_M = np.array([len(self.physicals[expert]) for expert in self.shared_M])
-        return np.arange(self.physicals_MK.shape[1]) < number_M[:, None]
-
-    @cached_property
-    def shared_physical_N(self) -> np.ndarray:
-        """The physical experts of the experts with several hosts, row after row of `is_host_MK`."""
-        return self.physicals_MK[self.is_host_MK]
 
 
 def shares_of(hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]], num_ranks: int) -> np.ndarray:

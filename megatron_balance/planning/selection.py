@@ -175,7 +175,7 @@ class Selection(Hosting):
 def prepare() -> None:
     """Compile what searches need, which would otherwise happen in the first plan."""
     for loop in (add_loads, change, try_, involve, level, _sets):
-        loop.prepare  # noqa: B018
+        loop.prepare()
 
 
 @compiled("Tuple((int64[:,::1], int64[::1]))(boolean[::1], int64[::1], int64[::1], int64, int64, int64)")

@@ -102,8 +102,9 @@ class Shared:
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
         sent = {number: _without_loads(plan) for number, plan in plans.items()}
         received: dict[int, Plan] = {}
-        for content in self._gathered(pickle.dumps(sent)):
-            received |= pickle.loads(content)
+        contents = self._gathered(pickle.dumps(sent))
+        for rank in sorted({self._planner_of[number] for number in questions}):
+            received |= pickle.loads(contents[rank])
         return {number: self._outcome(number, received[number], question) for number, question in questions.items()}
 
     def _outcome(self, number: int, plan: Plan, question: Question) -> Outcome:
@@ -123,7 +124,7 @@ class Shared:
             gathered = own.new_empty(self.group.size() * own.numel())
             dist.all_gather_into_tensor(gathered, own, group=self.group)
             rows = gathered.view(self.group.size(), -1).cpu().numpy()
-            sizes = [int.from_bytes(row[:_HEADER].tobytes()) for row in rows]
+            sizes = rows[:, :_HEADER].copy().view(">u8")[:, 0].tolist()
             if max(sizes) <= self._room:
                 return [row[_HEADER : _HEADER + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
             self._room = 2 ** (max(sizes) - 1).bit_length()

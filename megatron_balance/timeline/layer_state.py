@@ -65,6 +65,9 @@ class LayerState:
     logged: set[str] = field(default_factory=set)
     """Kinds of the policy's problems that have been logged."""
 
+    _initial: Placement = field(init=False)
+    """Experts that only their first owners host: what reports compare with."""
+
     _parts: tuple[TransferPlan, dict[Operation, tuple[TransferPlan, TransferPlan]]] | None = None
     """A plan and its `_both_parts`, the same objects as long as the plan lasts."""
 
@@ -73,6 +76,7 @@ class LayerState:
 
     def __post_init__(self) -> None:
         self.transfers = self.manager.cost.transfers(self.placement)
+        self._initial = Placement.identity(self.placement.num_experts, self.placement.num_ranks)
 
     @property
     def placement(self) -> Placement:
@@ -211,9 +215,10 @@ class LayerState:
     def _report(self, last: "Iteration", unreported: Mapping[str, float], rank: int, factors: Factors) -> LayerReport:
         sums = _added(unreported, self._sporadic(last))
         cost = self.manager.cost_of(len(last.counts_BDE), factors)
-        initial = Placement.identity(last.placement.num_experts, last.placement.num_ranks)
-        counts_BDE = condensed(last.counts_BDE, owners(initial))
-        before_BD, after_BD = (cost.traffic(counts_BDE, placement).sum(-2) for placement in (initial, last.placement))
+        counts_BDE = condensed(last.counts_BDE, owners(self._initial))
+        before_BD, after_BD = (
+            cost.traffic(counts_BDE, placement).sum(-2) for placement in (self._initial, last.placement)
+        )
         before, after, gain = evenness(before_BD, after_BD)
         time = cost.layer_time(counts_BDE, last.placement)
         worked, waited = _totals(last.spans), _totals(last.waits)

@@ -117,11 +117,15 @@ def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Sch
 
 
 def plan_ahead(schedule: Schedule, layers: Iterable[int]) -> Schedule:
-    """Overlap PLAN(i, j+1) with the last microbatch's A2A(i, j), when the load is known; wait for it after REDUCE."""
+    """Start PLAN(i, j+1) at the last microbatch's FEC(i, j), and wait for it after REDUCE.
+
+    The load is known before A2A(i, j), where Algorithm 2 starts it. But the host launches that exchange then, and a
+    device must not wait for the observation of loads; it exchanges rows while the host is at FEC.
+    """
     steps = list(schedule)
     for number in layers:
         plan = Action(number, Operation.PLAN, iteration=1)
-        _start(steps, _index(steps, Operation.A2A, number, last=True), planning=(plan,))
+        _start(steps, _index(steps, Operation.FEC, number, last=True), planning=(plan,))
         _wait(steps, len(steps) - 1, (plan,))
     return tuple(steps)
 

@@ -12,6 +12,7 @@ from megatron_balance.build.run import build_run
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policies.none import NoPolicy
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.progress import StepReport
@@ -32,10 +33,10 @@ Hosts = list[float]
 """Hosts added in all layers, in every iteration."""
 
 
-def build(flags: str, base: str = BASE) -> Run:
-    """Build the run of `base` and `flags` on this rank."""
+def build(flags: str, base: str = BASE, policy: Policy | None = None) -> Run:
+    """Build the run of `base` and `flags` on this rank; `policy` is that of the flags, if it is started already."""
     config = parse_args(f"{base} {flags}".split(), Machine.here(dist.get_world_size())).config
-    return build_run(config)
+    return build_run(config, policy=policy)
 
 
 def train_curve(flags: str, iterations: int = 20, mutate: Callable[[Run], None] | None = None) -> Curve:

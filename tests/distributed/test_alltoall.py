@@ -90,7 +90,13 @@ def exchange_everything(names: list[str], node_size: int) -> None:
                 assert torch.equal(gradients, expected[1]), (name, kind, dtype)
 
 
-@pytest.mark.parametrize(("world_size", "node_size"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("world_size", "node_size"),
+    [
+        pytest.param(*sizes, id=name, marks=[pytest.mark.slow] if name == "4x2" else [])
+        for name, sizes in LAYOUTS.items()
+    ],
+)
 def test_all_move_the_same_rows(ranks, world_size: int, node_size: int) -> None:
     ranks(world_size).run(exchange_everything, NAMES, node_size)
 
@@ -345,10 +351,10 @@ RUN = "--expert-model-parallel-size 4 --moe-comm-node-size 2 --moe-token-dispatc
 
 def test_training_does_not_depend_on_the_all_to_all(ranks) -> None:
     curves = {
-        name: ranks(4).run(runs.train_curve, f"{RUN} --moe-comm-alltoall {name}", 3)
+        name: ranks(4).run(runs.train_curve, f"{RUN} --moe-comm-alltoall {name}", 2)
         for name in ["flat", "default", "1dh", "2dh", "auto", "megatron_balance.comm.pipelined:PipelinedAllToAll"]
     }
-    assert len(curves["flat"][0]) == 3
+    assert len(curves["flat"][0]) == 2
     assert all(curve == curves["flat"] for curve in curves.values()), curves
 
 
@@ -363,7 +369,7 @@ def test_training_does_not_depend_on_the_all_to_all(ranks) -> None:
 )
 def test_training_with_other_features(ranks, flags: str) -> None:
     plain, piped = (
-        ranks(4).run(runs.train_curve, f"{flags} --moe-comm-node-size 1 --moe-comm-alltoall {name}", 3)
+        ranks(4).run(runs.train_curve, f"{flags} --moe-comm-node-size 1 --moe-comm-alltoall {name}", 2)
         for name in ("flat", "pipe")
     )
     assert piped == plain

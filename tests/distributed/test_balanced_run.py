@@ -16,7 +16,7 @@ from tests.distributed.runs import Curve, build, deviation, modules
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
 
-RANKS, ITERATIONS = 2, 5
+RANKS, ITERATIONS, EVALUATIONS = 2, 5, 3
 WORKLOAD = "--expert-model-parallel-size 2 --moe-router-force-workload hot_experts"
 EVALUATED = f"{WORKLOAD} --eval-interval 1 --eval-iters 2 --global-batch-size 8"
 LOADS = ("predicted", "exact")
@@ -49,7 +49,7 @@ def trained_and_evaluated(flags: str, before_evaluation: Callable[[Run], None] |
     """Return the training curve, and the losses of an evaluation after every iteration; check that guests evaluate."""
     run = build(flags)
     guests, learned, evaluated = count_guests_tokens(run), [], []
-    for _ in range(ITERATIONS):
+    for _ in range(EVALUATIONS):
         report = train_step(run)
         learned.append((report.losses["lm loss"], report.grad_norm))
         if before_evaluation is not None:
@@ -64,7 +64,7 @@ def trained_and_evaluated(flags: str, before_evaluation: Callable[[Run], None] |
 
 def trained(flags: str) -> Curve:
     run = build(flags)
-    reports = [train_step(run) for _ in range(ITERATIONS)]
+    reports = [train_step(run) for _ in range(EVALUATIONS)]
     return [(report.losses["lm loss"], report.grad_norm) for report in reports]
 
 

@@ -46,7 +46,7 @@ LAYOUTS = {
     ),
 }
 
-QUICK = ("ep4", "ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved")
+QUICK = ("ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved")
 """Whole and sharded optimizers, main parameters, a loss scale, stages and dense layers."""
 
 
@@ -61,7 +61,7 @@ POLICIES = {
     "fastermoe ema dp2": "--expert-model-parallel-size 2 --balance-policy fastermoe --balance-predictor ema "
     f"--use-distributed-optimizer {HOT}",
     "top3 linear every third, pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy "
-    f"top3 --balance-guest-slots 3 --balance-predictor linear --balance-interval 3 {HOT}",
+    f"top3 --balance-guest-slots 3 --balance-predictor linear --balance-interval 3 {HOT} --global-batch-size 8",
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_balance.build.run import parts
+from megatron_balance.flow import dispatcher
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.layout import build_groups, destroy_groups
@@ -23,6 +25,7 @@ from tests.distributed.layers import (
     HIDDEN,
     build_layer,
     check_against_oracle,
+    in_chunks,
     moe_config,
     relative,
 )
@@ -226,3 +229,39 @@ def test_recomputation_repeats_the_decisions_of_the_first_pass(ranks, dispatcher
     for (expected, count), (found, repeated) in zip(once, again, strict=True):
         assert count == repeated == 3
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def moments(hosted: bool, chunks: int, recompute: bool) -> list[str]:
+    """Run a forward and a backward pass; return when rows are copied and when the load is known."""
+    recomputation = {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if recompute else {}
+    config = moe_config(**ACTIVATIONS["gelu"] | recomputation)
+    layer = build_layer(config, build_groups(config, seed=7))
+    seen: list[str] = []
+    owners = layer.placement
+    if hosted:
+        layer.host = lambda counts_DE, training: owners
+    if chunks > 1:
+        in_chunks(chunks, 0, lambda layer: lambda: [], layer)
+    plan, copy = layer._plan, dispatcher.gather_rows
+    with (
+        mock.patch.object(layer, "_plan", lambda counts: (seen.append("load"), plan(counts))[1]),
+        mock.patch.object(dispatcher, "gather_rows", lambda *args: (seen.append("rows"), copy(*args))[1]),
+    ):
+        output, _ = layer(torch.randn(12, 2, HIDDEN, dtype=torch.float64, requires_grad=True))
+        output.sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("hosted", "chunks", "recompute", "expected"),
+    [
+        (False, 1, False, ["rows", "load"]),
+        (False, 1, True, ["rows", "load", "rows"]),
+        (True, 1, False, ["load", "rows"]),
+        (False, 2, False, ["load", "rows"]),
+    ],
+)
+def test_rows_do_not_wait_for_the_load_where_nothing_moves(
+    ranks, hosted: bool, chunks: int, recompute: bool, expected: list[str]
+) -> None:
+    assert ranks(2).run(moments, hosted, chunks, recompute) == [expected] * 2

@@ -217,7 +217,11 @@ def one_bad_iteration(fault: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    # Stages with virtual stages are stages, too
+    [pytest.param(fault, marks=[pytest.mark.slow] if fault == "output" else []) for fault in FAULTS],
+)
 def test_bad_iteration_is_named_and_changes_nothing(ranks, fault: str) -> None:
     outcomes = ranks(4).run(one_bad_iteration, fault)
     assert len({outcome["fault"] for outcome in outcomes}) == 1

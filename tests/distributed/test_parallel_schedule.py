@@ -257,10 +257,12 @@ def test_simultaneous_exchanges_overlap_and_others_do_not(ranks, saa: bool) -> N
 
 
 def flags_of(layout: Layout) -> str:
+    """Return flags for at least 8 samples: two microbatches, or as many as a microbatch of all ranks has."""
     tensor, expert, shards = layout
+    samples = max(8, 2 * size_of(layout) // tensor)
     return (
         f"--tensor-model-parallel-size {tensor} --expert-model-parallel-size {expert} "
-        f"--expert-tensor-parallel-size {shards} --disable-bias-linear --swiglu --global-batch-size 16"
+        f"--expert-tensor-parallel-size {shards} --disable-bias-linear --swiglu --global-batch-size {samples}"
     )
 
 
@@ -308,7 +310,7 @@ FEATURES = {
     "seq-aux-loss": ("--moe-router-load-balancing-type seq_aux_loss",) * 2,
     "global-aux-loss": ("--moe-router-load-balancing-type global_aux_loss",) * 2,
     "expert-bias": ("--moe-router-enable-expert-bias --moe-router-score-function sigmoid",) * 2,
-    "accumulation": ("--global-batch-size 32 --overlap-grad-reduce", "--global-batch-size 32"),
+    "accumulation": ("--global-batch-size 16 --overlap-grad-reduce", "--global-batch-size 16"),
 }
 """Feature -> its flags, and those of the reference run. All use shards, in addition to test_pairs.py."""
 

@@ -63,8 +63,8 @@ def test_balanced_follows_megatron_in_every_layout(curve_of, length, flags: str)
     assert ours[-1][0] < ours[0][0] - 0.01
 
 
-WHOLE_RUNS = ("overlap", "recompute-full", "dense-layers")
-"""Features of more than one layer; test_layer.py compares single layers with the others."""
+WHOLE_RUNS = ("recompute-full", "dense-layers")
+"""Features of more than one layer; test_layer.py compares single layers with the others, test_layouts.py overlaps."""
 
 
 @pytest.mark.parametrize(

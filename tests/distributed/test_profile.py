@@ -1,9 +1,10 @@
-"""Measuring on real ranks: all ranks get one profile, groups have the right members, files can be read back."""
+"""Measuring on real ranks: all ranks get one profile, of their own groups and experts."""
 
 import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_balance.build import profiles
 from megatron_balance.build.profiles import measure_cluster
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
@@ -20,7 +22,7 @@ from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimens
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure import rounds, stopwatch
-from megatron_balance.measure.measure import group_kinds, measure, measured_once
+from megatron_balance.measure.measure import group_kinds, measure
 from megatron_balance.measure.rounds import ROUNDS
 from megatron_balance.measure.stopwatch import (
     OPERATIONS,
@@ -31,7 +33,7 @@ from megatron_balance.measure.stopwatch import (
     Stopwatch,
     sub_groups,
 )
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ClusterProfile, builtin
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ClusterProfile
 from megatron_balance.profile.profile_file import load
 from tests.distributed.runs import BASE
 
@@ -297,47 +299,6 @@ def test_batches_of_messages(ranks) -> None:
     assert ranks(4).run(batches) == [{2: ({1, 2}, 2), 7: ({1, 2, 3}, 7)}] * 4
 
 
-def count_once(path: Path) -> tuple[int, int, list[ClusterProfile]]:
-    calls: list[int] = []
-
-    def measuring() -> ClusterProfile:
-        calls.append(1)
-        # A rank must not keep its own measurement
-        return builtin(4, 2, 64, 128 + dist.get_rank())
-
-    first = measured_once([path], 4, 2, measuring)
-    after_first = len(calls)
-    second = measured_once([path], 4, 2, measuring)
-    return after_first, len(calls), [first, second]
-
-
-def test_measured_once_measures_once(ranks, tmp_path: Path) -> None:
-    path = tmp_path / "not there yet" / "profile.json"
-    expected = builtin(4, 2, 64, 128)
-    assert ranks(4).run(count_once, path) == [(1, 1, [expected, expected])] * 4
-    assert [entry.name for entry in path.parent.iterdir()] == ["profile.json"]
-
-
-def error_of_measured_once(path: Path, num_ranks: int) -> str:
-    with pytest.raises(ValueError) as error:
-        measured_once([path], num_ranks, 2, lambda: builtin(num_ranks, 2, 64, 128))
-    # The ranks are still together
-    dist.all_reduce(torch.ones(1))
-    return str(error.value)
-
-
-def test_errors_are_everyones(ranks, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    builtin(8, 2, 64, 128).save(path)
-    message, *others = ranks(4).run(error_of_measured_once, path, 4)
-    assert "is for 8 expert-parallel ranks" in message and others == [message] * 3
-    path.write_text("{")
-    message, *others = ranks(4).run(error_of_measured_once, path, 4)
-    assert "is not JSON" in message and others == [message] * 3
-    message, *others = ranks(4).run(error_of_measured_once, path / "below", 4)
-    assert "--balance-profile auto: " in message and "cannot be written" in message and others == [message] * 3
-
-
 def lonely() -> str:
     alone = [dist.new_group([rank]) for rank in range(2)]
     with pytest.raises(ValueError) as error:
@@ -349,12 +310,17 @@ def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
     assert all("--expert-model-parallel-size 1" in message for message in ranks(2).run(lonely))
 
 
+def measuring_quickly() -> AbstractContextManager:
+    """Measure with few sizes and repeats."""
+    return mock.patch.multiple(profiles, SIZES=SIZES, REPEATS=3, measure=functools.partial(measure, repeats=3))
+
+
 def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     """Return a profile with the project's own experts, and whether the random state is unchanged."""
     config = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()
-    with mock.patch("megatron_balance.build.profiles.SIZES", SIZES):
+    with measuring_quickly():
         profile = measure_cluster(config, groups, 2)
     return profile, torch.equal(before, torch.get_rng_state())
 
@@ -363,7 +329,7 @@ def measure_in_shards(more: str = "") -> ClusterProfile:
     flags = f"--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear {more}"
     config = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
-    with mock.patch("megatron_balance.build.profiles.SIZES", SIZES):
+    with measuring_quickly():
         return measure_cluster(config, groups, 2)
 
 

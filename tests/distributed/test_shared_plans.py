@@ -18,7 +18,7 @@ CASES = {
     "every second iteration": f"{REPLICAS} {SHIFTING} --balance-policy top2 --balance-interval 2",
     "pipeline": f"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 {SHIFTING} --balance-policy flexmoe",
 }
-ITERATIONS = 5
+ITERATIONS = 4
 
 
 def trained(flags: str, shared: bool) -> tuple[runs.Curve, list[dict[str, Any]]]:
@@ -35,7 +35,10 @@ def trained(flags: str, shared: bool) -> tuple[runs.Curve, list[dict[str, Any]]]
     return runs.curve_of(reports), states
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case == "every second iteration" else []) for case in CASES],
+)
 def test_shared_plans_change_nothing(ranks, profiles, case: str) -> None:
     flags = f"{CASES[case]} --balance-profile {profiles[2 if 'size 2' in CASES[case] else 4]}"
     shared, alone = (ranks(4).run(trained, flags, shared) for shared in (True, False))

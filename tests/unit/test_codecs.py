@@ -113,7 +113,7 @@ def rows_of(draw: st.DrawFn, dtype: torch.dtype, min_rows: int = 0) -> torch.Ten
 def test_errors_are_within_the_bound(name: str, dtype: torch.dtype) -> None:
     codec = load_codec(name)
 
-    @settings(max_examples=50)
+    @settings(max_examples=20)
     @given(rows_of(dtype))
     def check(sent: torch.Tensor) -> None:
         lossless = name == "none"
@@ -125,7 +125,7 @@ def test_errors_are_within_the_bound(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rate", [4, 6, 16, 24])
 def test_zfp_is_within_the_bound_at_any_rate(rate: int) -> None:
-    @settings(max_examples=50)
+    @settings(max_examples=20)
     @given(rows_of(torch.float32, min_rows=1))
     def check(sent: torch.Tensor) -> None:
         assert_within(zfp_bound(sent.double().numpy(), rate), sent, round_trip(Zfp(rate), sent))
@@ -138,7 +138,7 @@ def test_zfp_is_within_the_bound_at_any_rate(rate: int) -> None:
 def test_nan_and_infinity_arrive_and_spoil_nothing(name: str, dtype: torch.dtype) -> None:
     codec = load_codec(name)
 
-    @settings(max_examples=25)
+    @settings(max_examples=10)
     @given(rows_of(dtype, min_rows=2), st.data())
     def check(sent: torch.Tensor, data: st.DataObject) -> None:
         places = st.tuples(*(st.integers(0, size - 1) for size in sent.shape))

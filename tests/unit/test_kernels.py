@@ -11,8 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.name for path in (ROOT / "tests" / "kernels").glob("test_*.py"))
-COMPILED = "test_compile.py"
-"""The file whose tests compile kernels; all others interpret them."""
+COMPILED = ["test_compile.py"]
+"""Files whose tests compile kernels; all others interpret them."""
+
+INTERPRETED = [file for file in FILES if file not in COMPILED]
 
 
 def path_of_triton() -> list[str]:
@@ -26,18 +28,18 @@ def path_of_triton() -> list[str]:
     return [str(fetched)]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_without_a_gpu(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [COMPILED, INTERPRETED], ids=["compiled", "interpreted"])
+def test_without_a_gpu(files: list[str], tmp_path: Path) -> None:
     inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *path_of_triton(), *inherited]),
-        "TRITON_INTERPRET": str(int(file != COMPILED)),
+        "TRITON_INTERPRET": str(int(files == INTERPRETED)),
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     # Without conftest.py, which imports megatron-core and leaves these files out of all other runs
     flags = ["--noconftest", "-p", "no:cacheprovider", "--timeout=120"]
-    command = [sys.executable, "-m", "pytest", *flags, f"tests/kernels/{file}"]
+    command = [sys.executable, "-m", "pytest", *flags, *(f"tests/kernels/{file}" for file in files)]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

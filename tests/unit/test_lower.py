@@ -141,7 +141,7 @@ def moved(schedule: Schedule, action: str, column: str, source: int, target: int
             (11, "j:L2 AGG.1/2 starts before its gradients are complete, at step 11"),
         ),
         ("j:L1 AGG", "waits", 18, 19, (18, "gradients of L1 are reduced before its AGG has arrived")),
-        ("j+1:L2 PLAN", "planning", 5, 4, (4, "j+1:L2 PLAN starts before the load is known, at step 5")),
+        ("j+1:L2 PLAN", "planning", 6, 4, (4, "j+1:L2 PLAN starts before the load is known, at step 5")),
         ("j:L2 TRANS.1/2", "communication", 2, 7, (6, "j:L2 TRANS.1/2 is waited for before it is started")),
     ],
 )

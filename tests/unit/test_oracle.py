@@ -218,7 +218,7 @@ def test_every_end_of_a_link_is_busy(additions: list[tuple[int, int]], shared: f
     assert least <= cost.sending(placement).trans
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_no_policy_and_no_split_is_faster(data: st.DataObject, seed: int) -> None:
     sizes = st.sampled_from([(2, 4, 2, 1), (3, 6, 1, 2), (4, 4, 1, 2), (4, 4, 2, 4), (4, 8, 1, 2)])

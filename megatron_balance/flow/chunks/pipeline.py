@@ -87,6 +87,11 @@ class ChunkedDispatch:
         """What sorts the rows that arrive. It is made when they are on their way."""
         return Sorting.of(self._tokens_CDS, self.device)
 
+    @property
+    def slots(self) -> int:
+        """Number of physical experts of a host."""
+        return self.tokens_CDP.shape[2] // self.hosts
+
     @functools.cached_property
     def tokens_CS(self) -> torch.Tensor:
         """[C, S] in host memory: rows of each chunk for each of this rank's slots."""
@@ -102,14 +107,17 @@ class ChunkedDispatch:
         """[D, hosts]: rows of all chunks from each source to each host."""
         return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self._splits_CDH.sum(0))
 
-    @functools.cached_property
-    def sent(self) -> list[int]:
-        """[C]: rows that this rank sends with each chunk."""
-        return self._splits_CDH[:, self.source].sum(1).tolist()
+    def parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return [C]: the rows that this rank sends with each chunk."""
+        if len(self.tokens_CDP) == 1:
+            return [rows]
+        return rows.split(self._splits_CDH[:, self.source].sum(1).tolist())
 
     @functools.cached_property
     def _splits_CDH(self) -> np.ndarray:
-        return self._by_slot.sum(3)
+        # Several times as fast as a sum over a short last dimension
+        first, *others = np.moveaxis(self._by_slot, 3, 0)
+        return functools.reduce(np.add, others, first)
 
     @property
     def _tokens_CDS(self) -> np.ndarray:
@@ -221,20 +229,26 @@ class _Mixture(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.chunked, ctx.begin, ctx.graphs = chunked, begin, {}
-        ctx.of_weights = experts.gradients(chunked.tokens_CS.shape[1])
+        ctx.of_weights = experts.gradients(chunked.slots)
         exchange, spread = chunked.exchange, chunked.sharding.spread
         if chunked.share is not None:
             rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
-        # Weights of all chunks go at once, so that each host gets one message
-        with record_function("dispatch"):
-            coming = spread(exchange.probs, chunked.weights_to_hosts(probs_R), chunked.all_splits_DH)
+        coming: list[Exchange] = []
         probs_by_chunk: list[torch.Tensor] = []
+
+        def there(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+            exchanged = send_rows(rows, splits_DH)
+            if not (coming or probs_by_chunk):
+                # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
+                with record_function("dispatch"):
+                    coming.append(spread(exchange.probs, chunked.weights_to_hosts(probs_R), chunked.all_splits_DH))
+            return exchanged
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
             # `begin` recognizes recomputation by whether gradients are enabled
             with record_function("experts"), torch.set_grad_enabled(with_graph):
                 if not probs_by_chunk:
-                    probs = chunked.sorting.weights_to_slots(coming.wait())
+                    probs = chunked.sorting.weights_to_slots(coming.pop().wait())
                     probs_by_chunk.extend(probs.split(chunked.tokens_CS.sum(1).tolist()))
                     begin("experts")
                 # Rows arrive grouped by source, then slot; experts want them grouped by slot
@@ -247,9 +261,9 @@ class _Mixture(torch.autograd.Function):
             return chunked.sorting.to_sources[chunk](output)
 
         computed: list[int] = []
-        there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
+        send_rows = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
         back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
-        parts = rows_RH.split(chunked.sent)
+        parts = chunked.parts(rows_RH)
         results = execute(chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("combine"):
             return chunked.joined(results)
@@ -289,7 +303,7 @@ class _Mixture(torch.autograd.Function):
         there = _spanned("combine backward", functools.partial(spread, exchange.combine.reverse))
         send_back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
         back_started: list[Exchange] = []
-        parts = gradient_RH.split(chunked.sent)
+        parts = chunked.parts(gradient_RH)
         results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("dispatch backward"):
             of_rows = chunked.joined(results)
