@@ -6,6 +6,7 @@
     few_batches  an estimate of Trans and Agg for searches
     loads      what ranks compute, send and receive under a placement
     guests     what the guests of several plans change
+    loops      the same and its seconds for many candidates, in machine code
     model      CostModel: seconds of a layer under a placement, after Pro-Prophet
     calibration  how much longer a run measures than the model predicts, by component
 

@@ -9,9 +9,10 @@ In the shapes, A counts experts, or ways to place one expert.
 
 import numpy as np
 
+from megatron_balance.cost.loops import add_loads
 from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import SPLITS, shares, within_nodes
+from megatron_balance.placement.splits import shares
 
 COMPUTED, FEATURES = 0, 5
 
@@ -57,57 +58,28 @@ def expert_loads(
         shares_AD, primary_A: as `shares` of a placement, and its primary hosts.
     """
     ways, microbatches, ranks = counts_ABD.shape
-    counts_XD = counts_ABD.reshape(-1, ranks)
-    repeated = (shares_AD, primary_A)
-    if microbatches > 1:
-        repeated = np.repeat(shares_AD, microbatches, axis=0), np.repeat(primary_A, microbatches)
-    quotas_XD = SPLITS[split](counts_XD, *repeated)
-    loads_FXD = np.empty((FEATURES, *quotas_XD.shape))
-    loads_FXD[COMPUTED], near_2XD, far_2XD = quotas_XD, loads_FXD[1:3], loads_FXD[3:5]
-    far_2XD[0], far_2XD[1] = counts_XD, quotas_XD
-    far_2XD -= np.minimum(counts_XD, quotas_XD)
-    near_2XD[:] = within_nodes(far_2XD, network.node_size)
-    far_2XD -= near_2XD
-    return loads_FXD.reshape(FEATURES, ways, microbatches, ranks).swapaxes(0, 1)
+    loads_AFBD = np.zeros((ways, FEATURES, microbatches, ranks))
+    arrays = (np.ascontiguousarray(counts_ABD), np.ascontiguousarray(shares_AD, np.int64), np.array(primary_A))
+    add_loads(loads_AFBD, *arrays, network.node_size, split == "local_first")
+    return loads_AFBD
 
 
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [5, B, D] float64: the loads of all experts if each is computed by its owner alone."""
-    experts, microbatches, ranks = counts_EBD.shape
-    every_E, out_BD = np.arange(experts), counts_EBD.sum(0)
-    tokens_EB, local_EB = counts_EBD.sum(-1), counts_EBD[every_E, :, owner_E]
-    near_EB, near_BD = tokens_EB, out_BD
-    if len(network.first_N) > 1:
-        # Only the owner's node has tokens that stay within a node
-        node_E, size = network.node_D[owner_E], network.node_size
-        near_EBL = _by_node(counts_EBD, size)[every_E, :, node_E]
-        near_EB, near_NBL = near_EBL.sum(-1), np.zeros((len(network.first_N), microbatches, size))
-        order_E = np.argsort(node_E, kind="stable")
-        first = np.flatnonzero(np.diff(node_E[order_E], prepend=-1))
-        near_NBL[node_E[order_E[first]]] = np.add.reduceat(near_EBL[order_E], first)
-        near_BD = near_NBL.swapaxes(0, 1).reshape(microbatches, -1)[:, :ranks]
-    amount_3BE = np.concatenate([tokens_EB, near_EB, local_EB], axis=1).T
-    place_3BE = ranks * np.arange(len(amount_3BE))[:, None] + owner_E
-    owned = np.bincount(place_3BE.ravel(), amount_3BE.ravel(), ranks * len(amount_3BE))
-    computed_BD, near_in_BD, local_BD = owned.reshape(3, microbatches, ranks)
-    return np.stack(
-        [computed_BD, near_BD - local_BD, near_in_BD - local_BD, out_BD - near_BD, computed_BD - near_in_BD]
-    )
+    _, microbatches, ranks = counts_EBD.shape
+    counts_EBD, loads_1FBD = np.ascontiguousarray(counts_EBD, np.float64), np.zeros((1, FEATURES, microbatches, ranks))
+    alone_ED = (owner_E[:, None] == np.arange(ranks)).astype(np.int64)
+    add_loads(loads_1FBD, counts_EBD, alone_ED, owner_E, network.node_size, False)
+    return loads_1FBD[0]
 
 
 def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placement: Placement) -> np.ndarray:
     """Return [5, B, D]: the loads of all experts of a placement."""
     counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
-    pairs = zip(placement.hosts, placement.owners, strict=True)
-    # Most experts are computed by their owners, whose sums are simpler
-    is_shared_E = np.array([ranks != (owner,) for ranks, owner in pairs])
-    owner_E = np.array(placement.owners, dtype=np.int64)
-    loads_FBD = owner_loads(network, counts_EBD[~is_shared_E], owner_E[~is_shared_E])
-    (expert_M,) = is_shared_E.nonzero()
-    if not len(expert_M):
-        return loads_FBD
-    shares_MD, primary_M = shares(placement, expert_M.tolist()), np.array(placement.primary)[expert_M]
-    return loads_FBD + expert_loads(network, split, counts_EBD[expert_M], shares_MD, primary_M).sum(0)
+    loads_1FBD = np.zeros((1, FEATURES, *counts_BDE.shape[:2]))
+    shares_ED, primary_E = shares(placement), np.array(placement.primary, dtype=np.int64)
+    add_loads(loads_1FBD, counts_EBD, shares_ED, primary_E, network.node_size, split == "local_first")
+    return loads_1FBD[0]
 
 
 def _by_node(counts_EBD: np.ndarray, size: int) -> np.ndarray:

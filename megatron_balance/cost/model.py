@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, crossing_of, placement_loads
+from megatron_balance.cost.loops import Prices
 from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.cost.sending import Sending, SendingModel
 from megatron_balance.placement.placement import Placement
@@ -145,6 +146,22 @@ class CostModel:
     def transport(self) -> SendingModel:
         """Seconds of Trans and Agg."""
         return SendingModel(self.profile, self.param_bytes, self.grad_bytes, in_parts=self.overlap is not None)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """The numbers that compiled loops take."""
+        network, near, far = self.network, self.network.near, self.network.far
+        token, line, back = self.token_bytes * self.exchange.scale, self.profile.forward, self.profile.backward
+        prices = near.beta * token, far.beta * token, near.one_way, far.one_way, network.adapters, self.coding
+        return Prices(
+            network.node_size,
+            self.split == "local_first",
+            np.array([*prices, self.transport.far], dtype=np.float64),
+            self.transport.numbers_26,
+            self.transport.least_rounds,
+            np.array(self.rate_D, dtype=np.float64),
+            (line.seconds_per_token + back.seconds_per_token) / self.rate_D,
+        )
 
     @cached_property
     def rate_D(self) -> np.ndarray:

@@ -74,7 +74,7 @@ class SendingModel:
     def prepare() -> None:
         """Compile what predictions need, so that none of them takes seconds for it."""
         for loop in (*LOOPS, few_batches, few_batches_each):
-            _ = loop.prepare
+            loop.prepare()
 
     @cached_property
     def network(self) -> Network:
@@ -162,7 +162,7 @@ class SendingModel:
             if int(found.stage_M.max()) + 1 > stages:
                 stages = int(found.stage_M.max()) + 1
                 sizes = self.param_bytes, self.grad_bytes
-                yield Sending(route, *fewest_pieces(self._batches, sizes, found, self._least_rounds)), found
+                yield Sending(route, *fewest_pieces(self._batches, sizes, found, self.least_rounds)), found
 
     def along_chains(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> Sending:
         """Return an estimate of `best` for guests in any order, at least one: owners, experts and ranks.
@@ -216,14 +216,14 @@ class SendingModel:
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
-        numbers = self._numbers_26, self.far, self._least_rounds
+        numbers = self.numbers_26, self.far, self.least_rounds
         if np.ndim(busy) == 0:
             return few_batches(float(busy), float(extra), *numbers)
         trans_K, agg_K = few_batches_each(np.ravel(busy), np.ravel(extra), *numbers)
         return trans_K.reshape(np.shape(busy)), agg_K.reshape(np.shape(busy))
 
     @cached_property
-    def _numbers_26(self) -> np.ndarray:
+    def numbers_26(self) -> np.ndarray:
         """[2, 6] what `few_batches` takes, of Trans and of Agg."""
         return np.array([(*near[:2], *far[:2], size, messages) for (near, far), size, messages in self._sent])
 
@@ -295,7 +295,8 @@ class SendingModel:
         return max(fewest, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else fewest
 
     @cached_property
-    def _least_rounds(self) -> int:
+    def least_rounds(self) -> int:
+        """Minimum number of batches."""
         return min(self.fewest_chunks, LEAST_ROUNDS)
 
     @cached_property

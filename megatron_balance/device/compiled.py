@@ -20,9 +20,12 @@ class Compiled(Generic[Arguments, Result]):
         functools.update_wrapper(self, function)
         self._signature, self._function = signature, function
 
+    def prepare(self) -> None:
+        """Compile the function, or read its code from disk, so that no later call takes seconds for it."""
+        _ = self._code
+
     @cached_property
-    def prepare(self) -> Callable[Arguments, Result]:
-        """The compiled function."""
+    def _code(self) -> Callable[Arguments, Result]:
         # Importing numba takes a quarter of a second, and most commands need no loop
         import numba
 
@@ -37,10 +40,10 @@ class Compiled(Generic[Arguments, Result]):
         """The type for other compiled functions, which may call this one."""
         import numba
 
-        return numba.typeof(self.prepare)
+        return numba.typeof(self._code)
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return self.prepare(*args, **kwargs)
+        return self._code(*args, **kwargs)
 
 
 def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:

@@ -3,7 +3,10 @@
     predictor        the next iteration's load, from past iterations
     manager          the placement of one layer over time: asks the policy, validates and adopts its answer
     ownership        which experts change their owner (Transfer)
-    vexperts         FlexMoE's vExperts: modifications, and their cost
+    hosting          the hosts of a layer's experts during a search, and its seconds under many others
+    selection        Pro-Prophet's search: guests for one expert after the other
+    leveling         a greedy search for even loads; `searches` times what it finds
+    vexperts         FlexMoE's vExperts: modifications
     policies/        one file per policy
     demi/            DEMI's scheduling problem: linear program, search, list scheduling
     policy_process   a user's policy in its own process, as the rank sees it

@@ -4,9 +4,11 @@ It takes the heaviest rank's heaviest expert, and gives it the fewest guests wit
 shares. It counts the tokens that ranks compute, and nothing else; a cost model times what it finds.
 """
 
-from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.device.compiled import compiled
 
 ANYWHERE, ALL_NODES, NEAR = 0, 1, 2
 """Where an expert gets guests: on the lightest ranks, on one rank of each node first, on its owner's node only."""
@@ -15,148 +17,181 @@ ROUNDING = 1e-9
 """Share of an expert below which room is rounding."""
 
 
-class Move(NamedTuple):
-    """An expert that gets guests."""
+class Moves(NamedTuple):
+    """Experts that get guests, one after the other."""
 
-    expert: int
-    guests: list[int]
-    primary: int
+    expert_M: np.ndarray
+    primary_M: np.ndarray
     """The owner, or the only guest."""
+    guests_MD: np.ndarray
+    """bool."""
 
 
-class Ranks(NamedTuple):
-    """What ranks can do."""
-
-    rates: Sequence[float]
-    free: Sequence[int]
-    """Number of free guest slots."""
-    nodes: Sequence[Sequence[int]]
-    """The ranks of each node."""
-    node_of: Sequence[int]
-    """The node of each rank."""
+@compiled(None)
+def _heaviest(room_D: np.ndarray, rate_D: np.ndarray) -> int:
+    """Return the rank that takes longest for the tokens beyond its limit."""
+    heaviest = 0
+    for rank in range(1, len(room_D)):
+        if room_D[rank] / rate_D[rank] < room_D[heaviest] / rate_D[heaviest]:
+            heaviest = rank
+    return heaviest
 
 
-def level(
-    ranks: Ranks,
-    experts: Sequence[Sequence[tuple[float, int]]],
-    loads: Sequence[float],
-    busiest: float,
-    *,
-    reach: int,
-    tokens: Sequence[Sequence[float]] = (),
-) -> list[Move]:
-    """Return moves in order, until no rank is above its limit or those that are have no other experts.
-
-    Args:
-        experts: [D] pairs (tokens, expert) of the experts that get guests if need be, ascending.
-        loads: [D] tokens that each rank computes.
-        busiest: tokens that a rank of rate 1 may compute.
-        reach: ANYWHERE, ALL_NODES or NEAR.
-        tokens: [E][D] tokens of each rank: a guest computes its own, as under `local_first`. Without them, all hosts
-            compute equally many.
-    """
-    rates, waiting, moves = ranks.rates, [[*row] for row in experts], list[Move]()
-    rooms = [busiest * rate - load for rate, load in zip(rates, loads, strict=True)]
-    free = [*ranks.free]
-    above = [(room / rates[rank], rank) for rank, room in enumerate(rooms) if room < 0]
-    heapify(above)
-    while above:
-        excess, owner = heappop(above)
-        if excess != rooms[owner] / rates[owner]:
-            continue
-        size, expert = waiting[owner].pop() if waiting[owner] else (0.0, owner)
-        if size <= 0:
-            # The rank stays the heaviest
-            break
-        kept = size + rooms[owner]
-        if kept * len(rooms) < size:
-            # The owner's other experts alone exceed the limit: all of them are reduced alike
-            kept = size * busiest / (busiest - excess)
-        chosen = _candidates(ranks, rooms, free, owner, reach)
-        if tokens:
-            guests, primary, given = _local(*chosen, rooms, owner, size, kept, tokens[expert])
-        else:
-            guests, primary, given = _even(*chosen, rooms, owner, size, kept)
-        for rank, amount in zip(guests, given, strict=True):
-            free[rank] -= 1
-            rooms[rank] -= amount
-            if rooms[rank] < 0:
-                heappush(above, (rooms[rank] / rates[rank], rank))
-        rooms[owner] += sum(given)
-        if rooms[owner] < 0:
-            heappush(above, (rooms[owner] / rates[owner], owner))
-        if guests:
-            moves.append(Move(expert, guests, primary))
-    return moves
-
-
+@compiled(None)
 def _candidates(
-    ranks: Ranks, rooms: Sequence[float], free: Sequence[int], owner: int, reach: int
-) -> tuple[list[int], int]:
+    room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, reach: int
+) -> tuple[np.ndarray, int]:
     """Return the ranks that may take an expert, in order, and the least number that should."""
-    home = ranks.node_of[owner]
-    some = ranks.nodes[home] if reach == NEAR else range(len(free))
-    # The owner's room is below 0
-    able = [rank for rank in some if rooms[rank] > 0 and free[rank]]
-    able.sort(key=rooms.__getitem__, reverse=True)
+    ranks, home, able = len(room_D), owner // node_size, 0
+    able_R = np.empty(ranks, np.int64)
+    for d in range(ranks):
+        # The owner's room is below 0
+        if room_D[d] > 0 and free_D[d] > 0 and (reach != NEAR or d // node_size == home):
+            able_R[able] = d
+            able += 1
+    able_R = able_R[:able]
+    able_R = able_R[np.argsort(-room_D[able_R], kind="mergesort")]
     if reach != ALL_NODES:
-        return able, 1
-    seen, first, others = {home}, list[int](), list[int]()
-    for rank in able:
-        node = ranks.node_of[rank]
-        (others if node in seen else first).append(rank)
-        seen.add(node)
-    return first + others, max(1, len(first))
+        return able_R, 1
+    is_seen_N, order_R, first = np.zeros(ranks // node_size + 1, np.bool_), np.empty(able, np.int64), 0
+    is_seen_N[home] = True
+    is_first_R = np.zeros(able, np.bool_)
+    for r in range(able):
+        node = able_R[r] // node_size
+        if not is_seen_N[node]:
+            is_seen_N[node] = is_first_R[r] = True
+            order_R[first] = able_R[r]
+            first += 1
+    place = first
+    for r in range(able):
+        if not is_first_R[r]:
+            order_R[place] = able_R[r]
+            place += 1
+    return order_R, max(1, first)
 
 
-Chosen = tuple[list[int], int, list[float]]
-"""Guests, the primary, and the tokens that each guest computes."""
-
-
-def _even(able: list[int], least: int, rooms: Sequence[float], owner: int, size: float, kept: float) -> Chosen:
-    """Choose the fewest guests with room for equal shares, or those whose room is exceeded least.
+@compiled(None)
+def _even(able_R: np.ndarray, least: int, room_D: np.ndarray, size: float, kept: float, given_R: np.ndarray) -> int:
+    """Choose the fewest guests with room for equal shares, or those whose room is exceeded least: return their number.
 
     Args:
         kept: tokens that the owner may keep.
+        given_R: set to the tokens that each guest computes.
     """
     most, number, smallest = kept - size, 0, kept
-    for count, rank in enumerate(able, start=1):
-        smallest = min(smallest, rooms[rank])
+    for index in range(len(able_R)):
+        smallest = min(smallest, room_D[able_R[index]])
         if smallest <= most:
             break
-        slack = smallest - size / (count + 1)
-        if count >= least and slack > most:
-            most, number = slack, count
+        slack = smallest - size / (index + 2)
+        if index + 1 >= least and slack > most:
+            most, number = slack, index + 1
             if slack >= -ROUNDING * size:
                 break
-    return able[:number], owner, [size / (number + 1)] * number
+    for index in range(number):
+        given_R[index] = size / (number + 1)
+    return number
 
 
+@compiled(None)
 def _local(
-    able: list[int],
+    able_R: np.ndarray,
     least: int,
-    rooms: Sequence[float],
+    room_D: np.ndarray,
     owner: int,
     size: float,
     kept: float,
-    tokens: Sequence[float],
-) -> Chosen:
+    tokens_D: np.ndarray,
+    given_R: np.ndarray,
+) -> int:
     """Choose the fewest guests that compute their own tokens, or one guest that computes all but the owner's.
 
-    The former are the ranks with most of the expert's tokens.
+    The former are the ranks with most of the expert's tokens; they come first in `able_R`. Return their number, or -1
+    for the latter, which is then the first in `able_R`.
     """
-    given, guests = list[float](), list[int]()
-    holders = [rank for rank in able if 0 < tokens[rank] <= rooms[rank]]
-    left = size
-    for rank in sorted(holders, key=tokens.__getitem__, reverse=True):
-        if left <= kept + ROUNDING * size and len(guests) >= least:
+    left, number, lightest = size, 0, -1
+    order_R = able_R[np.argsort(-tokens_D[able_R], kind="mergesort")]
+    for d in able_R:
+        if lightest < 0 or room_D[d] > room_D[lightest]:
+            lightest = d
+    for d in order_R:
+        if left <= kept + ROUNDING * size and number >= least:
             break
-        guests.append(rank)
-        given.append(tokens[rank])
-        left -= tokens[rank]
-    lent = size - tokens[owner]
-    if able and left > kept + ROUNDING * size:
-        lightest = max(able, key=rooms.__getitem__)
-        if max(lent - rooms[lightest], size - lent - kept) < left - kept:
-            return [lightest], lightest, [lent]
-    return guests, owner, given
+        if 0 < tokens_D[d] <= room_D[d]:
+            able_R[number], given_R[number] = d, tokens_D[d]
+            left, number = left - tokens_D[d], number + 1
+    lent = size - tokens_D[owner]
+    if (
+        lightest >= 0
+        and left > kept + ROUNDING * size
+        and max(lent - room_D[lightest], size - lent - kept) < left - kept
+    ):
+        able_R[0], given_R[0] = lightest, lent
+        return -1
+    return number
+
+
+@compiled(
+    "Tuple((int64[::1], int64[::1], boolean[:,::1]))(float64[::1], int64[::1], int64, int64[:,::1], float64[::1], "
+    "float64[::1], float64, int64, float64[:,::1])"
+)
+def level(
+    rate_D: np.ndarray,
+    free_D: np.ndarray,
+    node_size: int,
+    experts_DH: np.ndarray,
+    tokens_E: np.ndarray,
+    loads_D: np.ndarray,
+    busiest: float,
+    reach: int,
+    tokens_ED: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return Moves in order, until no rank is above its limit or those that are have no other experts.
+
+    Args:
+        free_D: int64, number of guests that each rank may take.
+        experts_DH: the experts of each rank that get guests if need be, by `tokens_E`, ascending.
+        loads_D: tokens that each rank computes.
+        busiest: tokens that a rank of rate 1 may compute.
+        reach: ANYWHERE, ALL_NODES or NEAR.
+        tokens_ED: tokens of each rank: a guest computes its own, as under `local_first`. Without rows, all hosts
+            compute equally many.
+    """
+    ranks, experts, moves = len(rate_D), len(tokens_E), 0
+    free_D, room_D, left_D = free_D.copy(), busiest * rate_D - loads_D, np.full(ranks, experts_DH.shape[1])
+    expert_M, primary_M = np.empty(experts, np.int64), np.empty(experts, np.int64)
+    guests_MD, given_R = np.zeros((experts, ranks), np.bool_), np.empty(ranks)
+    while True:
+        owner = _heaviest(room_D, rate_D)
+        excess = room_D[owner] / rate_D[owner]
+        if excess >= 0 or left_D[owner] == 0:
+            break
+        left_D[owner] -= 1
+        expert = experts_DH[owner, left_D[owner]]
+        size = tokens_E[expert]
+        if size <= 0:
+            # The rank stays the heaviest
+            break
+        kept, primary = size + room_D[owner], owner
+        if kept * ranks < size:
+            # The owner's other experts alone exceed the limit: all of them are reduced alike
+            kept = size * busiest / (busiest - excess)
+        able_R, least = _candidates(room_D, free_D, owner, node_size, reach)
+        if len(tokens_ED):
+            number = _local(able_R, least, room_D, owner, size, kept, tokens_ED[expert], given_R)
+            if number < 0:
+                number, primary = 1, able_R[0]
+        else:
+            number = _even(able_R, least, room_D, size, kept, given_R)
+        total = 0.0
+        for index in range(number):
+            rank = able_R[index]
+            free_D[rank] -= 1
+            room_D[rank] -= given_R[index]
+            total += given_R[index]
+            guests_MD[moves, rank] = True
+        room_D[owner] += total
+        if number:
+            expert_M[moves], primary_M[moves] = expert, primary
+            moves += 1
+    return expert_M[:moves], primary_M[:moves], guests_MD[:moves]

@@ -8,9 +8,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.placement.splits import SPLITS
-from megatron_balance.planning.leveling import ALL_NODES, ANYWHERE, NEAR, Move, Ranks, level
+from megatron_balance.planning.leveling import ALL_NODES, ANYWHERE, NEAR, Moves
+from megatron_balance.planning.leveling import level as compiled_level
+from tests.unit.slow_leveling import Move, Ranks, slow_level
 
 REACHES = (ANYWHERE, ALL_NODES, NEAR)
+
+
+def level(
+    ranks: Ranks,
+    experts: Sequence[Sequence[tuple[float, int]]],
+    loads: Sequence[float],
+    busiest: float,
+    *,
+    reach: int,
+    tokens: Sequence[Sequence[float]] = (),
+) -> list[Move]:
+    """Return what the slow search finds; the compiled one must find the same."""
+    moves = slow_level(ranks, experts, loads, busiest, reach=reach, tokens=tokens)
+    most = max(map(len, experts))
+    tokens_E, experts_DH = np.zeros(1 + most * len(loads)), np.full((len(loads), most), most * len(loads))
+    for rank, row in enumerate(experts):
+        # Missing experts come first, and have no tokens
+        for place, (size, expert) in enumerate(row, start=most - len(row)):
+            tokens_E[expert], experts_DH[rank, place] = size, expert
+    arrays = (np.array(ranks.rates), np.array(ranks.free), len(ranks.nodes[0]), experts_DH, tokens_E, np.array(loads))
+    tokens_ED = np.array(tokens, dtype=np.float64).reshape(-1, len(loads))
+    found = Moves(*compiled_level(*arrays, busiest, reach, tokens_ED))
+    assert found.expert_M.tolist() == [move.expert for move in moves]
+    assert found.primary_M.tolist() == [move.primary for move in moves]
+    assert [row.nonzero()[0].tolist() for row in found.guests_MD] == [sorted(move.guests) for move in moves]
+    return moves
 
 
 class Case:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,14 @@ from hypothesis import strategies as st
 
 import oracle
 import planner
-from megatron_balance.cost.loads import placement_loads
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.splits import SPLITS
-from megatron_balance.planning.leveling import Move
+from megatron_balance.placement.splits import SPLITS, shares
+from megatron_balance.planning.leveling import Moves
 from megatron_balance.planning.policies import load_policy, pro_prophet, registered
 from megatron_balance.planning.searches import fastest, leveled
-from megatron_balance.planning.selection import Chosen, Selection
+from megatron_balance.planning.selection import Selection
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
@@ -75,15 +75,14 @@ def test_any_load_gets_a_valid_placement(name: str, case: tuple[np.ndarray, Plac
 @given(cases())
 def test_selections_count_as_the_model_does(case: tuple[np.ndarray, Placement, CostModel]) -> None:
     counts_DE, current, cost = case
-    selection = Selection(counts_DE, current, cost)
-    selection.select(100, 0.0, alpha=0.0)
-    selection.repeat(100, 0.0)
+    selection = Selection.plain(counts_DE, current, cost).extended(100, 0.0, alpha=0.0)
     check(selection, counts_DE)
+    check(selection.repeated(100, 0.0), counts_DE)
 
 
 def check(selection: Selection, counts: np.ndarray) -> None:
     """Compare a selection with the cost model."""
-    cost, placement = selection.cost, selection.placement()
+    cost, placement = selection.layer.cost, selection.placement()
     work = cost.work(counts, placement)
     assert [float(part) for part in cost.work_of(selection.loads_FBD)] == pytest.approx(work, rel=1e-9, abs=1e-15)
     assert selection.free_D.tolist() == [row.count(EMPTY) for row in placement.guests]
@@ -94,21 +93,27 @@ def check(selection: Selection, counts: np.ndarray) -> None:
     assert selection.seconds_along_chains() == pytest.approx(float(cost.time_of(*work, trans, agg).total), rel=1e-9)
 
 
-def drawn_searches(selection: Selection, generator: np.random.Generator) -> list[list[Move]]:
-    """Return some moves of each of a few searches, within the guest slots."""
+def drawn_searches(selection: Selection, generator: np.random.Generator) -> list[list[tuple[int, list[int], int]]]:
+    """Return some moves of each of a few searches, within the guest slots: experts, guests and primaries."""
     searches = []
     for _ in range(int(generator.integers(0, 4))):
-        free_D, moves = selection.free_D.copy(), list[Move]()
-        for expert in generator.permutation(len(selection.owner_E))[: int(generator.integers(0, 5))].tolist():
-            owner = int(selection.owner_E[expert])
+        free_D, moves = selection.free_D.copy(), list[tuple[int, list[int], int]]()
+        for expert in generator.permutation(len(selection.primary_E))[: int(generator.integers(0, 5))].tolist():
+            owner = int(selection.layer.owner_E[expert])
             able = [rank for rank in np.flatnonzero(free_D).tolist() if rank != owner]
             guests = generator.permutation(able)[: int(generator.integers(1, len(able) + 1)) if able else 0].tolist()
             free_D[guests] -= 1
             if guests:
                 primary = guests[0] if len(guests) == 1 and generator.random() < 0.5 else owner
-                moves.append(Move(expert, guests, primary))
+                moves.append((expert, guests, primary))
         searches.append(moves)
     return searches
+
+
+def arrays(moves: Sequence[tuple[int, list[int], int]], num_ranks: int) -> Moves:
+    guests = [np.isin(np.arange(num_ranks), guests) for _, guests, _ in moves]
+    experts, primaries = (np.array([move[part] for move in moves], dtype=np.int64) for part in (0, 2))
+    return Moves(experts, primaries, np.array(guests, dtype=bool).reshape(-1, num_ranks))
 
 
 @given(cases(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.1]))
@@ -117,36 +122,31 @@ def test_each_search_keeps_its_fastest_step(
 ) -> None:
     """The reference makes the moves one by one."""
     counts_DE, current, cost = case
-    plain = Selection(counts_DE, current, cost)
+    plain = Selection.plain(counts_DE, current, cost)
     searches = drawn_searches(plain, np.random.default_rng(seed))
     kept = []
     for moves in searches:
-        selection, steps = plain.copy(), list[tuple[float, list[int]]]()
-        for expert, guests, primary in moves:
-            placement = current.rehost(
-                [[owner, *(guests if expert == other else ())] for other, owner in enumerate(current.owners)],
-                [primary if expert == other else owner for other, owner in enumerate(current.owners)],
-            )
-            # One expert's change is the difference of two layers
-            alone = current.rehost([[owner] for owner in current.owners], current.owners)
-            loads_FBD, before_FBD = (
-                placement_loads(cost.network, cost.split, counts_DE[None], each) for each in (placement, alone)
-            )
-            guests_1D = np.isin(np.arange(current.num_ranks), guests)[None]
-            times_1D, extra_1 = cost.transport.link_times(plain.owner_E[[expert]], guests_1D)
-            selection.add(expert, Chosen(guests, primary, loads_FBD - before_FBD, times_1D[0], float(extra_1[0])))
-            steps.append((selection.seconds(), [*selection.chosen]))
+        hosts, primaries = [[owner] for owner in current.owners], [*current.owners]
+        extra, steps = 0.0, list[tuple[float, list[int]]]()
+        for number, (expert, guests, primary) in enumerate(moves, start=1):
+            hosts[expert], primaries[expert] = [*hosts[expert], *guests], primary
+            placement = current.rehost(hosts, primaries)
+            guests_ED = (shares(placement) > 0) & ~plain.layer.owned_ED
+            times_ED, extra_E = cost.transport.link_times(plain.layer.owner_E, guests_ED)
+            extra = max(extra, float(extra_E.max()))
+            sent = cost.transport.seconds_of(float(times_ED.sum(0).max()), extra)
+            seconds = float(cost.time_of(*cost.work(counts_DE, placement), *sent).total)
+            steps.append((seconds, [move[0] for move in moves[:number]]))
         if steps:
             least = min(steps)[0]
             kept.append(next(step for step in steps if step[0] <= least * (1 + min_gain) * (1 + 1e-12)))
-    found = fastest(plain, searches, min_gain, number=2)
+    found = fastest(plain, [arrays(moves, current.num_ranks) for moves in searches], min_gain, number=2)
     for selection in found:
         check(selection, counts_DE)
     seconds = sorted({round(step[0], 15): step for step in kept}.values())
-    assert [selection.seconds() for selection in found[:1]] == pytest.approx([step[0] for step in seconds[:1]])
+    assert [selection.seconds for selection in found[:1]] == pytest.approx([step[0] for step in seconds[:1]])
     if len(kept) == 1:
         assert [*found[0].chosen] == seconds[0][1]
-    assert plain.seconds() == Selection(counts_DE, current, cost).seconds()
 
 
 def test_microbatches_are_leveled_together_and_by_the_heaviest() -> None:
@@ -154,9 +154,9 @@ def test_microbatches_are_leveled_together_and_by_the_heaviest() -> None:
     counts_BDE = np.full((2, 4, 4), 100)
     counts_BDE[0, :, 0], counts_BDE[0, :, 2], counts_BDE[1, :, 2], counts_BDE[1, :, 0] = 190, 10, 190, 10
     current, cost = Placement.identity(4, 4, 2), cost_model(4, split="proportional", microbatches=2)
-    moves = [*leveled(Selection(counts_BDE, current, cost))]
-    assert {search[0].expert for search in moves} <= {0, 2} <= {move.expert for search in moves for move in search}
-    assert not [*leveled(Selection(counts_BDE.sum(0), current, cost))]
+    experts = [moves.expert_M.tolist() for moves in leveled(Selection.plain(counts_BDE, current, cost))]
+    assert {row[0] for row in experts} <= {0, 2} <= {expert for row in experts for expert in row}
+    assert not [*leveled(Selection.plain(counts_BDE.sum(0), current, cost))]
 
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
@@ -182,6 +182,25 @@ def test_balanced_load_is_left_alone(size: tuple[int, int]) -> None:
         assert planned is current or name != "none"
 
 
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+@pytest.mark.parametrize("policy", ["pro_prophet", "flexmoe"])
+def test_plans_for_many_ranks_pay(policy: str, workload: str) -> None:
+    """Most of them are used without timing all messages."""
+    current = Placement.identity(96, 48, 2)
+    for expert_bytes in (0.0, 1e6, 3e7):
+        cost = dataclasses.replace(
+            cost_model(48, split="proportional"), param_bytes=expert_bytes, grad_bytes=expert_bytes
+        )
+        placement = current
+        for seed in range(2):
+            counts_DE = load_matrix(workload, 48, 96, 2, 4096, seed, 9)
+            planned = load_policy(policy).plan(counts_DE, placement, cost)
+            others = [current, placement] if policy == "flexmoe" else [current]
+            least = min(cost.layer_seconds(counts_DE, other) for other in others)
+            assert cost.layer_seconds(counts_DE, planned) <= least * (1 + 1e-9)
+            placement = planned
+
+
 def test_ranks_that_are_equally_slow_are_relieved_together() -> None:
     current, cost = Placement.identity(128, 32, 2), cost_model(32, node_size=8, split="proportional")
     counts_DE = np.full((32, 128), 200)
@@ -202,23 +221,22 @@ def test_guests_go_where_the_tokens_are() -> None:
 def test_pro_prophet_decides_by_exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
     counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
     counts_DE[:, 0] = [5_000, 10, 10, 40_000]
-    seconds = Selection.seconds
+    plain = Selection.plain(counts_DE, current, cost)
     # Any guest counts as a gain, and only a useless one is found
-    monkeypatch.setattr(Selection, "seconds", lambda selection: 1e-9 if selection.chosen else seconds(selection))
+    monkeypatch.setattr(Selection, "seconds", property(lambda each: 1e-9 if each.chosen else plain.now.seconds_A[0]))
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).added_hosts
-    plain = Selection(counts_DE, current, cost)
-    useless = fastest(plain, [[Move(7, [0, 1, 2], 3)]], 0.0, 1)
+    useless = fastest(plain, [arrays([(7, [0, 1, 2], 3)], 4)], 0.0, 1)
     assert useless[0].placement().added_hosts == 3
     monkeypatch.setattr(pro_prophet, "fastest", lambda *_: useless)
-    monkeypatch.setattr(Selection, "select", lambda *_: None)
+    monkeypatch.setattr(Selection, "extended", lambda selection, *_: selection)
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
 
 
 def test_selections_without_guests_are_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
     counts_DE[:, 0] = [5_000, 10, 10, 40_000]
-    monkeypatch.setattr(pro_prophet, "fastest", lambda plain, *_: [plain.copy()])
-    monkeypatch.setattr(Selection, "select", lambda *_: None)
+    monkeypatch.setattr(pro_prophet, "fastest", lambda plain, *_: [plain])
+    monkeypatch.setattr(Selection, "extended", lambda selection, *_: selection)
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
 
 

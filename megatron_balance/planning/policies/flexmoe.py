@@ -1,6 +1,6 @@
 """FlexMoE (Algorithms 1 and 2): Expand, Shrink and Migrate vExperts while the ranks' loads are uneven.
 
-A is the number of candidate modifications; M that of experts on the slowest rank, or of guests that may move.
+A counts candidate modifications; M experts on the slowest rank, or guests that may move.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED
 from megatron_balance.cost.model import CostModel, balance_ratio, variance_ratio
-from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.hosting import Tried
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.searches import fastest, leveled
-from megatron_balance.planning.selection import Selection
-from megatron_balance.planning.vexperts import Change, Expand, Layer, Migrate, Modification, Shrink, VExperts, modify
+from megatron_balance.planning.selection import Selection, prepare
+from megatron_balance.planning.vexperts import Expand, Migrate, Modification, Shrink, VExperts, gaining, modify
 
 TOLERANCE = 1e-9
 """Share of a layer's time below which differences are rounding."""
@@ -44,7 +44,6 @@ NEARLY = 0.95
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
 
-
 METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "variance": variance_ratio}
 """Balance ratios as functions of tokens [B, D] of each rank in each microbatch; 1 is even."""
 
@@ -72,8 +71,9 @@ class FlexMoE(Policy):
 
     Eq. 5 counts Trans and Agg as the rest of the cost model does, in place of Eq. 9: what computation hides is free
     (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost no more than that. By the
-    cost model, the plan is never slower than the placement in use or owners alone. An expert may leave its owner; it is
-    lent until a Migrate brings it back.
+    cost model, the plan is never slower than the placement in use or owners alone; on many ranks, no messages are timed
+    where Trans and Agg could take DOUBT times as long as on the busiest rank. An expert may leave its owner; it is lent
+    until a Migrate brings it back.
     """
 
     name = "flexmoe"
@@ -112,6 +112,7 @@ class FlexMoE(Policy):
             raise ValueError(f"--balance-metric {self.metric}: choose from {', '.join(METRICS)}")
         if self.vexperts_per_rank is not None and self.vexperts_per_rank < 1:
             raise ValueError(f"--balance-vexperts-per-rank {self.vexperts_per_rank}: give at least 1")
+        prepare()
 
     def check(self, owners: Placement) -> None:
         """See `Policy.check`."""
@@ -124,28 +125,40 @@ class FlexMoE(Policy):
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         start = _even(current)
-        planned = modify(start, self.modifications(counts, start, cost))
+        modifications, first, owned, last = self._search(counts, start, cost)
+        planned = modify(start, modifications)
         if planned == current and current.is_identity:
             return current
+        # Of the placement in use, only the work is timed
+        least = owned.seconds if planned == current else min(owned.seconds, first.at_least)
+        if current.num_ranks > FEW_RANKS and start is current and last.at_most < least:
+            return planned
         # The search counts the busiest rank's messages, the cost model also those before and after it on their routes
         candidates = [current] if current.is_identity else [owners_host(current), current]
         return min((*candidates, planned), key=lambda placement: cost.layer_seconds(counts, placement))
 
     def modifications(self, counts: np.ndarray, current: Placement, cost: CostModel) -> tuple[Modification, ...]:
         """Return the changes of the placement, which has no quotas, in order. Arguments as in `plan`."""
+        return self._search(counts, current, cost)[0]
+
+    def _search(
+        self, counts: np.ndarray, current: Placement, cost: CostModel
+    ) -> tuple[tuple[Modification, ...], VExperts, VExperts, VExperts]:
+        """Return `modifications`, and the states at first, with owners alone, and at last."""
         limit = current.slots_per_rank if self.vexperts_per_rank is None else self.vexperts_per_rank
-        if current.is_identity and self._is_balanced(cost.traffic(counts, current).sum(-2), cost):
-            return ()
-        state = VExperts.of(Layer.of(counts, current, cost, limit), current)
-        done = _home(state)
-        if (home := state.after(done)).seconds >= state.seconds * (1 - TOLERANCE):
-            home, done = state, []
+        first = VExperts.start(counts, current, cost, limit)
+        if current.is_identity and self._is_balanced(first.tokens_BD, cost):
+            return (), first, first, first
+        done = _home(first)
+        owned = home = first.after(done)
+        if home.seconds >= first.seconds * (1 - TOLERANCE):
+            home, done = first, []
         starts = [(home, done, 1)]
-        if (even := self._expanded(counts, current, state, home)) is not None:
+        if (even := self._expanded(counts, current, first, home)) is not None:
             starts = [(*even, 2), *(starts if current.num_ranks <= FEW_RANKS else ())]
         ends = [self._improved(start, steps, part) for start, steps, part in starts]
-        state, done = min(ends, key=lambda end: end[0].seconds)
-        return (*done, *_merge(state))
+        last, done = min(ends, key=lambda end: end[0].seconds)
+        return (*done, *_merge(last)), first, owned, last
 
     def _improved(self, state: VExperts, done: list[Modification], part: int) -> tuple[VExperts, list[Modification]]:
         """Return the state after steps 2 to 4, and the modifications up to it; `part` as in `_balance`."""
@@ -165,13 +178,13 @@ class FlexMoE(Policy):
         self, counts: np.ndarray, current: Placement, state: VExperts, home: VExperts
     ) -> tuple[VExperts, list[Modification]] | None:
         """Return the fastest state with many Expands from owners alone, if it beats `home`, and the steps up to it."""
-        free = min(current.guest_slots, state.layer.limit - current.home_slots)
+        free = min(current.guest_slots, state.limit - current.home_slots)
         if free <= 0 or self._is_balanced(home.tokens_BD, state.layer.cost):
             return None
-        plain = Selection(counts, current, state.layer.cost, free)
+        plain = Selection.plain(counts, current, state.layer.cost, free)
         for selection in fastest(plain, leveled(plain, even=True), TOLERANCE, 1):
-            chosen = selection.chosen.items()
-            steps = [*_home(state), *(Expand(expert, rank) for expert, choice in chosen for rank in choice.guests)]
+            chosen = [(expert, selection.guests_ED[expert].nonzero()[0].tolist()) for expert in selection.chosen]
+            steps = [*_home(state), *(Expand(expert, rank) for expert, guests in chosen for rank in guests)]
             if (even := state.after(steps)).seconds < home.seconds * (1 - CHANGE):
                 return even, steps
         return None
@@ -205,8 +218,8 @@ def _slow(state: VExperts, before: VExperts) -> int:
 def _home(state: VExperts) -> list[Modification]:
     """Return the modifications that leave each expert one vExpert, on its owner."""
     shrinks, migrates = [], []
-    for expert in (state.vexperts_ED != state.layer.owned_ED).any(1).nonzero()[0].tolist():
-        ranks = np.repeat(np.arange(state.vexperts_ED.shape[1]), state.vexperts_ED[expert]).tolist()
+    for expert in (state.shares_ED != state.layer.owned_ED).any(1).nonzero()[0].tolist():
+        ranks = np.repeat(np.arange(state.shares_ED.shape[1]), state.shares_ED[expert]).tolist()
         owner = int(state.layer.owner_E[expert])
         left = owner if owner in ranks else ranks[0]
         ranks.remove(left)
@@ -221,18 +234,17 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
 
     The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
     """
-    over_BD = state.work_BD - state.work_BD.mean(-1, keepdims=True)
-    place = np.unravel_index(over_BD.argmax(), over_BD.shape)
-    slowest, lightest_D = int(place[1]), np.argsort(state.work_BD[place[0]], kind="stable")
-    (expert_M,) = (state.vexperts_ED[:, slowest] * state.capacity_E).nonzero()
+    place, ranks = state.slowest(), len(state.sent_D)
+    slowest, lightest_D = place[1], np.argsort(state.work_BD[place[0]], kind="stable")
+    (expert_M,) = (state.shares_ED[:, slowest] * state.capacity_E).nonzero()
     for expert in expert_M[np.argsort(-state.capacity_E[expert_M], kind="stable")][:EXAMINED].tolist():
         no_slot_D = ~state.members_ED[expert] & (state.free_slots_D <= 0)
         full_D = no_slot_D | (state.free_vexperts_D <= 0)
         more_AD = _expansions(state, expert, slowest, lightest_D[~full_D[lightest_D]])
-        change = state.changed_by(np.full(len(more_AD), expert), more_AD) if len(more_AD) else None
         # After a Shrink, the other hosts compute more
-        involved_AD = (more_AD != 0) | ((more_AD < 0).any(1, keepdims=True) & (state.vexperts_ED[expert] > 0))
-        if change and (choice := _fastest(state, expert, place, change, involved_AD)) is not None:
+        involved_AD = (more_AD != 0) | ((more_AD < 0).any(1, keepdims=True) & (state.shares_ED[expert] > 0))
+        tried = state.tried_with((np.full(len(more_AD), expert), more_AD))
+        if (choice := _fastest(state, expert, place, tried, involved_AD)) is not None:
             return [
                 (Expand if more > 0 else Shrink)(expert, rank)
                 for rank, more in enumerate(more_AD[choice].tolist())
@@ -240,11 +252,11 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
             ]
         smallest_D, found_D = _smallest(state, expert, no_slot_D)
         rank_A = lightest_D[(full_D & found_D)[lightest_D]][:CANDIDATES]
-        if not len(rank_A):
-            continue
-        change = state.changed(np.full_like(rank_A, expert), (rank_A, 1))
-        change = change.with_other(state.changed(smallest_D[rank_A], (rank_A, -1)))
-        if (choice := _fastest(state, expert, place, change, change.loads_AFBD[:, COMPUTED].any(1))) is not None:
+        more_AD = gaining(rank_A, 1, ranks)
+        changes = (np.full_like(rank_A, expert), more_AD), (smallest_D[rank_A], -more_AD)
+        involved_AD = np.any([state.computes_other(*change) for change in changes], axis=0)
+        tried = state.tried_with(*changes)
+        if (choice := _fastest(state, expert, place, tried, involved_AD)) is not None:
             rank = int(rank_A[choice])
             return [Shrink(int(smallest_D[rank]), rank), Expand(expert, rank)]
     return []
@@ -258,20 +270,20 @@ def _expansions(state: VExperts, expert: int, slowest: int, rank_R: np.ndarray) 
     """
     network = state.layer.cost.network
     near_R = rank_R[network.node_D[rank_R] == network.node_D[state.layer.owner_E[expert]]]
-    groups = [rank_R[[index]] for index in range(min(CANDIDATES, len(rank_R)))]
-    groups += [
-        ranks[:count]
-        for ranks in (rank_R, near_R)
-        for count in sorted({*GROUPS, len(ranks)})
-        if 1 < count <= len(ranks)
-    ]
-    groups += [near_R[[index]] for index in range(min(CANDIDATES, len(near_R))) if len(near_R) < len(rank_R)]
-    more_AD = np.zeros((len(groups) + (state.number_E[expert] > 1), len(state.sent_D)), dtype=np.int64)
-    for row_D, ranks in zip(more_AD, groups, strict=False):
-        row_D[ranks] = 1
+    (one_AD, many_AD), (near_one_AD, near_many_AD) = (_groups(ranks, len(state.sent_D)) for ranks in (rank_R, near_R))
+    groups = [one_AD, many_AD, near_many_AD, near_one_AD[: len(near_one_AD) if len(near_R) < len(rank_R) else 0]]
     if state.number_E[expert] > 1:
-        more_AD[-1, slowest] = -1
-    return more_AD
+        groups.append(-1 * (np.arange(len(state.sent_D)) == slowest)[None])
+    return np.concatenate(groups)
+
+
+def _groups(rank_R: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return [A, D] int64: each of the first few ranks, and the first two or more of them."""
+    place_D, many = np.full(num_ranks, num_ranks), sorted({*GROUPS, len(rank_R)})
+    place_D[rank_R] = np.arange(len(rank_R))
+    one_A1 = np.arange(min(CANDIDATES, len(rank_R)))[:, None]
+    many_A1 = np.array([count for count in many if 1 < count <= len(rank_R)], dtype=np.int64)[:, None]
+    return 1 * (place_D == one_A1), 1 * (place_D < many_A1)
 
 
 def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -279,44 +291,40 @@ def _smallest(state: VExperts, expert: int, no_slot_D: np.ndarray) -> tuple[np.n
 
     The expert has several vExperts and the fewest tokens per vExpert. On a rank without a free slot, it must free one.
     """
-    present_ED = (state.vexperts_ED > 0) & (state.number_E > 1)[:, None]
+    present_ED = (state.shares_ED > 0) & (state.number_E > 1)[:, None]
     present_ED[expert] = False
-    present_ED &= ~no_slot_D | (state.guests_ED & (state.vexperts_ED == 1))
+    present_ED &= ~no_slot_D | (state.guests_ED & (state.shares_ED == 1))
     return np.where(present_ED, state.capacity_E[:, None], np.inf).argmin(0), present_ED.any(0)
 
 
 def _fastest(
-    state: VExperts, expert: int, slowest: tuple[np.intp, ...], change: Change, involved_AD: np.ndarray
+    state: VExperts, expert: int, slowest: tuple[int, int], tried: Tried, involved_AD: np.ndarray
 ) -> int | None:
-    """Return the candidate with the shortest time of the ranks involved, all of them faster than the slowest was.
+    """Return the candidate with the shortest `involved_seconds`, all ranks involved being faster than the slowest was.
 
-    Other ranks are not counted: with several slow ranks, relieving one alone would not change the maximum. Nor is what
-    the slowest rank's other experts take beyond the mean, because they are next. Ties go to the most even ranks.
+    Ties go to the most even ranks.
 
     Args:
         slowest: the microbatch and the rank with the most seconds above the mean.
     """
-    work_ABD, (microbatch, rank), mean_B1 = state.work_after(change), slowest, state.work_BD.mean(-1, keepdims=True)
-    involved_AD = involved_AD.copy()
+    (microbatch, rank), involved_AD = slowest, involved_AD.copy()
     involved_AD[:, rank] = True
-    fits_A = (work_ABD[:, microbatch] * involved_AD).max(-1) < state.work_BD[slowest] * (1 - TOLERANCE)
+    fits_A = (tried.work_ABD[:, microbatch] * involved_AD).max(-1) < state.work_BD[slowest] * (1 - TOLERANCE)
     if not fits_A.any():
         return None
-    others_FBD = state.loads_FBD - state.loads_of(expert)
-    work_ABD[..., rank] -= np.maximum(state.layer.cost.rank_seconds(others_FBD)[:, rank] - mean_B1[:, 0], 0.0)
-    total_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1) + state.exposed_after(change)
-    even_A = np.sqrt((work_ABD**2).mean((1, 2))) * EVENNESS
+    total_A = state.involved_seconds(tried, expert, rank, involved_AD)
+    even_A = np.sqrt((tried.work_ABD**2).mean((1, 2))) * EVENNESS
     return int(np.where(fits_A, total_A + even_A, np.inf).argmin())
 
 
 def _drop(state: VExperts) -> Sequence[Modification]:
     """Shrink guests whose removal saves time: one of each expert, or only the best one if all together save none."""
-    expert_A, rank_A = (state.guests_ED & (state.vexperts_ED < state.number_E[:, None])).nonzero()
+    expert_A, rank_A = (state.guests_ED & (state.shares_ED < state.number_E[:, None])).nonzero()
     if not len(expert_A):
         return []
-    number_A = state.vexperts_ED[expert_A, rank_A]
+    number_A = state.shares_ED[expert_A, rank_A]
     found: dict[int, list[Modification]] = {}
-    for row in _saving(state, state.changed(expert_A, (rank_A, -number_A))):
+    for row in _saving(state, state.tried_with((expert_A, gaining(rank_A, -number_A, len(state.sent_D))))):
         expert = int(expert_A[row])
         found.setdefault(expert, [Shrink(expert, int(rank_A[row]))] * int(number_A[row]))
     together = [step for steps in found.values() for step in steps]
@@ -325,14 +333,13 @@ def _drop(state: VExperts) -> Sequence[Modification]:
     return next(iter(found.values()))
 
 
-def _saving(state: VExperts, change: Change) -> list[int]:
+def _saving(state: VExperts, tried: Tried) -> list[int]:
     """Return the candidates that make the layer faster, or no slower with less work on all ranks; the fastest first."""
-    now, sending = state.seconds, state.sent_D.sum()
-    seconds_A = state.seconds_after(change)
-    less_A = change.sent_AD.sum(-1) < -TOLERANCE * sending
+    now, sending, seconds_A = state.seconds, state.sent_D.sum(), tried.seconds_A
+    less_A = tried.more_A < -TOLERANCE * sending
     saving_A = (seconds_A < now * (1 - TOLERANCE)) | (seconds_A <= now * (1 + TOLERANCE)) & less_A
-    order_A = np.lexsort((change.sent_AD.sum(-1), seconds_A))
-    return [row for row in order_A.tolist() if saving_A[row]]
+    order_A = np.lexsort((tried.more_A, seconds_A))
+    return order_A[saving_A[order_A]].tolist()
 
 
 def _migrate(state: VExperts) -> Sequence[Modification]:
@@ -340,10 +347,9 @@ def _migrate(state: VExperts) -> Sequence[Modification]:
     expert_A, source_A, target_A, partner_A = _with_partners(state, *_moves(state))
     if not len(expert_A):
         return []
-    change = state.changed(expert_A, (source_A, -1), (target_A, 1))
-    swaps_A = 1 * (partner_A != EMPTY)
-    back = state.changed(np.maximum(partner_A, 0), (target_A, -swaps_A), (source_A, swaps_A))
-    for row in _saving(state, change.with_other(back))[:1]:
+    ranks = len(state.sent_D)
+    more_AD = gaining(target_A, 1, ranks) - gaining(source_A, 1, ranks)
+    for row in _saving(state, state.tried_with((expert_A, more_AD), (partner_A, -more_AD)))[:1]:
         return [Migrate(*(int(part_A[row]) for part_A in (expert_A, source_A, target_A, partner_A)))]
     return []
 
@@ -354,7 +360,7 @@ def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     With each move a rank gives up a guest, so that fewer ranks or fewer nodes have the expert.
     """
     network = state.layer.cost.network
-    expert_M, source_M = (state.guests_ED & (state.vexperts_ED == 1)).nonzero()
+    expert_M, source_M = (state.guests_ED & (state.shares_ED == 1)).nonzero()
     row_M, others_MD = np.arange(len(expert_M)), state.members_ED[expert_M]
     others_MD[row_M, source_M] = False
     others_MN = np.add.reduceat(others_MD, network.first_N, axis=1, dtype=np.int64)
@@ -374,7 +380,7 @@ def _with_partners(
     The partner EMPTY stands for a free vExpert.
     """
     kept_M = state.members_ED[expert_M, target_M] | (state.free_slots_D[target_M] > 0)
-    there_EM = state.vexperts_ED[:, target_M]
+    there_EM = state.shares_ED[:, target_M]
     frees_EM = state.guests_ED[:, target_M] & (there_EM == 1)
     fits_ME = ((there_EM > 0) & (kept_M | frees_EM)).T
     fits_ME[np.arange(len(expert_M)), expert_M] = False
@@ -385,10 +391,10 @@ def _with_partners(
 
 def _merge(state: VExperts) -> Sequence[Modification]:
     """Shrink experts that only one rank computes to one vExpert; more have no effect there."""
-    alone_E = (state.vexperts_ED > 0).sum(1) == 1
+    alone_E = (state.shares_ED > 0).sum(1) == 1
     (expert_A,) = (alone_E & (state.number_E > 1)).nonzero()
     return [
-        Shrink(expert, int(state.vexperts_ED[expert].argmax()))
+        Shrink(expert, int(state.shares_ED[expert].argmax()))
         for expert in expert_A.tolist()
         for _ in range(int(state.number_E[expert]) - 1)
     ]

@@ -71,7 +71,7 @@ class Quota(Policy):
 
     def __init__(self) -> None:
         for loop in (*LOOPS, leveled, sending_times):
-            _ = loop.prepare
+            loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""

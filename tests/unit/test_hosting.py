@@ -1,0 +1,193 @@
+"""What hosts and candidates make ranks compute, exchange and send: compiled loops against arrays."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.cost.loads import expert_loads
+from megatron_balance.cost.model import CostModel, Overlap
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SPLITS, within_nodes
+from megatron_balance.planning.hosting import Hosting, Layer
+from megatron_balance.planning.selection import LOANS, SIZES, Selection
+from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
+
+
+def cost_model(num_ranks: int, node_size: int, generator: np.random.Generator, **options: Any) -> CostModel:
+    """Return a model with two kinds of links, shared adapters or not, and ranks of any speed."""
+    both, shared = Fit(3.0, 2.0, 0.0, 0.0), Fit(3.0, float(generator.choice([2.0, 3.0])), 0.0, 0.0)
+    profile = from_links(
+        *(num_ranks, node_size, Fit(1.0, 0.5, 0.0, 0.0), both),
+        shared=shared,
+        forward=Throughput(1.0, 0.25, 0.0, 0.0),
+        backward=Throughput(2.0, 0.5, 0.0, 0.0),
+        rates=tuple(generator.choice([0.5, 1.0, 1.5], num_ranks).tolist()),
+    )
+    split, coding = str(generator.choice(sorted(SPLITS))), float(generator.choice([0.0, 0.1]))
+    overlap = Overlap(1.0, 2.0) if generator.random() < 0.5 else None
+    return CostModel(
+        profile,
+        token_bytes=4,
+        param_bytes=float(generator.choice([6, 500])),
+        grad_bytes=12,
+        split=split,
+        coding=coding,
+        microbatches=int(generator.integers(1, 3)),
+        overlap=overlap,
+    )
+
+
+class Case:
+    """A layer, any hosts, and candidates."""
+
+    def __init__(self, seed: int, ranks: int, home: int, node_size: int) -> None:
+        self.generator = generator = np.random.default_rng(seed)
+        self.cost, self.ranks = cost_model(ranks, node_size, generator), ranks
+        self.placement = Placement.identity(ranks * home, ranks, ranks * home)
+        counts_BDE = generator.integers(0, 100, (self.cost.microbatches, ranks, ranks * home))
+        counts_BDE[:, :, generator.random(ranks * home) < 0.3] = 0
+        self.hosting = Hosting.of(Layer.of(counts_BDE, self.placement, self.cost), self.placement)
+        expert_A, shares_AD, primary_A = self.hosts(ranks * home)
+        self.hosting = self.hosting.changed(expert_A, shares_AD, primary_A)
+
+    def hosts(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return any hosts for different experts."""
+        generator = self.generator
+        expert_A = generator.permutation(len(self.hosting.primary_E))[:number]
+        shares_AD = generator.integers(0, 4, (len(expert_A), self.ranks)) // 2
+        shares_AD[np.arange(len(expert_A)), generator.integers(0, self.ranks, len(expert_A))] += 1
+        return expert_A, shares_AD, generator.integers(0, self.ranks, len(expert_A))
+
+    def loads(self, hosting: Hosting) -> np.ndarray:
+        """Return [E, 5, B, D], by numpy."""
+        layer, row_E = hosting.layer, np.arange(len(hosting.primary_E))
+        owner_E, primary_E, shares_ED = layer.owner_E, hosting.primary_E, hosting.shares_ED
+        first_E = np.where(shares_ED[row_E, owner_E], owner_E, (shares_ED > 0).argmax(1))
+        primary_E = np.where(shares_ED[row_E, primary_E], primary_E, first_E)
+        return slow_loads(self.cost, layer.counts_EBD, shares_ED, primary_E)
+
+    def check(self, hosting: Hosting) -> None:
+        """Compare hosts with numpy and with the cost model."""
+        cost, loads_FBD = self.cost, self.loads(hosting).sum(0)
+        assert hosting.loads_FBD == pytest.approx(loads_FBD, abs=1e-9)
+        assert hosting.work_BD == pytest.approx(cost.rank_seconds(loads_FBD), abs=1e-9)
+        work = hosting.now.exchanging_A[0], hosting.now.computed_A[0]
+        assert work == pytest.approx([float(part) for part in cost.work_of(loads_FBD)], abs=1e-9)
+        times_ED, extra_E = cost.transport.link_times(hosting.layer.owner_E, hosting.guests_ED)
+        assert hosting.sent_D == pytest.approx(times_ED.sum(0), abs=1e-9)
+        assert hosting.extra_E == pytest.approx(extra_E, abs=1e-9)
+        sent = cost.transport.seconds_of(float(times_ED.sum(0).max()), float(extra_E.max()))
+        assert hosting.seconds == pytest.approx(float(cost.time_of(*work, *sent).total))
+
+
+def slow_loads(cost: CostModel, counts_ABD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> np.ndarray:
+    """Return [A, 5, B, D]: `expert_loads` in numpy."""
+    found = []
+    for b in range(counts_ABD.shape[1]):
+        counts_AD = counts_ABD[:, b]
+        quotas_AD = SPLITS[cost.split](counts_AD, shares_AD, primary_A)
+        moved_2AD = np.stack([counts_AD, quotas_AD]) - np.minimum(counts_AD, quotas_AD)
+        near_2AD = within_nodes(moved_2AD, cost.network.node_size)
+        found.append(np.concatenate([quotas_AD[None], near_2AD, moved_2AD - near_2AD]))
+    return np.stack(found, axis=2).swapaxes(0, 1)
+
+
+drawn = st.builds(Case, st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 3), st.integers(1, 10))
+
+
+@given(drawn)
+def test_loads_of_experts(case: Case) -> None:
+    cost, layer, (expert_A, shares_AD, _) = case.cost, case.hosting.layer, case.hosts(5)
+    counts_ABD, primary_A = layer.counts_EBD[expert_A], (shares_AD > 0).argmax(1)
+    found_AFBD = expert_loads(cost.network, cost.split, counts_ABD, shares_AD, primary_A)
+    assert found_AFBD == pytest.approx(slow_loads(cost, counts_ABD, shares_AD, primary_A), abs=1e-9)
+
+
+@given(drawn)
+def test_hosts_that_change(case: Case) -> None:
+    case.check(case.hosting)
+    case.check(case.hosting.changed(*case.hosts(3)))
+
+
+@given(drawn, st.integers(1, 4), st.integers(1, 2), st.booleans())
+def test_candidates_are_as_hosts_that_change(case: Case, ways: int, number: int, one_after_the_other: bool) -> None:
+    hosting, number = case.hosting, min(number, len(case.hosting.primary_E))
+    hosts = [case.hosts(number) for _ in range(ways)]
+    if one_after_the_other:
+        # An expert is changed once
+        number, order = 1, case.generator.permutation(len(hosting.primary_E))[:ways]
+        hosts = [(order[[place]], *(part[:1] for part in hosts[place][1:])) for place in range(len(order))]
+    expert_KA, shares_KAD, primary_KA = (np.stack(part, axis=1) for part in zip(*hosts, strict=True))
+    is_none = expert_KA.shape[1] > 1 and not one_after_the_other
+    if is_none:
+        expert_KA[-1, 0] = -1
+    begins_A = np.array([True, *[not one_after_the_other] * (len(hosts) - 1)])
+    tried = hosting.tried(expert_KA, shares_KAD, primary_KA, begins_A)
+    after, extra = hosting, float(hosting.extra_E.max())
+    for a, arrays in enumerate(hosts):
+        kept = number - 1 if is_none and a == 0 else number
+        after = (after if one_after_the_other else hosting).changed(*(each[:kept] for each in arrays))
+        extra = max(extra if one_after_the_other else float(hosting.extra_E.max()), float(after.extra_E.max()))
+        assert tried.work_ABD[a] == pytest.approx(after.work_BD, abs=1e-9)
+        assert tried.exchanging_A[a] == pytest.approx(after.now.exchanging_A[0], abs=1e-9)
+        assert tried.computed_A[a] == pytest.approx(after.now.computed_A[0], abs=1e-9)
+        assert tried.busiest_A[a] == pytest.approx(after.sent_D.max(), abs=1e-9)
+        assert tried.more_A[a] == pytest.approx((after.sent_D - hosting.sent_D).sum(), abs=1e-9)
+        assert tried.extra_A[a] == pytest.approx(extra, abs=1e-9)
+    sent_2A = case.cost.transport.seconds_of(tried.busiest_A, tried.extra_A)
+    assert tried.trans_A == pytest.approx(sent_2A[0], rel=1e-12) and tried.agg_A == pytest.approx(sent_2A[1], rel=1e-12)
+
+
+@given(drawn)
+def test_ranks_that_are_not_involved_count_with_the_mean(case: Case) -> None:
+    hosting, cost = case.hosting, case.cost
+    expert, rank = int(case.generator.integers(len(hosting.primary_E))), int(case.generator.integers(case.ranks))
+    _, shares_AD, primary_A = case.hosts(4)
+    involved_AD = case.generator.random(shares_AD.shape) < 0.6
+    involved_AD[:, rank] = True
+    tried = hosting.tried(np.full((1, len(primary_A)), expert), shares_AD[None], primary_A[None])
+    work_ABD, mean_B1 = tried.work_ABD.copy(), hosting.work_BD.mean(-1, keepdims=True)
+    others_BD = cost.rank_seconds(hosting.loads_FBD - case.loads(hosting)[expert])
+    work_ABD[..., rank] -= np.maximum(others_BD[:, rank] - mean_B1[:, 0], 0)
+    seconds_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1)
+    seconds_A += sum(cost.exposed(hosting.layer.mean, *cost.transport.seconds_of(tried.busiest_A, tried.extra_A)))
+    assert hosting.involved_seconds(tried, expert, rank, involved_AD) == pytest.approx(seconds_A, abs=1e-9)
+    assert tried.work_ABD == pytest.approx(work_ABD, abs=1e-9)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 10), st.booleans())
+def test_guests_that_are_tried(seed: int, ranks: int, node_size: int, local: bool) -> None:
+    """The reference builds one set after the other."""
+    generator = np.random.default_rng(seed)
+    cost = CostModel(
+        cost_model(ranks, node_size, generator).profile,
+        token_bytes=4,
+        param_bytes=6,
+        grad_bytes=12,
+        split="local_first" if local else "proportional",
+    )
+    counts_DE = generator.integers(0, 3, (ranks, ranks)) * 10
+    selection = Selection.plain(counts_DE, Placement.identity(ranks, ranks, 1), cost)
+    owner = int(generator.integers(ranks))
+    shares_AD, primary_A = selection._options(owner, (0, owner))
+    work_D, tokens_D, computed_D = selection.work_BD[0], counts_DE[:, owner], selection.tokens_BD[0]
+    able = [rank for rank in range(ranks) if work_D[rank] < work_D[owner]]
+    if local:
+        fits = tokens_D + computed_D < computed_D[owner]
+        able = [rank for rank in able if fits[rank] and tokens_D[rank]]
+    able.sort(key=lambda rank: work_D[rank])
+    lightest = able[:LOANS] if local else []
+    if local:
+        able.sort(key=lambda rank: -tokens_D[rank])
+    expected = [({owner}, owner)]
+    near = [rank for rank in able if rank // node_size == owner // node_size]
+    for order in (able, near) if 1 < node_size < ranks else (able,):
+        counts = [*(size for size in SIZES if size < len(order)), len(order)] if order else []
+        expected += [({owner, *order[:count]}, owner) for count in counts]
+    expected += [({owner, rank}, rank) for rank in lightest]
+    assert [
+        ({*row.nonzero()[0].tolist()}, int(first)) for row, first in zip(shares_AD, primary_A, strict=True)
+    ] == expected
