@@ -29,7 +29,7 @@ MAY_DIFFER = {
 }
 """Settings that may differ between ranks, by field name, and the reason why ranks need not agree on them."""
 
-PACKAGES = ("torch", "megatron-core", "numpy", "scipy", "transformer-engine", "apex")
+PACKAGES = ("torch", "megatron-core", "numpy", "numba", "scipy", "transformer-engine", "apex")
 
 FILES = {
     "balance": ("balance_profile", "balance_calibrate"),

@@ -84,6 +84,12 @@ def make_dispatch_plan(
     return DispatchPlan(placement, torch.from_numpy(tokens_DP))
 
 
+def prepare() -> None:
+    """Compile what plans need where experts have several hosts, so that no forward pass takes seconds for it."""
+    for loop in (_computed, _sent):
+        loop.prepare()
+
+
 @compiled("int64[::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean)")
 def _computed(
     counts_DE: np.ndarray,
