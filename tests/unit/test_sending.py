@@ -282,7 +282,7 @@ def test_no_choice_is_slower_than_any_other(
     trans, agg = (ends[-1] for ends in model.progress(plan))
     for route, chunks in itertools.product(ROUTES, (1, 2, 4, 16)):
         other = plan_hops(hops(placement, node_size, route), chunks)
-        if len(other.rounds) >= model._least_rounds:
+        if len(other.rounds) >= model.least_rounds:
             # The choice always considers one piece; among larger numbers, it is only close to the best
             assert found.trans <= 1.1 * WORTHWHILE * barriers(model, other)
     if found.route in ROUTES:
