@@ -224,7 +224,8 @@ class Placement:
             for slot, expert in enumerate(home + guests)
         }
         return tuple(
-            tuple(at[rank, expert] for rank in dict.fromkeys(ranks)) for expert, ranks in enumerate(self.hosts)
+            (at[ranks[0], expert],) if len(ranks) == 1 else tuple(at[rank, expert] for rank in dict.fromkeys(ranks))
+            for expert, ranks in enumerate(self.hosts)
         )
 
     @cached_property
