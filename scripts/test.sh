@@ -7,6 +7,9 @@ source scripts/fetch.sh
 
 "${PYTHON}" -m ruff format --check .
 "${PYTHON}" -m ruff check .
+# The other core compiles the loops that all tests share
+"${PYTHON}" -c "import tests.preload" &
 "${PYTHON}" -m pyright
+wait $!
 # Every rank of a test is a separate process, so more threads would only compete for the cores
 OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 2 --dist worksteal "$@"

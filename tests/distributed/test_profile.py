@@ -355,7 +355,9 @@ def test_shards_of_ranks_with_different_tokens_are_measured(ranks) -> None:
         pytest.param("", id="plain", marks=pytest.mark.slow),
         pytest.param("--bf16 --swiglu --disable-bias-linear", id="bf16-swiglu"),
         pytest.param(
-            "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act", id="recompute"
+            "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act",
+            id="recompute",
+            marks=pytest.mark.slow,
         ),
     ],
 )

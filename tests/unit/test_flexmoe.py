@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel, Overlap, balance_ratio
@@ -30,7 +30,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel, FlexMoE]:
     return *draw(layers()), FlexMoE(threshold, metric, draw(st.sampled_from([None, 1, 4, 9])))
 
 
-@UNSHRUNK
+@settings(UNSHRUNK, max_examples=50)
 @given(cases())
 def test_modifications_are_valid_and_pay(case: tuple[np.ndarray, Placement, CostModel, FlexMoE]) -> None:
     counts_BDE, start, cost, policy = case

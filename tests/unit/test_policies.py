@@ -282,10 +282,14 @@ def test_pro_prophet_is_close_to_the_optimum() -> None:
     assert np.median(ratios) <= 1.05
 
 
-def test_between_nodes_pro_prophet_is_close_to_the_best_placement() -> None:
+FEW_WORKLOADS = ["hot_rank", "spread_hot_experts", "zero_load"]
+
+
+@pytest.mark.parametrize("workloads", [FEW_WORKLOADS, pytest.param([*WORKLOADS], marks=pytest.mark.slow)])
+def test_between_nodes_pro_prophet_is_close_to_the_best_placement(workloads: list[str]) -> None:
     current, cost = Placement.identity(8, 4, 1), cost_model(4, 2)
     ratios = []
-    for workload in WORKLOADS:
+    for workload in workloads:
         counts_DE = load_matrix(workload, 4, 8, 2, 4096, 0, 7)
         planned = load_policy("pro_prophet").plan(counts_DE, current, cost)
         ratios.append(cost.layer_seconds(counts_DE, planned) / least_of_copies(counts_DE, current, cost))
