@@ -19,7 +19,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.plan import Split, prepare
+from megatron_balance.flow.plan import Split, prepare_plans
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
 from megatron_balance.observe.calibration_log import Job, Record, read_record
 from megatron_balance.placement.placement import Placement
@@ -210,7 +210,7 @@ def _manager(
     )
     if owners.guest_slots:
         cost.transport.prepare()
-        prepare()
+        prepare_plans()
     return Manager(
         policy=policy,
         cost=cost,

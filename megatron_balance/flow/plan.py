@@ -84,7 +84,7 @@ def make_dispatch_plan(
     return DispatchPlan(placement, torch.from_numpy(tokens_DP))
 
 
-def prepare() -> None:
+def prepare_plans() -> None:
     """Compile what plans need where experts have several hosts, so that no forward pass takes seconds for it."""
     for loop in (_computed, _sent):
         loop.prepare()

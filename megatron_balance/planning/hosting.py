@@ -16,7 +16,8 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import shares
 
 DOUBT = 2.0
-"""Factor that Trans and Agg surely do not exceed, in seconds as on the busiest rank."""
+"""Searches over many ranks assume that Trans and Agg take at most this many times as long as on the busiest rank alone.
+In 126 plans for 48 and 64 ranks, it was at most 1.30."""
 
 
 @dataclass(frozen=True, eq=False)
