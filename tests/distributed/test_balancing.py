@@ -94,15 +94,17 @@ def test_policies_with_every_feature(ranks, curve_of, profiles, feature: str, mo
 
 def replicas(flags: str) -> list[torch.Tensor]:
     """Train, check that this rank's experts equal those of all data-parallel replicas, and return them."""
-    run = runs.build(flags)
+    run, guests = runs.build(flags), 0
     for _ in range(5):
         train_step(run)
+        guests += run.balancer.layers[1].last.placement.added_hosts
     experts = [parameter.detach() for parameter in experts_of(run).parameters()]
     for parameter in experts:
         others = [torch.empty_like(parameter) for _ in range(run.groups.expt_dp.size())]
         dist.all_gather(others, parameter, group=run.groups.expt_dp)
         assert len(others) == 2 and all(torch.equal(other, parameter) for other in others)
-    assert run.balancer.layers[1].placement.added_hosts
+    # A policy may drop guests that no longer pay
+    assert guests
     return experts
 
 
