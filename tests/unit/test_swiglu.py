@@ -1,10 +1,12 @@
 """flow/swiglu.py compared with what autograd computes, operation by operation."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
@@ -15,15 +17,19 @@ from megatron_balance.flow.weight_gradients import LinearGradients
 INNER, OUTPUTS = 6, 5
 
 
+def config(**fields: Any) -> TransformerConfig:
+    return cast(TransformerConfig, SimpleNamespace(**fields))
+
+
 def projection(slots: int, dtype: torch.dtype, bias: bool) -> GroupedWeights:
-    config = SimpleNamespace(
+    shape = config(
         params_dtype=dtype,
         add_bias_linear=bias,
         tensor_model_parallel_size=1,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,
     )
-    linear = GroupedWeights(slots, INNER, OUTPUTS, config)
+    linear = GroupedWeights(slots, INNER, OUTPUTS, shape)
     for parameter in linear.parameters():
         torch.nn.init.normal_(parameter)
     return linear
@@ -85,6 +91,6 @@ def test_what_is_another_function() -> None:
         "glu_linear_offset": 1.0,
         "bias_activation_fusion": True,
     }
-    assert is_swiglu(SimpleNamespace(**swiglu))
+    assert is_swiglu(config(**swiglu))
     for name, value in others.items():
-        assert not is_swiglu(SimpleNamespace(**swiglu | {name: value})), name
+        assert not is_swiglu(config(**swiglu | {name: value})), name
