@@ -41,46 +41,78 @@ class Move(NamedTuple):
 
 
 class Gather:
-    """Moves rows [R, ...] on one device; not differentiable."""
+    """Moves rows [R, ...] on one device; not differentiable. This one leaves every row in its place."""
 
-    def __init__(self, move: Move, stays: bool, index_R: torch.Tensor | None = None) -> None:
-        """
-        Args:
-            stays: whether every row is in its place.
-            index_R: [R] int32 on the rows' device: the row for each place; None: rows are in host memory, or stay.
-        """
-        self.move, self.stays, self._index_R = move, stays, index_R
+    stays = True
+    """Whether every row is in its place."""
+
+    @property
+    def index_R(self) -> torch.Tensor:
+        """[R] int32: the row for each place, if some row moves."""
+        raise AssertionError("no row moves")
+
+    @property
+    def back(self) -> "Gather":
+        """The gather that undoes this one."""
+        return self
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+STAYS = Gather()
+
+
+class _ByIndex(Gather):
+    """Moves rows on a device."""
+
+    stays = False
+
+    def __init__(self, index_R: torch.Tensor) -> None:
+        self._index_R = index_R
+
+    @property
+    def index_R(self) -> torch.Tensor:
+        return self._index_R
+
+    @functools.cached_property
+    def back(self) -> Gather:
+        place_R = torch.empty_like(self._index_R)
+        rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
+        return _ByIndex(place_R.index_put_((self._index_R,), rows_R))
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.index_select(0, self._index_R)
+
+
+class _InBlocks(Gather):
+    """Moves rows in host memory: a CPU copies whole blocks faster than rows."""
+
+    stays = False
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
 
     @functools.cached_property
     def index_R(self) -> torch.Tensor:
-        """[R] int32: the row for each place, if some row moves."""
-        if self._index_R is not None:
-            return self._index_R
         (index_R,) = _indices([self.move], torch.device("cpu"))
         assert index_R is not None
         return index_R
 
+    @functools.cached_property
+    def back(self) -> Gather:
+        return _InBlocks(self.move.back)
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.stays:
-            return rows
-        if self._index_R is not None:
-            return rows.index_select(0, self._index_R)
-        # A CPU copies whole blocks faster than rows
         parts = rows.split(self.move.sizes_N.tolist())
         return torch.cat([parts[block] for block in self.move.order_N.tolist()])
-
-
-STAYS = Gather(Move(np.zeros(0, np.int64), np.zeros(0, np.int64)), True)
-"""Moves no row."""
 
 
 def gathers(moves: Sequence[Move], device: torch.device) -> list[Gather]:
     """Return what executes each move on `device`."""
     if device.type == "cpu":
-        return [Gather(move, _stays(*move)) for move in moves]
-    return [
-        Gather(move, index_R is None, index_R) for move, index_R in zip(moves, _indices(moves, device), strict=True)
-    ]
+        return [STAYS if _stays(*move) else _InBlocks(move) for move in moves]
+    return [STAYS if index_R is None else _ByIndex(index_R) for index_R in _indices(moves, device)]
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:

@@ -101,6 +101,8 @@ class BalancedMoELayer(MoELayer):
         """Number of consecutive hosts that share a node."""
 
         self._reader = HostReader()
+        self._gather_options = dist.distributed_c10d.AllgatherOptions()
+        self._gather_options.asyncOp = True
         self._to_repeat: deque[Decided] = deque()
         """Of the passes that recomputation will repeat, in their order, which is that of the microbatches."""
 
@@ -152,9 +154,7 @@ class BalancedMoELayer(MoELayer):
         decide = self._decide(tokens_TH, chosen)
         shared = self.shared_experts_compute(hidden_states)
         handle = decide()
-        rows_RH, probs_R = handle.dispatch(tokens_TH, chosen)
-        rows_RH = handle.compute(rows_RH, probs_R, self.experts, self.begin)
-        output_TH = handle.combine(rows_RH)
+        output_TH = handle.mixture(tokens_TH, chosen, self.experts, self.begin)
         output = self.parallel.leave(output_TH, entered.shape)
         return output if shared is None else output + shared
 
@@ -235,9 +235,10 @@ class BalancedMoELayer(MoELayer):
         """
         with record_function("count"):
             counts_E = self.parallel.counts(map_TE)
-            counts_DE = counts_E.new_empty(self.parallel.sources.size() * counts_E.numel())
-            work = dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources, async_op=True)
-            assert work is not None
+            group = self.parallel.sources
+            counts_DE = counts_E.new_empty(group.size() * counts_E.numel())
+            # As in FlatAllToAll.start: a device waits for what the host does from here to the exchange of rows
+            work = group.all_gather_single(counts_DE, counts_E, self._gather_options)
 
         def gathered() -> torch.Tensor:
             work.wait()

@@ -222,6 +222,10 @@ class Balancer:
         self._wait([action for action in step.waits if action not in started])
         for action in started:
             self._start(action)
+        if not computation.is_forward:
+            # Later than asked: planning takes Python's lock. A forward pass waits for its load, and a device would be
+            # idle until the host has launched the exchange; a backward pass waits for nothing, so the host is ahead
+            self._planner.begin()
         self._wait([action for action in step.waits if action in started])
         self._now = computation, clock.mark() if started or step.waits else now
 
