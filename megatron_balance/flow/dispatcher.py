@@ -18,8 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.comm.blocks import STAYS, gathers
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
-from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture
+from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture, sums_by_host
 from megatron_balance.flow.chunks.sorting import weights_to_hosts
+from megatron_balance.flow.cut import cut
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
@@ -92,12 +93,16 @@ class AllToAllDispatcher(Dispatcher):
                     with torch.no_grad():
                         ahead.append(gather_rows(tokens_TH, order))
 
+        def ordered(planned: int) -> RowOrder:
+            if order is not None and planned == len(order):
+                return order
+            ahead.clear()
+            return row_order(map_TE, planned)
+
         def decide(plan: DispatchPlan) -> Handle:
             with record_function("dispatch"):
-                planned = int(plan.tokens_DP.numpy()[self.parallel.members].sum())
-                if order is not None and planned == len(order):
-                    return self._decide(plan, order, ahead)
-                return self._decide(plan, row_order(map_TE, planned), [])
+                order, chunked = self._decide(plan, ordered, map_TE.device)
+                return _InChunks(order, chunked, ahead)
 
         return decide
 
@@ -105,19 +110,26 @@ class AllToAllDispatcher(Dispatcher):
         """Return whether rows in the order by expert are in the one in which they are sent, if there is one chunk."""
         return placement.tables.in_place and not self.parallel.splits_rows
 
-    def _decide(self, plan: DispatchPlan, order: RowOrder, ahead: list[torch.Tensor]) -> "_InChunks":
+    def _decide(
+        self, plan: DispatchPlan, ordered: Callable[[int], RowOrder], device: torch.device
+    ) -> tuple[RowOrder, ChunkedDispatch]:
+        """Return the order of the rows that are sent, and where they go, given the order of some number of rows."""
         parallel, hosts = self.parallel, plan.placement.num_ranks
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
-        device, source = order.token_R.device, parallel.source
-        tokens_CDP = chunking.split(plan).numpy()
-        there, back, to_hosts, to_chunks = STAYS, None, STAYS, STAYS
+        source, tokens_CDP = parallel.source, chunking.split(plan).numpy()
+        there, back, to_hosts, to_chunks, splits_CDH = STAYS, None, STAYS, STAYS, None
+        if device.type != "cpu" and chunking.chunks == 1 and not parallel.splits_rows:
+            planned, splits_DH, there = cut(plan.placement, plan.tokens_DP, source, device)
+            splits_CDH = splits_DH[None]
+        else:
+            planned = int(tokens_CDP[:, parallel.members].sum())
         if chunking.chunks > 1:
             moves = [
                 sending(plan.placement, tokens_CDP[:, parallel.members]),
                 weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1)),
             ]
             there, back, to_hosts, to_chunks = gathers([one for move in moves for one in (move, move.back)], device)
-        elif not self._in_place(plan.placement):
+        elif splits_CDH is None and not self._in_place(plan.placement):
             (there,) = gathers([sending(plan.placement, tokens_CDP[:, parallel.members])], device)
         share = None
         if parallel.splits_rows:
@@ -130,13 +142,14 @@ class AllToAllDispatcher(Dispatcher):
             exchange=self.exchange,
             sharding=self.sharding,
             tokens_CDP=tokens_CDP,
+            splits_CDH=sums_by_host(tokens_CDP, hosts) if splits_CDH is None else splits_CDH,
             chunking=chunking,
             weights_to_hosts=to_hosts,
             weights_to_chunks=to_chunks,
             device=device,
             share=share,
         )
-        return _InChunks(order.moved(there, back), chunked, ahead)
+        return ordered(planned).moved(there, back), chunked
 
 
 @dataclass(eq=False)

@@ -223,8 +223,7 @@ class Balancer:
         for action in started:
             self._start(action)
         if not computation.is_forward:
-            # Later than asked: planning takes Python's lock. A forward pass waits for its load, and a device would be
-            # idle until the host has launched the exchange; a backward pass waits for nothing, so the host is ahead
+            # Planning takes Python's lock. In a forward pass, the host waits for loads and is never ahead of the device
             self._planner.begin()
         self._wait([action for action in step.waits if action in started])
         self._now = computation, clock.mark() if started or step.waits else now

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron_balance.comm.blocks import gathers
 from megatron_balance.flow import rows
 from megatron_balance.flow.chunks.chunking import split_evenly
+from megatron_balance.flow.chunks.pipeline import sums_by_host
+from megatron_balance.flow.cut import cut
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
@@ -55,6 +58,7 @@ class _Weights(torch.autograd.Function):
 
 gather_rows, combine, gather_weights = _Copies.apply, _Sums.apply, _Weights.apply
 
+CPU = torch.device("cpu")
 DEVICE = torch.cuda.current_device()
 
 
@@ -226,6 +230,23 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
     # Whatever their places, a token's rows are added up by expert
     assert torch.equal(moved.place_R[moved.by_token_R], map_TE.reshape(-1).nonzero().flatten().to(torch.int32))
     assert torch.equal(moved.first_T, order.first_T)
+
+
+@settings(max_examples=200)
+@given(placements(), st.integers(0, 12), st.integers(0, 10**6))
+def test_one_loop_finds_the_same(placement: Placement, tokens: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    counts_DE = torch.randint(0, 1 + tokens, (placement.num_ranks, placement.num_experts), generator=generator)
+    plan = make_dispatch_plan(counts_DE, placement, "proportional")
+    source = seed % placement.num_ranks
+    found = cut(placement, plan.tokens_DP, source, CPU)
+    tokens_CDP = plan.tokens_DP.numpy()[None]
+    (expected,) = gathers([sending(placement, tokens_CDP[:, [source]])], CPU)
+    rows = torch.arange(int(plan.tokens_DP[source].sum()))
+    assert found.rows == len(rows)
+    assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
+    assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, placement.num_ranks)[0])
+    assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
 
 
 def test_sums_do_not_depend_on_hosts_and_chunks() -> None:

@@ -74,6 +74,8 @@ class ChunkedDispatch:
     hosts: int
     tokens_CDP: np.ndarray
     """Rows of each chunk from each source to each physical expert."""
+    splits_CDH: np.ndarray
+    """Rows of each chunk from each source to each host: `sums_by_host` of the former."""
     chunking: Chunking
     weights_to_hosts: Gather
     """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
@@ -101,12 +103,12 @@ class ChunkedDispatch:
     @functools.cached_property
     def splits(self) -> list[torch.Tensor]:
         """[C] matrices [D, hosts]: rows of each chunk from each source to each host."""
-        return [torch.from_numpy(splits_DH) for splits_DH in self._splits_CDH]
+        return [torch.from_numpy(splits_DH) for splits_DH in self.splits_CDH]
 
     @functools.cached_property
     def all_splits_DH(self) -> torch.Tensor:
         """[D, hosts]: rows of all chunks from each source to each host."""
-        return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self._splits_CDH.sum(0))
+        return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self.splits_CDH.sum(0))
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of all rows."""
@@ -117,14 +119,7 @@ class ChunkedDispatch:
         rows = self.own(rows)
         if len(self.tokens_CDP) == 1:
             return [rows]
-        return [*rows.split(self._splits_CDH[:, self.source].sum(1).tolist())]
-
-    @functools.cached_property
-    def _splits_CDH(self) -> np.ndarray:
-        # Several times as fast as a sum over a short last dimension
-        slots = self.slots
-        first, *others = (self.tokens_CDP[:, :, slot::slots] for slot in range(slots))
-        return functools.reduce(np.add, others, first)
+        return [*rows.split(self.splits_CDH[:, self.source].sum(1).tolist())]
 
     @property
     def _tokens_CDS(self) -> np.ndarray:
@@ -151,6 +146,14 @@ class ChunkedDispatch:
         return transposed(rows, self.share.sizes_CM, (1, 0))
 
 
+def sums_by_host(tokens_CDP: np.ndarray, hosts: int) -> np.ndarray:
+    """Return [C, D, H], the rows for all slots of a host."""
+    # Several times as fast as a sum over a short last dimension
+    slots = tokens_CDP.shape[2] // hosts
+    first, *others = (tokens_CDP[:, :, slot::slots] for slot in range(slots))
+    return functools.reduce(np.add, others, first)
+
+
 def mixture(
     tokens_TH: torch.Tensor,
     probs_TE: torch.Tensor,
@@ -174,7 +177,7 @@ def mixture(
     """
     with_graph = torch.is_grad_enabled()
     options = order, chunked, experts, begin, ahead, with_graph
-    return _Mixture.apply(tokens_TH, probs_TE, options, *experts.parameters())
+    return _Mixture.apply(tokens_TH, probs_TE, options, *experts.weights)
 
 
 def _spanned(span: str, start: Start) -> Start:
