@@ -13,7 +13,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor in host memory as one on `device`; its stream copies it, and the host goes on."""
     if device.type == "cpu":
         return tensor
-    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _Copy:

@@ -35,10 +35,10 @@ def cut(placement: Placement, tokens_DP: torch.Tensor, source: int, device: torc
     """
     tables = placement.tables
     splits_DH = np.empty((len(tokens_DP), placement.num_ranks), np.int64)
-    blocks = 0 if tables.in_place else len(tables.physical_N)
-    table = torch.empty(3 * blocks, dtype=torch.int32, pin_memory=blocks > 0 and device.type == "cuda")
-    rows, used = _cut(tokens_DP.numpy(), source, tables.physical_N, tables.by_physical_N, splits_DH, table.numpy())
-    return Cut(rows, splits_DH, gather_of(table[: 3 * used].view(3, used), rows, device) if used else STAYS)
+    table = np.empty(0 if tables.in_place else 3 * len(tables.physical_N), np.int32)
+    rows, used = _cut(tokens_DP.numpy(), source, tables.physical_N, tables.by_physical_N, splits_DH, table)
+    there = gather_of(torch.from_numpy(table[: 3 * used].reshape(3, used)), rows, device) if used else STAYS
+    return Cut(rows, splits_DH, there)
 
 
 @compiled("UniTuple(int64, 2)(int64[:, ::1], int64, int64[::1], int64[::1], int64[:, ::1], int32[::1])")

@@ -116,14 +116,15 @@ class AllToAllDispatcher(Dispatcher):
         """Return the order of the rows that are sent, and where they go, given the order of some number of rows."""
         parallel, hosts = self.parallel, plan.placement.num_ranks
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
-        source, tokens_CDP = parallel.source, chunking.split(plan).numpy()
+        source, at_once = parallel.source, chunking.chunks == 1
+        tokens_CDP = plan.tokens_DP.numpy()[None] if at_once else chunking.split(plan).numpy()
         there, back, to_hosts, to_chunks, splits_CDH = STAYS, None, STAYS, STAYS, None
-        if device.type != "cpu" and chunking.chunks == 1 and not parallel.splits_rows:
+        if device.type != "cpu" and at_once and not parallel.splits_rows:
             planned, splits_DH, there = cut(plan.placement, plan.tokens_DP, source, device)
             splits_CDH = splits_DH[None]
         else:
             planned = int(tokens_CDP[:, parallel.members].sum())
-        if chunking.chunks > 1:
+        if not at_once:
             moves = [
                 sending(plan.placement, tokens_CDP[:, parallel.members]),
                 weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1)),
