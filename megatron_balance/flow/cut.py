@@ -41,6 +41,11 @@ def cut(placement: Placement, tokens_DP: torch.Tensor, source: int, device: torc
     return Cut(rows, splits_DH, there)
 
 
+def prepare_cuts() -> None:
+    """Compile what `cut` needs, so that no forward pass takes seconds for it."""
+    _cut.prepare()
+
+
 @compiled("UniTuple(int64, 2)(int64[:, ::1], int64, int64[::1], int64[::1], int64[:, ::1], int32[::1])")
 def _cut(
     tokens_DP: np.ndarray,

@@ -20,7 +20,7 @@ from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture, sums_by_host
 from megatron_balance.flow.chunks.sorting import weights_to_hosts
-from megatron_balance.flow.cut import cut
+from megatron_balance.flow.cut import cut, prepare_cuts
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
@@ -79,6 +79,8 @@ class AllToAllDispatcher(Dispatcher):
         self.rows_per_token = config.moe_router_topk if config.moe_expert_capacity_factor is None else None
         """The same for all tokens; None: capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
+        if torch.cuda.is_available():
+            prepare_cuts()
 
     def prepare(self, tokens_TH: torch.Tensor, chosen: Choices, placement: Placement | None) -> Decide:
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from.
