@@ -68,10 +68,9 @@ def make_dispatch_plan(
             quotas, or to vExperts (FlexMoE, Algorithm 3). Sources send by locality: see `placement/splits.py`.
         node_size: number of consecutive hosts that share a node; None: all.
     """
-    assert counts_DE.ndim == 2 and counts_DE.shape[1] == placement.num_experts
-    assert len(counts_DE) % placement.num_ranks == 0
-    assert split in SPLITS, split
-    if len(counts_DE) > placement.num_ranks:
+    sources, experts = counts_DE.shape
+    assert experts == placement.num_experts and sources % placement.num_ranks == 0 and split in SPLITS
+    if sources > placement.num_ranks:
         plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split, node_size)
         return DispatchPlan(placement, _among_sources(plan, counts_DE))
     tables = placement.tables

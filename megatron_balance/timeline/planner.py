@@ -50,7 +50,8 @@ class Asked:
 class Planner:
     """A thread that makes plans; a daemon, so that a policy that never returns does not keep the process alive.
 
-    Questions are kept until `begin`, so that the thread's Python does not run while the host is in a hurry.
+    Questions are kept until `begin`, because planning takes Python's lock: in a forward pass, the host waits for the
+    load of each layer and is never ahead of the device. In a backward pass, it waits for nothing.
     After `give_up`, no policy is asked, and no rank waits for one.
     """
 
