@@ -68,6 +68,7 @@ def make_dispatch_plan(
             quotas, or to vExperts (FlexMoE, Algorithm 3). Sources send by locality: see `placement/splits.py`.
         node_size: number of consecutive hosts that share a node; None: all.
     """
+    assert counts_DE.ndim == 2, counts_DE.shape
     sources, experts = counts_DE.shape
     assert experts == placement.num_experts and sources % placement.num_ranks == 0 and split in SPLITS
     if sources > placement.num_ranks:
