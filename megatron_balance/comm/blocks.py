@@ -46,12 +46,12 @@ class Gather:
     stays = True
     """Whether every row is in its place."""
 
-    @property
+    @functools.cached_property
     def index_R(self) -> torch.Tensor:
         """[R] int32: the row for each place, if some row moves."""
         raise AssertionError("no row moves")
 
-    @property
+    @functools.cached_property
     def back(self) -> "Gather":
         """The gather that undoes this one."""
         return self
@@ -69,20 +69,16 @@ class _ByIndex(Gather):
     stays = False
 
     def __init__(self, index_R: torch.Tensor) -> None:
-        self._index_R = index_R
-
-    @property
-    def index_R(self) -> torch.Tensor:
-        return self._index_R
+        self.index_R = index_R
 
     @functools.cached_property
     def back(self) -> Gather:
-        place_R = torch.empty_like(self._index_R)
+        place_R = torch.empty_like(self.index_R)
         rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
-        return _ByIndex(place_R.index_put_((self._index_R,), rows_R))
+        return _ByIndex(place_R.index_put_((self.index_R,), rows_R))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.index_select(0, self._index_R)
+        return rows.index_select(0, self.index_R)
 
 
 class _InBlocks(Gather):
@@ -162,8 +158,10 @@ def indexed(table_3N: torch.Tensor, rows: int, device: torch.device) -> torch.Te
     """
     kernels = of_rows(device)
     if kernels is None:
-        return block_index(*to_device(table_3N[1:], device).unbind(), rows)
-    return kernels.block_index(*to_device(table_3N[:2], device).unbind(), rows)
+        shift_N, sizes_N = to_device(table_3N[1:], device)
+        return block_index(shift_N, sizes_N, rows)
+    ends_N, shift_N = to_device(table_3N[:2], device)
+    return kernels.block_index(ends_N, shift_N, rows)
 
 
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")

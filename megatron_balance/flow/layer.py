@@ -101,7 +101,7 @@ class BalancedMoELayer(MoELayer):
         """Number of consecutive hosts that share a node."""
 
         self._reader = HostReader()
-        self._gather_options = dist.distributed_c10d.AllgatherOptions()
+        self._gather_options = dist.distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
         self._gather_options.asyncOp = True
         self._to_repeat: deque[Decided] = deque()
         """Of the passes that recomputation will repeat, in their order, which is that of the microbatches."""

@@ -94,8 +94,8 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
     """
     kernels = of_rows(routing_TE.device)
     if kernels is not None:
-        token_R, *others = kernels.row_order(routing_TE, rows)
-        return RowOrder(token_R, lambda: others)
+        token_R, place_R, by_token_R, first_T = kernels.row_order(routing_TE, rows)
+        return RowOrder(token_R, lambda: (place_R, by_token_R, first_T))
     expert_R, token_R = routing_TE.T.nonzero_static(size=rows, fill_value=0).to(torch.int32).unbind(1)
 
     def rest() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
