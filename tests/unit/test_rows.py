@@ -136,6 +136,7 @@ def forward_and_backward(ours: bool, routing_TP: torch.Tensor, dtype: torch.dtyp
         def combined(rows_RH: torch.Tensor) -> torch.Tensor:
             return unpermute(rows_RH, order, restore_shape=tokens_TH.shape, routing_map=routing_TP)
 
+    assert probs_R is not None
     output = combined((rows_RH * probs_R.unsqueeze(1)).to(dtype))
     gradients = torch.autograd.grad(output, (tokens_TH, probs_TP), torch.randn_like(output))
     return [rows_RH.detach(), probs_R.detach(), output.detach(), *gradients]
@@ -182,6 +183,7 @@ def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
                 output = combine(rows_RH * probs_R.unsqueeze(1), order)
             else:
                 rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
+                assert probs_R is not None
                 output = unpermute(rows_RH * probs_R.unsqueeze(1), order, tokens_TH.shape, routing_map=routing_TP)
             output.square().sum().backward()
         found.append((operators.nondeterministic, operators.waiting))
