@@ -41,46 +41,79 @@ class Move(NamedTuple):
 
 
 class Gather:
-    """Moves rows [R, ...] on one device; not differentiable."""
+    """Moves rows [R, ...] on one device; not differentiable. This one leaves every row in its place."""
 
-    def __init__(self, move: Move, stays: bool, index_R: torch.Tensor | None = None) -> None:
-        """
-        Args:
-            stays: whether every row is in its place.
-            index_R: [R] int32 on the rows' device: the row for each place; None: rows are in host memory, or stay.
-        """
-        self.move, self.stays, self._index_R = move, stays, index_R
+    stays = True
+    """Whether every row is in its place."""
 
     @functools.cached_property
     def index_R(self) -> torch.Tensor:
         """[R] int32: the row for each place, if some row moves."""
-        if self._index_R is not None:
-            return self._index_R
+        raise AssertionError("no row moves")
+
+    @functools.cached_property
+    def back(self) -> "Gather":
+        """The gather that undoes this one."""
+        return self
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+STAYS = Gather()
+
+
+class _ByIndex(Gather):
+    """Moves rows on a device."""
+
+    stays = False
+
+    def __init__(self, index_R: torch.Tensor) -> None:
+        self.index_R = index_R
+
+    @functools.cached_property
+    def back(self) -> Gather:
+        place_R = torch.empty_like(self.index_R)
+        rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
+        return _ByIndex(place_R.index_put_((self.index_R,), rows_R))
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.index_select(0, self.index_R)
+
+
+class _InBlocks(Gather):
+    """Moves rows in host memory: a CPU copies whole blocks faster than rows."""
+
+    stays = False
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+
+    @functools.cached_property
+    def index_R(self) -> torch.Tensor:
         (index_R,) = _indices([self.move], torch.device("cpu"))
         assert index_R is not None
         return index_R
 
+    @functools.cached_property
+    def back(self) -> Gather:
+        return _InBlocks(self.move.back)
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.stays:
-            return rows
-        if self._index_R is not None:
-            return rows.index_select(0, self._index_R)
-        # A CPU copies whole blocks faster than rows
         parts = rows.split(self.move.sizes_N.tolist())
         return torch.cat([parts[block] for block in self.move.order_N.tolist()])
-
-
-STAYS = Gather(Move(np.zeros(0, np.int64), np.zeros(0, np.int64)), True)
-"""Moves no row."""
 
 
 def gathers(moves: Sequence[Move], device: torch.device) -> list[Gather]:
     """Return what executes each move on `device`."""
     if device.type == "cpu":
-        return [Gather(move, _stays(*move)) for move in moves]
-    return [
-        Gather(move, index_R is None, index_R) for move, index_R in zip(moves, _indices(moves, device), strict=True)
-    ]
+        return [STAYS if _stays(*move) else _InBlocks(move) for move in moves]
+    return [STAYS if index_R is None else _ByIndex(index_R) for index_R in _indices(moves, device)]
+
+
+def gather_of(table_3N: torch.Tensor, rows: int, device: torch.device) -> Gather:
+    """Return what moves rows on a device that is no CPU, given the table of `indexed`."""
+    return _ByIndex(indexed(table_3N, rows, device))
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
@@ -102,27 +135,40 @@ def _stays(sizes_N: np.ndarray, order_N: np.ndarray) -> bool:
 
 def _indices(moves: Sequence[Move], device: torch.device) -> list[torch.Tensor | None]:
     """Return the index of each move, int32; None for one after which every row is in its place."""
-    table_2N = np.empty((2, sum(len(move.order_N) for move in moves)), dtype=np.int32)
+    table_3N = np.empty((3, sum(len(move.order_N) for move in moves)), dtype=np.int32)
     used, total, lengths = 0, 0, list[int]()
     for move in moves:
-        blocks, rows = _write(*move, table_2N, used, total)
+        blocks, rows = _write(*move, table_3N, used, total)
         used, total = used + blocks, total + rows
         lengths.append(rows)
     if not used:
         return [None] * len(moves)
-    ends_N, shift_N = to_device(torch.from_numpy(table_2N[:, :used].copy()), device).unbind()
+    index_R = indexed(torch.from_numpy(table_3N[:, :used].copy()), total, device)
+    if len(moves) == 1:
+        return [index_R]
+    return [part if rows else None for part, rows in zip(index_R.split(lengths), lengths, strict=True)]
+
+
+def indexed(table_3N: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
+    """Return [rows] int32 on `device`: for each place, the row that moves there.
+
+    Args:
+        table_3N: int32 in host memory. Row 0 has the place where each block ends, in their new order, row 1 how many
+            rows it comes from behind its place, and row 2 its size.
+    """
     kernels = of_rows(device)
-    indexed = block_index if kernels is None else kernels.block_index
-    parts = indexed(ends_N, shift_N, total).split(lengths)
-    return [part if rows else None for part, rows in zip(parts, lengths, strict=True)]
+    if kernels is None:
+        shift_N, sizes_N = to_device(table_3N[1:], device)
+        return block_index(shift_N, sizes_N, rows)
+    ends_N, shift_N = to_device(table_3N[:2], device)
+    return kernels.block_index(ends_N, shift_N, rows)
 
 
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
-def _write(sizes_N: np.ndarray, order_N: np.ndarray, table_2N: np.ndarray, at: int, before: int) -> tuple[int, int]:
-    """Write a move's non-empty blocks, in their new order, into a table for `block_index`, from column `at` on.
+def _write(sizes_N: np.ndarray, order_N: np.ndarray, table_3N: np.ndarray, at: int, before: int) -> tuple[int, int]:
+    """Write a move's non-empty blocks, in their new order, into a table for `indexed`, from column `at` on.
 
     Args:
-        table_2N: row 0 gets where each block ends, row 1 how many rows it comes from behind its place.
         before: number of rows of the moves before this one.
 
     Returns:
@@ -136,21 +182,16 @@ def _write(sizes_N: np.ndarray, order_N: np.ndarray, table_2N: np.ndarray, at: i
     for block in order_N:
         if sizes_N[block] > 0:
             stays &= block > last
-            table_2N[1, place] = start_N[block] - end
+            table_3N[1, place] = start_N[block] - end
+            table_3N[2, place] = sizes_N[block]
             end += sizes_N[block]
-            table_2N[0, place] = end
+            table_3N[0, place] = end
             last = block
             place += 1
     return (0, 0) if stays else (place - at, rows)
 
 
-def block_index(ends_N: torch.Tensor, shift_N: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows] int32: the number of each row plus the shift of its block.
-
-    Args:
-        ends_N: where each block ends, ascending; the last one at `rows`.
-        shift_N: int32.
-    """
-    sizes_N = ends_N.diff(prepend=ends_N.new_zeros(1))
+def block_index(shift_N: torch.Tensor, sizes_N: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return [rows] int32: the number of each row plus the shift of its block; `rows` is the sum of the sizes."""
     shift_R = shift_N.repeat_interleave(sizes_N, output_size=rows)
-    return shift_R + torch.arange(rows, dtype=torch.int32, device=ends_N.device)
+    return shift_R.add_(torch.arange(rows, dtype=torch.int32, device=shift_N.device))

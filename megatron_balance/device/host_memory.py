@@ -3,8 +3,8 @@
 Memory that is not pinned makes the host wait until a copy is done.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -16,14 +16,16 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-@dataclass(frozen=True, eq=False)
 class _Copy:
-    tensor: torch.Tensor
-    """Kept, so that its memory is not used again before the copy."""
-    copy: torch.Tensor
-    done: torch.cuda.Event
-    number: int
-    reader: "HostReader"
+    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor]) -> None:
+        # Kept, so that the result's memory is not used again before the copy
+        self.reader, self.result = reader, result
+        # On the reader's stream; the host memory is pinned
+        self.copy = result().to("cpu", non_blocking=True)
+        self.done = torch.cuda.Event()
+        self.done.record()
+        reader.started += 1
+        self.number = reader.started
 
     def wait(self) -> torch.Tensor:
         if self.number > self.reader.arrived:
@@ -37,25 +39,17 @@ class HostReader:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._started = self.arrived = 0
+        self.started = self.arrived = 0
         """Number of copies that have started, and of those that the host has waited for: they arrive in order."""
 
     def read(self, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Start copying a result to the host; return the function that waits for the copy, and for nothing else.
 
         Args:
-            result: returns the tensor. On CUDA, it is called on a stream of its own, after everything that the current
-                stream has queued, so that only that stream waits for a collective. Where there is no CUDA, it is called
-                when the result is needed.
+            result: returns the tensor. On CUDA, it is called on a stream of its own, and lets this stream wait for the
+                collective that makes the tensor. Where there is no CUDA, it is called once, when the result is needed.
         """
         if self._stream is None:
-            return result
-        self._stream.wait_stream(torch.cuda.current_stream())
+            return functools.cache(result)
         with torch.cuda.stream(self._stream):
-            tensor = result()
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copy.copy_(tensor, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        self._started += 1
-        return _Copy(tensor, copy, done, self._started, self).wait
+            return _Copy(self, result).wait

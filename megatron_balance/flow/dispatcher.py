@@ -15,16 +15,17 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.comm.blocks import STAYS, Move, gathers
+from megatron_balance.comm.blocks import STAYS, gathers
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
-from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture
+from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture, sums_by_host
 from megatron_balance.flow.chunks.sorting import weights_to_hosts
+from megatron_balance.flow.cut import cut, prepare_cuts
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.flow.reroute import reroute
-from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, row_order, sending
+from megatron_balance.flow.rows import RowOrder, gather_rows, row_order, sending
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
@@ -41,28 +42,14 @@ class Handle(ABC):
     """The decisions about one pass's rows. A pass that repeats another one, for recomputation, has the same handle."""
 
     @abstractmethod
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
-        """Make one row for each pair of a token and a physical expert that computes for it.
+    def mixture(self, tokens_TH: torch.Tensor, chosen: Choices, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
+        """Compute each token with its experts, and return the sums weighted by combine probabilities: [T, H].
 
         Args:
             tokens_TH, chosen: tokens of this rank, and their choices.
-        """
-
-    @abstractmethod
-    def compute(
-        self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
-    ) -> torch.Tensor:
-        """Compute each row with its expert, weighted by its combine probability: [R, H].
-
-        Args:
-            rows_RH, probs_R: from `dispatch`.
             experts: this rank's experts.
             begin: called when the experts begin and end their computation, forward and backward.
         """
-
-    @abstractmethod
-    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        """Add up the rows of each token: [R, H] -> [T, H]."""
 
 
 class Dispatcher(ABC):
@@ -76,7 +63,7 @@ class Dispatcher(ABC):
         does what was queued; the function does not wait for it.
 
         Args:
-            tokens_TH, chosen: what `Handle.dispatch` will get.
+            tokens_TH, chosen: what `Handle.mixture` will get.
             placement: the plan's, if it is known already.
         """
 
@@ -92,25 +79,32 @@ class AllToAllDispatcher(Dispatcher):
         self.rows_per_token = config.moe_router_topk if config.moe_expert_capacity_factor is None else None
         """The same for all tokens; None: capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
+        if torch.cuda.is_available():
+            prepare_cuts()
 
     def prepare(self, tokens_TH: torch.Tensor, chosen: Choices, placement: Placement | None) -> Decide:
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from.
 
         If no part will move, copy the rows as well.
         """
-        map_TE, order, ahead = chosen.map_TE, None, None
+        map_TE, order, ahead = chosen.map_TE, None, list[torch.Tensor]()
         with record_function("dispatch"):
             if self.rows_per_token is not None:
                 order = row_order(map_TE, len(map_TE) * self.rows_per_token)
                 if placement is not None and self.chunks is None and self._in_place(placement):
-                    ahead = _rows(tokens_TH, chosen, order)
+                    with torch.no_grad():
+                        ahead.append(gather_rows(tokens_TH, order))
+
+        def ordered(planned: int) -> RowOrder:
+            if order is not None and planned == len(order):
+                return order
+            ahead.clear()
+            return row_order(map_TE, planned)
 
         def decide(plan: DispatchPlan) -> Handle:
             with record_function("dispatch"):
-                planned = sum(int(plan.tokens_DP[member].sum()) for member in self.parallel.members)
-                if order is not None and planned == len(order.token_R):
-                    return self._decide(plan, order, ahead)
-                return self._decide(plan, row_order(map_TE, planned), None)
+                order, chunked = self._decide(plan, ordered, map_TE.device)
+                return _InChunks(order, chunked, ahead)
 
         return decide
 
@@ -118,18 +112,28 @@ class AllToAllDispatcher(Dispatcher):
         """Return whether rows in the order by expert are in the one in which they are sent, if there is one chunk."""
         return placement.tables.in_place and not self.parallel.splits_rows
 
-    def _decide(self, plan: DispatchPlan, order: RowOrder, ahead: Rows | None) -> "_InChunks":
+    def _decide(
+        self, plan: DispatchPlan, ordered: Callable[[int], RowOrder], device: torch.device
+    ) -> tuple[RowOrder, ChunkedDispatch]:
+        """Return the order of the rows that are sent, and where they go, given the order of some number of rows."""
         parallel, hosts = self.parallel, plan.placement.num_ranks
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
-        device, source = order.token_R.device, parallel.source
-        tokens_CDP = chunking.split(plan).numpy()
-        moves: list[Move] = []
-        if chunking.chunks > 1 or not self._in_place(plan.placement):
-            moves.append(sending(plan.placement, tokens_CDP[:, parallel.members]))
-        if chunking.chunks > 1:
-            moves.append(weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1)))
-        forth_and_back = gathers([one for move in moves for one in (move, move.back)], device)
-        there, back, to_hosts, to_chunks = [*forth_and_back, *[STAYS] * 4][:4]
+        source, at_once = parallel.source, chunking.chunks == 1
+        tokens_CDP = plan.tokens_DP.numpy()[None] if at_once else chunking.split(plan).numpy()
+        there, back, to_hosts, to_chunks, splits_CDH = STAYS, None, STAYS, STAYS, None
+        if device.type != "cpu" and at_once and not parallel.splits_rows:
+            planned, splits_DH, there = cut(plan.placement, plan.tokens_DP, source, device)
+            splits_CDH = splits_DH[None]
+        else:
+            planned = int(tokens_CDP[:, parallel.members].sum())
+        if not at_once:
+            moves = [
+                sending(plan.placement, tokens_CDP[:, parallel.members]),
+                weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1)),
+            ]
+            there, back, to_hosts, to_chunks = gathers([one for move in moves for one in (move, move.back)], device)
+        elif splits_CDH is None and not self._in_place(plan.placement):
+            (there,) = gathers([sending(plan.placement, tokens_CDP[:, parallel.members])], device)
         share = None
         if parallel.splits_rows:
             sizes_CM = torch.from_numpy(tokens_CDP[:, parallel.members].sum(2))
@@ -141,44 +145,29 @@ class AllToAllDispatcher(Dispatcher):
             exchange=self.exchange,
             sharding=self.sharding,
             tokens_CDP=tokens_CDP,
+            splits_CDH=sums_by_host(tokens_CDP, hosts) if splits_CDH is None else splits_CDH,
             chunking=chunking,
             weights_to_hosts=to_hosts,
             weights_to_chunks=to_chunks,
             device=device,
             share=share,
         )
-        return _InChunks(order.moved(there, back), chunked, ahead)
+        return ordered(planned).moved(there, back), chunked
 
 
 @dataclass(eq=False)
 class _InChunks(Handle):
-    """Rows are grouped by member, chunk, rank and slot; `compute` sends them, chunk by chunk."""
+    """Rows are grouped by member, chunk, rank and slot, and are sent chunk by chunk."""
 
     order: RowOrder
     chunked: ChunkedDispatch
-    ahead: Rows | None
-    """The rows, if they were made before the plan."""
+    ahead: list[torch.Tensor]
+    """The rows, if they were made before the plan; a pass that repeats this one makes them again."""
 
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
-        # A pass that repeats this one has a graph of its own
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            return ahead
-        with record_function("dispatch"):
-            return _rows(tokens_TH, chosen, self.order)
-
-    def compute(
-        self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
-    ) -> torch.Tensor:
-        return mixture(rows_RH, probs_R, self.chunked, experts=experts, begin=begin)
-
-    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        with record_function("combine"):
-            return combine(rows_RH, self.order)
-
-
-def _rows(tokens_TH: torch.Tensor, chosen: Choices, order: RowOrder) -> Rows:
-    return gather_rows(tokens_TH, order), gather_weights(chosen.probs_TE, order)
+    def mixture(self, tokens_TH: torch.Tensor, chosen: Choices, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
+        return mixture(
+            tokens_TH, chosen.probs_TE, self.order, self.chunked, experts=experts, begin=begin, ahead=self.ahead
+        )
 
 
 MEGATRON_DISPATCHERS = {
@@ -216,19 +205,37 @@ class MegatronDispatcher(Dispatcher):
 
 
 class AtOnce(Handle):
-    """`dispatch` sends all rows to their experts, and sets `tokens_per_slot` as `GroupedExperts` takes it."""
+    """All rows are sent before experts compute, and all results after that."""
 
     tokens_per_slot: torch.Tensor | None = None
+    """What `dispatch` sets, as `GroupedExperts` takes it."""
 
-    def compute(
-        self, rows_RH: torch.Tensor, probs_R: torch.Tensor, experts: GroupedExperts, begin: Begin
+    @abstractmethod
+    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
+        """Make a row for each pair of a token and a physical expert, and send it; return the rows that arrive."""
+
+    @abstractmethod
+    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """Send results back, and add up those of each token: [R, H] -> [T, H]."""
+
+    def mixture(self, tokens_TH: torch.Tensor, chosen: Choices, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
+        rows_RH, probs_R = self.dispatch(tokens_TH, chosen)
+        assert self.tokens_per_slot is not None, "set by dispatch"
+        return self.combine(self._compute(rows_RH, probs_R, self.tokens_per_slot, experts, begin))
+
+    def _compute(
+        self,
+        rows_RH: torch.Tensor,
+        probs_R: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        experts: GroupedExperts,
+        begin: Begin,
     ) -> torch.Tensor:
-        assert self.tokens_per_slot is not None, "dispatch comes first"
         with record_function("experts"):
             begin("experts")
             if rows_RH.requires_grad:
                 rows_RH.register_hook(lambda gradient: begin("dispatch_backward"))
-            rows_RH = experts(rows_RH, self.tokens_per_slot, probs_R)
+            rows_RH = experts(rows_RH, tokens_per_slot, probs_R)
             begin("combine")
             if rows_RH.requires_grad:
                 rows_RH.register_hook(lambda gradient: begin("experts_backward"))

@@ -7,6 +7,7 @@ ranks' experts, and collect the gradients that those copies get here.
 In shapes, F is the shard's inner width (2F for gated units before the activation).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -105,7 +106,12 @@ class GroupedExperts(MegatronModule):
         """
         if gradients is not None:
             return self.compute(rows_RH, tokens_per_slot, probs_R, gradients)
-        return _Experts.apply(rows_RH, probs_R, tokens_per_slot, self, torch.is_grad_enabled(), *self.parameters())
+        return _Experts.apply(rows_RH, probs_R, tokens_per_slot, self, torch.is_grad_enabled(), *self.weights)
+
+    @functools.cached_property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """All parameters; `parameters` walks through the modules every time."""
+        return tuple(self.parameters())
 
     def gradients(self, slots: int) -> "ExpertGradients":
         """Return the gradients of the weights, zero so far, while `slots` slots are in use."""

@@ -101,6 +101,8 @@ class BalancedMoELayer(MoELayer):
         """Number of consecutive hosts that share a node."""
 
         self._reader = HostReader()
+        self._gather_options = dist.distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
+        self._gather_options.asyncOp = True
         self._to_repeat: deque[Decided] = deque()
         """Of the passes that recomputation will repeat, in their order, which is that of the microbatches."""
 
@@ -152,9 +154,7 @@ class BalancedMoELayer(MoELayer):
         decide = self._decide(tokens_TH, chosen)
         shared = self.shared_experts_compute(hidden_states)
         handle = decide()
-        rows_RH, probs_R = handle.dispatch(tokens_TH, chosen)
-        rows_RH = handle.compute(rows_RH, probs_R, self.experts, self.begin)
-        output_TH = handle.combine(rows_RH)
+        output_TH = handle.mixture(tokens_TH, chosen, self.experts, self.begin)
         output = self.parallel.leave(output_TH, entered.shape)
         return output if shared is None else output + shared
 
@@ -195,9 +195,11 @@ class BalancedMoELayer(MoELayer):
     def _decide_by_plan(
         self, tokens_TH: torch.Tensor, chosen: Choices, dispatcher: Dispatcher
     ) -> tuple[Load, Callable[[], Handle]]:
-        counts = functools.cache(self._reader.read(self._gather_counts(chosen.map_TE)))
+        counts = self._reader.read(self._gather_counts(chosen.map_TE))
         decide = dispatcher.prepare(tokens_TH, chosen, self.placement if self.host is None else None)
-        load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
+        load = counts
+        if self.parallel.sources.size() > self.ep_group.size():
+            load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
 
         def decided() -> Handle:
             # Here, so that waiting for other ranks counts as what comes before the exchange
@@ -210,7 +212,7 @@ class BalancedMoELayer(MoELayer):
     def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Load, Callable[[], Handle]]:
         gathered, load = _unwanted, _unwanted
         if self.host is not None:
-            gathered = self._gather_counts(chosen.map_TE)
+            gathered = self._gather_counts(chosen.map_TE, late=True)
             load = functools.cache(self._reader.read(gathered))
 
         def decided() -> Handle:
@@ -228,21 +230,26 @@ class BalancedMoELayer(MoELayer):
         return first.handle
 
     @torch.no_grad()
-    def _gather_counts(self, map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _gather_counts(self, map_TE: torch.Tensor, late: bool = False) -> Callable[[], torch.Tensor]:
         """Start gathering the load matrix [D, E], the tokens that each source routed to each expert.
 
-        Return the function that lets the current stream wait until it is there.
+        Args:
+            late: whether the pass may be over before the host has the load.
+
+        Returns:
+            The function that lets the current stream wait until the load is there. It keeps the memory until then.
         """
         with record_function("count"):
             counts_E = self.parallel.counts(map_TE)
-            counts_DE = counts_E.new_empty(self.parallel.sources.size() * counts_E.numel())
-            work = dist.all_gather_into_tensor(counts_DE, counts_E, group=self.parallel.sources, async_op=True)
-            assert work is not None
+            group = self.parallel.sources
+            counts_DE = counts_E.new_empty(group.size() * counts_E.numel())
+            # As in FlatAllToAll.start: a device waits for what the host does from here to the exchange of rows
+            work = group.all_gather_single(counts_DE, counts_E, self._gather_options)
 
         def gathered() -> torch.Tensor:
             work.wait()
-            # The pass may be over before this stream has read the load
-            keep_until_read(counts_E, counts_DE)
+            if late:
+                keep_until_read(counts_E, counts_DE)
             return counts_DE.view(-1, counts_E.numel())
 
         return gathered

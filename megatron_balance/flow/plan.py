@@ -68,29 +68,50 @@ def make_dispatch_plan(
             quotas, or to vExperts (FlexMoE, Algorithm 3). Sources send by locality: see `placement/splits.py`.
         node_size: number of consecutive hosts that share a node; None: all.
     """
-    assert counts_DE.ndim == 2 and counts_DE.shape[1] == placement.num_experts
-    assert len(counts_DE) % placement.num_ranks == 0
-    assert split in SPLITS, split
-    if len(counts_DE) > placement.num_ranks:
+    assert counts_DE.ndim == 2, counts_DE.shape
+    sources, experts = counts_DE.shape
+    assert experts == placement.num_experts and sources % placement.num_ranks == 0 and split in SPLITS
+    if sources > placement.num_ranks:
         plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split, node_size)
         return DispatchPlan(placement, _among_sources(plan, counts_DE))
     tables = placement.tables
     if tables.in_place:
         return DispatchPlan(placement, counts_DE)
-    counts, first_E, physical_N = np.ascontiguousarray(counts_DE.numpy()), tables.first_E, tables.physical_N
-    slots, all_ranks = placement.slots_per_rank, placement.num_ranks
-    computed_N = _computed(counts, first_E, physical_N, tables.share_N, tables.primary_E, slots, split == "local_first")
-    tokens_DP = _sent(counts, first_E, physical_N, computed_N, slots, node_size or all_ranks)
+    tokens_DP = _planned(
+        np.ascontiguousarray(counts_DE.numpy()),
+        tables.first_E,
+        tables.physical_N,
+        tables.share_N,
+        tables.primary_E,
+        placement.slots_per_rank,
+        node_size or placement.num_ranks,
+        split == "local_first",
+    )
     return DispatchPlan(placement, torch.from_numpy(tokens_DP))
 
 
 def prepare_plans() -> None:
     """Compile what plans need where experts have several hosts, so that no forward pass takes seconds for it."""
-    for loop in (_computed, _sent):
-        loop.prepare()
+    _planned.prepare()
 
 
-@compiled("int64[::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean)")
+@compiled("int64[:, ::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, boolean)")
+def _planned(
+    counts_DE: np.ndarray,
+    first_E: np.ndarray,
+    physical_N: np.ndarray,
+    share_N: np.ndarray,
+    primary_E: np.ndarray,
+    slots: int,
+    node_size: int,
+    local_first: bool,
+) -> np.ndarray:
+    """Return `DispatchPlan.tokens_DP`; the arguments are the load, `Tables` of the placement, and rules."""
+    computed_N = _computed(counts_DE, first_E, physical_N, share_N, primary_E, slots, local_first)
+    return _sent(counts_DE, first_E, physical_N, computed_N, slots, node_size)
+
+
+@compiled(None)
 def _computed(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
@@ -138,7 +159,7 @@ def _computed(
     return computed_N
 
 
-@compiled("int64[:, ::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64, int64)")
+@compiled(None)
 def _sent(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
@@ -154,9 +175,10 @@ def _sent(
     """
     ranks, experts = counts_DE.shape
     tokens_DP = np.zeros((ranks, ranks * slots), dtype=np.int64)
+    first_physical_E = physical_N[first_E[:-1]]
     for rank in range(ranks):
         for expert in range(experts):
-            tokens_DP[rank, physical_N[first_E[expert]]] = counts_DE[rank, expert]
+            tokens_DP[rank, first_physical_E[expert]] = counts_DE[rank, expert]
     out_D, in_N = np.zeros(ranks, np.int64), computed_N.copy()
     for expert in range(experts):
         hosts = range(first_E[expert], first_E[expert + 1])

@@ -4,15 +4,16 @@ The order of rows is found once, by expert, before the host knows how many there
 rows of every expert are cut into blocks, one for each member, host and chunk, and the blocks move to where they are
 sent from. Nothing here waits for the device.
 
-Both directions and their gradients read by index. No two threads add to the same memory, so that the same rows give the
-same bits in every run, on CUDA too. A sum adds a token's rows in the order of their experts, whatever their hosts and
-chunks, in float32 or better, and is rounded once.
+Both directions and their gradients read by index: the gradient of copies is a sum, and that of a sum is copies. No two
+threads add to the same memory, so that the same rows give the same bits in every run, on CUDA too. A sum adds a token's
+rows in the order of their experts, whatever their hosts and chunks, in float32 or better, and is rounded once.
 
 In shapes, M counts the members that send rows of the same tokens, and N the pairs of an expert and a host of it.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,24 +24,66 @@ from megatron_balance.kernels import of_rows
 from megatron_balance.placement.placement import Placement
 
 
-@dataclass(frozen=True, eq=False)
-class RowOrder:
-    """The token of each row, and the rows of each token: all int32, on the routing's device."""
+class _Rest(NamedTuple):
+    """What copies of tokens do not need of a RowOrder."""
 
-    token_R: torch.Tensor
     place_R: torch.Tensor
-    """Where a row's weight is among all weights [T, E]."""
     by_token_R: torch.Tensor
-    """The rows of token 0, then those of token 1, and so on; the experts of each token's rows ascend."""
     first_T: torch.Tensor
-    """Index of each token's first row in `by_token_R`."""
 
-    def moved(self, there: Gather, back: Gather) -> "RowOrder":
-        """Return the order after rows have moved `there`; `back` undoes that."""
-        if back.stays:
+
+class RowOrder:
+    """The token of each row, and the rows of each token: all int32, on the routing's device.
+
+    Only `token_R` is there at once, because rows leave as soon as they are copied. `complete` queues the rest.
+    """
+
+    def __init__(self, token_R: torch.Tensor, rest: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+        """`rest` returns the other three tensors."""
+        self.token_R = token_R
+        self._find: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = rest
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.token_R)
+
+    @property
+    def place_R(self) -> torch.Tensor:
+        """Where a row's weight is among all weights [T, E]."""
+        return self._rest.place_R
+
+    @property
+    def by_token_R(self) -> torch.Tensor:
+        """The rows of token 0, then those of token 1, and so on; the experts of each token's rows ascend."""
+        return self._rest.by_token_R
+
+    @property
+    def first_T(self) -> torch.Tensor:
+        """Index of each token's first row in `by_token_R`."""
+        return self._rest.first_T
+
+    @cached_property
+    def _rest(self) -> _Rest:
+        assert self._find is not None
+        with torch.no_grad():
+            rest = _Rest(*self._find())
+        self._find = None
+        return rest
+
+    def complete(self) -> None:
+        """Queue what is not there yet."""
+        _ = self._rest
+
+    def moved(self, there: Gather, back: Gather | None = None) -> "RowOrder":
+        """Return the order after rows have moved `there`; `back`, if it is there already, undoes that."""
+        if there.stays:
             return self
-        by_token_R = back.index_R.index_select(0, self.by_token_R)
-        return RowOrder(there(self.token_R), there(self.place_R), by_token_R, self.first_T)
+
+        def rest() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            place_R = (back or there.back).index_R
+            return there(self.place_R), place_R.index_select(0, self.by_token_R), self.first_T
+
+        return RowOrder(there(self.token_R), rest)
 
 
 @torch.no_grad()
@@ -51,13 +94,18 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
     """
     kernels = of_rows(routing_TE.device)
     if kernels is not None:
-        return RowOrder(*kernels.row_order(routing_TE, rows))
+        token_R, place_R, by_token_R, first_T = kernels.row_order(routing_TE, rows)
+        return RowOrder(token_R, lambda: (place_R, by_token_R, first_T))
     expert_R, token_R = routing_TE.T.nonzero_static(size=rows, fill_value=0).to(torch.int32).unbind(1)
-    # A radix sort of 32 bits has half the passes of a sort of 64
-    tokens_R, by_token_R = token_R.sort(stable=True)
-    tokens_T = torch.arange(len(routing_TE), dtype=torch.int32, device=routing_TE.device)
-    first_T = torch.searchsorted(tokens_R, tokens_T, out_int32=True)
-    return RowOrder(token_R, token_R * routing_TE.shape[1] + expert_R, by_token_R.to(torch.int32), first_T)
+
+    def rest() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # A radix sort of 32 bits has half the passes of a sort of 64
+        tokens_R, by_token_R = token_R.sort(stable=True)
+        tokens_T = torch.arange(len(routing_TE), dtype=torch.int32, device=routing_TE.device)
+        first_T = torch.searchsorted(tokens_R, tokens_T, out_int32=True)
+        return token_R * routing_TE.shape[1] + expert_R, by_token_R.to(torch.int32), first_T
+
+    return RowOrder(token_R, rest)
 
 
 def sending(placement: Placement, tokens_CMP: np.ndarray) -> Move:
@@ -87,69 +135,33 @@ def sending(placement: Placement, tokens_CMP: np.ndarray) -> Move:
 
 
 def gather_rows(tokens_TH: torch.Tensor, order: RowOrder) -> torch.Tensor:
-    """Copy each row from its token: [T, H] -> [R, H]; differentiable."""
-    return _Copies.apply(tokens_TH, order)
-
-
-def gather_weights(probs_TE: torch.Tensor, order: RowOrder) -> torch.Tensor:
-    """Return the combine weight of each row: [T, E] -> [R]; differentiable."""
-    return _Weights.apply(probs_TE, order)
-
-
-def combine(rows_RH: torch.Tensor, order: RowOrder) -> torch.Tensor:
-    """Add up each token's rows, the transpose of `gather_rows`: [R, H] -> [T, H]; zero for a token without rows."""
-    return _Sums.apply(rows_RH, order)
-
-
-def _copies(tokens_TH: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    """Copy each row from its token: [T, H] -> [R, H]; also the gradient of `combine`."""
     kernels = of_rows(tokens_TH.device)
     if kernels is None:
         return tokens_TH.index_select(0, order.token_R)
-    return kernels.gather_rows(tokens_TH, order.by_token_R, order.first_T)
+    return kernels.gather_rows(tokens_TH, order.by_token_R, order.first_T, len(order))
 
 
-def _sums(rows_RH: torch.Tensor, order: RowOrder) -> torch.Tensor:
+def gather_weights(probs_TE: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    """Return the combine weight of each row: [T, E] -> [R]."""
+    return probs_TE.reshape(-1).index_select(0, order.place_R)
+
+
+def scatter_weights(weights_R: torch.Tensor, order: RowOrder, shape: Sequence[int]) -> torch.Tensor:
+    """Return weights of rows in their places among all weights, of this shape, and zeros: [R] -> [T, E].
+
+    This is the gradient of `gather_weights`. No two rows have the same place. Autograd cannot rely on that: it would
+    sort the places and add.
+    """
+    weights_TE = weights_R.new_zeros(shape)
+    weights_TE.view(-1).index_put_((order.place_R,), weights_R)
+    return weights_TE
+
+
+def combine(rows_RH: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    """Add up each token's rows: [R, H] -> [T, H], zero for a token without rows; also the gradient of `gather_rows`."""
     kernels = of_rows(rows_RH.device)
     if kernels is None:
         # Detached, so that torch keeps nothing for a backward pass
         return F.embedding_bag(order.by_token_R, rows_RH.detach(), order.first_T, mode="sum")
     return kernels.combine(rows_RH, order.by_token_R, order.first_T)
-
-
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens_TH: torch.Tensor, order: RowOrder) -> torch.Tensor:
-        ctx.order = order
-        return _copies(tokens_TH, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient_RH,) = gradients
-        return combine(gradient_RH, ctx.order), None
-
-
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, order: RowOrder) -> torch.Tensor:
-        ctx.order = order
-        return _sums(rows_RH, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient_TH,) = gradients
-        return gather_rows(gradient_TH, ctx.order), None
-
-
-class _Weights(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, probs_TE: torch.Tensor, order: RowOrder) -> torch.Tensor:
-        ctx.order, ctx.shape = order, probs_TE.shape
-        return probs_TE.reshape(-1).index_select(0, order.place_R)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient_R,) = gradients
-        # No two rows have the same place. Autograd cannot rely on that: it would sort the places and add
-        gradient_TE = gradient_R.new_zeros(ctx.shape)
-        gradient_TE.view(-1).index_put_((ctx.order.place_R,), gradient_R)
-        return gradient_TE, None

@@ -122,7 +122,8 @@ def plan_ahead(schedule: Schedule, layers: Iterable[int], late: bool) -> Schedul
     """Start PLAN(i, j+1) at the last microbatch's FEC(i, j), and wait for it after REDUCE.
 
     The load is known before A2A(i, j), where Algorithm 2 starts it. But the host launches that exchange then, and a
-    device must not wait for the observation of loads; it exchanges rows while the host is at FEC.
+    device must not wait for the observation of loads; it exchanges rows while the host is at FEC. The policy is asked
+    there, and answers from the next backward computation on.
 
     If the load is `late`, start it at the backward pass of A2A(i, j), whose forward pass is then done, or nearly so.
     """

@@ -50,6 +50,8 @@ class Asked:
 class Planner:
     """A thread that makes plans; a daemon, so that a policy that never returns does not keep the process alive.
 
+    Questions are kept until `begin`, because planning takes Python's lock: in a forward pass, the host waits for the
+    load of each layer and is never ahead of the device. In a backward pass, it waits for nothing.
     After `give_up`, no policy is asked, and no rank waits for one.
     """
 
@@ -63,19 +65,26 @@ class Planner:
             name: the policy's, for messages.
         """
         self.patience, self.name, self.given_up = patience, name, False
-        self._stop = stop
+        self._stop, self._kept = stop, list[Asked]()
         self._tasks: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._tasks,), name="Plan", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
 
     def ask(self, question: Question) -> Asked:
-        """Queue a question; it is answered after all earlier ones."""
+        """Keep a question for `begin`; it is answered after all earlier ones."""
         asked = Asked(question, Future())
-        self._tasks.put(asked)
+        self._kept.append(asked)
         return asked
+
+    def begin(self) -> None:
+        """Begin to answer the questions that were asked; `deadline` does that, too."""
+        for asked in self._kept:
+            self._tasks.put(asked)
+        self._kept.clear()
 
     def deadline(self) -> float:
         """Return the deadline for `result` of all plans that are needed at this moment."""
+        self.begin()
         return time.monotonic() + self.patience
 
     def result(self, asked: Asked, deadline: float) -> Plan:

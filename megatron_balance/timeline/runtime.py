@@ -124,9 +124,8 @@ class Balancer:
         self._to_repeat.clear()
         self._now = None
         self.factors = self.calibration.factors if self.record is None else self.record.at(number)
-        if self.calibrates:
-            for state in self.layers.values():
-                state.manager.factors = self.factors
+        for state in self.layers.values() if self.calibrates else ():
+            state.manager.factors = self.factors
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
@@ -222,6 +221,8 @@ class Balancer:
         self._wait([action for action in step.waits if action not in started])
         for action in started:
             self._start(action)
+        if not computation.is_forward:
+            self._planner.begin()
         self._wait([action for action in step.waits if action in started])
         self._now = computation, clock.mark() if started or step.waits else now
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.comm.blocks import Move, gathers, transposed
+from megatron_balance.comm.blocks import STAYS, Move, _ByIndex, _indices, gathers, transposed
 
 CPU = torch.device("cpu")
 
@@ -36,11 +36,24 @@ def test_moves_are_those_of_the_definition(cases: list[tuple[np.ndarray, list[in
         assert torch.equal(gather(rows), expected) and torch.equal(
             transposed(rows, torch.from_numpy(case[0]), case[1]), expected
         )
-        (back,) = gathers([gather.move.back], CPU)
+        (back,) = gathers([Move.transposed(*case).back], CPU)
         assert torch.equal(back(gather(rows)), rows) and back.stays == gather.stays
+        assert torch.equal(gather.back(gather(rows)), rows)
         assert gather.stays == torch.equal(rows, expected)
         if not gather.stays:
             assert torch.equal(gather.index_R, expected)
+            assert torch.equal(gather.back.index_R, back.index_R)
+
+
+@given(st.lists(layouts(), min_size=1, max_size=4))
+def test_indices_of_a_device_move_as_blocks_do(cases: list[tuple[np.ndarray, list[int]]]) -> None:
+    """The device is this host, whose indices are found as on any other one."""
+    for case, index_R in zip(cases, _indices([Move.transposed(*case) for case in cases], CPU), strict=True):
+        expected = by_definition(*case)
+        rows = torch.arange(len(expected))
+        gather = STAYS if index_R is None else _ByIndex(index_R)
+        assert torch.equal(gather(rows), expected) and torch.equal(gather.back(expected), rows)
+        assert gather.back.stays or gather.back.index_R.dtype == torch.int32
 
 
 def test_a_device_gets_all_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,27 @@ def test_the_log_is_not_flooded_by_a_policy(monkeypatch, caplog) -> None:
     assert all(line.isprintable() and len(line) < 400 for line in lines)
 
 
+def test_no_plan_is_made_in_a_forward_pass(monkeypatch) -> None:
+    """The thread gets what was asked for in forward passes when the next computation of a backward pass begins."""
+    planner = Planner()
+    world = build(monkeypatch, overlap="blockwise", policy=Hottest, planner=planner)
+    journal, begin = world.journal, planner.begin
+
+    def begun() -> None:
+        journal.append(("BEGIN", list(planner._kept)))
+        begin()
+
+    monkeypatch.setattr(planner, "begin", begun)
+    world.iterate(1, loads(1))
+    kept = [entry[1] for entry in journal if entry[0] == "BEGIN"]
+    assert sum(map(len, kept)) == len(LAYERS)
+    for position, entry in enumerate(journal):
+        if entry[0] == "BEGIN":
+            following = next(entry[1] for entry in journal[position:] if entry[0] == "computes")
+            assert not following.is_forward
+    assert planner._kept == []
+
+
 def test_all_that_is_needed_at_one_time_has_one_deadline() -> None:
     """Other ranks wait for all of this rank's plans until one deadline, instead of one deadline per plan."""
 

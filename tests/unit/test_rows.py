@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,13 +10,55 @@ from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
 from megatron_balance.comm.blocks import gathers
+from megatron_balance.flow import rows
 from megatron_balance.flow.chunks.chunking import split_evenly
+from megatron_balance.flow.chunks.pipeline import sums_by_host
+from megatron_balance.flow.cut import cut
 from megatron_balance.flow.plan import make_dispatch_plan
-from megatron_balance.flow.rows import combine, gather_rows, gather_weights, row_order, sending
+from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
 from tests.operators import Operators
 from tests.unit.placements import placements
 
+
+class _Copies(torch.autograd.Function):
+    """What the layer computes forward and backward, as functions that autograd knows."""
+
+    @staticmethod
+    def forward(ctx, tokens_TH, order):
+        ctx.order = order
+        return rows.gather_rows(tokens_TH, order)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return rows.combine(gradients[0], ctx.order), None
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RH, order):
+        ctx.order = order
+        return rows.combine(rows_RH, order)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return rows.gather_rows(gradients[0], ctx.order), None
+
+
+class _Weights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, probs_TE, order):
+        ctx.order, ctx.shape = order, probs_TE.shape
+        return rows.gather_weights(probs_TE, order)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return rows.scatter_weights(gradients[0], ctx.order, ctx.shape), None
+
+
+gather_rows, combine, gather_weights = _Copies.apply, _Sums.apply, _Weights.apply
+
+CPU = torch.device("cpu")
 DEVICE = torch.cuda.current_device()
 
 
@@ -60,10 +103,10 @@ def test_gradients_are_those_of_the_functions() -> None:
     torch.manual_seed(0)
     routing_TP = torch.rand(6, 4, device=DEVICE) < 0.5
     routing_TP[2] = False
-    rows = int(routing_TP.sum())
-    order = row_order(routing_TP, rows)
-    for function, count in ((gather_rows, 6), (combine, rows)):
-        assert torch.autograd.gradcheck(lambda tensor: function(tensor, order), random(count, 3))  # noqa: B023
+    count = int(routing_TP.sum())
+    order = row_order(routing_TP, count)
+    for function, number in ((gather_rows, 6), (combine, count)):
+        assert torch.autograd.gradcheck(lambda tensor: function(tensor, order), random(number, 3))  # noqa: B023
     assert torch.autograd.gradcheck(lambda probs_TP: gather_weights(probs_TP, order), random(6, 4))
 
 
@@ -93,6 +136,7 @@ def forward_and_backward(ours: bool, routing_TP: torch.Tensor, dtype: torch.dtyp
         def combined(rows_RH: torch.Tensor) -> torch.Tensor:
             return unpermute(rows_RH, order, restore_shape=tokens_TH.shape, routing_map=routing_TP)
 
+    assert probs_R is not None
     output = combined((rows_RH * probs_R.unsqueeze(1)).to(dtype))
     gradients = torch.autograd.grad(output, (tokens_TH, probs_TP), torch.randn_like(output))
     return [rows_RH.detach(), probs_R.detach(), output.detach(), *gradients]
@@ -129,16 +173,17 @@ def test_same_bits_every_time(dtype: torch.dtype) -> None:
 
 def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
     routing_TP = with_chunks(50, 12, topk=4, seed=4)
-    tokens_TH, probs_TP, rows = random(50, 8), random(50, 12), int(routing_TP.sum())
+    tokens_TH, probs_TP, count = random(50, 8), random(50, 12), int(routing_TP.sum())
     found = []
     for ours in (True, False):
         with Operators() as operators:
             if ours:
-                order = row_order(routing_TP, rows)
+                order = row_order(routing_TP, count)
                 rows_RH, probs_R = gather_rows(tokens_TH, order), gather_weights(probs_TP, order)
                 output = combine(rows_RH * probs_R.unsqueeze(1), order)
             else:
-                rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=rows)
+                rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
+                assert probs_R is not None
                 output = unpermute(rows_RH * probs_R.unsqueeze(1), order, tokens_TH.shape, routing_map=routing_TP)
             output.square().sum().backward()
         found.append((operators.nondeterministic, operators.waiting))
@@ -151,7 +196,7 @@ def sent(placement: Placement, map_TE: torch.Tensor, tokens_CMP: torch.Tensor) -
 
     A token takes the first member, host and chunk of its expert, in this order, with tokens left in the plan.
     """
-    left, target, rows = tokens_CMP.tolist(), {}, []
+    left, target, sent_rows = tokens_CMP.tolist(), {}, []
     for expert, token in map_TE.T.nonzero().tolist():
         member, physical, chunk = next(
             (member, physical, chunk)
@@ -161,11 +206,11 @@ def sent(placement: Placement, map_TE: torch.Tensor, tokens_CMP: torch.Tensor) -
             if left[chunk][member][physical]
         )
         left[chunk][member][physical] -= 1
-        target[len(rows)] = (member, chunk, physical, token)
-        rows.append((token, token * placement.num_experts + expert))
+        target[len(sent_rows)] = (member, chunk, physical, token)
+        sent_rows.append((token, token * placement.num_experts + expert))
     assert not any(number for chunk in left for member in chunk for number in member)
     for index in sorted(target, key=target.__getitem__):
-        yield *rows[index], index
+        yield *sent_rows[index], index
 
 
 @settings(max_examples=200)
@@ -179,13 +224,31 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
     tokens_CMP = split_evenly(plan.tokens_DP, chunks)[:, :members]
     there = sending(placement, tokens_CMP.numpy())
     order = row_order(map_TE, int(map_TE.sum()))
-    moved = order.moved(*gathers([there, there.back], order.token_R.device))
+    gather, back = gathers([there, there.back], order.token_R.device)
+    moved = order.moved(gather, back if seed % 2 else None)
     expected = torch.tensor([*sent(placement, map_TE, tokens_CMP)], dtype=torch.int32).view(-1, 3)
     assert torch.equal(torch.stack([moved.token_R, moved.place_R], 1), expected[:, :2])
     assert torch.equal(order.token_R[expected[:, 2]], moved.token_R)
     # Whatever their places, a token's rows are added up by expert
     assert torch.equal(moved.place_R[moved.by_token_R], map_TE.reshape(-1).nonzero().flatten().to(torch.int32))
     assert torch.equal(moved.first_T, order.first_T)
+
+
+@settings(max_examples=200)
+@given(placements(), st.integers(0, 12), st.integers(0, 10**6))
+def test_one_loop_finds_the_same(placement: Placement, tokens: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    counts_DE = torch.randint(0, 1 + tokens, (placement.num_ranks, placement.num_experts), generator=generator)
+    plan = make_dispatch_plan(counts_DE, placement, "proportional")
+    source = seed % placement.num_ranks
+    found = cut(placement, plan.tokens_DP, source, CPU)
+    tokens_CDP = plan.tokens_DP.numpy()[None]
+    (expected,) = gathers([sending(placement, tokens_CDP[:, [source]])], CPU)
+    rows = torch.arange(int(plan.tokens_DP[source].sum()))
+    assert found.rows == len(rows)
+    assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
+    assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, placement.num_ranks)[0])
+    assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
 
 
 def test_sums_do_not_depend_on_hosts_and_chunks() -> None:
@@ -204,5 +267,6 @@ def test_sums_do_not_depend_on_hosts_and_chunks() -> None:
 def test_more_rows_than_expected_are_found_again() -> None:
     """A routing without the expected number of entries must not be an error: the layer then finds its order again."""
     routing_TP = with_chunks(40, 8, topk=3, seed=5)
-    for rows in (0, 1, 40 * 3, 40 * 8):
-        assert len(row_order(routing_TP, rows).token_R) == rows
+    for count in (0, 1, 40 * 3, 40 * 8):
+        order = row_order(routing_TP, count)
+        assert len(order) == len(order.place_R) == len(order.by_token_R) == count

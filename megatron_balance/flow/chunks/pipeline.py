@@ -22,6 +22,7 @@ from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import ChunkTask, Order
 from megatron_balance.flow.chunks.sorting import Sorting
 from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, scatter_weights
 from megatron_balance.observe.profiling import record_function
 
 Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
@@ -73,6 +74,8 @@ class ChunkedDispatch:
     hosts: int
     tokens_CDP: np.ndarray
     """Rows of each chunk from each source to each physical expert."""
+    splits_CDH: np.ndarray
+    """Rows of each chunk from each source to each host: `sums_by_host` of the former."""
     chunking: Chunking
     weights_to_hosts: Gather
     """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
@@ -100,24 +103,23 @@ class ChunkedDispatch:
     @functools.cached_property
     def splits(self) -> list[torch.Tensor]:
         """[C] matrices [D, hosts]: rows of each chunk from each source to each host."""
-        return [torch.from_numpy(splits_DH) for splits_DH in self._splits_CDH]
+        return [torch.from_numpy(splits_DH) for splits_DH in self.splits_CDH]
 
     @functools.cached_property
     def all_splits_DH(self) -> torch.Tensor:
         """[D, hosts]: rows of all chunks from each source to each host."""
-        return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self._splits_CDH.sum(0))
+        return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self.splits_CDH.sum(0))
 
-    def parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return [C]: the rows that this rank sends with each chunk."""
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of all rows."""
+        return rows if self.share is None else self.share.own(rows)
+
+    def parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return [C]: the rows that this rank sends with each chunk, of those of all members."""
+        rows = self.own(rows)
         if len(self.tokens_CDP) == 1:
             return [rows]
-        return rows.split(self._splits_CDH[:, self.source].sum(1).tolist())
-
-    @functools.cached_property
-    def _splits_CDH(self) -> np.ndarray:
-        # Several times as fast as a sum over a short last dimension
-        first, *others = np.moveaxis(self._by_slot, 3, 0)
-        return functools.reduce(np.add, others, first)
+        return [*rows.split(self.splits_CDH[:, self.source].sum(1).tolist())]
 
     @property
     def _tokens_CDS(self) -> np.ndarray:
@@ -144,20 +146,38 @@ class ChunkedDispatch:
         return transposed(rows, self.share.sizes_CM, (1, 0))
 
 
+def sums_by_host(tokens_CDP: np.ndarray, hosts: int) -> np.ndarray:
+    """Return [C, D, H], the rows for all slots of a host."""
+    # Several times as fast as a sum over a short last dimension
+    slots = tokens_CDP.shape[2] // hosts
+    first, *others = (tokens_CDP[:, :, slot::slots] for slot in range(slots))
+    return functools.reduce(np.add, others, first)
+
+
 def mixture(
-    rows_RH: torch.Tensor, probs_R: torch.Tensor, chunked: ChunkedDispatch, *, experts: GroupedExperts, begin: Begin
+    tokens_TH: torch.Tensor,
+    probs_TE: torch.Tensor,
+    order: RowOrder,
+    chunked: ChunkedDispatch,
+    *,
+    experts: GroupedExperts,
+    begin: Begin,
+    ahead: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Compute each row with its expert, weighted: [R, H], each result where its row was; differentiable.
+    """Compute each row with its expert, and return the weighted sums of each token's rows: [T, H]; differentiable.
 
     Args:
-        rows_RH: by member of the share, then by chunk, then by physical expert.
-        probs_R: combine weight of each row.
+        tokens_TH, probs_TE: tokens of this rank, and the combine weights of all experts.
+        order: rows by member of the share, then by chunk, then by physical expert.
         chunked: where the rows go.
         experts: this rank's experts.
         begin: called at each `Moment`.
+        ahead: the rows [R, H], if they are copied already; they are taken from the list, so that they last no longer
+            than their exchange.
     """
     with_graph = torch.is_grad_enabled()
-    return _Mixture.apply(rows_RH, probs_R, chunked, experts, begin, with_graph, *experts.parameters())
+    options = order, chunked, experts, begin, ahead, with_graph
+    return _Mixture.apply(tokens_TH, probs_TE, options, *experts.weights)
 
 
 def _spanned(span: str, start: Start) -> Start:
@@ -178,7 +198,7 @@ def _spanned(span: str, start: Start) -> Start:
 
 def execute(
     order: Order,
-    rows: Sequence[torch.Tensor],
+    rows: list[torch.Tensor],
     splits: Sequence[torch.Tensor],
     *,
     there: Start,
@@ -189,7 +209,7 @@ def execute(
 
     Args:
         order: the computing tasks; the same on every rank.
-        rows: [C] the rows that this rank sends.
+        rows: [C] the rows that this rank sends; taken from the list, so that they last no longer than their exchange.
         splits: [C] int64 matrices [D, hosts] in host memory: rows from each source to each host.
         there, back: exchanges that take rows to their experts, and results to the rows' sources.
         compute: called with a chunk's number and the rows that arrived; returns the rows that go back.
@@ -199,6 +219,7 @@ def execute(
     """
     exchanges: dict[int, Exchange] = {}
     at_hand: dict[int, torch.Tensor] = dict(enumerate(rows))
+    rows.clear()
     for task, chunk in order:
         if task is ChunkTask.C1:
             exchanges[chunk] = there(at_hand.pop(chunk), splits[chunk])
@@ -208,31 +229,27 @@ def execute(
             exchanges[chunk] = back(at_hand.pop(chunk), splits[chunk])
         else:
             at_hand[chunk] = exchanges.pop(chunk).wait()
-    return [at_hand[chunk] for chunk in range(len(rows))]
+    return [at_hand[chunk] for chunk in range(len(at_hand))]
 
 
 class _Mixture(torch.autograd.Function):
     """Autograd sees one operation; inside it, the experts have one graph for each chunk.
 
-    So the chunking determines the order of a backward pass, and autograd gets one gradient for each weight.
+    So the chunking determines the order of a backward pass, and autograd gets one gradient for each weight. The host
+    queues the first exchange as soon as it can, and what that does not need after it.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        rows_RH: torch.Tensor,
-        probs_R: torch.Tensor,
-        chunked: ChunkedDispatch,
-        experts: GroupedExperts,
-        begin: Begin,
-        with_graph: bool,
+        tokens_TH: torch.Tensor,
+        probs_TE: torch.Tensor,
+        options: tuple[RowOrder, ChunkedDispatch, GroupedExperts, Begin, list[torch.Tensor] | None, bool],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.chunked, ctx.begin, ctx.graphs = chunked, begin, {}
-        ctx.of_weights = experts.gradients(chunked.slots)
+        order, chunked, experts, begin, ahead, with_graph = options
+        ctx.order, ctx.chunked, ctx.begin, ctx.graphs = order, chunked, begin, {}
         exchange, spread = chunked.exchange, chunked.sharding.spread
-        if chunked.share is not None:
-            rows_RH, probs_R = chunked.share.own(rows_RH), chunked.share.own(probs_R)
         coming: list[Exchange] = []
         probs_by_chunk: list[torch.Tensor] = []
 
@@ -241,7 +258,10 @@ class _Mixture(torch.autograd.Function):
             if not (coming or probs_by_chunk):
                 # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
                 with record_function("dispatch"):
-                    coming.append(spread(exchange.probs, chunked.weights_to_hosts(probs_R), chunked.all_splits_DH))
+                    probs_R = chunked.weights_to_hosts(chunked.own(gather_weights(probs_TE, order)))
+                    coming.append(spread(exchange.probs, probs_R, chunked.all_splits_DH))
+                    order.complete()
+                ctx.of_weights = experts.gradients(chunked.slots)
             return exchanged
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
@@ -263,10 +283,12 @@ class _Mixture(torch.autograd.Function):
         computed: list[int] = []
         send_rows = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
         back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
-        parts = chunked.parts(rows_RH)
+        with record_function("dispatch"):
+            parts = chunked.parts(ahead.pop() if ahead else gather_rows(tokens_TH, order))
         results = execute(chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("combine"):
-            return chunked.joined(results)
+            ctx.probs_shape = probs_TE.shape
+            return combine(chunked.joined(results), order)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
@@ -297,17 +319,15 @@ class _Mixture(torch.autograd.Function):
                     of_weights.extend(ctx.of_weights.finish())
             return back_started[-1]
 
-        (gradient_RH,) = gradients
-        if chunked.share is not None:
-            gradient_RH = chunked.share.own(gradient_RH)
         there = _spanned("combine backward", functools.partial(spread, exchange.combine.reverse))
         send_back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
         back_started: list[Exchange] = []
-        parts = chunked.parts(gradient_RH)
+        with record_function("combine backward"):
+            parts = chunked.parts(gather_rows(gradients[0], ctx.order))
         results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
         with record_function("dispatch backward"):
-            of_rows = chunked.joined(results)
+            of_tokens = combine(chunked.joined(results), ctx.order)
             to_probs = chunked.weights_to_chunks(going.pop().wait())
             if chunked.share is not None:
                 to_probs = chunked.share.all(to_probs)
-        return of_rows, to_probs, None, None, None, None, *of_weights
+        return of_tokens, scatter_weights(to_probs, ctx.order, ctx.probs_shape), None, *of_weights
