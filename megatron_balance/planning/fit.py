@@ -1,12 +1,14 @@
-"""Moves of tokens from ranks with more than their capacity to ranks with less, with few guests: an interleaved fit.
+"""Moves of tokens from ranks with more than their capacity to ranks with less, with few guests.
 
-Each move goes from the rank that is then furthest above its capacity to the rank with the most room. So the first moves
-of a fit are themselves a plan, whose busiest rank has what the last of them left. Everything is in whole tokens.
+Fits differ in their order. With BUSIEST, each move goes from the rank that is then furthest above its capacity to the
+rank with the most room. So the first moves of such a fit are themselves a plan, whose busiest rank has what the last of
+them left. With LEAST_FIRST and WHOLE, a guest goes where it leaves least room, as in best-fit packing, which mostly
+needs fewer guests. Everything is in whole tokens.
 
 Letters that differ: M moves; N states, one before each move and one at the end; F the fields of a Move.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +17,10 @@ from megatron_balance.device.compiled import compiled
 PARTS = 64
 """Costs of guests are compared in whole parts of that of a guest on its owner's node, so that devices agree."""
 
-LEAST = -(2**62)
+BUSIEST, FILLING, LEAST_FIRST, WHOLE = ORDERS = range(4)
+"""Orders of moves; see `fit`."""
+
+NOTHING = -(2**62)
 """Excess of ranks that have nothing left to give."""
 
 
@@ -59,12 +64,20 @@ def fit(
     node_size: int,
     far: float = 1.0,
     reaches_far: bool = True,
-    fills: bool = False,
+    order: int = BUSIEST,
 ) -> Fitted:
     """Move tokens until no rank exceeds its capacity, or no rank that does can give any away.
 
-    A move takes the rank's largest expert, or a part of it. The receiver is on the owner's node, unless one on another
-    node takes over more tokens for its cost. Arrays are int64.
+    A move takes the rank's largest expert, or as much of it as the rank exceeds its capacity by. The receiver is on the
+    owner's node, unless one on another node takes over more tokens for its cost. Arrays are int64. The orders are:
+
+    BUSIEST: the rank furthest above its capacity gives to the roomiest one.
+    FILLING: the same, but a guest takes over as many tokens as it has room for, even if that leaves the source below
+        its capacity, so that it can take guests itself. As in Walker's alias method, a receiver is then full after few
+        moves, so that slots suffice more often.
+    LEAST_FIRST: the rank least above its capacity gives first. The receiver has the least room that takes all of the
+        move, if there is such a rank, and otherwise the most.
+    WHOLE: the rank furthest above its capacity gives until it does not exceed it, to receivers as in LEAST_FIRST.
 
     Args:
         tokens_DS: tokens of the experts that a rank may give away, in any order; 0: no such expert.
@@ -75,15 +88,17 @@ def fit(
         node_size: number of consecutive ranks that share a node.
         far: cost of a guest on another node, rounded to PARTS; one on the owner's node costs 1.
         reaches_far: whether guests may be on other nodes than the owner.
-        fills: whether a guest takes over as many tokens as it has room for, even if that leaves the source below its
-            capacity, so that it can take guests itself. As in Walker's alias method, a receiver is then full after few
-            moves. Otherwise a move takes what exceeds the source's capacity at most, which needs fewer moves as long as
-            slots suffice.
     """
     cost = round(far * PARTS) if reaches_far else 0
     return Fitted(
-        *leveled(tokens_DS.copy(), experts_DS, loads_D - capacities_D, slots_D.copy(), node_size, cost, fills)
+        *leveled(tokens_DS.copy(), experts_DS, loads_D - capacities_D, slots_D.copy(), node_size, cost, order)
     )
+
+
+def fewest(*given: np.ndarray, **options: Any) -> Fitted:
+    """Return the fit, of all orders, with the fewest moves of those that leave the least above capacities; see `fit`."""
+    fits = (fit(*given, order=order, **options) for order in ORDERS)
+    return min(fits, key=lambda found: (max(0, int(found.excess_N[-1])), len(found.moves_MF)))
 
 
 @compiled("int64(int64[::1], int64, int64)")
@@ -96,9 +111,34 @@ def _largest(values: np.ndarray, first: int, after: int) -> int:
     return found
 
 
-@compiled(
-    "Tuple((int64[:,::1], int64[::1]))(int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, boolean)"
-)
+@compiled("int64(int64[::1], int64)")
+def _least(above_D: np.ndarray, above: int) -> int:
+    """Return the index of the least positive value, the first one of equals; there is one."""
+    found = above
+    for rank in range(len(above_D)):
+        if 0 < above_D[rank] < above_D[found] or (rank < found and above_D[rank] == above_D[found]):
+            found = rank
+    return found
+
+
+@compiled("int64(int64[::1], int64, int64, int64, int64)")
+def _tightest(room_D: np.ndarray, first: int, after: int, wanted: int, node_size: int) -> int:
+    """Return the rank of a range with the least room for all wanted tokens, or -1.
+
+    Of equals, it is on the last node, and there the first rank.
+    """
+    found = -1
+    for rank in range(first, min(after, len(room_D))):
+        if room_D[rank] >= wanted and (
+            found < 0
+            or room_D[rank] < room_D[found]
+            or (room_D[rank] == room_D[found] and rank // node_size > found // node_size)
+        ):
+            found = rank
+    return found
+
+
+@compiled("Tuple((int64[:,::1], int64[::1]))(int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, int64)")
 def leveled(
     tokens_DS: np.ndarray,
     experts_DS: np.ndarray,
@@ -106,11 +146,12 @@ def leveled(
     slots_D: np.ndarray,
     node_size: int,
     far: int,
-    fills: bool,
+    order: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `fit`, for each rank's excess and the cost of a guest on another node in PARTS; 0: there are none.
 
-    Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one.
+    Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one; see also `_least` and
+    `_tightest`.
     """
     ranks, most, stuck = len(above_D), 0, above_D[0]
     room_D, most_N = np.zeros(ranks, np.int64), np.zeros((ranks - 1) // node_size + 1, np.int64)
@@ -120,17 +161,22 @@ def leveled(
             room_D[rank] = -above_D[rank]
             most_N[rank // node_size] = max(most_N[rank // node_size], -above_D[rank])
     moves_MF, excess_N, number = np.zeros((most, 4), np.int64), np.zeros(most + 1, np.int64), 0
+    source = _largest(above_D, 0, ranks)
     while True:
-        source = _largest(above_D, 0, ranks)
-        excess, home = above_D[source], source // node_size
-        excess_N[number] = max(excess, stuck)
-        if excess <= 0:
+        busiest = _largest(above_D, 0, ranks)
+        excess_N[number] = max(above_D[busiest], stuck)
+        if above_D[busiest] <= 0:
             return moves_MF[:number], excess_N[: number + 1]
+        if order == LEAST_FIRST:
+            source = _least(above_D, busiest)
+        elif order != WHOLE or above_D[source] <= 0:
+            source = busiest
+        excess, home = above_D[source], source // node_size
         tokens, expert, place = 0, 0, 0
         for slot in range(tokens_DS.shape[1]):
             if (tokens_DS[source, slot], experts_DS[source, slot]) > (tokens, expert):
                 tokens, expert, place = tokens_DS[source, slot], experts_DS[source, slot], slot
-        wanted, node = tokens if fills else min(tokens, excess), home
+        wanted, node = tokens if order == FILLING else min(tokens, excess), home
         if far and most_N[home] < wanted:
             roomiest = most_N.argmax()
             if min(wanted, most_N[roomiest]) * PARTS > most_N[home] * far:
@@ -138,9 +184,15 @@ def leveled(
                 node = roomiest
         moved = min(wanted, most_N[node])
         if not moved:
-            above_D[source], stuck = LEAST, max(stuck, excess)
+            above_D[source], stuck = NOTHING, max(stuck, excess)
             continue
         target = _largest(room_D, node * node_size, (node + 1) * node_size)
+        if order >= LEAST_FIRST and moved == wanted:
+            if node == home:
+                target = _tightest(room_D, home * node_size, (home + 1) * node_size, wanted, node_size)
+            else:
+                target = _tightest(room_D, 0, ranks, wanted, node_size)
+                node = target // node_size
         moves_MF[number, 0], moves_MF[number, 1], moves_MF[number, 2], moves_MF[number, 3] = (
             expert,
             source,

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.planning.fit import PARTS, Fitted, Move, fit, sending_times
+from megatron_balance.planning.fit import (
+    BUSIEST,
+    FILLING,
+    LEAST_FIRST,
+    ORDERS,
+    PARTS,
+    WHOLE,
+    Fitted,
+    Move,
+    fit,
+    sending_times,
+)
 
 
 @st.composite
@@ -31,7 +42,7 @@ def cases(draw: st.DrawFn) -> dict:
         "node_size": draw(st.integers(1, ranks)),
         "far": draw(st.sampled_from([1.0, 1.51, 8.0])),
         "reaches_far": draw(st.booleans()),
-        "fills": draw(st.booleans()),
+        "order": draw(st.sampled_from(ORDERS)),
     }
 
 
@@ -56,7 +67,7 @@ def reference(
     node_size: int,
     far: float,
     reaches_far: bool,
-    fills: bool,
+    order: int,
 ) -> tuple[list[Move], list[int]]:
     """Search all ranks before each move; also return the excess of the busiest rank."""
     left, loads, slots = [{expert: size for size, expert in row} for row in experts], [*loads], [*slots]
@@ -65,14 +76,17 @@ def reference(
     def excess(rank: int) -> int:
         return loads[rank] - capacities[rank]
 
-    excesses = [max(map(excess, ranks))]
+    excesses, source = [max(map(excess, ranks))], -1
     while True:
         waiting = [rank for rank in ranks if excess(rank) > 0 and rank not in stuck]
         if not waiting:
             return moves, excesses
-        source = max(waiting, key=lambda rank: (excess(rank), rank))
+        if order == LEAST_FIRST:
+            source = min(waiting, key=lambda rank: (excess(rank), rank))
+        elif order != WHOLE or source not in waiting:
+            source = max(waiting, key=lambda rank: (excess(rank), rank))
         size, expert = max(((size, expert) for expert, size in left[source].items()), default=(0, 0))
-        wanted = size if fills else min(size, excess(source))
+        wanted = size if order == FILLING else min(size, excess(source))
         able = [rank for rank in ranks if excess(rank) < 0 and slots[rank]]
         near = [rank for rank in able if rank // node_size == source // node_size]
         # Of the nodes, the one with the most room, the first of equals; of its ranks, the last of equals
@@ -89,6 +103,9 @@ def reference(
             stuck.add(source)
             continue
         target = max(near, key=lambda rank: (-excess(rank), rank))
+        if order in (LEAST_FIRST, WHOLE) and -excess(target) >= wanted:
+            whole = [rank for rank in (near if chosen == source // node_size else able) if -excess(rank) >= wanted]
+            target = min(whole, key=lambda rank: (-excess(rank), -(rank // node_size), rank))
         moved = min(wanted, -excess(target))
         moves.append(Move(expert, source, target, moved))
         left[source][expert] -= moved
@@ -126,7 +143,7 @@ def test_moves_stay_within_what_ranks_have(case: dict) -> None:
     assert found.fits == all(load <= capacity for load, capacity in zip(loads, case["capacities"], strict=True))
 
 
-def level(sizes: list[list[int]], capacity: int, slots: int, **options: bool) -> Fitted:
+def level(sizes: list[list[int]], capacity: int, slots: int, **options: int) -> Fitted:
     """Fit experts of these sizes to equal ranks of one node."""
     numbers = iter(range(100))
     experts = [sorted((size, next(numbers)) for size in row) for row in sizes]
@@ -144,7 +161,7 @@ def test_the_busiest_rank_comes_first() -> None:
 def test_filling_receivers_needs_fewer_slots() -> None:
     # With one slot, rank 3 takes the excess of one rank only, unless it is filled and that rank takes the other's
     sizes = [[50, 12], [40, 21], [50, 7], [10, 10]]
-    assert [level(sizes, 51, 1, fills=fills).fits for fills in (False, True)] == [False, True]
+    assert [level(sizes, 51, 1, order=order).fits for order in (BUSIEST, FILLING)] == [False, True]
 
 
 @pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])

@@ -18,7 +18,7 @@ from megatron_balance.cost.loads import COMPUTED, by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import Fitted, fit, leveled, sending_times
+from megatron_balance.planning.fit import BUSIEST, FILLING, ORDERS, Fitted, fit, leveled, sending_times
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 EVEN = 1.01
@@ -256,15 +256,17 @@ class _Layer:
             first_N = self.cost.network.first_N
             loads_N, rate_N = (np.add.reduceat(part_D, first_N) for part_D in (start.loads_D, self.cost.rate_D))
             busiest = way.even * float((loads_N / rate_N).max())
-        busiest, found, *kind = self._fitted(start, way, busiest)
+        busiest, found, slots = self._fitted(start, way, busiest)
         number = round((way.share or 0) * len(found.moves_MF))
         if way.share is None:
             number = self._worthwhile(busiest, found, guests_K3)
-        if number and found.excess_N[number] > 0:
-            again = self._fit(start, way, busiest + int(found.excess_N[number]), *kind)
-            if again.fits and len(again.moves_MF) < number:
-                return again.moves_MF
-        return found.moves_MF[:number]
+        if not number:
+            return found.moves_MF[:0]
+        busiest += max(0, int(found.excess_N[number]))
+        fits = [self._fit(start, way, busiest, slots, order) for order in ORDERS]
+        # The first moves are a way to get there, too
+        plans = [found.moves_MF[:number], *(each.moves_MF for each in fits if each.fits)]
+        return min(plans, key=lambda moves_MF: (self._sending(moves_MF, guests_K3)[-1].sum(), len(moves_MF)))
 
     @cached_property
     def _start(self) -> "_Start":
@@ -286,23 +288,23 @@ class _Layer:
         mean = float(loads_D.sum() / self.cost.rate_D.sum())
         return _Start(left_E[self.home_DH], loads_D, np.bincount(rank_K, minlength=ranks), mean)
 
-    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int, bool]:
-        """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible; `_fit` has the rest.
+    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int]:
+        """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible, and a rank's slots.
 
-        The number is that of a rank of average speed, and rises as the way says.
+        The number of tokens is that of a rank of average speed, and rises as the way says.
         """
         for _ in range(RUNGS if way.raised else 1):
-            found = busiest, self._fit(start, way, busiest, way.slots, False), way.slots, False
+            found = busiest, self._fit(start, way, busiest, way.slots, BUSIEST), way.slots
             # Within a node, tokens more often lack room than slots
             if found[1].fits or not way.reaches_far:
                 return found
             busiest += way.raised * int(found[1].excess_N[-1])
-        filled = busiest, self._fit(start, way, busiest, way.slots, True), way.slots, True
+        filled = busiest, self._fit(start, way, busiest, way.slots, FILLING), way.slots
         if not filled[1].fits and way.slots < self.slots:
-            filled = busiest, self._fit(start, way, busiest, self.slots, True), self.slots, True
+            filled = busiest, self._fit(start, way, busiest, self.slots, FILLING), self.slots
         return min(found, filled, key=lambda each: each[0] + max(0, int(each[1].excess_N[-1])))
 
-    def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, fills: bool) -> Fitted:
+    def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, order: int) -> Fitted:
         rate_D = self.cost.rate_D
         return fit(
             start.tokens_DH,
@@ -313,17 +315,21 @@ class _Layer:
             node_size=self.cost.network.node_size,
             far=self.cost.transport.far if way.prefers_near else 1.0,
             reaches_far=way.reaches_far,
-            fills=fills,
+            order=order,
         )
 
     def _worthwhile(self, busiest: float, found: Fitted, guests_K3: np.ndarray) -> int:
         """Return how many of the first moves are worth their cost."""
-        network, transport = self.cost.network, self.cost.transport
-        pairs_K2 = np.concatenate([guests_K3[:, :2], found.moves_MF[:, ::2]])
-        sent_2K = sending_times(pairs_K2, self.owner_E, network.num_ranks, network.node_size, transport.far)
-        sending = sum(self.cost.exposed(busiest, *transport.seconds_of(*sent_2K[:, len(guests_K3) :])))
+        sending = sum(self.cost.exposed(busiest, *self._sending(found.moves_MF, guests_K3).T))
         total_K = self.token_seconds * (busiest + np.maximum(found.excess_N, 0)) + sending
         return int((total_K <= total_K.min() * (1 + NEGLIGIBLE)).argmax())
+
+    def _sending(self, moves_MF: np.ndarray, guests_K3: np.ndarray) -> np.ndarray:
+        """Return [M + 1, 2] seconds of Trans and of Agg after each move, with guests for other microbatches."""
+        network, transport = self.cost.network, self.cost.transport
+        pairs_K2 = np.concatenate([guests_K3[:, :2], moves_MF[:, ::2]])
+        sent_2K = sending_times(pairs_K2, self.owner_E, network.num_ranks, network.node_size, transport.far)
+        return np.stack(transport.seconds_of(*sent_2K[:, len(guests_K3) :]), axis=1)
 
     def timed(self, plans: Sequence[np.ndarray]) -> tuple[list[float], list[float]]:
         """Return the seconds of the layer, and those of Trans and Agg that are hidden, both as on the busiest rank.
