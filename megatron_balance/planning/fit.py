@@ -8,10 +8,11 @@ needs fewer guests. Everything is in whole tokens.
 Letters that differ: M moves; N states, one before each move and one at the end; F the fields of a Move.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.few_batches import few_batches
 from megatron_balance.device.compiled import compiled
 
 PARTS = 64
@@ -93,12 +94,6 @@ def fit(
     return Fitted(
         *leveled(tokens_DS.copy(), experts_DS, loads_D - capacities_D, slots_D.copy(), node_size, cost, order)
     )
-
-
-def fewest(*given: np.ndarray, **options: Any) -> Fitted:
-    """Return the fit, of all orders, with the fewest moves of those that leave the least above capacities; see `fit`."""
-    fits = (fit(*given, order=order, **options) for order in ORDERS)
-    return min(fits, key=lambda found: (max(0, int(found.excess_N[-1])), len(found.moves_MF)))
 
 
 @compiled("int64(int64[::1], int64, int64)")
@@ -235,3 +230,49 @@ def sending_times(pairs_K2: np.ndarray, owner_E: np.ndarray, ranks: int, node_si
         sent_2K[0, index + 1] = max(sent_2K[0, index], times_D[owner], times_D[rank])
         sent_2K[1, index + 1] = max(sent_2K[1, index], total_E[expert] - longest_E[expert])
     return sent_2K
+
+
+@compiled(
+    "int64[:,:](int64[:,:], int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, int64[:,::1], "
+    "int64[::1], float64, float64[:,::1], int64)"
+)
+def cheapest(
+    moves_MF: np.ndarray,
+    tokens_DS: np.ndarray,
+    experts_DS: np.ndarray,
+    above_D: np.ndarray,
+    slots_D: np.ndarray,
+    node_size: int,
+    far: int,
+    pairs_K2: np.ndarray,
+    owner_E: np.ndarray,
+    farther: float,
+    numbers_26: np.ndarray,
+    least_rounds: int,
+) -> np.ndarray:
+    """Return these moves, or those of a fit that leaves no rank above its capacity, whose guests are sent soonest.
+
+    Of equals, those are returned that are fewer. A few guests of one rank may take longer than more guests of several.
+
+    Args:
+        above_D, far: as in `leveled`.
+        pairs_K2: the expert and the rank of guests that are sent, too.
+        farther, numbers_26, least_rounds: as in `few_batches`.
+    """
+    best_MF, least, given, ranks = moves_MF, np.inf, len(pairs_K2), len(above_D)
+    for order in range(-1, 4):
+        found_MF = moves_MF
+        if order >= 0:
+            found_MF, excess_N = leveled(
+                tokens_DS.copy(), experts_DS, above_D.copy(), slots_D.copy(), node_size, far, order
+            )
+            if excess_N[-1] > 0:
+                continue
+        all_K2 = np.empty((given + len(found_MF), 2), np.int64)
+        all_K2[:given] = pairs_K2
+        all_K2[given:, 0], all_K2[given:, 1] = found_MF[:, 0], found_MF[:, 2]
+        sent_2K = sending_times(all_K2, owner_E, ranks, node_size, farther)
+        trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], numbers_26, farther, least_rounds)
+        if trans + agg < least or (trans + agg == least and len(found_MF) < len(best_MF)):
+            best_MF, least = found_MF, trans + agg
+    return best_MF

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance.cost.few_batches import few_batches
 from megatron_balance.planning.fit import (
     BUSIEST,
     FILLING,
@@ -17,6 +18,7 @@ from megatron_balance.planning.fit import (
     WHOLE,
     Fitted,
     Move,
+    cheapest,
     fit,
     sending_times,
 )
@@ -50,12 +52,17 @@ def fitted(
     experts: list[list[tuple[int, int]]], loads: list[int], capacities: list[int], slots: list[int], **options: Any
 ) -> Fitted:
     """Return `fit` for pairs (tokens, expert) of each rank."""
+    per_rank = (np.array(numbers) for numbers in (loads, capacities, slots))
+    return fit(*arrays(experts), *per_rank, **options)
+
+
+def arrays(experts: list[list[tuple[int, int]]]) -> tuple[np.ndarray, ...]:
+    """Return tokens [D, S] and experts [D, S]."""
     pairs_DS2 = np.zeros((len(experts), max(1, *map(len, experts)), 2), np.int64)
     for rank, row in enumerate(experts):
         # Any order of a rank's experts, and gaps between them
         pairs_DS2[rank, : -len(row) - 1 : -1] = np.array(row).reshape(-1, 2)
-    per_rank = (np.array(numbers) for numbers in (loads, capacities, slots))
-    return fit(*(np.ascontiguousarray(part) for part in np.moveaxis(pairs_DS2, 2, 0)), *per_rank, **options)
+    return tuple(np.ascontiguousarray(part) for part in np.moveaxis(pairs_DS2, 2, 0))
 
 
 def reference(
@@ -164,6 +171,15 @@ def test_filling_receivers_needs_fewer_slots() -> None:
     assert [level(sizes, 51, 1, order=order).fits for order in (BUSIEST, FILLING)] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "moves"),
+    [([72, 79, 39, 19, 35], [3, 4, 3]), ([71, 74, 31, 42, 28], [4, 3, 4]), ([68, 65, 78, 15, 20, 49], [4, 4, 3])],
+)
+def test_no_order_needs_the_fewest_moves_of_all_loads(tokens: list[int], moves: list[int]) -> None:
+    fits = [level([[size] for size in tokens], 50, 2, order=order) for order in (BUSIEST, LEAST_FIRST, WHOLE)]
+    assert all(found.fits for found in fits) and [len(found.moves) for found in fits] == moves
+
+
 @pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])
 def test_a_guest_on_another_node_has_to_take_more_for_its_cost(far: float, target: int) -> None:
     # Room for 10 tokens on the same node, for 20 on the other one
@@ -187,3 +203,26 @@ def test_sending_times_grow_guest_by_guest(data: st.DataObject, ranks: int, node
             sent.setdefault(expert, []).append(time)
         extra = max((sum(times) - max(times) for times in sent.values()), default=0.0)
         assert found_2K[:, number].tolist() == pytest.approx([max(times_D), extra])
+
+
+@given(cases(), st.floats(0, 1), st.booleans(), st.integers(1, 3))
+def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: float, free: bool, rounds: int) -> None:
+    """Guests that are sent anyway are the first half of a fit's moves."""
+    case, size = {**case, "reaches_far": True, "far": 4.0}, case["node_size"]
+    first = fitted(**{**case, "order": BUSIEST})
+    pairs_K2 = np.ascontiguousarray(first.moves_MF[: len(first.moves_MF) // 2, ::2])
+    start_MF = first.moves_MF[: round(part * len(first.moves_MF))]
+    owner_E = np.zeros(1 + max((expert for row in case["experts"] for _, expert in row), default=0), np.int64)
+    for rank, row in enumerate(case["experts"]):
+        owner_E[[expert for _, expert in row]] = rank
+    numbers = 4.0, np.zeros((2, 6)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5]] * 2), rounds
+
+    def key(moves_MF: np.ndarray) -> tuple[float, int]:
+        sent_2K = sending_times(np.concatenate([pairs_K2, moves_MF[:, ::2]]), owner_E, len(case["loads"]), size, 4.0)
+        return sum(few_batches(*sent_2K[:, -1].tolist(), numbers[1], 4.0, rounds)), len(moves_MF)
+
+    fits = [fitted(**{**case, "order": order}) for order in ORDERS]
+    given, above = arrays(case["experts"]), np.array(case["loads"]) - np.array(case["capacities"])
+    found_MF = cheapest(start_MF, *given, above, np.array(case["slots"]), size, 4 * PARTS, pairs_K2, owner_E, *numbers)
+    expected = min([start_MF, *(each.moves_MF for each in fits if each.fits)], key=key)
+    assert found_MF.tolist() == expected.tolist()
