@@ -165,14 +165,10 @@ def fit_kernel(
     rank = tl.arange(0, RANKS_BLOCK)
     node = rank // NODE_SIZE
     above, rooms, slots = _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS, NODE_SIZE)
-    number, busiest, stuck = 0, tl.max(above), tl.min(above) >> _BITS
-    giving = busiest
+    number, busiest, giving, stuck = 0, tl.max(above), tl.max(above), tl.min(above) >> _BITS
     tl.store(states, busiest >> _BITS)
     while (busiest >> _BITS) > 0:
-        if ORDER == _LEAST_FIRST:
-            giving = tl.min(tl.where((above >> _BITS) > 0, above, _ALL))
-        elif ORDER != _WHOLE or (giving >> _BITS) <= 0:
-            giving = busiest
+        giving = _giver(above, busiest, giving, ORDER)
         excess, source = giving >> _BITS, giving & _INDEX
         largest = tl.max(tl.where(owner == source, movable, 0))
         wanted = largest >> _BITS if ORDER == _FILLING else tl.minimum(largest >> _BITS, excess)
@@ -196,12 +192,10 @@ def fit_kernel(
             number += 1
             tl.store(states + number, tl.maximum(busiest >> _BITS, stuck))
         else:
-            stuck = tl.maximum(stuck, excess)
-            above = tl.where(rank == source, _NONE, above)
+            stuck, above = tl.maximum(stuck, excess), tl.where(rank == source, _NONE, above)
             busiest, giving = tl.max(above), _NONE
     tl.store(number_L + layer, number)
-    left = movable >> _BITS
-    tl.store(quotas + (movable & _INDEX) * RANKS + owner, left, mask=left > 0)
+    tl.store(quotas + (movable & _INDEX) * RANKS + owner, movable >> _BITS, mask=(movable >> _BITS) > 0)
 
 
 @triton.jit
@@ -238,6 +232,16 @@ def _worth(wanted, near, other, far):
     """Return the key of the room to use: the roomiest one on the source's node, or of all."""
     takes, reached = tl.minimum(wanted, near >> _BITS), tl.minimum(wanted, other >> _BITS)
     return tl.where((takes < wanted) & (reached * _PARTS > takes * far), other, near)
+
+
+@triton.jit
+def _giver(above, busiest, last, ORDER: tl.constexpr):
+    """Return the key of the excess of the rank that gives next; `last` is what the last one has left."""
+    if ORDER == _LEAST_FIRST:
+        return tl.min(tl.where((above >> _BITS) > 0, above, _ALL))
+    if ORDER == _WHOLE:
+        return tl.where((last >> _BITS) > 0, last, busiest)
+    return busiest
 
 
 @triton.jit

@@ -106,10 +106,12 @@ def _largest(values: np.ndarray, first: int, after: int) -> int:
     return found
 
 
-@compiled("int64(int64[::1], int64)")
-def _least(above_D: np.ndarray, above: int) -> int:
-    """Return the index of the least positive value, the first one of equals; there is one."""
-    found = above
+@compiled("int64(int64[::1], int64, int64, int64)")
+def _giver(above_D: np.ndarray, busiest: int, last: int, order: int) -> int:
+    """Return the rank that gives next, after the last one; of equals in LEAST_FIRST, the first one."""
+    if order != LEAST_FIRST:
+        return last if order == WHOLE and above_D[last] > 0 else busiest
+    found = busiest
     for rank in range(len(above_D)):
         if 0 < above_D[rank] < above_D[found] or (rank < found and above_D[rank] == above_D[found]):
             found = rank
@@ -145,10 +147,10 @@ def leveled(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `fit`, for each rank's excess and the cost of a guest on another node in PARTS; 0: there are none.
 
-    Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one; see also `_least` and
+    Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one; see also `_giver` and
     `_tightest`.
     """
-    ranks, most, stuck = len(above_D), 0, above_D[0]
+    ranks, most, stuck, source = len(above_D), 0, above_D[0], _largest(above_D, 0, len(above_D))
     room_D, most_N = np.zeros(ranks, np.int64), np.zeros((ranks - 1) // node_size + 1, np.int64)
     for rank in range(ranks):
         most, stuck = most + slots_D[rank], min(stuck, above_D[rank])
@@ -156,16 +158,12 @@ def leveled(
             room_D[rank] = -above_D[rank]
             most_N[rank // node_size] = max(most_N[rank // node_size], -above_D[rank])
     moves_MF, excess_N, number = np.zeros((most, 4), np.int64), np.zeros(most + 1, np.int64), 0
-    source = _largest(above_D, 0, ranks)
     while True:
         busiest = _largest(above_D, 0, ranks)
         excess_N[number] = max(above_D[busiest], stuck)
         if above_D[busiest] <= 0:
             return moves_MF[:number], excess_N[: number + 1]
-        if order == LEAST_FIRST:
-            source = _least(above_D, busiest)
-        elif order != WHOLE or above_D[source] <= 0:
-            source = busiest
+        source = _giver(above_D, busiest, source, order)
         excess, home = above_D[source], source // node_size
         tokens, expert, place = 0, 0, 0
         for slot in range(tokens_DS.shape[1]):
@@ -181,19 +179,14 @@ def leveled(
         if not moved:
             above_D[source], stuck = NOTHING, max(stuck, excess)
             continue
-        target = _largest(room_D, node * node_size, (node + 1) * node_size)
         if order >= LEAST_FIRST and moved == wanted:
-            if node == home:
-                target = _tightest(room_D, home * node_size, (home + 1) * node_size, wanted, node_size)
-            else:
-                target = _tightest(room_D, 0, ranks, wanted, node_size)
-                node = target // node_size
-        moves_MF[number, 0], moves_MF[number, 1], moves_MF[number, 2], moves_MF[number, 3] = (
-            expert,
-            source,
-            target,
-            moved,
-        )
+            nodes = (home, home + 1) if node == home else (0, len(most_N))
+            target = _tightest(room_D, nodes[0] * node_size, nodes[1] * node_size, wanted, node_size)
+            node = target // node_size
+        else:
+            target = _largest(room_D, node * node_size, (node + 1) * node_size)
+        moves_MF[number, 0], moves_MF[number, 1] = expert, source
+        moves_MF[number, 2], moves_MF[number, 3] = target, moved
         number += 1
         tokens_DS[source, place] -= moved
         above_D[source] -= moved
