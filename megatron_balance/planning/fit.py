@@ -227,7 +227,7 @@ def sending_times(pairs_K2: np.ndarray, owner_E: np.ndarray, ranks: int, node_si
 
 @compiled(
     "int64[:,:](int64[:,:], int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, int64[:,::1], "
-    "int64[::1], float64, float64[:,::1], int64)"
+    "int64[::1], float64, float64[:,::1], int64, float64)"
 )
 def cheapest(
     moves_MF: np.ndarray,
@@ -242,15 +242,18 @@ def cheapest(
     farther: float,
     numbers_26: np.ndarray,
     least_rounds: int,
+    negligible: float,
 ) -> np.ndarray:
     """Return these moves, or those of a fit that leaves no rank above its capacity, whose guests are sent soonest.
 
-    Of equals, those are returned that are fewer. A few guests of one rank may take longer than more guests of several.
+    If others are fewer and take negligibly longer, they are returned. A few guests of one rank may take longer than
+    more guests of several.
 
     Args:
         above_D, far: as in `leveled`.
         pairs_K2: the expert and the rank of guests that are sent, too.
         farther, numbers_26, least_rounds: as in `few_batches`.
+        negligible: seconds.
     """
     best_MF, least, given, ranks = moves_MF, np.inf, len(pairs_K2), len(above_D)
     for order in range(-1, 4):
@@ -266,6 +269,7 @@ def cheapest(
         all_K2[given:, 0], all_K2[given:, 1] = found_MF[:, 0], found_MF[:, 2]
         sent_2K = sending_times(all_K2, owner_E, ranks, node_size, farther)
         trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], numbers_26, farther, least_rounds)
-        if trans + agg < least or (trans + agg == least and len(found_MF) < len(best_MF)):
+        more = trans + agg - least
+        if more < -negligible or (more <= negligible and len(found_MF) < len(best_MF)):
             best_MF, least = found_MF, trans + agg
     return best_MF

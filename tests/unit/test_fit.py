@@ -215,14 +215,15 @@ def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: fl
     owner_E = np.zeros(1 + max((expert for row in case["experts"] for _, expert in row), default=0), np.int64)
     for rank, row in enumerate(case["experts"]):
         owner_E[[expert for _, expert in row]] = rank
-    numbers = 4.0, np.zeros((2, 6)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5]] * 2), rounds
-
-    def key(moves_MF: np.ndarray) -> tuple[float, int]:
-        sent_2K = sending_times(np.concatenate([pairs_K2, moves_MF[:, ::2]]), owner_E, len(case["loads"]), size, 4.0)
-        return sum(few_batches(*sent_2K[:, -1].tolist(), numbers[1], 4.0, rounds)), len(moves_MF)
-
+    negligible, lines = 10.0, np.zeros((2, 6)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5]] * 2)
+    best_MF, least = start_MF, np.inf
     fits = [fitted(**{**case, "order": order}) for order in ORDERS]
-    given, above = arrays(case["experts"]), np.array(case["loads"]) - np.array(case["capacities"])
-    found_MF = cheapest(start_MF, *given, above, np.array(case["slots"]), size, 4 * PARTS, pairs_K2, owner_E, *numbers)
-    expected = min([start_MF, *(each.moves_MF for each in fits if each.fits)], key=key)
-    assert found_MF.tolist() == expected.tolist()
+    for moves_MF in (start_MF, *(each.moves_MF for each in fits if each.fits)):
+        sent_2K = sending_times(np.concatenate([pairs_K2, moves_MF[:, ::2]]), owner_E, len(case["loads"]), size, 4.0)
+        seconds = sum(few_batches(*sent_2K[:, -1].tolist(), lines, 4.0, rounds))
+        fewer = len(moves_MF) < len(best_MF)
+        if seconds < least - negligible or (fewer and seconds <= least + negligible):
+            best_MF, least = moves_MF, seconds
+    above, slots = np.array(case["loads"]) - np.array(case["capacities"]), np.array(case["slots"])
+    given = *arrays(case["experts"]), above, slots, size, 4 * PARTS, pairs_K2, owner_E
+    assert cheapest(start_MF, *given, 4.0, lines, rounds, negligible).tolist() == best_MF.tolist()

@@ -323,7 +323,9 @@ class _Layer:
         transport = self.cost.transport
         numbers = float(transport.far), transport.numbers_26, transport.least_rounds
         pairs_K2 = np.ascontiguousarray(guests_K3[:, :2])
-        return cheapest(moves_MF, *self._given(start, way, busiest, slots), pairs_K2, self.owner_E, *numbers)
+        negligible = NEGLIGIBLE * self.token_seconds * busiest
+        given = self._given(start, way, busiest, slots)
+        return cheapest(moves_MF, *given, pairs_K2, self.owner_E, *numbers, negligible)
 
     def _given(self, start: "_Start", way: _Way, busiest: float, slots: int) -> tuple[Any, ...]:
         """Return the first arguments of `leveled`."""
