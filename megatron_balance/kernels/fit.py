@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_balance.planning.fit import PARTS
+from megatron_balance.planning.fit import BUSIEST, FILLING, LEAST_FIRST, PARTS, WHOLE
 
 INDEX_BITS = 20
 """Experts, and ranks when the last node is counted as a full one, are fewer than 2**INDEX_BITS."""
@@ -26,7 +26,10 @@ _BITS = tl.constexpr(INDEX_BITS)
 _INDEX = tl.constexpr((1 << INDEX_BITS) - 1)
 _NONE = tl.constexpr(-(1 << 62))
 """A key below all others."""
+_ALL = tl.constexpr(1 << 62)
+"""A key above all others."""
 _PARTS = tl.constexpr(PARTS)
+_FILLING, _LEAST_FIRST, _WHOLE = tl.constexpr(FILLING), tl.constexpr(LEAST_FIRST), tl.constexpr(WHOLE)
 
 EXPERTS_PER_WARP = 512
 """A thread then keeps 16 keys of experts."""
@@ -58,7 +61,7 @@ def fit(
     node_size: int,
     far: int = PARTS,
     reaches_far: bool = True,
-    fills: bool = False,
+    order: int = BUSIEST,
 ) -> Fits:
     """Move each layer's tokens as `planning.fit.fit` does, without waiting for the device.
 
@@ -74,7 +77,7 @@ def fit(
         node_size: number of consecutive ranks that share a node.
         far: cost of a guest on another node, in PARTS of one on the owner's node; below 2**INDEX_BITS.
         reaches_far: whether guests may be on other nodes than the owner.
-        fills: whether a guest takes over as many tokens as it has room for.
+        order: one of `planning.fit.ORDERS`.
 
     Raises:
         ValueError: if a tensor has another type, shape or device, or if a number is too large for a key.
@@ -86,7 +89,7 @@ def fit(
     largest = max(num_experts, -(-ranks // node_size) * node_size, far)
     if largest >> INDEX_BITS:
         raise ValueError(f"{num_experts} experts, {ranks} ranks and far {far} must be below {1 << INDEX_BITS}")
-    # Each move ends an expert, a rank's room or, unless it fills, a rank's excess. No rank has both
+    # Each move ends an expert, a rank's room or, unless guests are filled, a rank's excess. No rank has both
     most = ranks * (homes + 1)
     fits = Fits(
         moves_LMF=tokens_LDS.new_zeros(layers, most, 4),
@@ -95,13 +98,13 @@ def fit(
         quotas_LED=tokens_LDS.new_zeros(layers, num_experts, ranks),
     )
     given = (tensor.contiguous() for tensor in (tokens_LDS, experts_LDS, *per_rank.values()))
-    chosen = constants(ranks, homes, num_experts, node_size=node_size, reaches_far=reaches_far, fills=fills)
+    chosen = constants(ranks, homes, num_experts, node_size=node_size, reaches_far=reaches_far, order=order)
     fit_kernel[(layers,)](*given, *fits, far, **chosen, num_warps=warps(ranks * homes))
     return fits
 
 
 def constants(
-    ranks: int, homes: int, num_experts: int, *, node_size: int, reaches_far: bool, fills: bool
+    ranks: int, homes: int, num_experts: int, *, node_size: int, reaches_far: bool, order: int
 ) -> dict[str, int | bool]:
     """Return the constants that the kernel is compiled for."""
     return {
@@ -110,7 +113,7 @@ def constants(
         "EXPERTS": num_experts,
         "NODE_SIZE": node_size,
         "REACHES_FAR": reaches_far,
-        "FILLS": fills,
+        "ORDER": order,
         "RANKS_BLOCK": triton.next_power_of_2(ranks),
         "HOMES_BLOCK": triton.next_power_of_2(ranks * homes),
     }
@@ -149,7 +152,7 @@ def fit_kernel(
     EXPERTS: tl.constexpr,
     NODE_SIZE: tl.constexpr,
     REACHES_FAR: tl.constexpr,
-    FILLS: tl.constexpr,
+    ORDER: tl.constexpr,
     RANKS_BLOCK: tl.constexpr,
     HOMES_BLOCK: tl.constexpr,
 ):
@@ -162,15 +165,18 @@ def fit_kernel(
     rank = tl.arange(0, RANKS_BLOCK)
     node = rank // NODE_SIZE
     above, rooms, slots = _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS, NODE_SIZE)
-    number, busiest, stuck = 0, tl.max(above), tl.min(above) >> _BITS
+    number, busiest, giving, stuck = 0, tl.max(above), tl.max(above), tl.min(above) >> _BITS
     tl.store(states, busiest >> _BITS)
     while (busiest >> _BITS) > 0:
-        excess, source = busiest >> _BITS, busiest & _INDEX
+        giving = _giver(above, busiest, giving, ORDER)
+        excess, source = giving >> _BITS, giving & _INDEX
         largest = tl.max(tl.where(owner == source, movable, 0))
-        wanted = largest >> _BITS if FILLS else tl.minimum(largest >> _BITS, excess)
+        wanted = largest >> _BITS if ORDER == _FILLING else tl.minimum(largest >> _BITS, excess)
         chosen = tl.max(tl.where(node == source // NODE_SIZE, rooms, 0))
         if REACHES_FAR:
             chosen = _worth(wanted, chosen, tl.max(rooms), far)
+        if ORDER >= _LEAST_FIRST:
+            chosen = _tightest(wanted, chosen, rooms, node == source // NODE_SIZE)
         moved = tl.minimum(wanted, chosen >> _BITS)
         if moved > 0:
             target = _mirrored(chosen & _INDEX, RANKS, NODE_SIZE)
@@ -180,18 +186,16 @@ def fit_kernel(
             # Without a slot, a rank has no room
             rooms -= tl.where(rank == target, tl.where(slots != 0, moved, chosen >> _BITS) << _BITS, 0)
             rooms += tl.where((rank == source) & (slots != 0), tl.maximum(moved - excess, 0) << _BITS, 0)
-            busiest = tl.max(above)
+            busiest, giving = tl.max(above), tl.max(tl.where(rank == source, above, _NONE))
             _write_move(moves + number * 4, largest & _INDEX, source, target, moved)
             tl.store(quotas + (largest & _INDEX) * RANKS + target, moved)
             number += 1
             tl.store(states + number, tl.maximum(busiest >> _BITS, stuck))
         else:
-            stuck = tl.maximum(stuck, excess)
-            above = tl.where(rank == source, _NONE, above)
-            busiest = tl.max(above)
+            stuck, above = tl.maximum(stuck, excess), tl.where(rank == source, _NONE, above)
+            busiest, giving = tl.max(above), _NONE
     tl.store(number_L + layer, number)
-    left = movable >> _BITS
-    tl.store(quotas + (movable & _INDEX) * RANKS + owner, left, mask=left > 0)
+    tl.store(quotas + (movable & _INDEX) * RANKS + owner, movable >> _BITS, mask=(movable >> _BITS) > 0)
 
 
 @triton.jit
@@ -228,6 +232,28 @@ def _worth(wanted, near, other, far):
     """Return the key of the room to use: the roomiest one on the source's node, or of all."""
     takes, reached = tl.minimum(wanted, near >> _BITS), tl.minimum(wanted, other >> _BITS)
     return tl.where((takes < wanted) & (reached * _PARTS > takes * far), other, near)
+
+
+@triton.jit
+def _giver(above, busiest, last, ORDER: tl.constexpr):
+    """Return the key of the excess of the rank that gives next; `last` is what the last one has left."""
+    if ORDER == _LEAST_FIRST:
+        return tl.min(tl.where((above >> _BITS) > 0, above, _ALL))
+    if ORDER == _WHOLE:
+        return tl.where((last >> _BITS) > 0, last, busiest)
+    return busiest
+
+
+@triton.jit
+def _tightest(wanted, roomiest, rooms, is_home):
+    """Return the key of the least room that takes all wanted tokens, if `roomiest` does; otherwise `roomiest`.
+
+    If it is on another node, no rank of the source's node takes all.
+    """
+    takes = (rooms >> _BITS) >= wanted
+    at_home = tl.min(tl.where(takes & is_home, rooms, _ALL))
+    tightest = tl.where(at_home < _ALL, at_home, tl.min(tl.where(takes, rooms, _ALL)))
+    return tl.where((roomiest >> _BITS) >= wanted, tightest, roomiest)
 
 
 @triton.jit

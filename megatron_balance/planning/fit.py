@@ -1,7 +1,9 @@
-"""Moves of tokens from ranks with more than their capacity to ranks with less, with few guests: an interleaved fit.
+"""Moves of tokens from ranks with more than their capacity to ranks with less, with few guests.
 
-Each move goes from the rank that is then furthest above its capacity to the rank with the most room. So the first moves
-of a fit are themselves a plan, whose busiest rank has what the last of them left. Everything is in whole tokens.
+Fits differ in their order. With BUSIEST, each move goes from the rank that is then furthest above its capacity to the
+rank with the most room. So the first moves of such a fit are themselves a plan, whose busiest rank has what the last of
+them left. With LEAST_FIRST and WHOLE, a guest goes where it leaves least room, as in best-fit packing, which mostly
+needs fewer guests. Everything is in whole tokens.
 
 Letters that differ: M moves; N states, one before each move and one at the end; F the fields of a Move.
 """
@@ -10,12 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.few_batches import few_batches
 from megatron_balance.device.compiled import compiled
 
 PARTS = 64
 """Costs of guests are compared in whole parts of that of a guest on its owner's node, so that devices agree."""
 
-LEAST = -(2**62)
+BUSIEST, FILLING, LEAST_FIRST, WHOLE = ORDERS = range(4)
+"""Orders of moves; see `fit`."""
+
+NOTHING = -(2**62)
 """Excess of ranks that have nothing left to give."""
 
 
@@ -59,12 +65,20 @@ def fit(
     node_size: int,
     far: float = 1.0,
     reaches_far: bool = True,
-    fills: bool = False,
+    order: int = BUSIEST,
 ) -> Fitted:
     """Move tokens until no rank exceeds its capacity, or no rank that does can give any away.
 
-    A move takes the rank's largest expert, or a part of it. The receiver is on the owner's node, unless one on another
-    node takes over more tokens for its cost. Arrays are int64.
+    A move takes the rank's largest expert, or as much of it as the rank exceeds its capacity by. The receiver is on the
+    owner's node, unless one on another node takes over more tokens for its cost. Arrays are int64. The orders are:
+
+    BUSIEST: the rank furthest above its capacity gives to the roomiest one.
+    FILLING: the same, but a guest takes over as many tokens as it has room for, even if that leaves the source below
+        its capacity, so that it can take guests itself. As in Walker's alias method, a receiver is then full after few
+        moves, so that slots suffice more often.
+    LEAST_FIRST: the rank least above its capacity gives first. The receiver has the least room that takes all of the
+        move, if there is such a rank, and otherwise the most.
+    WHOLE: the rank furthest above its capacity gives until it does not exceed it, to receivers as in LEAST_FIRST.
 
     Args:
         tokens_DS: tokens of the experts that a rank may give away, in any order; 0: no such expert.
@@ -75,14 +89,10 @@ def fit(
         node_size: number of consecutive ranks that share a node.
         far: cost of a guest on another node, rounded to PARTS; one on the owner's node costs 1.
         reaches_far: whether guests may be on other nodes than the owner.
-        fills: whether a guest takes over as many tokens as it has room for, even if that leaves the source below its
-            capacity, so that it can take guests itself. As in Walker's alias method, a receiver is then full after few
-            moves. Otherwise a move takes what exceeds the source's capacity at most, which needs fewer moves as long as
-            slots suffice.
     """
     cost = round(far * PARTS) if reaches_far else 0
     return Fitted(
-        *leveled(tokens_DS.copy(), experts_DS, loads_D - capacities_D, slots_D.copy(), node_size, cost, fills)
+        *leveled(tokens_DS.copy(), experts_DS, loads_D - capacities_D, slots_D.copy(), node_size, cost, order)
     )
 
 
@@ -96,9 +106,36 @@ def _largest(values: np.ndarray, first: int, after: int) -> int:
     return found
 
 
-@compiled(
-    "Tuple((int64[:,::1], int64[::1]))(int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, boolean)"
-)
+@compiled("int64(int64[::1], int64, int64, int64)")
+def _giver(above_D: np.ndarray, busiest: int, last: int, order: int) -> int:
+    """Return the rank that gives next, after the last one; of equals in LEAST_FIRST, the first one."""
+    if order != LEAST_FIRST:
+        return last if order == WHOLE and above_D[last] > 0 else busiest
+    found = busiest
+    for rank in range(len(above_D)):
+        if 0 < above_D[rank] < above_D[found] or (rank < found and above_D[rank] == above_D[found]):
+            found = rank
+    return found
+
+
+@compiled("int64(int64[::1], int64, int64, int64, int64)")
+def _tightest(room_D: np.ndarray, first: int, after: int, wanted: int, node_size: int) -> int:
+    """Return the rank of a range with the least room for all wanted tokens, or -1.
+
+    Of equals, it is on the last node, and there the first rank.
+    """
+    found = -1
+    for rank in range(first, min(after, len(room_D))):
+        if room_D[rank] >= wanted and (
+            found < 0
+            or room_D[rank] < room_D[found]
+            or (room_D[rank] == room_D[found] and rank // node_size > found // node_size)
+        ):
+            found = rank
+    return found
+
+
+@compiled("Tuple((int64[:,::1], int64[::1]))(int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, int64)")
 def leveled(
     tokens_DS: np.ndarray,
     experts_DS: np.ndarray,
@@ -106,13 +143,14 @@ def leveled(
     slots_D: np.ndarray,
     node_size: int,
     far: int,
-    fills: bool,
+    order: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `fit`, for each rank's excess and the cost of a guest on another node in PARTS; 0: there are none.
 
-    Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one.
+    Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one; see also `_giver` and
+    `_tightest`.
     """
-    ranks, most, stuck = len(above_D), 0, above_D[0]
+    ranks, most, stuck, source = len(above_D), 0, above_D[0], _largest(above_D, 0, len(above_D))
     room_D, most_N = np.zeros(ranks, np.int64), np.zeros((ranks - 1) // node_size + 1, np.int64)
     for rank in range(ranks):
         most, stuck = most + slots_D[rank], min(stuck, above_D[rank])
@@ -121,16 +159,17 @@ def leveled(
             most_N[rank // node_size] = max(most_N[rank // node_size], -above_D[rank])
     moves_MF, excess_N, number = np.zeros((most, 4), np.int64), np.zeros(most + 1, np.int64), 0
     while True:
-        source = _largest(above_D, 0, ranks)
-        excess, home = above_D[source], source // node_size
-        excess_N[number] = max(excess, stuck)
-        if excess <= 0:
+        busiest = _largest(above_D, 0, ranks)
+        excess_N[number] = max(above_D[busiest], stuck)
+        if above_D[busiest] <= 0:
             return moves_MF[:number], excess_N[: number + 1]
+        source = _giver(above_D, busiest, source, order)
+        excess, home = above_D[source], source // node_size
         tokens, expert, place = 0, 0, 0
         for slot in range(tokens_DS.shape[1]):
             if (tokens_DS[source, slot], experts_DS[source, slot]) > (tokens, expert):
                 tokens, expert, place = tokens_DS[source, slot], experts_DS[source, slot], slot
-        wanted, node = tokens if fills else min(tokens, excess), home
+        wanted, node = tokens if order == FILLING else min(tokens, excess), home
         if far and most_N[home] < wanted:
             roomiest = most_N.argmax()
             if min(wanted, most_N[roomiest]) * PARTS > most_N[home] * far:
@@ -138,15 +177,16 @@ def leveled(
                 node = roomiest
         moved = min(wanted, most_N[node])
         if not moved:
-            above_D[source], stuck = LEAST, max(stuck, excess)
+            above_D[source], stuck = NOTHING, max(stuck, excess)
             continue
-        target = _largest(room_D, node * node_size, (node + 1) * node_size)
-        moves_MF[number, 0], moves_MF[number, 1], moves_MF[number, 2], moves_MF[number, 3] = (
-            expert,
-            source,
-            target,
-            moved,
-        )
+        if order >= LEAST_FIRST and moved == wanted:
+            nodes = (home, home + 1) if node == home else (0, len(most_N))
+            target = _tightest(room_D, nodes[0] * node_size, nodes[1] * node_size, wanted, node_size)
+            node = target // node_size
+        else:
+            target = _largest(room_D, node * node_size, (node + 1) * node_size)
+        moves_MF[number, 0], moves_MF[number, 1] = expert, source
+        moves_MF[number, 2], moves_MF[number, 3] = target, moved
         number += 1
         tokens_DS[source, place] -= moved
         above_D[source] -= moved
@@ -183,3 +223,53 @@ def sending_times(pairs_K2: np.ndarray, owner_E: np.ndarray, ranks: int, node_si
         sent_2K[0, index + 1] = max(sent_2K[0, index], times_D[owner], times_D[rank])
         sent_2K[1, index + 1] = max(sent_2K[1, index], total_E[expert] - longest_E[expert])
     return sent_2K
+
+
+@compiled(
+    "int64[:,:](int64[:,:], int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, int64[:,::1], "
+    "int64[::1], float64, float64[:,::1], int64, float64)"
+)
+def cheapest(
+    moves_MF: np.ndarray,
+    tokens_DS: np.ndarray,
+    experts_DS: np.ndarray,
+    above_D: np.ndarray,
+    slots_D: np.ndarray,
+    node_size: int,
+    far: int,
+    pairs_K2: np.ndarray,
+    owner_E: np.ndarray,
+    farther: float,
+    numbers_26: np.ndarray,
+    least_rounds: int,
+    negligible: float,
+) -> np.ndarray:
+    """Return these moves, or those of a fit that leaves no rank above its capacity, whose guests are sent soonest.
+
+    If others are fewer and take negligibly longer, they are returned. A few guests of one rank may take longer than
+    more guests of several.
+
+    Args:
+        above_D, far: as in `leveled`.
+        pairs_K2: the expert and the rank of guests that are sent, too.
+        farther, numbers_26, least_rounds: as in `few_batches`.
+        negligible: seconds.
+    """
+    best_MF, least, given, ranks = moves_MF, np.inf, len(pairs_K2), len(above_D)
+    for order in range(-1, 4):
+        found_MF = moves_MF
+        if order >= 0:
+            found_MF, excess_N = leveled(
+                tokens_DS.copy(), experts_DS, above_D.copy(), slots_D.copy(), node_size, far, order
+            )
+            if excess_N[-1] > 0:
+                continue
+        all_K2 = np.empty((given + len(found_MF), 2), np.int64)
+        all_K2[:given] = pairs_K2
+        all_K2[given:, 0], all_K2[given:, 1] = found_MF[:, 0], found_MF[:, 2]
+        sent_2K = sending_times(all_K2, owner_E, ranks, node_size, farther)
+        trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], numbers_26, farther, least_rounds)
+        more = trans + agg - least
+        if more < -negligible or (more <= negligible and len(found_MF) < len(best_MF)):
+            best_MF, least = found_MF, trans + agg
+    return best_MF

@@ -8,7 +8,7 @@ from megatron_balance.comm import blocks
 from megatron_balance.flow import rows
 from megatron_balance.kernels import fit as kernel
 from megatron_balance.kernels import rows as kernels
-from megatron_balance.planning.fit import PARTS
+from megatron_balance.planning.fit import BUSIEST, PARTS
 from tests.unit.test_fit import fitted
 
 
@@ -24,7 +24,7 @@ def fits_equal(cases: list[dict], device: str) -> None:
             for place, pair in enumerate(row, homes - len(row)):
                 pairs[layer, rank, place] = torch.tensor(pair)
     per_rank = (torch.tensor([case[name] for case in cases]) for name in ("loads", "capacities", "slots"))
-    constants = {name: cases[0][name] for name in ("node_size", "reaches_far", "fills")}
+    constants = {name: cases[0][name] for name in ("node_size", "reaches_far", "order")}
     found = kernel.fit(
         *(tensor.to(device) for tensor in (*pairs.unbind(-1), *per_rank)),
         num_experts=experts,
@@ -63,7 +63,7 @@ def zipf(seed: int, *, ranks: int = 64, per_rank: int = 4, layers: int = 2, **co
             "node_size": 8,
             "far": 4.0,
             "reaches_far": True,
-            "fills": False,
+            "order": BUSIEST,
             **constants,
         })  # fmt: skip
     return cases

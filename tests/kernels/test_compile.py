@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from megatron_balance.kernels import rows
 from megatron_balance.kernels.fit import constants, fit_kernel, warps
+from megatron_balance.planning.fit import BUSIEST, FILLING, LEAST_FIRST, WHOLE
 
 TENSORS = fit_kernel.arg_names[: fit_kernel.arg_names.index("far")]
 
@@ -37,19 +38,19 @@ def resources(kernel: CompiledKernel, directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "ranks", "homes", "node_size", "fills"),
+    ("architecture", "ranks", "homes", "node_size", "order"),
     [
-        (80, 64, 4, 8, False),
-        (90, 64, 4, 8, False),
-        (90, 36, 7, 6, True),
-        (90, 256, 16, 8, False),
-        (100, 64, 4, 8, True),
+        (80, 64, 4, 8, BUSIEST),
+        (90, 64, 4, 8, LEAST_FIRST),
+        (90, 36, 7, 6, FILLING),
+        (90, 256, 16, 8, WHOLE),
+        (100, 64, 4, 8, FILLING),
     ],
 )
 def test_fit_stays_in_registers(
-    architecture: int, ranks: int, homes: int, node_size: int, fills: bool, tmp_path: Path
+    architecture: int, ranks: int, homes: int, node_size: int, order: int, tmp_path: Path
 ) -> None:
-    kernel = compiled(architecture, ranks, homes, node_size=node_size, fills=fills)
+    kernel = compiled(architecture, ranks, homes, node_size=node_size, order=order)
     used = resources(kernel, tmp_path)
     print(f"sm_{architecture}, {ranks} ranks of {homes} experts, {kernel.metadata.num_warps} warps: {used}")
     assert f".target sm_{architecture}" in kernel.asm["ptx"]

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from megatron_balance.kernels import fit as kernel
+from megatron_balance.planning.fit import BUSIEST, ORDERS
 from tests.kernels.equal import fits_equal, zipf
 from tests.unit.test_fit import cases
 
@@ -15,9 +16,9 @@ def test_the_kernel_is_the_function(case: dict) -> None:
     fits_equal([case], "cpu")
 
 
-@pytest.mark.parametrize("fills", [False, True])
-def test_64_ranks_and_several_layers(fills: bool) -> None:
-    fits_equal(zipf(0, fills=fills), "cpu")
+@pytest.mark.parametrize("order", ORDERS)
+def test_64_ranks_and_several_layers(order: int) -> None:
+    fits_equal(zipf(0, order=order), "cpu")
 
 
 @pytest.mark.parametrize(("far", "near", "other"), [(0.5, 20, 20), (1.0, 10, 10), (2.0, 10, 20)])
@@ -27,14 +28,14 @@ def test_equal_rooms_and_equal_costs(far: float, near: int, other: int) -> None:
     loads = [40 - room for room in rooms]
     loads[3] = 60
     case = {"experts": [[], [], [], [(30, 4), (30, 5)], [], []], "loads": loads, "capacities": [40] * 6}
-    fits_equal([{**case, "slots": [1] * 6, "node_size": 2, "far": far, "reaches_far": True, "fills": False}], "cpu")
+    fits_equal([{**case, "slots": [1] * 6, "node_size": 2, "far": far, "reaches_far": True, "order": BUSIEST}], "cpu")
 
 
 def test_values_up_to_the_limit() -> None:
     # Two equal ranks above and two below: all keys have large values
     many = 2**42 - 4
     case = {"experts": [[(many, 0)], [(many, 1)], [], []], "loads": [many, many, 0, 0], "capacities": [many // 2] * 4}
-    fits_equal([{**case, "slots": [1] * 4, "node_size": 2, "far": 1.0, "reaches_far": True, "fills": False}], "cpu")
+    fits_equal([{**case, "slots": [1] * 4, "node_size": 2, "far": 1.0, "reaches_far": True, "order": BUSIEST}], "cpu")
 
 
 def arguments(**others: torch.Tensor) -> dict:

@@ -8,7 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.planning.fit import PARTS, Fitted, Move, fit, sending_times
+from megatron_balance.cost.few_batches import few_batches
+from megatron_balance.planning.fit import (
+    BUSIEST,
+    FILLING,
+    LEAST_FIRST,
+    ORDERS,
+    PARTS,
+    WHOLE,
+    Fitted,
+    Move,
+    cheapest,
+    fit,
+    sending_times,
+)
 
 
 @st.composite
@@ -31,7 +44,7 @@ def cases(draw: st.DrawFn) -> dict:
         "node_size": draw(st.integers(1, ranks)),
         "far": draw(st.sampled_from([1.0, 1.51, 8.0])),
         "reaches_far": draw(st.booleans()),
-        "fills": draw(st.booleans()),
+        "order": draw(st.sampled_from(ORDERS)),
     }
 
 
@@ -39,12 +52,17 @@ def fitted(
     experts: list[list[tuple[int, int]]], loads: list[int], capacities: list[int], slots: list[int], **options: Any
 ) -> Fitted:
     """Return `fit` for pairs (tokens, expert) of each rank."""
+    per_rank = (np.array(numbers) for numbers in (loads, capacities, slots))
+    return fit(*arrays(experts), *per_rank, **options)
+
+
+def arrays(experts: list[list[tuple[int, int]]]) -> tuple[np.ndarray, ...]:
+    """Return tokens [D, S] and experts [D, S]."""
     pairs_DS2 = np.zeros((len(experts), max(1, *map(len, experts)), 2), np.int64)
     for rank, row in enumerate(experts):
         # Any order of a rank's experts, and gaps between them
         pairs_DS2[rank, : -len(row) - 1 : -1] = np.array(row).reshape(-1, 2)
-    per_rank = (np.array(numbers) for numbers in (loads, capacities, slots))
-    return fit(*(np.ascontiguousarray(part) for part in np.moveaxis(pairs_DS2, 2, 0)), *per_rank, **options)
+    return tuple(np.ascontiguousarray(part) for part in np.moveaxis(pairs_DS2, 2, 0))
 
 
 def reference(
@@ -56,7 +74,7 @@ def reference(
     node_size: int,
     far: float,
     reaches_far: bool,
-    fills: bool,
+    order: int,
 ) -> tuple[list[Move], list[int]]:
     """Search all ranks before each move; also return the excess of the busiest rank."""
     left, loads, slots = [{expert: size for size, expert in row} for row in experts], [*loads], [*slots]
@@ -65,14 +83,17 @@ def reference(
     def excess(rank: int) -> int:
         return loads[rank] - capacities[rank]
 
-    excesses = [max(map(excess, ranks))]
+    excesses, source = [max(map(excess, ranks))], -1
     while True:
         waiting = [rank for rank in ranks if excess(rank) > 0 and rank not in stuck]
         if not waiting:
             return moves, excesses
-        source = max(waiting, key=lambda rank: (excess(rank), rank))
+        if order == LEAST_FIRST:
+            source = min(waiting, key=lambda rank: (excess(rank), rank))
+        elif order != WHOLE or source not in waiting:
+            source = max(waiting, key=lambda rank: (excess(rank), rank))
         size, expert = max(((size, expert) for expert, size in left[source].items()), default=(0, 0))
-        wanted = size if fills else min(size, excess(source))
+        wanted = size if order == FILLING else min(size, excess(source))
         able = [rank for rank in ranks if excess(rank) < 0 and slots[rank]]
         near = [rank for rank in able if rank // node_size == source // node_size]
         # Of the nodes, the one with the most room, the first of equals; of its ranks, the last of equals
@@ -89,6 +110,9 @@ def reference(
             stuck.add(source)
             continue
         target = max(near, key=lambda rank: (-excess(rank), rank))
+        if order in (LEAST_FIRST, WHOLE) and -excess(target) >= wanted:
+            whole = [rank for rank in (near if chosen == source // node_size else able) if -excess(rank) >= wanted]
+            target = min(whole, key=lambda rank: (-excess(rank), -(rank // node_size), rank))
         moved = min(wanted, -excess(target))
         moves.append(Move(expert, source, target, moved))
         left[source][expert] -= moved
@@ -126,7 +150,7 @@ def test_moves_stay_within_what_ranks_have(case: dict) -> None:
     assert found.fits == all(load <= capacity for load, capacity in zip(loads, case["capacities"], strict=True))
 
 
-def level(sizes: list[list[int]], capacity: int, slots: int, **options: bool) -> Fitted:
+def level(sizes: list[list[int]], capacity: int, slots: int, **options: int) -> Fitted:
     """Fit experts of these sizes to equal ranks of one node."""
     numbers = iter(range(100))
     experts = [sorted((size, next(numbers)) for size in row) for row in sizes]
@@ -144,7 +168,16 @@ def test_the_busiest_rank_comes_first() -> None:
 def test_filling_receivers_needs_fewer_slots() -> None:
     # With one slot, rank 3 takes the excess of one rank only, unless it is filled and that rank takes the other's
     sizes = [[50, 12], [40, 21], [50, 7], [10, 10]]
-    assert [level(sizes, 51, 1, fills=fills).fits for fills in (False, True)] == [False, True]
+    assert [level(sizes, 51, 1, order=order).fits for order in (BUSIEST, FILLING)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "moves"),
+    [([72, 79, 39, 19, 35], [3, 4, 3]), ([71, 74, 31, 42, 28], [4, 3, 4]), ([68, 65, 78, 15, 20, 49], [4, 4, 3])],
+)
+def test_no_order_needs_the_fewest_moves_of_all_loads(tokens: list[int], moves: list[int]) -> None:
+    fits = [level([[size] for size in tokens], 50, 2, order=order) for order in (BUSIEST, LEAST_FIRST, WHOLE)]
+    assert all(found.fits for found in fits) and [len(found.moves) for found in fits] == moves
 
 
 @pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])
@@ -170,3 +203,27 @@ def test_sending_times_grow_guest_by_guest(data: st.DataObject, ranks: int, node
             sent.setdefault(expert, []).append(time)
         extra = max((sum(times) - max(times) for times in sent.values()), default=0.0)
         assert found_2K[:, number].tolist() == pytest.approx([max(times_D), extra])
+
+
+@given(cases(), st.floats(0, 1), st.booleans(), st.integers(1, 3))
+def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: float, free: bool, rounds: int) -> None:
+    """Guests that are sent anyway are the first half of a fit's moves."""
+    case, size = {**case, "reaches_far": True, "far": 4.0}, case["node_size"]
+    first = fitted(**{**case, "order": BUSIEST})
+    pairs_K2 = np.ascontiguousarray(first.moves_MF[: len(first.moves_MF) // 2, ::2])
+    start_MF = first.moves_MF[: round(part * len(first.moves_MF))]
+    owner_E = np.zeros(1 + max((expert for row in case["experts"] for _, expert in row), default=0), np.int64)
+    for rank, row in enumerate(case["experts"]):
+        owner_E[[expert for _, expert in row]] = rank
+    negligible, lines = 10.0, np.zeros((2, 6)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5]] * 2)
+    best_MF, least = start_MF, np.inf
+    fits = [fitted(**{**case, "order": order}) for order in ORDERS]
+    for moves_MF in (start_MF, *(each.moves_MF for each in fits if each.fits)):
+        sent_2K = sending_times(np.concatenate([pairs_K2, moves_MF[:, ::2]]), owner_E, len(case["loads"]), size, 4.0)
+        seconds = sum(few_batches(*sent_2K[:, -1].tolist(), lines, 4.0, rounds))
+        fewer = len(moves_MF) < len(best_MF)
+        if seconds < least - negligible or (fewer and seconds <= least + negligible):
+            best_MF, least = moves_MF, seconds
+    above, slots = np.array(case["loads"]) - np.array(case["capacities"]), np.array(case["slots"])
+    given = *arrays(case["experts"]), above, slots, size, 4 * PARTS, pairs_K2, owner_E
+    assert cheapest(start_MF, *given, 4.0, lines, rounds, negligible).tolist() == best_MF.tolist()

@@ -273,6 +273,19 @@ class TestFigures:
         assert ours == pytest.approx(1.01, abs=0.002) and theirs == pytest.approx(1.016, abs=0.005)
         assert copies == pytest.approx(56, rel=0.1) and more == pytest.approx(62, rel=0.1)
 
+    @pytest.mark.parametrize("target", [1.005, 1.02])
+    def test_quota_never_needs_more_copies_than_another_planner(
+        self, loads: list[pareto_plans.Load], target: float
+    ) -> None:
+        copies = []
+        for load in loads:
+            ours = pareto_plans.reference(pareto_plans.fitted, load, 2, target=target)
+            others = [pareto_plans.reference(planner, load, 2, target=target) for planner in BOUNDED.values()]
+            assert ours.ratio <= target
+            assert all(ours.copies <= other.copies for other in others if other.ratio <= target)
+            copies.append(ours.copies)
+        assert np.mean(copies) <= 0.9 * means("moonep", loads, 2)[1]
+
     def test_exact_plans_replace_those_of_higher_targets(self, loads: list[pareto_plans.Load]) -> None:
         for load in loads[::8]:
             ratio = pareto_plans.reference(quota_planners.with_alias, load, 1).ratio

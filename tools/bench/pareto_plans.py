@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.planning.fit import fit
+from megatron_balance.planning.fit import ORDERS, fit
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.profile.cluster import Cluster, Ranks, profile_of
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, builtin
@@ -41,13 +41,13 @@ RUNS = 5
 
 
 def fitted(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: int, target: float = TARGET) -> np.ndarray:
-    """Return the quotas [E, D] of the policy `quota`'s fit: the fewest moves, or receivers filled if slots are few."""
+    """Return the quotas [E, D] of the policy `quota`'s fits, with the fewest moves."""
     experts_DS = np.argsort(owner_E, kind="stable").reshape(num_ranks, -1)
     loads_D = tokens_E[experts_DS].sum(1)
     limits_D = np.full(num_ranks, limit_of(int(tokens_E.sum()), num_ranks, target))
     given = tokens_E[experts_DS], experts_DS, loads_D, limits_D, np.full(num_ranks, slots)
-    fits = (fit(*given, node_size=num_ranks, fills=fills) for fills in (False, True))
-    found = min(fits, key=lambda found: max(0, found.excess_N[-1]))
+    fits = (fit(*given, node_size=num_ranks, order=order) for order in ORDERS)
+    found = min(fits, key=lambda found: (max(0, found.excess_N[-1]), len(found.moves_MF)))
     quotas_ED = np.zeros((len(tokens_E), num_ranks), dtype=np.int64)
     quotas_ED[np.arange(len(tokens_E)), owner_E] = tokens_E
     for expert, source, rank, tokens in found.moves:

@@ -9,16 +9,15 @@ expert's owner.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_balance.cost.guests import LOOPS, Lent, guest_loads, guest_times
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
-from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import Fitted, fit, leveled, sending_times
+from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, Fitted, cheapest, leveled, sending_times
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 EVEN = 1.01
@@ -34,7 +33,7 @@ UNSURE = 0.15
 """Share by which the seconds of a plan may be underestimated before its messages are laid out."""
 
 FEW_RANKS = 32
-"""Number of ranks up to which there is time for more ways to find guests."""
+"""Number of ranks up to which more ways to find guests are tried where experts may save messages."""
 
 MANY_RANKS = 64
 """Number of ranks beyond which plans aim at less even loads, because the first copies level most of them."""
@@ -56,12 +55,14 @@ class Quota(Policy):
     """Gives each guest the number of tokens that evens out the ranks, where that saves more than the guest costs.
 
     `fit` finds moves of tokens that level all ranks, in an order in which each relieves the busiest one. The moves that
-    are worth their Trans and Agg are the first ones. What they leave the busiest rank is the capacity of a second fit,
-    which needs fewer guests. This happens with guests on their owner's node only, and with guests anywhere.
+    are worth their Trans and Agg are the first ones. What they leave the busiest rank is the capacity of further fits,
+    in all orders, whose guests may be fewer or take less time to send. This happens with guests on their owner's node
+    only, and with guests anywhere.
 
-    On few ranks it also happens after the experts that other nodes have most tokens for get guests there, which compute
-    their nodes' tokens, so that these do not leave them. The cost model decides between all these plans and no guests.
-    With several microbatches, each is leveled in turn, given the guests for the others.
+    On few ranks, if experts are hidden or small, it also happens after the experts that other nodes have most tokens
+    for get guests there, which compute their nodes' tokens, so that these do not leave them. The cost model decides
+    between all these plans and no guests. With several microbatches, each is leveled in turn, given the guests for the
+    others.
     """
 
     name = "quota"
@@ -70,7 +71,7 @@ class Quota(Policy):
     must_pay = True
 
     def __init__(self) -> None:
-        for loop in (*LOOPS, leveled, sending_times):
+        for loop in (*LOOPS, leveled, sending_times, cheapest):
             loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
@@ -78,7 +79,7 @@ class Quota(Policy):
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
-        ways = _ways(cost.network, current.guest_slots)
+        ways = _ways(counts, current.guest_slots, cost)
         if not any(way.localized for way in ways) and _is_even(counts, current, cost):
             return alone
         layer = _Layer.of(counts, current, cost)
@@ -123,18 +124,27 @@ class _Way(NamedTuple):
     """Whether a guest on another node has to take over more tokens than one on the owner's node."""
 
 
-def _ways(network: Network, slots: int) -> list[_Way]:
+def _ways(counts: np.ndarray, slots: int, cost: CostModel) -> list[_Way]:
     """Return the ways that are tried: fewer on more ranks, because they take longer."""
-    near, ranks = _Way(not network.has_both_levels, slots), network.num_ranks
-    if len(network.first_N) == 1:
+    near, ranks = _Way(not cost.network.has_both_levels, slots), cost.network.num_ranks
+    if len(cost.network.first_N) == 1:
         return [near] if slots == 1 or ranks > FEW_RANKS else [near, _Way(True, 1)]
     if ranks > MANY_RANKS:
         return [near, _Way(True, 1, even=1.03), _Way(True, 1, 1.0, even=1.02, raised=1.0, prefers_near=False)]
     ways = [near, _Way(True, 1)]
-    if ranks <= FEW_RANKS:
+    if ranks <= FEW_RANKS and _can_localize(counts, cost):
         ways += [_Way(True, 1, 1.0), _Way(True, slots), *(_Way(True, slots, share) for share in SHARES)]
         ways += [_Way(True, slots, localized=part) for part in LOCALIZED]
     return ways
+
+
+def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
+    """Return whether experts may be sent to save messages: they are hidden, or weigh less than their tokens.
+
+    Tokens travel there and back, forward and backward.
+    """
+    experts_bytes = counts.shape[-1] * (cost.param_bytes + cost.grad_bytes)
+    return cost.overlap is not None or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
 
 
 def _together(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -256,15 +266,15 @@ class _Layer:
             first_N = self.cost.network.first_N
             loads_N, rate_N = (np.add.reduceat(part_D, first_N) for part_D in (start.loads_D, self.cost.rate_D))
             busiest = way.even * float((loads_N / rate_N).max())
-        busiest, found, *kind = self._fitted(start, way, busiest)
+        busiest, found, slots = self._fitted(start, way, busiest)
         number = round((way.share or 0) * len(found.moves_MF))
         if way.share is None:
             number = self._worthwhile(busiest, found, guests_K3)
-        if number and found.excess_N[number] > 0:
-            again = self._fit(start, way, busiest + int(found.excess_N[number]), *kind)
-            if again.fits and len(again.moves_MF) < number:
-                return again.moves_MF
-        return found.moves_MF[:number]
+        if not number:
+            return found.moves_MF[:0]
+        return self._cheapest(
+            start, way, busiest + max(0, int(found.excess_N[number])), slots, found.moves_MF[:number], guests_K3
+        )
 
     @cached_property
     def _start(self) -> "_Start":
@@ -286,35 +296,44 @@ class _Layer:
         mean = float(loads_D.sum() / self.cost.rate_D.sum())
         return _Start(left_E[self.home_DH], loads_D, np.bincount(rank_K, minlength=ranks), mean)
 
-    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int, bool]:
-        """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible; `_fit` has the rest.
+    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int]:
+        """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible, and a rank's slots.
 
-        The number is that of a rank of average speed, and rises as the way says.
+        The number of tokens is that of a rank of average speed, and rises as the way says.
         """
         for _ in range(RUNGS if way.raised else 1):
-            found = busiest, self._fit(start, way, busiest, way.slots, False), way.slots, False
+            found = busiest, self._fit(start, way, busiest, way.slots, BUSIEST), way.slots
             # Within a node, tokens more often lack room than slots
             if found[1].fits or not way.reaches_far:
                 return found
             busiest += way.raised * int(found[1].excess_N[-1])
-        filled = busiest, self._fit(start, way, busiest, way.slots, True), way.slots, True
+        filled = busiest, self._fit(start, way, busiest, way.slots, FILLING), way.slots
         if not filled[1].fits and way.slots < self.slots:
-            filled = busiest, self._fit(start, way, busiest, self.slots, True), self.slots, True
+            filled = busiest, self._fit(start, way, busiest, self.slots, FILLING), self.slots
         return min(found, filled, key=lambda each: each[0] + max(0, int(each[1].excess_N[-1])))
 
-    def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, fills: bool) -> Fitted:
-        rate_D = self.cost.rate_D
-        return fit(
-            start.tokens_DH,
-            self.home_DH,
-            start.loads_D,
-            np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64),
-            np.maximum(slots - start.taken_D, 0),
-            node_size=self.cost.network.node_size,
-            far=self.cost.transport.far if way.prefers_near else 1.0,
-            reaches_far=way.reaches_far,
-            fills=fills,
-        )
+    def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, order: int) -> Fitted:
+        tokens_DS, *others = self._given(start, way, busiest, slots)
+        return Fitted(*leveled(tokens_DS.copy(), *others, order))
+
+    def _cheapest(
+        self, start: "_Start", way: _Way, busiest: float, slots: int, moves_MF: np.ndarray, guests_K3: np.ndarray
+    ) -> np.ndarray:
+        """Return these moves, or others with the same number of tokens on the busiest rank that are cheaper."""
+        transport = self.cost.transport
+        numbers = float(transport.far), transport.numbers_26, transport.least_rounds
+        pairs_K2 = np.ascontiguousarray(guests_K3[:, :2])
+        negligible = NEGLIGIBLE * self.token_seconds * busiest
+        given = self._given(start, way, busiest, slots)
+        return cheapest(moves_MF, *given, pairs_K2, self.owner_E, *numbers, negligible)
+
+    def _given(self, start: "_Start", way: _Way, busiest: float, slots: int) -> tuple[Any, ...]:
+        """Return the first arguments of `leveled`."""
+        rate_D, network = self.cost.rate_D, self.cost.network
+        capacities_D = np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
+        far = round((self.cost.transport.far if way.prefers_near else 1.0) * PARTS) if way.reaches_far else 0
+        free_D = np.maximum(slots - start.taken_D, 0)
+        return start.tokens_DH, self.home_DH, start.loads_D - capacities_D, free_D, network.node_size, far
 
     def _worthwhile(self, busiest: float, found: Fitted, guests_K3: np.ndarray) -> int:
         """Return how many of the first moves are worth their cost."""
