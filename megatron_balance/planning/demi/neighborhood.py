@@ -40,7 +40,13 @@ class Times(NamedTuple):
     def soft_maximum(self) -> float:
         """Soft maximum, which distinguishes placements with equal maxima but different sums."""
         longest = self.longest or 1.0
-        return longest * sum(float(((part / longest) ** POWER).sum()) for part in self) ** (1 / POWER)
+        return longest * sum(float(_raised(part / longest).sum()) for part in self) ** (1 / POWER)
+
+
+def _raised(times: np.ndarray) -> np.ndarray:
+    """Return times to the power of POWER; numpy's powers other than squares take many times as long."""
+    squares = times * times
+    return squares * squares
 
 
 def times(problem: Problem, hosts_E: np.ndarray) -> Times:
@@ -113,11 +119,16 @@ def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
         busy_D = problem.use(hosts_E[None])[0][0] / problem.compute_D
         light, heavy = (np.argsort(sign * busy_D, kind="stable")[:number] for sign, number in ((1, LIGHT), (-1, BUSY)))
         on_heavy = np.isin(hosts_E, heavy).nonzero()[0]
-        moved = on_heavy[np.argsort(-problem.load_E[on_heavy], kind="stable")][:EXPERTS]
+        on_heavy = on_heavy[np.argsort(-problem.load_E[on_heavy], kind="stable")]
+        # Parts of an expert are alike
+        moved = on_heavy[np.sort(np.unique(problem.whole_E[on_heavy], return_index=True)[1])][:EXPERTS]
         others = np.isin(hosts_E, light[:BUSY]).nonzero()[0][: 2 * EXPERTS]
         nearest = np.argsort(-problem.tokens_DE[:, moved].T, axis=1, kind="stable")[:, :LIGHT]
         lightest = np.broadcast_to(light, (len(moved), len(light)))
-        targets = np.concatenate([lightest, nearest, problem.owner_E[moved][:, None]], axis=1)
+        # The lightest workers may be far away
+        links_MD = problem.link_DD[problem.owner_E[moved]]
+        close = np.lexsort((np.broadcast_to(busy_D, links_MD.shape), -links_MD))[:, :LIGHT]
+        targets = np.concatenate([lightest, close, nearest, problem.owner_E[moved][:, None]], axis=1)
     alone, left, right = np.repeat(moved, targets.shape[1]), np.repeat(moved, len(others)), np.tile(others, len(moved))
     expert_B, other_B = np.concatenate([alone, left]), np.concatenate([alone, right])
     target_B = np.concatenate([targets.ravel(), hosts_E[right]])
@@ -153,7 +164,7 @@ def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarr
     tokens_DD, experts_DD = _work(problem, hosts_E)
     now = _times(problem, hosts_E, tokens_DD, experts_DD)
     longest = now.longest or 1.0
-    link_DD, compute_D, expert_E = ((part / longest) ** POWER for part in now)
+    link_DD, compute_D, expert_E = (_raised(part / longest) for part in now)
     ending_B = expert_E[expert_B] + expert_E[other_B] * steps.exchanges_B + compute_D[ends_B2].sum(1)
     ending_B += (link_DD.sum(0) + link_DD.sum(1))[ends_B2].sum(1)
     ending_B -= link_DD[source_B, target_B] + link_DD[target_B, source_B]
@@ -176,6 +187,6 @@ def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarr
         _expert_time(problem, expert_B, target_B)[:, None],
         (_expert_time(problem, other_B, source_B) * steps.exchanges_B)[:, None],
     )
-    beginning_B = sum(((part / longest) ** POWER).sum(1) for part in busy)
+    beginning_B = sum(_raised(part / longest).sum(1) for part in busy)
     total = link_DD.sum() + compute_D.sum() + expert_E.sum()
     return longest * (total - ending_B + beginning_B).clip(0.0) ** (1 / POWER)
