@@ -1,4 +1,8 @@
-"""DEMI: one host per expert, chosen so that the layer's mini-tasks finish soonest (its Algorithm 1)."""
+"""DEMI: hosts are chosen so that the layer's mini-tasks finish soonest (its Algorithm 1).
+
+In the paper, an expert has one host, so no plan is faster than the largest expert. Here, an expert with more tokens
+than a rank's mean is divided into equal parts before, which are FlexMoE's vExperts.
+"""
 
 import math
 from collections.abc import Iterator
@@ -25,6 +29,12 @@ LEAST_SECONDS = 1e-15
 CONFIRMED = 16
 """Number of placements that the cost model times; those with the shortest schedules first."""
 
+LARGEST_PARTS = (1.0, 0.5)
+"""Loads of the largest parts of experts, over the mean load of a rank; each gives another problem."""
+
+FINE = 4096
+"""Maximum number of (rank, expert) pairs for which parts may be smaller than the first of LARGEST_PARTS."""
+
 MIN_GAIN = 0.001
 """Share of the layer's time that lending must save, because the cost model omits part of its cost."""
 
@@ -39,8 +49,8 @@ class Demi(Policy):
 
     The linear program and the search minimize the length of a schedule of mini-tasks, in which computation and
     transfers of one layer overlap. Execution overlaps less. So the plan is the fastest by the cost model among the
-    placements with the shortest schedules, the current placement and owners alone; the current placement wins if it is
-    nearly as fast.
+    placements with the shortest schedules, with and without parts of experts, the current placement and owners alone;
+    the current placement wins if it is nearly as fast.
     """
 
     name = "demi"
@@ -57,7 +67,7 @@ class Demi(Policy):
     """Weights omega_t of the slots: a name in WEIGHTS."""
 
     hosts: int = 16
-    """Maximum number of hosts of an expert; 1: as in the paper."""
+    """Maximum number of parts of an expert; 1: as in the paper."""
 
     def __post_init__(self) -> None:
         if not FEWEST_SLOTS <= self.slots <= MOST_SLOTS:
@@ -144,11 +154,12 @@ class Demi(Policy):
         )
 
     def _divisions(self, counts: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield numbers of parts of each expert: no part above a rank's mean load, if `hosts` permits, then one."""
+        """Yield numbers of parts of each expert, as far as `hosts` permits: by LARGEST_PARTS, then whole experts."""
         counts_DE = by_microbatch(counts).sum(0)
-        load_E, whole_E = counts_DE.sum(0), np.ones(counts_DE.shape[1], dtype=np.int64)
-        parts_E = np.ceil(load_E * len(counts_DE) / max(1, load_E.sum())).astype(np.int64).clip(1, self.hosts)
-        yield from (parts_E, whole_E) if parts_E.max() > 1 else (whole_E,)
+        load_E, number = counts_DE.sum(0), len(counts_DE) / max(1, counts_DE.sum())
+        largest = LARGEST_PARTS[: 1 if counts_DE.size > FINE else None]
+        ways = [np.ceil(load_E * number / share).astype(np.int64).clip(1, self.hosts) for share in largest]
+        yield from np.unique([np.ones_like(load_E), *ways], axis=0)[::-1]
 
     def _least_seconds(self, counts: np.ndarray, current: Placement, cost: CostModel, parts_E: np.ndarray) -> float:
         """Return a lower bound for all placements of so many parts of each expert that have guests.
