@@ -32,7 +32,7 @@ CONFIRMED = 16
 LARGEST_PARTS = (1.0, 0.5)
 """Loads of the largest parts of experts, over the mean load of a rank; each gives another problem."""
 
-FINE = 4096
+FINE = 1024
 """Maximum number of (rank, expert) pairs for which parts may be smaller than the first of LARGEST_PARTS."""
 
 MIN_GAIN = 0.001
