@@ -125,7 +125,7 @@ def _table(case: Case, args: argparse.Namespace) -> None:
         judge = replace(cost, split=split)
         starts = [*known, *simple_plans(counts_DE, current)]
         plans[f"best {split}"] = judge, best_known(counts_DE, starts, judge, args.steps)
-    starts = [plan for plan in (current, *known) if not any(len(ranks) > 1 for ranks in plan.hosts)]
+    starts = [current, load_policy("demi", hosts=1).plan(counts_DE, current, cost)]
     plans["best one host"] = cost, best_known(counts_DE, starts, cost, args.steps, copies=False)
     best = min(judge.layer_seconds(counts_DE, plan) for judge, plan in plans.values())
     for name, (judge, plan) in plans.items():
