@@ -281,7 +281,7 @@ def test_the_schedule_of_a_plan(hosts: int) -> None:
     cost, current = cost_model(4, split=Demi.split), Placement.identity(16, 4, 2)
     counts_DE = load_matrix("hot_experts" if hosts > 1 else "hot_rank", 4, 16, 2, 4096, 0, 0)
     planned = Demi(hosts=hosts).plan(counts_DE, current, cost)
-    tokens_DP = make_dispatch_plan(torch.from_numpy(counts_DE), planned, Demi.split).tokens_DP.numpy()
+    tokens_DP = make_dispatch_plan(torch.from_numpy(counts_DE), planned, "proportional").tokens_DP.numpy()
     schedule = Demi(hosts=hosts).schedule(tokens_DP, planned, cost)
     assert schedule.hosts == tuple(tuple(dict.fromkeys(ranks)) for ranks in planned.hosts)
     assert schedule == Demi(hosts=hosts).schedule(tokens_DP, planned, cost)
