@@ -186,10 +186,13 @@ class CostModel:
         sending = self.sending(placement)
         return self.time_of(*self.work(counts, placement), sending.trans, sending.agg)
 
+    def loads(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
+        """Return [5, B, D]: what each rank computes and exchanges in each microbatch; see `cost/loads.py`."""
+        return placement_loads(self.network, self.split, by_microbatch(counts), placement)
+
     def work(self, counts: np.ndarray, placement: Placement) -> tuple[float, float]:
         """Return the first two arguments of `time_of` for a placement."""
-        loads_FBD = placement_loads(self.network, self.split, by_microbatch(counts), placement)
-        exchanging, computed = self.work_of(loads_FBD)
+        exchanging, computed = self.work_of(self.loads(counts, placement))
         return float(exchanging), float(computed)
 
     def work_of(self, loads_XFBD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -45,6 +45,10 @@ USUAL_CHUNKS = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
 
 
+MOST_CHOICES = 8
+"""Number of placements whose routes and pieces are kept, because a plan chooses them and a report reads them."""
+
+
 class Sending(NamedTuple):
     """How a placement's experts reach their guests, and the seconds that it takes."""
 
@@ -122,7 +126,22 @@ class SendingModel:
         sending, found = self._chosen(placement)
         return found if isinstance(found, TransferPlan) else plan_hops(found, sending.chunks)
 
+    @cached_property
+    def _choice_of(self) -> dict[Placement, tuple[Sending, Hops | TransferPlan]]:
+        """Results of `_choose` for the latest placements."""
+        return {}
+
     def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan]:
+        """Return `_choose`; several threads may call this."""
+        choice = self._choice_of.get(placement)
+        if choice is None:
+            choice = self._choose(placement)
+            if len(self._choice_of) >= MOST_CHOICES:
+                self._choice_of.clear()
+            self._choice_of[placement] = choice
+        return choice
+
+    def _choose(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan]:
         """Return the best choice, and its hops or its plan; there is at least one guest.
 
         The seconds of chains and trees are lower bounds, so they are chosen only if their plan is faster, too.
@@ -142,7 +161,8 @@ class SendingModel:
         choices: list[tuple[Sending, Hops | None]] = [*self._in_batches(placement)]
         lines, received = self.chains(placement)
         choices.append((Sending("chain", *self.fewest_seconds(lines)), None))
-        most = max(len({*ranks}) for ranks in placement.hosts)
+        # Most experts have one host
+        most = max((len({*ranks}) for ranks in placement.hosts if len(ranks) > 1), default=1)
         least = np.array([[received, 0.0], [1.0, np.log2(most) - 1]])
         if min(sending.trans for sending, _ in choices) > UNAVOIDABLE * self.fewest_seconds(least)[1]:
             for route in ("tree", "doubling"):

@@ -81,7 +81,7 @@ class Selection(Hosting):
 
     def placement(self) -> Placement:
         """Return the placement in which owners host, and the selected guests."""
-        hosts = [(owner,) for owner in self.layer.owner_E.tolist()]
+        hosts: list[tuple[int, ...]] = [*zip(self.layer.owner_E.tolist(), strict=True)]
         for expert in self.chosen:
             hosts[expert] = tuple(self.shares_ED[expert].nonzero()[0].tolist())
         return self.current.rehost(hosts, self.primary_E.tolist())

@@ -75,13 +75,13 @@ def modify(placement: Placement, modifications: Iterable[Modification]) -> Place
     Raises:
         ValueError: a rank lacks a free guest slot, or a Shrink names a vExpert that does not exist or is the last one.
     """
-    hosts = [list(ranks) for ranks in placement.hosts]
-    touched = False
+    changed: dict[int, list[int]] = {}
     for modification in modifications:
         for expert, rank, change in modification.changes:
-            hosts[expert].append(rank) if change > 0 else hosts[expert].remove(rank)
-            touched = True
-    return placement.rehost(hosts) if touched else placement
+            ranks = changed.setdefault(expert, [*placement.hosts[expert]])
+            ranks.append(rank) if change > 0 else ranks.remove(rank)
+    hosts = [changed.get(expert, ranks) for expert, ranks in enumerate(placement.hosts)]
+    return placement.rehost(hosts) if changed else placement
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -6,7 +6,7 @@ different ranks. So every rank plans all layers, and a plan is used if all ranks
 """
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -102,9 +102,9 @@ class Shared:
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
         sent = {number: _without_loads(plan) for number, plan in plans.items()}
         received: dict[int, Plan] = {}
-        contents = self._gathered(pickle.dumps(sent))
-        for rank in sorted({self._planner_of[number] for number in questions}):
-            received |= pickle.loads(contents[rank])
+        planners = sorted({self._planner_of[number] for number in questions})
+        for content in self._gathered(pickle.dumps(sent), planners):
+            received |= pickle.loads(content)
         return {number: self._outcome(number, received[number], question) for number, question in questions.items()}
 
     def _outcome(self, number: int, plan: Plan, question: Question) -> Outcome:
@@ -113,8 +113,8 @@ class Shared:
             return Outcome(plan, True)
         return Outcome(plan, False, plan.decision.final, plan.decision.problem if self.plans(number) else None)
 
-    def _gathered(self, content: bytes) -> list[bytes]:
-        """Return the contents of all ranks; if there is too little room for one, all ranks make room and repeat."""
+    def _gathered(self, content: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """Return the contents of some ranks; if there is too little room for one of any rank, all repeat with more."""
         while True:
             sent = np.zeros(_HEADER + self._room, dtype=np.uint8)
             sent[:_HEADER] = np.frombuffer(len(content).to_bytes(_HEADER), dtype=np.uint8)
@@ -126,7 +126,7 @@ class Shared:
             rows = gathered.view(self.group.size(), -1).cpu().numpy()
             sizes = rows[:, :_HEADER].copy().view(">u8")[:, 0].tolist()
             if max(sizes) <= self._room:
-                return [row[_HEADER : _HEADER + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+                return [rows[rank, _HEADER : _HEADER + sizes[rank]].tobytes() for rank in ranks]
             self._room = 2 ** (max(sizes) - 1).bit_length()
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron_balance.comm.ownership_transfer import Field
 from megatron_balance.comm.trans_agg import Slots
 from megatron_balance.cost.calibration import Factors
-from megatron_balance.cost.loads import condensed
+from megatron_balance.cost.loads import COMPUTED, condensed
 from megatron_balance.cost.model import Overlap, owners
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
@@ -226,11 +226,12 @@ class LayerState:
         sums = _added(unreported, self._sporadic(last))
         cost = self.manager.cost_of(len(last.counts_BDE), factors)
         counts_BDE = condensed(last.counts_BDE, owners(self._initial))
-        before_BD, after_BD = (
-            cost.traffic(counts_BDE, placement).sum(-2) for placement in (self._initial, last.placement)
-        )
-        before, after, gain = evenness(before_BD, after_BD)
-        time = cost.layer_time(counts_BDE, last.placement)
+        before_FBD, after_FBD = (cost.loads(counts_BDE, placement) for placement in (self._initial, last.placement))
+        after_BD = after_FBD[COMPUTED]
+        before, after, gain = evenness(before_FBD[COMPUTED], after_BD)
+        # The plan has chosen these routes, without calibration
+        sending = self.manager.cost.sending(last.placement)
+        time = cost.time_of(*cost.work_of(after_FBD), factors.trans * sending.trans, factors.agg * sending.agg)
         worked, waited = _totals(last.spans), _totals(last.waits)
         computing, exchanging = worked[Operation.FEC] + worked[Operation.BEC], worked[Operation.A2A]
         own = float((after_BD[:, rank] / cost.rate_D[rank]).sum())
