@@ -11,7 +11,7 @@ from megatron_balance.config.run_config import CommConfig
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.policies import load_policy, option_fields, policy_options, registered
+from megatron_balance.planning.policies import load_policy, option_fields, policy_options
 from megatron_balance.profile.profile_file import RANGES
 
 NOT_BALANCED = (
@@ -307,21 +307,14 @@ def _codec(values: Mapping[str, Any], cuda: bool) -> None:
 
 
 def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
-    chunks, order, policy = values["moe_comm_chunks"], values["moe_comm_order"], values["balance_policy"]
+    chunks, order = values["moe_comm_chunks"], values["moe_comm_order"]
     find_degrees(chunks)
     for name in ("moe_comm_order", "moe_comm_refit_interval"):
         if name in given and chunks == "1":
             raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
-    if find_order(order) is not None:
-        return
-    flag, single_host = f"--moe-comm-order {order}", [name for name, known in registered().items() if known.single_host]
-    if chunks != "auto":
+    if find_order(order) is None and chunks != "auto":
+        flag = f"--moe-comm-order {order}"
         raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")
-    if policy not in single_host:
-        raise ValueError(
-            f"--balance-policy {policy}: {flag} schedules experts with one host each; use {', '.join(single_host)}, or "
-            "--moe-comm-order optsche"
-        )
 
 
 def _forced_workload(values: Mapping[str, Any]) -> None:

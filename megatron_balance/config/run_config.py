@@ -80,6 +80,9 @@ class BalanceConfig:
     balance_demi_weights: Literal["pow2", "linear"] = "pow2"
     """Weights of demi's time slots. pow2: 2^t. linear: t + 1."""
 
+    balance_demi_hosts: int = 16
+    """Maximum number of ranks on which demi computes an expert. 1: a single one, as in the paper."""
+
     balance_capacities: tuple[float, ...] | None = None
     """Relative speed of each expert-parallel rank's computation; default: that of the cluster's profile."""
 

@@ -92,6 +92,25 @@ def test_policies_with_every_feature(ranks, curve_of, profiles, feature: str, mo
     check_follows(ranks, curve_of, plain, balanced, FEWER)
 
 
+def train_shared(flags: str, iterations: int) -> tuple[Curve, int]:
+    """Train, and return the curve and the largest number of ranks that an expert of the first MoE layer had."""
+    run, reports, most = runs.build(flags), [], 0
+    for _ in range(iterations):
+        reports.append(train_step(run))
+        most = max(most, *(len({*hosts}) for hosts in run.balancer.layers[1].last.placement.hosts))
+    return runs.curve_of(reports), most
+
+
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 16])
+def test_demi_shares_experts_and_orders_their_chunks(ranks, curve_of, profiles, hosts: int) -> None:
+    plain = f"{LAYOUTS['EP4']} --moe-router-force-workload hot_experts"
+    demi = f"--balance-demi-hosts {hosts} --moe-comm-chunks auto --moe-comm-order demi"
+    flags = f"{with_policy(plain, 'demi', 'blockwise', profiles)} {demi}"
+    for curve, most in ranks(4).run(train_shared, flags, ITERATIONS):
+        assert (most > 1) == (hosts > 1)
+        assert deviation(curve, curve_of(plain, ITERATIONS)) <= TOLERANCE
+
+
 def replicas(flags: str) -> list[torch.Tensor]:
     """Train, check that this rank's experts equal those of all data-parallel replicas, and return them."""
     run, guests = runs.build(flags), 0

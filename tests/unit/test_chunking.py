@@ -115,24 +115,25 @@ def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
 
 def test_mini_tasks_say_which_tokens_go_together() -> None:
     cost = CostModel(builtin(4, 4, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=8e6)
-    load_DE = load_matrix("hot_rank", 4, 8, 2, 1024, 0, 0)
-    for placement in (Placement.identity(8, 4, 2), Demi().plan(load_DE, Placement.identity(8, 4, 2), cost)):
-        plan = make_dispatch_plan(torch.from_numpy(load_DE), placement)
-        schedule = Demi().schedule(load_DE, placement, cost)
+    load_DE, owned = load_matrix("hot_rank", 4, 8, 2, 1024, 0, 0), Placement.identity(8, 4, 2)
+    placements = (owned, Demi(hosts=1).plan(load_DE, owned, cost), owned.with_hosts([(0, 1), (0, 2), (3, 2)]))
+    for placement in placements:
+        plan = make_dispatch_plan(torch.from_numpy(load_DE), placement, "proportional")
+        schedule = Demi().schedule(plan.tokens_DP.numpy(), placement, cost)
         chunking, reason = ByMiniTasks(Demi(), cost)(plan)
         assert str(schedule) in reason
         tokens_CDP = chunking.split(plan)
-        computed = [
-            (mini_task.source, mini_task.expert, amounts)
-            for mini_task, amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True)
-            if mini_task.task == "COMPUTE"
-        ]
-        slots = sorted({slot for *_, amounts in computed for slot, amount in enumerate(amounts) if amount})
+        computed: dict[tuple[int, int], np.ndarray] = {}
+        for mini_task, amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):
+            if mini_task.task == "COMPUTE":
+                sum_T = computed.setdefault((mini_task.source, mini_task.expert), np.zeros(schedule.makespan))
+                sum_T[: len(amounts)] += amounts
+        slots = np.any([*computed.values()], axis=0).nonzero()[0]
         assert chunking.chunks == len(slots) >= 2
-        for source, expert, amounts in computed:
-            sizes = tokens_CDP[:, source, [placement.physical(*placement.hosts[expert], expert)]].flatten()
-            wanted = [amounts[slot] / cost.token_bytes if slot < len(amounts) else 0.0 for slot in slots]
-            assert sizes.tolist() == pytest.approx(wanted, abs=1)
+        for (source, expert), sum_T in computed.items():
+            sizes_C = tokens_CDP[:, source, [*placement.physicals[expert]]].sum(1)
+            rounding = len(placement.hosts[expert])
+            assert sizes_C.tolist() == pytest.approx((sum_T[slots] / cost.token_bytes).tolist(), abs=rounding)
 
 
 def test_mini_tasks_without_tokens() -> None:

@@ -180,6 +180,31 @@ def test_repair_makes_placements_fit(problem: Problem, seed: int) -> None:
         assert problem.num_workers > 1
 
 
+@settings(max_examples=60)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_parts_are_experts_of_a_problem(whole: Problem, seed: int) -> None:
+    parts_E = np.random.default_rng(seed).integers(1, 4, whole.num_experts)
+    problem = whole.divided(parts_E)
+    assert (problem.whole_E == np.repeat(np.arange(whole.num_experts), parts_E)).all()
+    for expert, parts in enumerate(parts_E.tolist()):
+        of_expert_P = problem.whole_E == expert
+        expected_DP = np.repeat(whole.tokens_DE[:, [expert]] / parts, parts, axis=1)
+        assert (problem.tokens_DE[:, of_expert_P] == expected_DP).all()
+        assert (problem.owner_E[of_expert_P] == whole.owner_E[expert]).all()
+        assert (problem.size_E[of_expert_P] == whole.size_E[expert]).all()
+    found = solve(problem, None)
+    assert problem.fits(found.hosts_BE).all() and problem.fits(problem.owner_E[None])[0]
+    alone = whole.divided(np.ones_like(parts_E))
+    assert (solve(alone, None).hosts_BE == solve(whole, None).hosts_BE).all()
+
+
+def test_a_large_expert_is_shared() -> None:
+    # A worker computes one token per slot
+    problem = even_problem([[6, 0]] * 3, [0, 1], size_E=[0.25, 0.25], link_DD=np.full((3, 3), 4.0))
+    finish = {parts: solve(problem.divided(np.array([parts, 1])), None).finish_B[0] for parts in (1, 2, 3)}
+    assert finish[3] < 0.5 * finish[1] and finish[3] < finish[2] < finish[1]
+
+
 def test_repair_moves_the_lightest_expert_to_the_least_loaded_worker() -> None:
     tokens = [[5, 3, 1, 2]] * 3
     problem = even_problem(tokens, [0, 0, 1, 2], token_room_D=[20, 33, 33])

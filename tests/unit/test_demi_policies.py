@@ -1,4 +1,4 @@
-"""The policies demi and demi_s1 to demi_s3: one host per expert, their objectives, and when they do nothing."""
+"""The policies demi and demi_s1 to demi_s3: hosts of experts, their objectives, and when they do nothing."""
 
 import dataclasses
 import itertools
@@ -6,11 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cluster_plans
 from megatron_balance.cost.model import CostModel, Overlap, owners
+from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.demi import search
 from megatron_balance.planning.demi.neighborhood import times
 from megatron_balance.planning.demi.schedule import MiniTaskKind, check
@@ -53,11 +57,47 @@ def all_hosts(current: Placement) -> np.ndarray:
 def test_every_expert_has_one_host(name: str, workload: str, size: tuple[int, int, int]) -> None:
     num_ranks, num_experts, slots = size
     counts_DE = load_matrix(workload, num_ranks, num_experts, 2, 1024, 1, 0)
-    planned = load_policy(name).plan(
-        counts_DE, Placement.identity(num_experts, num_ranks, slots), cost_model(num_ranks)
-    )
+    policy = load_policy(name, **({"hosts": 1} if name == "demi" else {}))
+    planned = policy.plan(counts_DE, Placement.identity(num_experts, num_ranks, slots), cost_model(num_ranks))
     assert {len(ranks) for ranks in planned.hosts} == {1}
     assert planned.primary == tuple(rank for (rank,) in planned.hosts)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([(2, 4, 1), (4, 4, 2), (4, 8, 1), (8, 16, 2)]),
+    st.integers(0, 2**32 - 1),
+    st.integers(2, 5),
+    st.integers(1, 2),
+    st.sampled_from(["local_first", "proportional"]),
+)
+def test_plans_with_several_hosts_are_no_slower(
+    size: tuple[int, int, int], seed: int, hosts: int, microbatches: int, split: str
+) -> None:
+    num_ranks, num_experts, slots = size
+    cost, owned = cost_model(num_ranks, 1e6, split=split), Placement.identity(num_experts, num_ranks, slots)
+    counts = np.stack([lognormal(num_ranks, num_experts, seed + microbatch) for microbatch in range(microbatches)])
+    one, several = (Demi(hosts=number).plan(counts, owned, cost) for number in (1, hosts))
+    assert cost.layer_seconds(counts, several) <= cost.layer_seconds(counts, one)
+    assert max(map(len, several.hosts)) <= hosts and several.guest_slots == slots and several.home == owned.home
+    assert several == Demi(hosts=hosts).plan(counts, owned, cost)
+    # A placement of more hosts than the policy may use ends
+    assert max(map(len, Demi(hosts=1).plan(counts, several, cost).hosts)) == 1
+    again = Demi(hosts=hosts).plan(counts, several, cost)
+    assert cost.layer_seconds(counts, again) <= cost.layer_seconds(counts, several)
+
+
+@pytest.mark.parametrize("size", [(8, 16), (16, 64)])
+def test_a_hot_expert_gets_several_hosts(size: tuple[int, int]) -> None:
+    num_ranks, num_experts = size
+    cost, current = cost_model(num_ranks, split=Demi.split), Placement.identity(num_experts, num_ranks, 2)
+    counts_DE = load_matrix("hot_experts", num_ranks, num_experts, 2, 4096, 0, 0)
+    seconds, most = {}, {}
+    for hosts in (1, 2, 16):
+        planned = Demi(hosts=hosts).plan(counts_DE, current, cost)
+        seconds[hosts], most[hosts] = cost.layer_seconds(counts_DE, planned), max(map(len, planned.hosts))
+    assert seconds[16] <= seconds[2] < 0.9 * seconds[1] and most[1] == 1 < most[2] == 2 <= most[16]
+    assert seconds[16] < 0.55 * cost.layer_seconds(counts_DE, current)
 
 
 @pytest.mark.parametrize("size", [(4, 16), (4, 64), (16, 64)])
@@ -142,13 +182,17 @@ def test_the_owners_solve_every_problem(
 
 
 def test_no_floor_exceeds_what_a_lend_costs() -> None:
-    current = Placement.identity(4, 2, 2)
+    current, generator = Placement.identity(4, 2, 2), np.random.default_rng(0)
     for seed in range(10):
         counts_DE, cost = lognormal(2, 4, seed), cost_model(2, 1e5, (2 / 3, 4 / 3) if seed % 2 else ())
-        floor = Demi()._least_seconds(counts_DE, current, cost)
-        for hosts_E in all_hosts(current):
-            planned = lend(current, hosts_E)
-            assert planned.is_identity or cost.layer_seconds(counts_DE, planned) >= floor * (1 - 1e-9)
+        counts_DE[:, 0] *= 4
+        for split, parts_E in itertools.product(SPLITS, (np.ones(4, dtype=int), generator.integers(1, 4, 4))):
+            judge = dataclasses.replace(cost, split=split)
+            floor = Demi()._least_seconds(counts_DE, current, judge, parts_E)
+            ways = (itertools.combinations_with_replacement(range(2), parts) for parts in parts_E.tolist())
+            for hosts in itertools.product(*ways):
+                planned = current.rehost(hosts)
+                assert not planned.added_hosts or judge.layer_seconds(counts_DE, planned) >= floor * (1 - 1e-9)
 
 
 def test_experts_without_tokens_stay_at_home() -> None:
@@ -196,10 +240,25 @@ def test_two_hot_experts_of_one_rank_part_within_their_node() -> None:
 
 
 @pytest.mark.parametrize(
+    ("case", "most"), zip(cluster_plans.CASES, (1.15, 1.15, 1.15, 1.15, 1.15, 1.3, 1.15), strict=True), ids=str
+)
+def test_plans_for_large_models_are_near_those_of_other_policies(case: cluster_plans.Case, most: float) -> None:
+    counts_DE, cost = cluster_plans.loads_of(case, cluster_plans.TOKENS, 0), cluster_plans.cost_model(case)
+    current = Placement.identity(case.num_experts, case.num_ranks, cluster_plans.SLOTS)
+    seconds = {}
+    for name in ("demi", "pro_prophet", "quota"):
+        policy = load_policy(name)
+        judge = dataclasses.replace(cost, split=policy.split)
+        seconds[name] = judge.layer_seconds(counts_DE, policy.plan(counts_DE, current, judge))
+    assert seconds["demi"] <= most * min(seconds.values())
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"slots": 2}, "--balance-demi-slots 2: give 3 to 20"),
         ({"slots": 21}, "--balance-demi-slots 21: give 3 to 20"),
+        ({"hosts": 0}, "--balance-demi-hosts 0: must be at least 1"),
         ({"weights": "square"}, "--balance-demi-weights square: choose from pow2, linear"),
     ],
 )
@@ -217,22 +276,32 @@ def test_an_expert_counts_as_the_bytes_that_cross_in_its_time(hidden: bool) -> N
     assert size_E == pytest.approx(0.0 if hidden else (8e6 + 25e-6 * 150e9) / 3, rel=1e-12)
 
 
-def test_the_schedule_of_a_plan() -> None:
-    cost, current = cost_model(4), Placement.identity(16, 4, 2)
-    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
-    planned = Demi().plan(counts_DE, current, cost)
-    schedule = Demi().schedule(counts_DE, planned, cost)
-    assert schedule.hosts == tuple(hosts_of(planned)) and schedule == Demi().schedule(counts_DE, planned, cost)
-    assert check(Demi().problem(counts_DE, current, cost), schedule) == []
-    lent = {(expert, planned.owner(expert), rank) for expert, (rank,) in enumerate(planned.hosts)}
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_the_schedule_of_a_plan(hosts: int) -> None:
+    cost, current = cost_model(4, split=Demi.split), Placement.identity(16, 4, 2)
+    counts_DE = load_matrix("hot_experts" if hosts > 1 else "hot_rank", 4, 16, 2, 4096, 0, 0)
+    planned = Demi(hosts=hosts).plan(counts_DE, current, cost)
+    tokens_DP = make_dispatch_plan(torch.from_numpy(counts_DE), planned, "proportional").tokens_DP.numpy()
+    schedule = Demi(hosts=hosts).schedule(tokens_DP, planned, cost)
+    assert schedule.hosts == tuple(tuple(dict.fromkeys(ranks)) for ranks in planned.hosts)
+    assert schedule == Demi(hosts=hosts).schedule(tokens_DP, planned, cost)
+    assert (max(map(len, schedule.hosts)) > 1) == (hosts > 1)
+    if hosts == 1:
+        assert check(Demi().problem(counts_DE, current, cost), schedule) == []
+    lent = {(expert, planned.owner(expert), rank) for expert, ranks in enumerate(planned.hosts) for rank in ranks}
     moved = {
         (expert, source, target) for expert, task, source, target in schedule.transfers if task is MiniTaskKind.TRANS
     }
     assert moved == {(expert, owner, rank) for expert, owner, rank in lent if owner != rank} and moved
-    assert Demi().schedule(np.zeros_like(counts_DE), current, cost).makespan == 0
-    copied = current.with_hosts([(0, 1)])
-    with pytest.raises(ValueError, match="one host for each expert"):
-        Demi().schedule(counts_DE, copied, cost)
+    computed = dict.fromkeys(itertools.product(range(4), range(16), range(4)), 0.0)
+    for (expert, task, source, target), amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):
+        if task is MiniTaskKind.COMPUTE:
+            computed[source, expert, target] += sum(amounts) / cost.token_bytes
+    for (source, expert, rank), tokens in computed.items():
+        sent = tokens_DP[source, planned.physical(rank, expert)] if rank in planned.hosts[expert] else 0
+        assert tokens == pytest.approx(sent)
+    assert Demi().schedule(np.zeros_like(tokens_DP), planned, cost).makespan > 0
+    assert Demi().schedule(np.zeros((4, current.num_physical)), current, cost).makespan == 0
 
 
 @pytest.mark.parametrize("name", LENDING)

@@ -33,6 +33,33 @@ def test_schedules_keep_to_every_constraint(problem: Problem, seed: int) -> None
         assert finishes(problem, hosts_E[None], pace)[0] == pytest.approx(finish, rel=1e-9)
 
 
+@settings(max_examples=60)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_parts_of_experts_have_mini_tasks_of_their_own(whole: Problem, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    parts_E = generator.integers(1, whole.num_workers + 1, whole.num_experts)
+    hosts = [generator.permutation(whole.num_workers)[:parts] for parts in parts_E]
+    problem, hosts_P = whole.divided(parts_E), np.concatenate(hosts)
+    schedule = list_schedule(problem, hosts_P, Pace.eager(problem))
+    assert schedule.hosts == tuple(tuple(row.tolist()) for row in hosts)
+    assert MiniTaskSchedule.parse(str(schedule)) == schedule
+    broken = check(problem, schedule)
+    assert all(text.startswith(("(3a)", "(3b)", "guests")) for text in broken)
+    assert bool(broken) != problem.fits(hosts_P[None])[0]
+    assert [*map(str, schedule.mini_tasks)] == [*dict.fromkeys(map(str, schedule.mini_tasks))]
+    for index, mini_task in enumerate(schedule.mini_tasks):
+        less = [*schedule.mini_tasks[:index], *schedule.mini_tasks[index + 1 :]]
+        amounts = [*schedule.amounts[:index], *schedule.amounts[index + 1 :]]
+        if sum(schedule.amounts[index]) > 1e-6:
+            without = MiniTaskSchedule(schedule.hosts, tuple(less), tuple(amounts))
+            assert any(
+                text.startswith(f"(4) with (2{'abcd'[[*MiniTaskKind].index(mini_task.task)]})")
+                for text in check(problem, without)
+            )
+    one_more = MiniTaskSchedule((*schedule.hosts, (0,)), schedule.mini_tasks, schedule.amounts)
+    assert check(problem, one_more)[0].startswith("(1)")
+
+
 class _Task:
     """A mini-task of the slow reference."""
 
@@ -191,7 +218,7 @@ def test_schedules_as_text() -> None:
     assert schedule.makespan == 4
     assert schedule.mini_tasks[1] == MiniTask(1, MiniTaskKind.TRANS, 1, 0)
     assert schedule.amounts[5] == (0.0, 0.0, 1.0, 1.0)
-    assert MiniTaskSchedule.parse("hosts 1\nmini-task\n") == MiniTaskSchedule((1,), (), ())
+    assert MiniTaskSchedule.parse("hosts 1\nmini-task\n") == MiniTaskSchedule(((1,),), (), ())
     for old, new in [
         ("hosts", "guests"),
         ("| 1 ", "| 4 "),
@@ -212,7 +239,7 @@ def test_transfers_come_in_the_order_in_which_they_are_complete() -> None:
     ]
     work = MiniTask(0, MiniTaskKind.COMPUTE, 0, 1)
     schedule = MiniTaskSchedule(
-        (1, 1, 1), (*rows, work), ((1.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0))
+        ((1,), (1,), (1,)), (*rows, work), ((1.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0))
     )
     assert schedule.transfers == (rows[1], rows[0], rows[2])
 

@@ -129,15 +129,6 @@ BAD = [
     (f"{CHUNKS} --moe-comm-order best", "--moe-comm-order best", "choose from sequential, interleaved, optsche, demi"),
     (f"{CHUNKS} --moe-comm-order demi", "--moe-comm-chunks 2", "--moe-comm-order demi", "use auto"),
     (
-        f"{TOP2} --moe-comm-chunks auto --moe-comm-order demi",
-        *(
-            "--balance-policy top2",
-            "one host each",
-            "demi, demi_s1, demi_s2, demi_s3, none",
-            "--moe-comm-order optsche",
-        ),
-    ),
-    (
         f"{CHUNKS} --moe-token-dispatcher-type allgather",
         *("--moe-token-dispatcher-type allgather", "not with --moe-comm-chunks 2", "use alltoall"),
     ),
@@ -192,6 +183,7 @@ OPTION_VALUES = {
     "balance_vexperts_per_rank": "5",
     "balance_demi_slots": "4",
     "balance_demi_weights": "linear",
+    "balance_demi_hosts": "3",
     "balance_capacities": "1.0 1.0 2.0 0.5",
 }
 """Values of flags that only some policies read."""
@@ -241,8 +233,8 @@ def test_balance_flags_that_chunks_read(flag: str) -> None:
     assert any("--moe-comm-chunks 2: --moe-token-dispatcher-type alltoall" in notice for notice in parsed.notices)
 
 
-@pytest.mark.parametrize("policy", ["none", "demi", "demi_s2"])
-def test_mini_tasks_order_experts_with_one_host(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["none", "demi", "top2"])
+def test_mini_tasks_order_chunks_with_any_policy(policy: str) -> None:
     flags = f"{EP4} --moe-comm-chunks auto --moe-comm-order demi --balance-policy {policy}"
     assert parse(flags).config.comm.moe_comm_order == "demi"
 

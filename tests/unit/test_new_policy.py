@@ -35,7 +35,6 @@ class NextRank(Policy):
 
     name = "next_rank"
     options = MappingProxyType({"distance": "balance_demi_slots"})
-    single_host = True
 
     distance: int = 1
 
@@ -76,8 +75,6 @@ def test_it_is_checked() -> None:
         parse(f"{EP4} --balance-demi-slots 4")
     with pytest.raises(ValueError, match=r"^--balance-alpha: has no effect with --balance-policy next_rank"):
         parse(f"{EP4} --balance-alpha 0.1")
-    # This order is for policies with one host per expert
-    assert parse(f"{EP4} --moe-comm-chunks auto --moe-comm-order demi").config.comm.moe_comm_order == "demi"
 
 
 def test_it_plans() -> None:

@@ -4,8 +4,8 @@
 
 The best plan known is the best one that searches find from the policies' plans and from plans that put the hottest
 experts on more and more ranks, with either split of tokens: simulated annealing, which adds, removes and moves hosts of
-experts. Another search keeps one host for each expert, as DEMI does. Policies start without guests, and nothing hides
-Trans and Agg. Layer times are those of the cost model.
+experts. Another search keeps one host for each expert, as in DEMI's paper. Policies start without guests, and nothing
+hides Trans and Agg. Layer times are those of the cost model.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main() -> int:
     return 0
 
 
-def _loads(case: Case, tokens: int, seed: int) -> np.ndarray:
+def loads_of(case: Case, tokens: int, seed: int) -> np.ndarray:
     """Return the loads [D, E] of a case."""
     if case.workload != WARM:
         return load_matrix(
@@ -112,7 +112,7 @@ def cost_model(case: Case) -> CostModel:
 
 def _table(case: Case, args: argparse.Namespace) -> None:
     cost, current = cost_model(case), Placement.identity(case.num_experts, case.num_ranks, SLOTS)
-    counts_DE = _loads(case, args.tokens, args.seed)
+    counts_DE = loads_of(case, args.tokens, args.seed)
     print(f"\n{case.label}: D={case.num_ranks} E={case.num_experts}, {case.cluster}")
     print("policy            layer ms  over best  guests  exchanges  experts  Trans+Agg ms")
     plans: dict[str, tuple[CostModel, Placement]] = {}
@@ -125,7 +125,7 @@ def _table(case: Case, args: argparse.Namespace) -> None:
         judge = replace(cost, split=split)
         starts = [*known, *simple_plans(counts_DE, current)]
         plans[f"best {split}"] = judge, best_known(counts_DE, starts, judge, args.steps)
-    starts = [plan for plan in (current, *known) if not any(len(ranks) > 1 for ranks in plan.hosts)]
+    starts = [current, load_policy("demi", hosts=1).plan(counts_DE, current, cost)]
     plans["best one host"] = cost, best_known(counts_DE, starts, cost, args.steps, copies=False)
     best = min(judge.layer_seconds(counts_DE, plan) for judge, plan in plans.values())
     for name, (judge, plan) in plans.items():

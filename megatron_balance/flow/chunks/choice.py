@@ -114,16 +114,13 @@ class ByMiniTasks:
     cost: CostModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """Decide for a plan in which every expert has one host (see `Decide`)."""
+        """Decide for a plan (see `Decide`). A slot has the same part of a source's tokens for all hosts of an expert,
+        because the chunks outlast the placement.
+        """
         ranks, placement = plan.placement.num_ranks, plan.placement
         # A host with several sources is one worker
-        tokens_DP = by_host(plan.tokens_DP, ranks).numpy()
-        counts_DE = np.zeros((ranks, placement.num_experts))
-        for physical, expert in enumerate(placement.expert_of_physical):
-            if expert >= 0:
-                counts_DE[:, expert] += tokens_DP[:, physical]
-        schedule = self.policy.schedule(counts_DE, placement, self.cost)
-        computed_CDE = np.zeros((schedule.makespan, *counts_DE.shape))
+        schedule = self.policy.schedule(by_host(plan.tokens_DP, ranks).numpy(), placement, self.cost)
+        computed_CDE = np.zeros((schedule.makespan, ranks, placement.num_experts))
         for (expert, task, source, _), amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):
             if task is MiniTask.COMPUTE:
                 computed_CDE[: len(amounts), source, expert] += amounts

@@ -150,14 +150,17 @@ def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> np.ndarray:
 
 
 def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTaskSchedule:
-    """Return the schedule of one placement."""
+    """Return the schedule of one placement.
+
+    Parts of an expert on one worker have mini-tasks of the same name.
+    """
     tasks, slots = _Tasks(problem, hosts_E[None], pace), []
     while tasks.left_BM.any():
         slots.append(tasks.fill(problem.weight(len(slots)))[0][0])
     amounts_MT = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BM.shape[1], 0))
-    experts, sources = tasks.expert_P, tasks.source_P
-    hosts = hosts_E[experts]
-    owned = (np.arange(problem.num_experts), problem.owner_E, hosts_E)
+    whole_E, experts, sources = problem.whole_E, problem.whole_E[tasks.expert_P], tasks.source_P
+    hosts = hosts_E[tasks.expert_P]
+    owned = (whole_E, problem.owner_E, hosts_E)
     columns = ((experts, sources, hosts), owned, (experts, sources, hosts), (experts, hosts, sources))
     mini_tasks = [
         MiniTask(expert, task, source, target)
@@ -165,4 +168,5 @@ def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTask
         for expert, source, target in zip(*(part.tolist() for part in ends), strict=True)
     ]
     kept = [(name, tuple(row)) for name, row in zip(mini_tasks, amounts_MT.tolist(), strict=True) if any(row)]
-    return MiniTaskSchedule(tuple(hosts_E.tolist()), tuple(row[0] for row in kept), tuple(row[1] for row in kept))
+    workers = tuple(tuple(part.tolist()) for part in np.split(hosts_E, np.diff(whole_E).nonzero()[0] + 1))
+    return MiniTaskSchedule(workers, tuple(row[0] for row in kept), tuple(row[1] for row in kept))

@@ -3,6 +3,7 @@
 B is the number of neighbors. Axes of size 2 are a step's source and target, the two workers that it changes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from megatron_balance.planning.demi.problem import Problem
 
 NEIGHBORS = 512
-"""Maximum number of neighbors that are all examined; above it, only some experts of BUSY and LIGHT workers are."""
+"""Maximum number of neighbors that are all examined; above it, only some experts of the busiest worker are moved."""
 
-BUSY, LIGHT, EXPERTS = 1, 4, 4
-"""Number of workers that neighbors relieve, of workers that they load, and of experts that they move."""
+LIGHT, EXPERTS = 4, 4
+"""Number of light workers, of close ones and of sources that experts are moved to, and of experts that are moved."""
 
 POWER = 4
 """Exponent of the soft maximum."""
@@ -40,7 +41,13 @@ class Times(NamedTuple):
     def soft_maximum(self) -> float:
         """Soft maximum, which distinguishes placements with equal maxima but different sums."""
         longest = self.longest or 1.0
-        return longest * sum(float(((part / longest) ** POWER).sum()) for part in self) ** (1 / POWER)
+        return longest * sum(float(_raised(part / longest).sum()) for part in self) ** (1 / POWER)
+
+
+def _raised(times: np.ndarray) -> np.ndarray:
+    """Return times to the power of POWER; numpy's powers other than squares take many times as long."""
+    squares = times * times
+    return squares * squares
 
 
 def times(problem: Problem, hosts_E: np.ndarray) -> Times:
@@ -105,41 +112,49 @@ class Steps(NamedTuple):
 
 def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
     """Return the steps from a placement that respects all bounds to others that do."""
-    workers, experts = problem.num_workers, problem.num_experts
+    workers, experts, used = problem.num_workers, problem.num_experts, problem.use(hosts_E[None])
     if experts * (workers + experts) <= NEIGHBORS:
         moved, others = np.arange(experts), np.arange(experts)
         targets = np.broadcast_to(np.arange(workers), (experts, workers))
     else:
-        busy_D = problem.use(hosts_E[None])[0][0] / problem.compute_D
-        light, heavy = (np.argsort(sign * busy_D, kind="stable")[:number] for sign, number in ((1, LIGHT), (-1, BUSY)))
-        on_heavy = np.isin(hosts_E, heavy).nonzero()[0]
-        moved = on_heavy[np.argsort(-problem.load_E[on_heavy], kind="stable")][:EXPERTS]
-        others = np.isin(hosts_E, light[:BUSY]).nonzero()[0][: 2 * EXPERTS]
+        busy_D = used[0][0] / problem.compute_D
+        light = np.argsort(busy_D, kind="stable")[:LIGHT]
+        on_heavy = (hosts_E == busy_D.argmax()).nonzero()[0]
+        on_heavy = on_heavy[np.argsort(-problem.load_E[on_heavy], kind="stable")]
+        # Parts of an expert are alike
+        moved = on_heavy[np.sort(np.unique(problem.whole_E[on_heavy], return_index=True)[1])][:EXPERTS]
+        others = (hosts_E == light[0]).nonzero()[0][: 2 * EXPERTS]
         nearest = np.argsort(-problem.tokens_DE[:, moved].T, axis=1, kind="stable")[:, :LIGHT]
         lightest = np.broadcast_to(light, (len(moved), len(light)))
-        targets = np.concatenate([lightest, nearest, problem.owner_E[moved][:, None]], axis=1)
+        # The lightest workers may be far away
+        links_MD = problem.link_DD[problem.owner_E[moved]]
+        close = np.lexsort((np.broadcast_to(busy_D, links_MD.shape), -links_MD))[:, :LIGHT]
+        targets = np.concatenate([lightest, close, nearest, problem.owner_E[moved][:, None]], axis=1)
     alone, left, right = np.repeat(moved, targets.shape[1]), np.repeat(moved, len(others)), np.tile(others, len(moved))
     expert_B, other_B = np.concatenate([alone, left]), np.concatenate([alone, right])
     target_B = np.concatenate([targets.ravel(), hosts_E[right]])
     steps = Steps(expert_B, hosts_E[expert_B], target_B, other_B)
-    kept_B = (steps.source_B != target_B) & _fit(problem, hosts_E, steps)
+    kept_B = (steps.source_B != target_B) & _fit(problem, used, steps)
     return Steps(*(part_B[kept_B] for part_B in steps))
 
 
-def _fit(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarray:
-    """Return [B] bool: whether the source and the target respect all bounds after a step."""
-    foreign_B2, back_B2 = (
-        problem.owner_E[part_B][:, None] != steps.ends_B2 for part_B in (steps.expert_B, steps.other_B)
-    )
+def _fit(problem: Problem, used: Sequence[np.ndarray], steps: Steps) -> np.ndarray:
+    """Return [B] bool: whether the source and the target respect all bounds after a step.
+
+    Args:
+        used: `Problem.use` of the placement before the step.
+    """
+    ends_B2 = steps.ends_B2
+    foreign_B2, back_B2 = (problem.owner_E[part_B][:, None] != ends_B2 for part_B in (steps.expert_B, steps.other_B))
     moved = (
         steps.moved(problem.load_E)[:, None],
         steps.moved(problem.size_E)[:, None],
         foreign_B2 - 1.0 * back_B2 * steps.exchanges_B[:, None],
     )
-    checks = zip(problem.use(hosts_E[None]), moved, problem.rooms(), strict=True)
-    return np.logical_and.reduce(
-        [used_1D[0, steps.ends_B2] + SIGNS * moved_B2 <= room_D[steps.ends_B2] for used_1D, moved_B2, room_D in checks]
-    ).all(1)
+    fits_B2 = np.ones(ends_B2.shape, dtype=bool)
+    for used_1D, moved_B2, room_D in zip(used, moved, problem.rooms(), strict=True):
+        fits_B2 &= used_1D[0, ends_B2] + SIGNS * moved_B2 <= room_D[ends_B2]
+    return fits_B2.all(1)
 
 
 def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarray:
@@ -153,7 +168,7 @@ def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarr
     tokens_DD, experts_DD = _work(problem, hosts_E)
     now = _times(problem, hosts_E, tokens_DD, experts_DD)
     longest = now.longest or 1.0
-    link_DD, compute_D, expert_E = ((part / longest) ** POWER for part in now)
+    link_DD, compute_D, expert_E = (_raised(part / longest) for part in now)
     ending_B = expert_E[expert_B] + expert_E[other_B] * steps.exchanges_B + compute_D[ends_B2].sum(1)
     ending_B += (link_DD.sum(0) + link_DD.sum(1))[ends_B2].sum(1)
     ending_B -= link_DD[source_B, target_B] + link_DD[target_B, source_B]
@@ -176,6 +191,6 @@ def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarr
         _expert_time(problem, expert_B, target_B)[:, None],
         (_expert_time(problem, other_B, source_B) * steps.exchanges_B)[:, None],
     )
-    beginning_B = sum(((part / longest) ** POWER).sum(1) for part in busy)
+    beginning_B = sum(_raised(part / longest).sum(1) for part in busy)
     total = link_DD.sum() + compute_D.sum() + expert_E.sum()
     return longest * (total - ending_B + beginning_B).clip(0.0) ** (1 / POWER)

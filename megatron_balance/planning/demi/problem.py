@@ -1,6 +1,9 @@
-"""DEMI's scheduling problem of one MoE layer (its Section III). D is the paper's M workers, E its K experts."""
+"""DEMI's scheduling problem of one MoE layer (its Section III). D is the paper's M workers, E its K experts.
 
-from dataclasses import dataclass
+The paper's experts have one worker each. For an expert on several workers, its parts are experts of the problem.
+"""
+
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -52,6 +55,9 @@ class Problem:
     guests: int | None = None
     """Number of other workers' experts that each worker may host; None: unlimited."""
 
+    part_of_E: np.ndarray | None = None
+    """[E] int64, ascending: the expert that each one is a part of; None: experts are whole."""
+
     def __post_init__(self) -> None:
         assert self.slots >= FEWEST_SLOTS and self.weights in WEIGHTS
         assert (self.compute_D > 0).all() and (self.link_DD[~np.eye(self.num_workers, dtype=bool)] > 0).all()
@@ -63,6 +69,11 @@ class Problem:
     @property
     def num_experts(self) -> int:
         return self.tokens_DE.shape[1]
+
+    @cached_property
+    def whole_E(self) -> np.ndarray:
+        """[E]: the expert that each one is a part of, or is itself."""
+        return np.arange(self.num_experts) if self.part_of_E is None else self.part_of_E
 
     @cached_property
     def load_E(self) -> np.ndarray:
@@ -77,6 +88,31 @@ class Problem:
     @property
     def most_guests(self) -> float:
         return np.inf if self.guests is None else self.guests
+
+    def divided(self, parts_E: np.ndarray) -> "Problem":
+        """Return the problem in which these numbers of equal parts take the place of experts.
+
+        Two parts of an expert on one worker count as two experts, although it receives the expert once. So solutions
+        spread the parts.
+        """
+        whole_E = np.repeat(np.arange(self.num_experts), parts_E)
+        return self.of_parts(self.tokens_DE[:, whole_E] / parts_E[whole_E], whole_E)
+
+    def of_parts(self, tokens_DE: np.ndarray, whole_E: np.ndarray) -> "Problem":
+        """Return the problem in which parts with these tokens take the place of the experts `whole_E`.
+
+        Owners have room for all parts of their experts.
+        """
+        owner_E, size_E = self.owner_E[whole_E], self.size_E[whole_E]
+        owned_D = np.bincount(owner_E, weights=size_E, minlength=self.num_workers)
+        return replace(
+            self,
+            tokens_DE=tokens_DE,
+            owner_E=owner_E,
+            size_E=size_E,
+            expert_room_D=np.maximum(self.expert_room_D, owned_D),
+            part_of_E=whole_E,
+        )
 
     def weight(self, slot: int) -> float:
         """Return omega_t of a slot."""

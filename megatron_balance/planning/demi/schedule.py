@@ -1,6 +1,8 @@
 """Schedules of mini-tasks (DEMI, Section III) as data, as text that can be parsed, and the check of their constraints.
 
-hosts 0 0
+The workers of an expert's parts are joined by `+`.
+
+hosts 0 0 1+2
 mini-task       | 0    | 1    | 2
 E1 TRANS 1>0    | 40.0 |      |
 E1 DISPATCH 1>0 | 8.0  |      |
@@ -12,6 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +69,10 @@ _MINI_TASK = re.compile(r"E(?P<expert>\d+) (?P<task>[A-Z]+) (?P<source>\d+)>(?P<
 
 @dataclass(frozen=True)
 class MiniTaskSchedule:
-    """The host of each expert, and the work of each mini-task in each slot."""
+    """The hosts of each expert, and the work of each mini-task in each slot. Here, experts are whole."""
 
-    hosts: tuple[int, ...]
-    """s, [E]: the worker that computes each expert."""
+    hosts: tuple[tuple[int, ...], ...]
+    """s, [E]: the worker that computes each expert, or those of its parts."""
 
     mini_tasks: tuple[MiniTask, ...]
 
@@ -100,7 +103,7 @@ class MiniTaskSchedule:
         table = [
             " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
         ]
-        return "\n".join([" ".join(map(str, ("hosts", *self.hosts))), *table]) + "\n"
+        return "\n".join([" ".join(("hosts", *("+".join(map(str, workers)) for workers in self.hosts))), *table]) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> "MiniTaskSchedule":
@@ -115,7 +118,8 @@ class MiniTaskSchedule:
         if word != "hosts" or header.split() != ["mini-task", *_columns(slots)]:
             raise ValueError(f"schedule {first!r}, {header!r}: begins with the hosts and the numbers of slots")
         rows = [_parse_row(line, slots) for line in lines]
-        return cls(tuple(map(int, hosts)), tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+        workers = tuple(tuple(map(int, part.split("+"))) for part in hosts)
+        return cls(workers, tuple(row[0] for row in rows), tuple(row[1] for row in rows))
 
 
 def _columns(slots: int) -> list[str]:
@@ -136,10 +140,11 @@ def _parse_row(line: str, slots: int) -> tuple[MiniTask, tuple[float, ...]]:
 
 def check(problem: Problem, schedule: MiniTaskSchedule) -> list[str]:
     """Return the violations of (1) to (6e) and of the bound on guests, each with the equation's number."""
-    hosts_E = np.array(schedule.hosts)
-    if hosts_E.shape != problem.owner_E.shape or not ((hosts_E >= 0) & (hosts_E < problem.num_workers)).all():
+    hosts_E = np.array([*chain.from_iterable(schedule.hosts)])
+    parts = np.repeat(np.arange(len(schedule.hosts)), [*map(len, schedule.hosts)])
+    if not np.array_equal(parts, problem.whole_E) or not ((hosts_E >= 0) & (hosts_E < problem.num_workers)).all():
         return [f"(1): hosts {schedule.hosts} of {problem.num_experts} experts on {problem.num_workers} workers"]
-    done = _Done(problem, schedule)
+    done = _Done(problem, hosts_E, schedule)
     problems = [
         f"{name}: worker {worker} has {used[worker]:g} of {room[worker]:g}"
         for name, (used,), room in zip(
@@ -147,28 +152,35 @@ def check(problem: Problem, schedule: MiniTaskSchedule) -> list[str]:
         )
         for worker in np.flatnonzero(used > room)
     ]
-    return [*problems, *done.workloads(hosts_E), *done.capacities(), *done.order()]
+    return [*problems, *done.workloads(), *done.capacities(), *done.order()]
 
 
 class _Done:
-    """Work of a schedule: for each task, [E, D, D, T] by expert, source, target and slot."""
+    """Work of a schedule: for each task, [E, D, D, T] by whole expert, source, target and slot."""
 
-    def __init__(self, problem: Problem, schedule: MiniTaskSchedule) -> None:
+    def __init__(self, problem: Problem, hosts_E: np.ndarray, schedule: MiniTaskSchedule) -> None:
+        """`hosts_E`: the worker of each expert of the problem, which may be a part."""
         self.problem = problem
         workers, slots = problem.num_workers, schedule.makespan
-        shape = (problem.num_experts, workers, workers, slots)
+        experts, (_, first_E) = len(schedule.hosts), np.unique(problem.whole_E, return_index=True)
+        self.owner_E, size_E = problem.owner_E[first_E], problem.size_E[first_E]
+        self.tokens_EDD = np.zeros((experts, workers, workers))
+        """Axes: whole expert, source, worker."""
+        np.add.at(self.tokens_EDD.swapaxes(1, 2), (problem.whole_E, hosts_E), problem.tokens_DE.T)
+        self.moved_ED = np.zeros((experts, workers))
+        """Sizes of whole experts that workers receive, one for each part."""
+        np.add.at(self.moved_ED, (problem.whole_E, hosts_E), size_E[problem.whole_E])
+        self.moved_ED[np.arange(experts), self.owner_E] = 0.0
+        shape = (experts, workers, workers, slots)
         self.by_task = {task: np.zeros(shape) for task in MiniTaskKind}
         for (expert, task, source, target), row in zip(schedule.mini_tasks, schedule.amounts, strict=True):
             self.by_task[task][expert, source, target] += row
 
-    def workloads(self, hosts_E: np.ndarray) -> Iterator[str]:
+    def workloads(self) -> Iterator[str]:
         """Yield violations of (2a) to (2d) with (4), and of (7b)."""
-        problem = self.problem
-        hosted_ED = hosts_E[:, None] == np.arange(problem.num_workers)
-        tokens = problem.tokens_DE.T[:, :, None] * hosted_ED[:, None, :]
-        crossing = tokens * ~np.eye(problem.num_workers, dtype=bool)
-        owned_ED = problem.owner_E[:, None] == np.arange(problem.num_workers)
-        moved = owned_ED[:, :, None] * (hosted_ED & ~owned_ED)[:, None, :] * problem.size_E[:, None, None]
+        workers, tokens = self.problem.num_workers, self.tokens_EDD
+        crossing = tokens * ~np.eye(workers, dtype=bool)
+        moved = (self.owner_E[:, None] == np.arange(workers))[:, :, None] * self.moved_ED[:, None, :]
         wanted = {
             MiniTaskKind.DISPATCH: ("(2a)", crossing),
             MiniTaskKind.TRANS: ("(2b)", moved),
@@ -199,8 +211,7 @@ class _Done:
         ready = {task: _before(amounts) for task, amounts in self.by_task.items()}
         done = {task: amounts.cumsum(-1) for task, amounts in self.by_task.items()}
         away_DD1 = ~np.eye(self.problem.num_workers, dtype=bool)[..., None]
-        problem = self.problem
-        slack = TOLERANCE * problem.tokens_DE.T[:, :, None, None]
+        slack = TOLERANCE * self.tokens_EDD.sum(2)[:, :, None, None]
         computed = done[MiniTaskKind.COMPUTE]
         early = (computed > ready[MiniTaskKind.DISPATCH] + slack) & away_DD1
         yield from (
@@ -214,8 +225,7 @@ class _Done:
             for cell in np.argwhere(early)
         )
         arrived_EDT = ready[MiniTaskKind.TRANS].sum(1)
-        foreign_ED = problem.owner_E[:, None] != np.arange(problem.num_workers)
-        missing_EDT = foreign_ED[..., None] & (arrived_EDT < problem.size_E[:, None, None] * (1 - TOLERANCE))
+        missing_EDT = arrived_EDT < self.moved_ED[..., None] * (1 - TOLERANCE)
         early = (computed > slack) & missing_EDT[:, None]
         yield from (
             f"(6b): {_name(MiniTaskKind.COMPUTE, cell)} before the expert in slot {cell[3]}"

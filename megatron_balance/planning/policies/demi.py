@@ -1,6 +1,11 @@
-"""DEMI: one host per expert, chosen so that the layer's mini-tasks finish soonest (its Algorithm 1)."""
+"""DEMI: hosts are chosen so that the layer's mini-tasks finish soonest (its Algorithm 1).
+
+In the paper, an expert has one host, so no plan is faster than the largest expert. Here, an expert with more tokens
+than a rank's mean is divided into equal parts before, which are FlexMoE's vExperts.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,7 +18,7 @@ from megatron_balance.planning.demi.listing import list_schedule
 from megatron_balance.planning.demi.problem import FEWEST_SLOTS, WEIGHTS, Problem
 from megatron_balance.planning.demi.schedule import MiniTaskSchedule
 from megatron_balance.planning.demi.search import best_pace, relax_by_size, solve
-from megatron_balance.planning.policies.interface import Policy, lend, owners_host
+from megatron_balance.planning.policies.interface import Policy, owners_host
 
 MOST_SLOTS = 20
 """Maximum number of slots: weights 2^t of more slots differ too much for a linear program's tolerances."""
@@ -23,6 +28,12 @@ LEAST_SECONDS = 1e-15
 
 CONFIRMED = 16
 """Number of placements that the cost model times; those with the shortest schedules first."""
+
+LARGEST_PARTS = (1.0, 0.5)
+"""Loads of the largest parts of experts, over the mean load of a rank; each gives another problem."""
+
+FINE = 1024
+"""Maximum number of (rank, expert) pairs for which parts may be smaller than the first of LARGEST_PARTS."""
 
 MIN_GAIN = 0.001
 """Share of the layer's time that lending must save, because the cost model omits part of its cost."""
@@ -38,13 +49,15 @@ class Demi(Policy):
 
     The linear program and the search minimize the length of a schedule of mini-tasks, in which computation and
     transfers of one layer overlap. Execution overlaps less. So the plan is the fastest by the cost model among the
-    placements with the shortest schedules, the current placement and owners alone; the current placement wins if it is
-    nearly as fast.
+    placements with the shortest schedules, with and without parts of experts, the current placement and owners alone;
+    the current placement wins if it is nearly as fast.
     """
 
     name = "demi"
-    options = MappingProxyType({"slots": "balance_demi_slots", "weights": "balance_demi_weights"})
-    single_host = True
+    options = MappingProxyType(
+        {"slots": "balance_demi_slots", "weights": "balance_demi_weights", "hosts": "balance_demi_hosts"}
+    )
+    split = "proportional"
     orders_chunks = True
 
     slots: int = 5
@@ -52,6 +65,9 @@ class Demi(Policy):
 
     weights: str = "pow2"
     """Weights omega_t of the slots: a name in WEIGHTS."""
+
+    hosts: int = 16
+    """Maximum number of parts of an expert; 1: as in the paper."""
 
     def __post_init__(self) -> None:
         if not FEWEST_SLOTS <= self.slots <= MOST_SLOTS:
@@ -61,35 +77,36 @@ class Demi(Policy):
             )
         if self.weights not in WEIGHTS:
             raise ValueError(f"--balance-demi-weights {self.weights}: choose from {', '.join(WEIGHTS)}")
+        if self.hosts < 1:
+            raise ValueError(f"--balance-demi-hosts {self.hosts}: must be at least 1")
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         best = current if current.is_identity else owners_host(current)
         limit = most = cost.layer_seconds(counts, best) * (1 - MIN_GAIN)
-        if self._least_seconds(counts, current, cost) >= most:
-            return best
-        problem = self.problem(counts, current, cost)
-        for hosts_E in solve(problem, relax_by_size(problem)).hosts_BE[:CONFIRMED]:
-            planned = lend(current, hosts_E)
-            if (seconds := cost.layer_seconds(counts, planned)) < limit:
-                best, limit = planned, seconds
-        if max(map(len, current.hosts)) > 1:
+        for parts_E in self._divisions(counts):
+            if self._least_seconds(counts, current, cost, parts_E) >= limit:
+                continue
+            problem = self.problem(counts, current, cost).divided(parts_E)
+            for hosts_E in solve(problem, relax_by_size(problem)).hosts_BE[:CONFIRMED]:
+                planned = _hosted(current, problem.whole_E, hosts_E)
+                if (seconds := cost.layer_seconds(counts, planned)) < limit:
+                    best, limit = planned, seconds
+        if current.is_identity or current.quotas or max(map(len, current.hosts)) > self.hosts:
             return best
         stay = cost.layer_seconds(counts, current)
         return current if stay < most and stay * (1 - MOVE_GAIN) < limit else best
 
-    def schedule(self, counts: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
-        """Return the mini-tasks of a placement in which every expert has one host, slot by slot.
-
-        Raises:
-            ValueError: an expert has several hosts.
-        """
-        if any(len(ranks) > 1 for ranks in placement.hosts):
-            raise ValueError(f"placement {placement}: DEMI has one host for each expert")
-        problem = self.problem(counts, placement, cost)
-        hosts_E = np.array([rank for (rank,) in placement.hosts])
-        pace, _ = best_pace(problem, hosts_E[None], relax_by_size(problem))
-        return list_schedule(problem, hosts_E, pace)
+    def schedule(self, tokens_DP: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
+        """See `Policy.schedule`. An expert's hosts compute parts of it, each with its own mini-tasks."""
+        tables = placement.tables
+        tokens_DN, part_of_N = tokens_DP[:, tables.physical_N], tables.expert_N
+        counts_DE = np.zeros((placement.num_ranks, placement.num_experts))
+        np.add.at(counts_DE.T, part_of_N, tokens_DN.T)
+        problem = self.problem(counts_DE, placement, cost).of_parts(tokens_DN * float(cost.token_bytes), part_of_N)
+        hosts_N = tables.physical_N // placement.slots_per_rank
+        pace, _ = best_pace(problem, hosts_N[None], relax_by_size(problem))
+        return list_schedule(problem, hosts_N, pace)
 
     def problem(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Problem:
         """Return DEMI's problem, in bytes, for half an iteration.
@@ -136,13 +153,42 @@ class Demi(Policy):
             guests=current.guest_slots,
         )
 
-    def _least_seconds(self, counts: np.ndarray, current: Placement, cost: CostModel) -> float:
-        """Return a lower bound for any lend: even computation, and each expert on the rank with most of its tokens."""
+    def _divisions(self, counts: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield numbers of parts of each expert, as far as `hosts` permits: by LARGEST_PARTS, then whole experts."""
+        counts_DE = by_microbatch(counts).sum(0)
+        load_E, number = counts_DE.sum(0), len(counts_DE) / max(1, counts_DE.sum())
+        largest = LARGEST_PARTS[: 1 if counts_DE.size > FINE else None]
+        ways = [np.ceil(load_E * number / share).astype(np.int64).clip(1, self.hosts) for share in largest]
+        yield from np.unique([np.ones_like(load_E), *ways], axis=0)[::-1]
+
+    def _least_seconds(self, counts: np.ndarray, current: Placement, cost: CostModel, parts_E: np.ndarray) -> float:
+        """Return a lower bound for all placements of so many parts of each expert that have guests.
+
+        Computation is even unless a part is too large, and each part is on one of the ranks with most of its expert's
+        tokens.
+        """
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
         counts_DE, num_ranks = by_microbatch(counts).sum(0), current.num_ranks
         tokens, network = float(counts_DE.sum()), cost.network
-        exchanged = (tokens - float(counts_DE.max(0).sum())) / num_ranks
+        largest = float((counts_DE.sum(0) / parts_E).max()) / float(cost.rate_D.max())
+        ranked_DE = np.sort(counts_DE, axis=0)[::-1]
+        local = float(ranked_DE[np.arange(num_ranks)[:, None] < parts_E].sum())
         beta = min(network.near.beta, network.far.beta) * cost.exchange.scale
+        exchanging = beta * cost.token_bytes * (tokens - local) / num_ranks
         one = cost.transport.trans_seconds(1, 1), cost.transport.agg_seconds(1, 1)
-        return float(cost.time_of(beta * cost.token_bytes * exchanged, tokens / float(cost.rate_D.sum()), *one).total)
+        return float(cost.time_of(exchanging, max(tokens / float(cost.rate_D.sum()), largest), *one).total)
+
+
+def _hosted(current: Placement, whole_P: np.ndarray, hosts_P: np.ndarray) -> Placement:
+    """Return the placement in which parts of experts have these hosts; owners that host are primary hosts.
+
+    Args:
+        whole_P: [P] the expert of each part.
+        hosts_P: [P] ranks.
+    """
+    hosts: list[list[int]] = [[] for _ in range(current.num_experts)]
+    for expert, rank in zip(whole_P.tolist(), hosts_P.tolist(), strict=True):
+        hosts[expert].append(rank)
+    pairs = zip(current.owners, hosts, strict=True)
+    return current.rehost(hosts, [owner if owner in ranks else min(ranks) for owner, ranks in pairs])

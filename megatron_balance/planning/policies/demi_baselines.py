@@ -26,7 +26,6 @@ class DemiS1(Policy):
     """Minimizes the number of tokens sent: each expert goes to the rank with most of its tokens."""
 
     name = "demi_s1"
-    single_host = True
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. If guest slots are scarce, the number of tokens that stay local is maximal."""
@@ -39,7 +38,6 @@ class DemiS2(Policy):
     """Minimizes the bytes of tokens sent and of migrating experts."""
 
     name = "demi_s2"
-    single_host = True
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
@@ -57,7 +55,6 @@ class DemiS3(Policy):
     """
 
     name = "demi_s3"
-    single_host = True
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""

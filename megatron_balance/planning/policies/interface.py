@@ -32,9 +32,6 @@ class Policy(ABC):
     options: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the constructor, each with the field of BalanceConfig that sets it."""
 
-    single_host: ClassVar[bool] = False
-    """Whether every expert has exactly one host in every plan."""
-
     sets_quotas: ClassVar[bool] = False
     """Whether plans have quotas, which only the split `proportional` keeps to."""
 
@@ -67,8 +64,11 @@ class Policy(ABC):
             ValueError: the policy cannot plan for it; the message names the flag, its value and the remedy.
         """
 
-    def schedule(self, counts: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
+    def schedule(self, tokens_DP: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
         """Return the order in which a layer's mini-tasks are done under `placement`.
+
+        Args:
+            tokens_DP: [D, P] tokens from each source rank to each physical expert of `placement`.
 
         Raises:
             NotImplementedError: the policy orders no chunks; see `orders_chunks`.

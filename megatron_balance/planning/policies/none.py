@@ -14,7 +14,6 @@ class NoPolicy(Policy):
     """Keeps every expert on its owner only, regardless of the load."""
 
     name = "none"
-    single_host = True
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
