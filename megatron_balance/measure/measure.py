@@ -175,9 +175,9 @@ def fit_profile(
     links, batches, launches, starts, exchanges = _communication(bench, group_kinds(num_ranks, node_size), sizes_bytes)
     for collective, lines in links.items():
         report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}")
-    for name, lines in {"a message": batches, **launches}.items():
+    for name, lines in {"": batches, **{f" of {kind}": lines for kind, lines in launches.items()}}.items():
         texts = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in lines.items())
-        report(f"a batch + each of its messages, {name}: {'; '.join(texts)}")
+        report(f"a batch{name} + each of its messages: {'; '.join(texts)}")
     for name, line in exchanges.items():
         report(f"{name}: {_text(line)}")
 

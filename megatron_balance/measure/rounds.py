@@ -108,7 +108,7 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransferPlan, Placement
     Args:
         step: distances between ranks that exchange messages are multiples of it.
     """
-    peers = num_ranks // step - 1
+    peers = max(1, num_ranks // step - 1)
     routes = [
         (rank * load.experts + index, rank, (rank + step * (1 + index % peers)) % num_ranks)
         for rank in range(num_ranks)
