@@ -18,6 +18,9 @@ from megatron_balance.profile.cluster_profile import Fit
 SHAPES = ((1, 1), (1, 4), (2, 2), (4, 4), (8, 1))
 """Batches, and the experts that a rank sends and receives: as along routes of few batches, and along chains."""
 
+MOST_SENT = 64 << 20
+"""Maximum bytes that a rank sends: the loads of all sizes have their memory at the same time."""
+
 
 class Load(NamedTuple):
     """What every rank sends and receives in a Trans or an Agg."""
@@ -30,9 +33,13 @@ class Load(NamedTuple):
 
 
 def loads(sizes_bytes: Sequence[int]) -> list[Load]:
-    """Return the loads to time with experts of these sizes, ordered by size; no rank sends more than the largest."""
+    """Return the loads to time with experts of these sizes, ordered by size.
+
+    No rank sends more than the largest size, nor more than MOST_SENT.
+    """
+    limit = min(max(sizes_bytes), MOST_SENT)
     found = [Load(*shape, size) for size in sorted(sizes_bytes) for shape in SHAPES]
-    return [load for load in found if load.experts * load.num_bytes <= max(sizes_bytes)]
+    return [load for load in found if load.experts * load.num_bytes <= limit]
 
 
 class BatchLines(NamedTuple):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import profile_cluster as tool
-from megatron_balance.measure.measure import SIZES, experts_speed, fit_profile, group_kinds
-from megatron_balance.measure.rounds import SHAPES, Load, fit_batches, loads, plan
+from megatron_balance.measure.measure import LARGE_SIZES, SIZES, experts_speed, fit_profile, group_kinds
+from megatron_balance.measure.rounds import MOST_SENT, SHAPES, Load, fit_batches, loads, plan
 from megatron_balance.measure.stopwatch import Members
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin
 from megatron_balance.profile.profile_file import load
@@ -186,6 +186,7 @@ def test_no_rank_sends_more_than_the_largest_size() -> None:
     assert max(load.experts * load.num_bytes for load in given_loads) == max(SIZES)
     assert {load.num_bytes for load in given_loads} == {*SIZES}
     assert {load[:2] for load in given_loads} == {*SHAPES}
+    assert max(load.experts * load.num_bytes for load in loads(LARGE_SIZES)) == MOST_SENT
 
 
 def test_lines_of_batches_are_not_negative() -> None:
