@@ -18,6 +18,8 @@ from typing import NamedTuple
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.device import cpu
+from megatron_balance.flow.swiglu import is_swiglu
 from megatron_balance.timeline.lower import Pass
 
 
@@ -110,7 +112,7 @@ def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
     parts: list[tuple[tuple[str, ...], int]] = [((), 2 * ((_norm(transformer) - 1) * hidden + dropped) + heads)]
     parts += [(("layernorm",), 2 * hidden), (("core_attn",), scores)]
     if moe:
-        inner, activated = _experts(transformer, tokens)
+        inner, activated = _experts(config, tokens)
         parts += [(("moe",), inner + _router(transformer, tokens)), (("moe", "moe_act"), activated)]
         if shared := transformer.moe_shared_expert_intermediate_size:
             parts.append((("moe", "shared_experts"), sum(_dense(transformer, tokens, shared))))
@@ -173,16 +175,19 @@ def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, 
     return 2 * elements, elements if config.bias_activation_fusion else 3 * elements
 
 
-def _experts(config: TransformerConfig, tokens: Tokens) -> tuple[int, int]:
+def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     """Return the bytes of the experts' rows and first projection output, and of the weighted activations."""
-    itemsize = _itemsize(config)
-    assert config.moe_ffn_hidden_size is not None and config.expert_tensor_parallel_size is not None
-    elements = tokens.rows * config.moe_ffn_hidden_size // config.expert_tensor_parallel_size * itemsize
-    rows = tokens.rows * config.hidden_size * itemsize
-    if not config.gated_linear_unit:
+    transformer, itemsize = config.transformer, _itemsize(config.transformer)
+    assert transformer.moe_ffn_hidden_size is not None and transformer.expert_tensor_parallel_size is not None
+    elements = tokens.rows * transformer.moe_ffn_hidden_size // transformer.expert_tensor_parallel_size * itemsize
+    rows = tokens.rows * transformer.hidden_size * itemsize
+    if not transformer.gated_linear_unit:
         return rows + elements, 2 * elements
-    unfused = 4 if config.glu_linear_offset else 3
-    return rows + 2 * elements, elements if config.bias_activation_fusion else unfused * elements
+    if config.balance.moe_layer_impl == "balanced" and cpu.installed() and is_swiglu(transformer):
+        # See flow/swiglu.py
+        return rows + 2 * elements, 0
+    unfused = 4 if transformer.glu_linear_offset else 3
+    return rows + 2 * elements, elements if transformer.bias_activation_fusion else unfused * elements
 
 
 def _router(config: TransformerConfig, tokens: Tokens) -> int:

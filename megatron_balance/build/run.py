@@ -44,6 +44,7 @@ from megatron_balance.job.layout import build_groups
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loss_guard import LossGuard
+from megatron_balance.training.optimizer_state import fuse
 from megatron_balance.training.progress import Progress
 from megatron_balance.training.run import Run
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
@@ -80,6 +81,7 @@ def build_run(
     wiring = build_wiring(config, groups, progress)
     model = build_model(wiring, vocab_size)
     optimizer = get_megatron_optimizer(config.optimizer, [*model], use_gloo_process_groups=False, pg_collection=groups)
+    fuse(optimizer)
     connect_hooks(wiring, model, optimizer)
     length = run_length(config.train, groups.dp.size())
     batches = build_batch_schedule(config.train, groups.dp.size())

@@ -12,7 +12,9 @@ chunks/                rows to their experts and back in chunks, so that exchang
 experts.py             the experts of one rank: two projections with an activation between them
 slot_weights.py        weights of one linear layer: parameters in home slots, copies in guest slots
 grouped_gemm.py        one matrix product for the rows of all slots
-slot_bias.py           the bias of each slot
+slot_linear.py         one linear layer in all slots, as autograd sees it
+swiglu.py              SwiGLU and the projection after it, for a CPU
+weight_gradients.py    gradients of the weights, apart from those of the rows
 expert_shards.py       how a checkpoint stores experts: by logical expert, whoever owns it
 
 parallel_schedule.py   the orders of steps with tensor parallelism and sharded experts: megatron, baseline, s1, s2

@@ -25,6 +25,7 @@ from megatron_balance.flow.expert_shards import Cut, by_expert
 from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, RowSplit, Split, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
 from megatron_balance.flow.slot_weights import GroupedWeights, Projection, main_grad
+from megatron_balance.flow.swiglu import is_swiglu, swiglu_linear
 from megatron_balance.flow.weight_gradients import LinearGradients
 
 
@@ -172,6 +173,8 @@ class GroupedExperts(MegatronModule):
         self, first: SlotLinear, second: SlotLinear, rows_RH: torch.Tensor, split: Split, probs_R: torch.Tensor
     ) -> torch.Tensor:
         inner = first(rows_RH, split)
+        if self.by_slot and is_swiglu(self.config):
+            return swiglu_linear(inner, probs_R, second, split)
         if not self.activation_recompute:
             return second(self._activate(inner, probs_R), split, probs_R)
         # megatron-core takes the precision, although its annotation says bool

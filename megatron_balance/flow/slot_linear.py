@@ -25,10 +25,47 @@ class SlotLinear:
     at_once: bool = False
     """Whether the gradients of weights are computed along with those of rows; otherwise when `gradients` finishes."""
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Weights of all slots: [S_i, O, I] for some consecutive slots each."""
+        return [projection.weight for projection in self.projections]
+
+    @property
+    def biases(self) -> list[torch.Tensor]:
+        """Biases of all slots, [S_i, O] each; empty if there are none."""
+        return [projection.bias for projection in self.projections if projection.bias is not None]
+
     def __call__(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows by their slot's weight and add its bias, times `scale_R` [R] if given: [R, I] -> [R, O]."""
-        biased = self.projections[0].bias is not None
-        return _SlotLinear.apply(rows_RI, scale_R if biased else None, self, split)
+        return _SlotLinear.apply(rows_RI, scale_R if self.biases else None, self, split)
+
+    # The parts of the function and of its backward pass, for other functions that contain it
+
+    def outputs(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None) -> torch.Tensor:
+        """Do the same as a call, but not differentiably."""
+        output_RO = self.gradients.gemm.outputs(rows_RI, self.weights, split)
+        if biases := self.biases:
+            assert isinstance(split, RowSplit), "biases are added slot by slot"
+            _add_biases(output_RO, biases, split, scale_R)
+        return output_RO
+
+    def to_rows(self, gradient_RO: torch.Tensor, split: Split) -> torch.Tensor:
+        """Return the gradient of the rows, a new tensor: [R, O] -> [R, I]."""
+        return self.gradients.gemm.input_gradients(gradient_RO, self.weights, split)
+
+    def to_scale(self, gradient_RO: torch.Tensor, split: Split) -> torch.Tensor:
+        """Return the gradient of the scale of the biases: [R]."""
+        assert isinstance(split, RowSplit), "biases are added slot by slot"
+        parts = zip(gradient_RO.split(split.sizes), slots_of(self.biases), strict=True)
+        return torch.cat([(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts])
+
+    def to_weights(
+        self, rows_RI: torch.Tensor, gradient_RO: torch.Tensor, scale_R: torch.Tensor | None, split: Split
+    ) -> None:
+        """Collect the gradients of weights and biases."""
+        self.gradients.add(self.first, rows_RI, gradient_RO, scale_R, split)
+        if self.at_once:
+            self.gradients.sum()
 
 
 class _SlotLinear(torch.autograd.Function):
@@ -36,33 +73,20 @@ class _SlotLinear(torch.autograd.Function):
     def forward(
         ctx: Any, rows_RI: torch.Tensor, scale_R: torch.Tensor | None, linear: SlotLinear, split: Split
     ) -> torch.Tensor:
-        weights = [projection.weight for projection in linear.projections]
-        biases = [projection.bias for projection in linear.projections if projection.bias is not None]
-        ctx.linear, ctx.split, ctx.count = linear, split, len(weights)
+        ctx.linear, ctx.split = linear, split
         # Saving the weights lets autograd notice if something overwrites them before the backward pass
-        ctx.save_for_backward(rows_RI, scale_R, *weights, *biases)
-        output_RO = linear.gradients.gemm.outputs(rows_RI, weights, split)
-        if biases:
-            assert isinstance(split, RowSplit), "biases are added slot by slot"
-            _add_biases(output_RO, biases, split, scale_R)
-        return output_RO
+        ctx.save_for_backward(rows_RI, scale_R, *linear.weights, *linear.biases)
+        return linear.outputs(rows_RI, split, scale_R)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        rows_RI, scale_R, *tensors = ctx.saved_tensors
-        weights, biases = tensors[: ctx.count], tensors[ctx.count :]
+        linear, split = ctx.linear, ctx.split
+        rows_RI, scale_R, *_ = ctx.saved_tensors
         # Grouped products refuse the expanded gradient that a plain sum() sends
         gradient_RO = gradients[0].contiguous()
-        collected = ctx.linear.gradients
-        to_rows = to_scale = None
-        if ctx.needs_input_grad[0]:
-            to_rows = collected.gemm.input_gradients(gradient_RO, weights, ctx.split)
-        if ctx.needs_input_grad[1]:
-            parts = zip(gradient_RO.split(ctx.split.sizes), slots_of(biases), strict=True)
-            to_scale = torch.cat([(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts]).to(scale_R.dtype)
-        collected.add(ctx.linear.first, rows_RI, gradient_RO, scale_R, ctx.split)
-        if ctx.linear.at_once:
-            collected.sum()
+        to_rows = linear.to_rows(gradient_RO, split) if ctx.needs_input_grad[0] else None
+        to_scale = linear.to_scale(gradient_RO, split).to(scale_R.dtype) if ctx.needs_input_grad[1] else None
+        linear.to_weights(rows_RI, gradient_RO, scale_R, split)
         return to_rows, to_scale, None, None
 
 

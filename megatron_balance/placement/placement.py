@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 
 from megatron_balance.placement.tables import Tables
 
@@ -107,38 +107,35 @@ class Placement:
         Raises:
             ValueError: a rank lacks a free guest slot, or the placement is invalid.
         """
-        # Most experts have one host, which needs no sorting
-        ascending = [(*ranks,) if len(ranks) < 2 else (*sorted(ranks),) for ranks in hosts]
-        for what, number in (("hosts", len(ascending)), ("quotas", len(quotas) or self.num_experts)):
+        for what, number in (("hosts", len(hosts)), ("quotas", len(quotas) or self.num_experts)):
             if number != self.num_experts:
                 raise ValueError(f"{number} lists of {what} for {self.num_experts} experts")
-        ordered: list[tuple[int, ...]] = [()] * len(quotas)
+        owners, alone = (self.owners, self._alone) if home is None else _owners(home, self.num_experts)
+        # Most experts are computed by their owner alone, and Python's loop over the others is much shorter
+        moved = [expert for expert, (ranks, own) in enumerate(zip(hosts, alone, strict=True)) if ranks != own]
+        ascending, ordered = [*alone], [()] * len(quotas)
+        for expert in moved:
+            ascending[expert] = (*sorted(hosts[expert]),)
         for expert in (expert for expert, row in enumerate(quotas) if row):
             total: dict[int, int] = {}
             for rank, quota in zip(hosts[expert], quotas[expert], strict=True):
                 total[rank] = total.get(rank, 0) + quota
             ascending[expert], ordered[expert] = zip(*sorted(total.items()), strict=True)
-        owners = self.owners if home is None else _owners(home, self.num_experts)
         if primary is None:
-            favorites = zip(self.primary, owners, ascending, strict=True)
-            primary = [next((rank for rank in (*row, *ranks) if rank in ranks), EMPTY) for *row, ranks in favorites]
+            primary = [*owners]
+            for expert in moved:
+                favorites = (self.primary[expert], owners[expert], *ascending[expert])
+                primary[expert] = next((rank for rank in favorites if rank in ascending[expert]), EMPTY)
         wanted: list[list[int]] = [[] for _ in self.home]
-        num_ranks = self.num_ranks
-        for expert, (ranks, owner) in enumerate(zip(ascending, owners, strict=True)):
-            if len(ranks) == 1 and ranks[0] == owner:
-                continue
-            for rank in {*ranks} - {owner}:
-                if not 0 <= rank < num_ranks:
-                    raise ValueError(f"expert {expert} on rank {rank}: there are {self.num_ranks} ranks")
+        for expert in moved:
+            for rank in {*ascending[expert]} - {owners[expert]}:
+                if not 0 <= rank < len(wanted):
+                    raise ValueError(f"expert {expert} on rank {rank}: there are {len(wanted)} ranks")
                 wanted[rank].append(expert)
-        empty = (EMPTY,) * self.guest_slots
-        guests = tuple(
-            _assign(rank, slots, wanted[rank]) if wanted[rank] else empty for rank, slots in enumerate(self.guests)
-        )
         return replace(
             self,
             home=home or self.home,
-            guests=guests,
+            guests=tuple(map(_assign, range(len(wanted)), self.guests, wanted)),
             hosts=tuple(ascending),
             primary=tuple(primary),
             quotas=tuple(ordered) if any(ordered) else (),
@@ -187,7 +184,7 @@ class Placement:
     @property
     def is_identity(self) -> bool:
         """Whether every expert is computed by its owner alone. Home slots may be in any order."""
-        return self.hosts == tuple(zip(self.owners, strict=True))
+        return self.hosts == self._alone
 
     def owner(self, expert: int) -> int:
         """Return the rank that keeps the expert's parameters."""
@@ -216,44 +213,34 @@ class Placement:
     @cached_property
     def physicals(self) -> tuple[tuple[int, ...], ...]:
         """[E]: the physical experts that compute each logical expert, once each, by ascending rank."""
-        slots = self.slots_per_rank
-        rows = enumerate(zip(self.home, self.guests, strict=True))
-        at = {
-            (rank, expert): rank * slots + slot
-            for rank, (home, guests) in rows
-            for slot, expert in enumerate(home + guests)
-        }
-        return tuple(
-            (at[ranks[0], expert],) if len(ranks) == 1 else tuple(at[rank, expert] for rank in dict.fromkeys(ranks))
-            for expert, ranks in enumerate(self.hosts)
-        )
+        physical_N, first_E = self.tables.physical_N.tolist(), self.tables.first_E.tolist()
+        return tuple(tuple(physical_N[first:after]) for first, after in pairwise(first_E))
 
     @cached_property
     def expert_of_physical(self) -> tuple[int, ...]:
         """[P]: the logical expert that each physical one computes; -1 for empty slots and lent experts' home slots."""
-        experts = [EMPTY] * self.num_physical
-        for expert, indices in enumerate(self.physicals):
-            for index in indices:
-                experts[index] = expert
-        return tuple(experts)
+        return tuple(self.tables.expert_P.tolist())
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """[E]: the rank that owns each expert."""
-        return _owners(self.home, self.num_experts)
+        return _owners(self.home, self.num_experts)[0]
+
+    @cached_property
+    def _alone(self) -> tuple[tuple[int], ...]:
+        """[E]: `hosts` if only owners compute."""
+        return _owners(self.home, self.num_experts)[1]
 
     @cached_property
     def tables(self) -> Tables:
         """Arrays that this placement alone determines."""
         return Tables(
-            num_ranks=self.num_ranks,
-            slots_per_rank=self.slots_per_rank,
-            owners=self.owners,
+            home=self.home,
             guests=self.guests,
+            owners=self.owners,
             hosts=self.hosts,
             quotas=self.quotas,
             primary=self.primary,
-            physicals=self.physicals,
         )
 
     def __str__(self) -> str:
@@ -332,21 +319,22 @@ class Placement:
             if row == empty:
                 continue
             experts = [expert for expert in row if expert != EMPTY]
+            if len({*experts}) < len(experts):
+                times, expert = max((experts.count(expert), expert) for expert in experts)
+                raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
             for expert in experts:
                 if not 0 <= expert < self.num_experts:
                     raise ValueError(f"rank {rank}: its guest {expert} is not one of {self.num_experts} experts")
-                if (times := experts.count(expert)) > 1:
-                    raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
                 if expert in self.home[rank]:
                     raise ValueError(f"rank {rank}: owns expert {expert} and keeps it as a guest")
                 if rank not in self.hosts[expert]:
                     raise ValueError(f"rank {rank}: keeps the guest {expert}, but the hosts are {self.hosts[expert]}")
 
     def _check_hosts(self) -> None:
-        num_ranks = self.num_ranks
-        for expert, (owner, ranks, primary) in enumerate(zip(self.owners, self.hosts, self.primary, strict=True)):
-            if len(ranks) == 1 and ranks[0] == owner == primary:
-                continue
+        num_ranks, rows = self.num_ranks, zip(self.hosts, self._alone, self.primary, self.owners, strict=True)
+        moved = [expert for expert, row in enumerate(rows) if row[0] != row[1] or row[2] != row[3]]
+        for expert in moved:
+            ranks, owner, primary = self.hosts[expert], self.owners[expert], self.primary[expert]
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
             if list(ranks) != sorted(ranks):
@@ -373,13 +361,17 @@ class Placement:
 
 
 @lru_cache(maxsize=64)
-def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[int, ...]:
+def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[tuple[int, ...], tuple[tuple[int], ...]]:
+    """Return `Placement.owners`, and each one of them alone."""
     rank_of = {expert: rank for rank, row in enumerate(home) for expert in row}
-    return tuple(rank_of[expert] for expert in range(num_experts))
+    owners = tuple(rank_of[expert] for expert in range(num_experts))
+    return owners, tuple(zip(owners, strict=True))
 
 
-def _assign(rank: int, slots: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[int, ...]:
     """Return a rank's guest slots with the wanted experts: current guests keep their slots, others fill free ones."""
+    if max(slots, default=EMPTY) == EMPTY and len(wanted) <= len(slots):
+        return (*wanted, *slots[len(wanted) :])
     new = [expert for expert in wanted if expert not in slots]
     filled, left = [], new[::-1]
     for expert in slots:

@@ -15,14 +15,12 @@ import numpy as np
 class Tables:
     """Arrays of one placement; `Placement` explains the fields. They must not be changed."""
 
-    num_ranks: int
-    slots_per_rank: int
-    owners: Sequence[int]
+    home: Sequence[Sequence[int]]
     guests: Sequence[Sequence[int]]
+    owners: Sequence[int]
     hosts: Sequence[Sequence[int]]
     quotas: Sequence[Sequence[int]]
     primary: Sequence[int]
-    physicals: Sequence[Sequence[int]]
 
     def complete(self) -> None:
         """Compute all arrays, so that nobody has to wait for one later."""
@@ -33,20 +31,33 @@ class Tables:
     @cached_property
     def guests_3M(self) -> np.ndarray:
         """[3, M] int64: owners, experts and ranks of all guests, by ascending rank and slot. Here, M counts guests."""
-        guests_DG = np.array(self.guests, dtype=np.int64).reshape(self.num_ranks, -1)
+        guests_DG = _table(self.guests)
         rank_M, slot_M = (guests_DG >= 0).nonzero()
         expert_M = guests_DG[rank_M, slot_M]
         return np.stack([np.array(self.owners, dtype=np.int64)[expert_M], expert_M, rank_M])
 
     @cached_property
+    def slots_per_rank(self) -> int:
+        return len(self.home[0]) + len(self.guests[0])
+
+    @cached_property
+    def expert_P(self) -> np.ndarray:
+        """[P]: the logical expert that each physical one computes; -1 for none."""
+        expert_DS = np.concatenate([_table(self.home), _table(self.guests)], axis=1)
+        # The last expert stands in for none
+        computes_DS = self.shares_ED[expert_DS, np.arange(len(expert_DS))[:, None]] > 0
+        return np.where(computes_DS & (expert_DS >= 0), expert_DS, -1).ravel()
+
+    @cached_property
     def physical_N(self) -> np.ndarray:
         """The physical experts of expert 0 by ascending rank, then those of expert 1, and so on."""
-        return _flat(self.physicals)
+        used_N = (self.expert_P >= 0).nonzero()[0]
+        return used_N[np.argsort(self.expert_P[used_N], kind="stable")]
 
     @cached_property
     def expert_N(self) -> np.ndarray:
         """The logical expert of each of `physical_N`."""
-        return np.repeat(np.arange(len(self.physicals)), [len(row) for row in self.physicals])
+        return self.expert_P[self.physical_N]
 
     @cached_property
     def by_physical_N(self) -> np.ndarray:
@@ -54,16 +65,9 @@ class Tables:
         return np.argsort(self.physical_N)
 
     @cached_property
-    def expert_P(self) -> np.ndarray:
-        """[P]: the logical expert that each physical one computes; -1 for none."""
-        expert_P = np.full(self.num_ranks * self.slots_per_rank, -1)
-        expert_P[self.physical_N] = self.expert_N
-        return expert_P
-
-    @cached_property
     def first_E(self) -> np.ndarray:
         """[E + 1]: where each expert's physical experts begin in `physical_N`, and where the last ones end."""
-        return np.cumsum([0, *map(len, self.physicals)])
+        return np.searchsorted(self.expert_N, np.arange(len(self.hosts) + 1))
 
     @cached_property
     def share_N(self) -> np.ndarray:
@@ -78,9 +82,7 @@ class Tables:
     @cached_property
     def in_place(self) -> bool:
         """Whether logical and physical experts are the same."""
-        return len(self.physical_N) == self.num_ranks * self.slots_per_rank and bool(
-            (np.diff(self.expert_P) == 1).all()
-        )
+        return len(self.physical_N) == len(self.expert_P) and bool((np.diff(self.expert_P) == 1).all())
 
     @cached_property
     def shares_ED(self) -> np.ndarray:
@@ -88,13 +90,13 @@ class Tables:
 
         They are the placement's quotas, and 1 for each vExpert of experts without quotas.
         """
-        return shares_of(self.hosts, self.quotas, self.num_ranks)
+        return shares_of(self.hosts, self.quotas, len(self.home))
 
     @cached_property
     def physicals_EK(self) -> np.ndarray:
         """[E, K]: the physical experts of each logical one; each row ends in copies of its last one."""
-        width = max(map(len, self.physicals))
-        return np.array([(*row, *[row[-1]] * (width - len(row))) for row in self.physicals])
+        first_E1, after_E1 = self.first_E[:-1, None], self.first_E[1:, None]
+        return self.physical_N[np.minimum(first_E1 + np.arange((after_E1 - first_E1).max()), after_E1 - 1)]
 
 
 def shares_of(hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]], num_ranks: int) -> np.ndarray:
@@ -107,6 +109,11 @@ def shares_of(hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]], n
     shares_ED = np.zeros((experts, num_ranks), dtype=np.int64)
     np.add.at(shares_ED.reshape(-1), cells, _flat([quotas or (1,) * len(row) for quotas, row in rows]))
     return shares_ED
+
+
+def _table(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return [rows, columns] int64 of rows that have the same length, maybe 0."""
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64).reshape(len(rows), len(rows[0]))
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:

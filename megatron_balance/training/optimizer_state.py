@@ -56,6 +56,17 @@ def _allocate(inner: Any, parameter: torch.Tensor) -> None:
         state.setdefault(name, torch.zeros_like(parameter))
 
 
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Let torch's Adam step each parameter on a CPU in one pass over its memory; otherwise it takes one per operation.
+
+    The parameter of all home slots is too large for the caches.
+    """
+    for part in optimizers(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"] = all(parameter.is_cpu for parameter in group["params"]) or group["fused"]
+
+
 def expert_fields(
     optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], gathered_late: bool
 ) -> list[Field]:
