@@ -101,8 +101,12 @@ def table(profile: "ClusterProfile") -> Iterator[str]:
     for name, line in profile.all_to_alls.items():
         yield _row(name, "ep", line)
     yield f"{'':12} {'':5} {'launch (us)':>12} {'us each':>9} {'residual %':>11} {'held-out %':>11}"
-    for level, line in profile.messages.items():
-        yield f"{'messages':12} {level:5} {line.alpha * 1e6:12.1f} {line.beta * 1e6:9.3g} {_errors(line)}"
+    batches = {"messages": profile.messages, **{f"{kind}-batch": lines for kind, lines in profile.launches.items()}}
+    for name, lines in batches.items():
+        for level, line in lines.items():
+            yield f"{name:12} {level:5} {line.alpha * 1e6:12.1f} {line.beta * 1e6:9.3g} {_errors(line)}"
+    for kind, seconds in profile.starts.items():
+        yield f"{f'{kind}-start':18} {seconds * 1e6:12.1f}"
     if profile.parallel is not None:
         mp, esp, *lines = profile.parallel
         yield f"{mp} ranks with the same tokens, {esp} shards"

@@ -1,7 +1,9 @@
 """Seconds of batches of messages, as Trans and Agg send them.
 
 A rank's batch takes a launch, a little for each message, and the time of its bytes on the rank's link or on its share
-of the node's adapters. The thread that launches it takes its own time, and nothing is sent before.
+of the node's adapters. The thread that launches it takes its own time, and nothing is sent before. An expert is sent as
+one message for each of its tensors; a cut inside a tensor makes two messages of it. All batches of a Trans or an Agg
+together take some seconds more, to start.
 
 In the shapes, F is the kind of link (within a node, between nodes), W the direction (sent, received), X a batch, and M
 or R a message.
@@ -33,15 +35,15 @@ class Loads(NamedTuple):
     """What the ranks send and receive in batches."""
 
     amount_FWXD: np.ndarray
-    """Bytes, or any other unit."""
+    """Experts."""
     number_FWXD: np.ndarray
-    """Messages."""
+    """Pieces of experts."""
 
     @classmethod
     def of(
         cls, network: Network, source_M: np.ndarray, target_M: np.ndarray, amount_M: np.ndarray, batch_M: np.ndarray
     ) -> "Loads":
-        """Return the loads of messages, each of which is in a batch."""
+        """Return the loads of pieces, each of which is in a batch."""
         batches, ranks = int(batch_M.max()) + 1, network.num_ranks
         is_far_M = network.node_D[source_M] != network.node_D[target_M]
         place_M = (is_far_M * 2 * batches + batch_M) * ranks
@@ -55,7 +57,9 @@ class Times(NamedTuple):
     """Seconds of batches, by what they wait for."""
 
     latency_XD: np.ndarray
-    """Each rank's time to launch its messages, and that of empty messages."""
+    """Each rank's time to launch one message for each of its pieces, and that of empty messages."""
+    tensor_XD: np.ndarray
+    """Each rank's time to launch further messages, because experts have several tensors."""
     byte_FXD: np.ndarray
     """Each rank's time on links of its node, and on its share of the adapters."""
     node_WXN: np.ndarray
@@ -63,9 +67,9 @@ class Times(NamedTuple):
 
     @property
     def total_2X(self) -> np.ndarray:
-        """[2, X] the latency and the time of bytes, if all ranks begin and end batches together."""
+        """[2, X] the latency and the time in proportion to experts, if all ranks begin and end batches together."""
         bytes_X = np.maximum(self.byte_FXD.max((0, -1)), self.node_WXN.max((0, -1)))
-        return np.stack([self.latency_XD.max(-1), bytes_X])
+        return np.stack([self.latency_XD.max(-1), self.tensor_XD.max(-1) + bytes_X])
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class BatchModel:
     profile: ClusterProfile
     network: Network
     kind: str
+    size: float
+    """Bytes of an expert."""
 
     @cached_property
     def lines(self) -> tuple[Fit, Fit]:
@@ -82,25 +88,31 @@ class BatchModel:
         near, far = (self.profile.link(self.kind, level) for level in LEVELS)
         return near, far
 
-    def times(self, loads: Loads, scale: float = 1.0) -> Times:
-        """Return the seconds of batches whose amounts are in units of `scale` bytes."""
-        near, far = self.lines
-        network = self.network
-        number_FXD, amount_FXD = loads.number_FWXD.max(1), loads.amount_FWXD.max(1) * scale
-        share_XD = self._share(loads.amount_FWXD[0], amount_FXD[0], scale)
-        alone_FXD = np.stack([near.alpha * share_XD, np.full_like(share_XD, far.alpha)]) * (number_FXD > 0)
-        launches = [self.profile.launch(self.kind, level) for level in LEVELS]
-        operations_FXD = loads.number_FWXD.sum(1)
-        launch_FXD, message_FXD = (
-            np.stack([line[part] * some_XD for line, some_XD in zip(launches, some_FXD, strict=True)])
-            for part, some_FXD in enumerate((operations_FXD > 0, operations_FXD))
-        )
-        latency_XD = np.maximum(alone_FXD.max(0), launch_FXD.max(0) + message_FXD.sum(0))
-        byte_FXD = amount_FXD * np.stack([near.beta * share_XD, np.full_like(share_XD, far.beta)])
-        node_WXN = np.add.reduceat(loads.amount_FWXD[1] * scale, network.first_N, axis=-1)
-        return Times(latency_XD, byte_FXD, node_WXN * (far.beta / network.adapters))
+    @property
+    def start(self) -> float:
+        """Seconds beyond those of batches."""
+        return self.profile.starts.get(self.kind, 0.0)
 
-    def _share(self, both_WXD: np.ndarray, amount_XD: np.ndarray, scale: float) -> np.ndarray:
+    def times(self, loads: Loads) -> Times:
+        """Return the seconds of batches."""
+        near, far = self.lines
+        network, amount_FXD = self.network, loads.amount_FWXD.max(1)
+        share_XD = self._share(loads.amount_FWXD[0], amount_FXD[0])
+        share_FXD = np.stack([share_XD, np.ones_like(share_XD)])
+        alpha_F, beta_F = np.array([near[:2], far[:2]]).T
+        launch_F, message_F = np.array([self.profile.launch(self.kind, level)[:2] for level in LEVELS]).T
+        alone_FXD, launch_FXD = (seconds_F[:, None, None] * share_FXD for seconds_F in (alpha_F, launch_F))
+        message_FXD, operations_FXD = message_F[:, None, None] * share_FXD, loads.number_FWXD.sum(1)
+        latency_XD = np.maximum(
+            (alone_FXD * (operations_FXD > 0)).max(0),
+            (launch_FXD * (operations_FXD > 0)).max(0) + (message_FXD * operations_FXD).sum(0),
+        )
+        tensor_XD = (self.profile.tensors - 1) * (message_FXD * loads.amount_FWXD.sum(1)).sum(0)
+        byte_FXD = amount_FXD * self.size * beta_F[:, None, None] * share_FXD
+        node_WXN = np.add.reduceat(loads.amount_FWXD[1] * self.size, network.first_N, axis=-1)
+        return Times(latency_XD, tensor_XD, byte_FXD, node_WXN * (far.beta / network.adapters))
+
+    def _share(self, both_WXD: np.ndarray, amount_XD: np.ndarray) -> np.ndarray:
         """Return [X, D] the share of a full batch's time that a node's messages within it take.
 
         The lines hold for batches in which every rank sends and receives as much as its busiest one. Where the ranks of
@@ -109,19 +121,18 @@ class BatchModel:
         network, one_way = self.network, self.network.near.one_way
         if one_way >= 1:
             return np.ones_like(amount_XD)
-        sent_XN = np.add.reduceat(both_WXD[0] * scale, network.first_N, axis=-1)
+        sent_XN = np.add.reduceat(both_WXD[0], network.first_N, axis=-1)
         most_XN = np.maximum.reduceat(amount_XD, network.first_N, axis=-1) * network.node_size
         share_XN = np.divide(sent_XN, most_XN, out=np.ones_like(sent_XN), where=most_XN > 0)
         return np.clip(np.maximum(share_XN, one_way), 0.0, 1.0)[..., network.node_D]
 
-    def progress(self, plan: TransferPlan, num_bytes: float, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
+    def progress(self, plan: TransferPlan, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds after which each round of a plan is complete, and [D] those after which each rank is.
 
         A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
         adapters of a node carry the bytes of its ranks' messages in the order of rounds.
 
         Args:
-            num_bytes: size of an expert.
             backward: whether the rounds run backward, and messages go from targets to sources.
         """
         rounds, network = plan.rounds[::-1] if backward else plan.rounds, self.network
@@ -133,15 +144,15 @@ class BatchModel:
         ends_2M = np.stack([target_M, source_M] if backward else [source_M, target_M])
         number_X = np.array([*map(len, rounds)])
         round_M = np.repeat(np.arange(len(rounds)), number_X)
-        times = self.times(Loads.of(network, ends_2M[0], ends_2M[1], num_bytes / chunks_M, round_M))
+        times = self.times(Loads.of(network, ends_2M[0], ends_2M[1], 1 / chunks_M, round_M))
         is_far_M = network.node_D[ends_2M[0]] != network.node_D[ends_2M[1]]
-        latency_M = times.latency_XD[round_M, ends_2M].max(0)
+        latency_M = (times.latency_XD + times.tensor_XD)[round_M, ends_2M].max(0)
         byte_M = times.byte_FXD[is_far_M * 1, round_M, ends_2M].max(0)
         finished = []
         for number, last in enumerate(number_X.cumsum().tolist()):
             some = slice(last - int(number_X[number]), last)
             ends_2R, far_R = ends_2M[:, some], is_far_M[some]
-            start_R = free_D[ends_2R].max(0)
+            start_R = np.maximum(free_D[ends_2R].max(0), self.start)
             end_R = start_R + byte_M[some]
             if far_R.any():
                 node_2R = network.node_D[ends_2R[:, far_R]]
@@ -163,15 +174,13 @@ def _carry(carried_WN: np.ndarray, node_2R: np.ndarray, start_R: np.ndarray, sec
     return carried_WN[np.arange(2)[:, None], node_2R].max(0)
 
 
-def fewest_pieces(
-    models: tuple[BatchModel, BatchModel], sizes: tuple[float, float], found: Hops, least_rounds: int
-) -> tuple[int, float, float]:
+def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_rounds: int) -> tuple[int, float, float]:
     """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
 
     The seconds are upper bounds: those of ranks that begin and end every batch together.
 
     Args:
-        models, sizes: of Trans and of Agg: batches, and the bytes of an expert.
+        models: of the batches of Trans and of Agg.
         found: at least one hop.
         least_rounds: minimum number of batches.
     """
@@ -181,12 +190,12 @@ def fewest_pieces(
     sums = [np.insert(array_FWXD.cumsum(2), 0, 0, axis=2) for array_FWXD in by_stage]
     loads = Loads(*(sum_FWXD[:, :, after_X] - sum_FWXD[:, :, first_X] for sum_FWXD in sums))
     pieces_A = np.array(PIECES)
-    staged_X = loads.amount_FWXD[:, 0].sum(0).max(-1) * sizes[1]
+    staged_X = loads.amount_FWXD[:, 0].sum(0).max(-1) * models[1].size
     staged_A = (staged_X * (number_AX > 0)).max(1) / pieces_A
     fits_A = (pieces_A + stages - 1 >= least_rounds) & (staged_A <= max(MOST_STAGED, staged_A.min()))
     trans_A, agg_A = (
-        number_AX @ latency_X + number_AX @ bytes_X / pieces_A
-        for latency_X, bytes_X in (model.times(loads, size).total_2X for model, size in zip(models, sizes, strict=True))
+        model.start + number_AX @ latency_X + number_AX @ bytes_X / pieces_A
+        for model, (latency_X, bytes_X) in ((model, model.times(loads).total_2X) for model in models)
     )
     best = int(np.where(fits_A, trans_A, np.inf).argmin())
     return PIECES[best], float(trans_A[best]), float(agg_A[best])

@@ -29,7 +29,7 @@ class Prices(NamedTuple):
     price_P: np.ndarray
     """See NEAR."""
 
-    numbers_26: np.ndarray
+    numbers_27: np.ndarray
     least_rounds: int
     """See `few_batches`."""
 
@@ -241,7 +241,7 @@ def change(
     node_size: int,
     local_first: bool,
     price_P: np.ndarray,
-    numbers_26: np.ndarray,
+    numbers_27: np.ndarray,
     least_rounds: int,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
@@ -280,7 +280,7 @@ def try_(
     node_size: int,
     local_first: bool,
     price_P: np.ndarray,
-    numbers_26: np.ndarray,
+    numbers_27: np.ndarray,
     least_rounds: int,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
@@ -314,7 +314,7 @@ def try_(
         for d in range(len(sent_D)):
             busy, more = max(busy, sent_D[d] + more_D[d]), more + more_D[d]
         found_7A[2, a], found_7A[3, a], found_7A[4, a] = busy, extra, more
-        found_7A[5, a], found_7A[6, a] = few_batches(busy, extra, numbers_26, far, least_rounds)
+        found_7A[5, a], found_7A[6, a] = few_batches(busy, extra, numbers_27, far, least_rounds)
 
 
 @compiled(
@@ -333,7 +333,7 @@ def involve(
     node_size: int,
     local_first: bool,
     price_P: np.ndarray,
-    numbers_26: np.ndarray,
+    numbers_27: np.ndarray,
     least_rounds: int,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,

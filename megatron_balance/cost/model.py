@@ -157,7 +157,7 @@ class CostModel:
             network.node_size,
             self.split == "local_first",
             np.array([*prices, self.transport.far], dtype=np.float64),
-            self.transport.numbers_26,
+            self.transport.numbers_27,
             self.transport.least_rounds,
             np.array(self.rate_D, dtype=np.float64),
             (line.seconds_per_token + back.seconds_per_token) / self.rate_D,

@@ -5,7 +5,8 @@ several messages. Chains and trees take a batch for each piece and hop, in which
 receives at most one. They pay where they save bytes: between nodes whose ranks share adapters.
 
 A piece of b bytes takes alpha + beta * b seconds on a link within a node, and other such seconds between nodes: the
-profile's lines of `trans` and `agg`. A batch takes no less than the thread that launches it (`cost/batches.py`).
+profile's lines of `trans` and `agg`. A batch takes no less than the thread that launches it (`cost/batches.py`). The
+messages that an expert takes beyond one for each piece take their seconds in proportion to the bytes.
 """
 
 import math
@@ -94,20 +95,22 @@ class SendingModel:
 
     @cached_property
     def _lines(self) -> tuple[tuple[Fit, Fit], tuple[Fit, Fit]]:
-        """Lines of a round of Trans and of Agg, within nodes and between nodes, no faster than its launch."""
-        trans, agg = (
-            tuple(
-                line._replace(alpha=max(line.alpha, self.profile.launch(kind, level).seconds(1)))
-                for level, line in ((level, self.profile.link(kind, level)) for level in LEVELS)
-            )
-            for kind in ROUNDS
-        )
+        """Lines of a piece of Trans and of Agg, within nodes and between nodes, no faster than its launch."""
+        trans, agg = (tuple(self._line(kind, level, 2) for level in LEVELS) for kind in ROUNDS)
         return trans, agg  # pyright: ignore[reportReturnType]
+
+    def _line(self, kind: str, level: str, ways: int) -> Fit:
+        """Return the line of a rank that sends or receives experts, or does both (`ways` is 2)."""
+        line, launch = self.profile.link(kind, level), self.profile.launch(kind, level)
+        size = self.param_bytes if kind == ROUNDS[0] else self.grad_bytes
+        more = ways * (self.profile.tensors - 1) * launch.beta / size if size else 0.0
+        return line._replace(alpha=max(line.alpha, launch.seconds(1)), beta=line.beta + more)
 
     @cached_property
     def _batches(self) -> tuple[BatchModel, BatchModel]:
         """Models of the batches of Trans and of Agg."""
-        trans, agg = (BatchModel(self.profile, self.network, kind) for kind in ROUNDS)
+        sizes = self.param_bytes, self.grad_bytes
+        trans, agg = (BatchModel(self.profile, self.network, *some) for some in zip(ROUNDS, sizes, strict=True))
         return trans, agg
 
     def best(self, placement: Placement) -> Sending:
@@ -181,8 +184,7 @@ class SendingModel:
             found = hops(placement, self.profile.node_size, route)
             if int(found.stage_M.max()) + 1 > stages:
                 stages = int(found.stage_M.max()) + 1
-                sizes = self.param_bytes, self.grad_bytes
-                yield Sending(route, *fewest_pieces(self._batches, sizes, found, self.least_rounds)), found
+                yield Sending(route, *fewest_pieces(self._batches, found, self.least_rounds)), found
 
     def along_chains(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> Sending:
         """Return an estimate of `best` for guests in any order, at least one: owners, experts and ranks.
@@ -236,22 +238,25 @@ class SendingModel:
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
-        numbers = self.numbers_26, self.far, self.least_rounds
+        numbers = self.numbers_27, self.far, self.least_rounds
         if np.ndim(busy) == 0:
             return few_batches(float(busy), float(extra), *numbers)
         trans_K, agg_K = few_batches_each(np.ravel(busy), np.ravel(extra), *numbers)
         return trans_K.reshape(np.shape(busy)), agg_K.reshape(np.shape(busy))
 
     @cached_property
-    def numbers_26(self) -> np.ndarray:
-        """[2, 6] what `few_batches` takes, of Trans and of Agg."""
-        return np.array([(*near[:2], *far[:2], size, messages) for (near, far), size, messages in self._sent])
+    def numbers_27(self) -> np.ndarray:
+        """[2, 7] what `few_batches` takes, of Trans and of Agg."""
+        sizes = self.param_bytes, self.grad_bytes
+        launches = [2 * self.profile.launch(kind, LEVELS[0]).beta for kind in ROUNDS]
+        rows = zip(self._lines, sizes, launches, self._starts, strict=True)
+        return np.array([(*near[:2], *far[:2], *others) for (near, far), *others in rows])
 
     @cached_property
-    def _sent(self) -> tuple[tuple[tuple[Fit, Fit], float, float], ...]:
-        """Lines, bytes of an expert and seconds to launch two messages, of Trans and of Agg."""
-        launches = [2 * self.profile.launch(kind, LEVELS[0]).beta for kind in ROUNDS]
-        return tuple(zip(self._lines, (self.param_bytes, self.grad_bytes), launches, strict=True))
+    def _starts(self) -> tuple[float, float]:
+        """Seconds of Trans and of Agg beyond those of their batches."""
+        trans, agg = (model.start for model in self._batches)
+        return trans, agg
 
     def at_least(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
         """Return lower bounds for Trans and for Agg: seconds of a launch, and of an expert's bytes on a link.
@@ -259,9 +264,10 @@ class SendingModel:
         The links are a rank's within its node, and its own between nodes.
         """
         one_way = self.network.near.one_way
+        lines = [[self._line(kind, level, 1) for level in LEVELS] for kind in ROUNDS]
         trans, agg = (
-            (min(near.alpha * one_way, far.alpha), near.beta * one_way * size, far.beta * size)
-            for (near, far), size, _ in self._sent
+            (start + min(near.alpha * one_way, far.alpha), near.beta * one_way * size, far.beta * size)
+            for (near, far), size, start in zip(lines, (self.param_bytes, self.grad_bytes), self._starts, strict=True)
         )
         return trans, agg
 
@@ -334,11 +340,11 @@ class SendingModel:
         Args:
             time, chunks: numbers, or arrays of one shape.
         """
-        return self._seconds(self._lines[0], time, chunks, self.param_bytes)
+        return self._starts[0] + self._seconds(self._lines[0], time, chunks, self.param_bytes)
 
     def agg_seconds(self, time: Any, chunks: Any) -> Any:
         """Return the seconds of Eq. 5, the reverse of Eq. 4."""
-        return self._seconds(self._lines[1], time, chunks, self.grad_bytes)
+        return self._starts[1] + self._seconds(self._lines[1], time, chunks, self.grad_bytes)
 
     def _seconds(self, lines: tuple[Fit, Fit], time: Any, chunks: Any, num_bytes: float) -> Any:
         near, far = (line.seconds(num_bytes / chunks) for line in lines)
@@ -360,10 +366,7 @@ class SendingModel:
 
     def _both(self, plan: TransferPlan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         trans, agg = self._batches
-        return (
-            trans.progress(plan, self.param_bytes, backward=False),
-            agg.progress(plan, self.grad_bytes, backward=True),
-        )
+        return trans.progress(plan, backward=False), agg.progress(plan, backward=True)
 
     def rounds_within(self, plan: TransferPlan, seconds: float, *, forward: bool) -> int:
         """Return how many of a plan's last rounds (Trans), or first rounds in its order (Agg), take `seconds` at most.

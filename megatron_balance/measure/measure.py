@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from megatron_balance.comm.auto import members_of
 from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.job.groups import on_first_rank
+from megatron_balance.measure.rounds import fit_batches, loads
 from megatron_balance.measure.stopwatch import (
-    ROUND_OPERATIONS,
     Bench,
     Call,
     GroupBench,
@@ -26,6 +27,7 @@ from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
     LEVELS,
+    ROUNDS,
     ClusterProfile,
     CodecTimes,
     Fit,
@@ -42,9 +44,6 @@ allocates 32 MiB and more anew each time, which takes longer than copying them."
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
 """Sizes for fast links, on which 8 MiB take hardly longer than an empty message."""
 
-LARGEST_PIECE = 4 << 20
-"""Maximum bytes of a piece of an expert that is timed: its expert and a guest have `ROUNDS` of them each."""
-
 COUNTS = (1, 2, 4, 8, 16)
 """Numbers of small messages in a batch that is timed."""
 
@@ -56,6 +55,9 @@ PARALLEL_SIZES = 5
 
 REPEATS = 9
 """Number of measurements; their median counts."""
+
+PASSES = 3
+"""Number of times that all communication is measured; the medians count. The machine may be slower for seconds."""
 
 Log = Callable[[str], None]
 """Receives one line for the user."""
@@ -170,15 +172,12 @@ def fit_profile(
         ValueError: there are too few sizes or numbers of tokens for a line.
     """
     report = log or (lambda line: None)
-    kinds = group_kinds(num_ranks, node_size)
-    links = {}
-    for collective in COLLECTIVES:
-        links[collective] = _lines(bench, collective, kinds, sizes_bytes)
-        report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in links[collective].items())}")
-    batches = {level: fit(COUNTS, bench.send(kinds[level], COUNTS)) for level in LEVELS}
-    launches = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in batches.items())
-    report(f"a batch + each of its messages: {'; '.join(launches)}")
-    exchanges = {name: fit(sizes_bytes, bench.exchange(name, sizes_bytes)) for name in bench.all_to_alls}
+    links, batches, launches, starts, exchanges = _communication(bench, group_kinds(num_ranks, node_size), sizes_bytes)
+    for collective, lines in links.items():
+        report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}")
+    for name, lines in {"": batches, **{f" of {kind}": lines for kind, lines in launches.items()}}.items():
+        texts = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in lines.items())
+        report(f"a batch{name} + each of its messages: {'; '.join(texts)}")
     for name, line in exchanges.items():
         report(f"{name}: {_text(line)}")
 
@@ -201,6 +200,9 @@ def fit_profile(
         node_size=node_size,
         links=links,
         messages=batches,
+        launches=launches,
+        starts=starts,
+        tensors=bench.tensors,
         forward=forward,
         backward=backward,
         rates=rates,
@@ -209,13 +211,44 @@ def fit_profile(
     )
 
 
-def _lines(bench: Bench, collective: str, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> dict[str, Fit]:
-    """Return a collective's line for each kind of group."""
-    if collective in ROUND_OPERATIONS:
-        sizes_bytes = [size for size in sizes_bytes if size <= LARGEST_PIECE]
-    groups = sorted(set(kinds.values()))
-    lines = {members: fit(sizes_bytes, bench.communicate(collective, members, sizes_bytes)) for members in groups}
-    return {kind: lines[members] for kind, members in kinds.items()}
+class _Communication(NamedTuple):
+    """Lines of a ClusterProfile."""
+
+    links: dict[str, dict[str, Fit]]
+    messages: dict[str, Fit]
+    launches: dict[str, dict[str, Fit]]
+    starts: dict[str, float]
+    all_to_alls: dict[str, Fit]
+
+
+def _communication(bench: Bench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> _Communication:
+    """Measure each collective among each kind of group, batches of messages, and the all-to-alls."""
+    groups, given = sorted(set(kinds.values())), loads(sizes_bytes)
+    calls: dict[tuple[str, Members], Callable[[], list[float]]] = {
+        **{
+            (name, members): functools.partial(bench.transfer, name, members, given)
+            if name in ROUNDS
+            else functools.partial(bench.communicate, name, members, sizes_bytes)
+            for name in COLLECTIVES
+            for members in groups
+        },
+        **{("messages", members): functools.partial(bench.send, members, COUNTS) for members in groups},
+        **{(name, ()): functools.partial(bench.exchange, name, sizes_bytes) for name in bench.all_to_alls},
+    }
+    passes = [[call() for call in calls.values()] for _ in range(PASSES)]
+    seconds = {
+        key: np.median(found, axis=0).tolist() for key, found in zip(calls, zip(*passes, strict=True), strict=True)
+    }
+    batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
+    lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
+    lines |= {key: found.line for key, found in batches.items()}
+    return _Communication(
+        {name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
+        {level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
+        {name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
+        {name: batches[name, kinds["ep"]].start for name in ROUNDS},
+        {name: lines[name, ()] for name in bench.all_to_alls},
+    )
 
 
 def experts_speed(

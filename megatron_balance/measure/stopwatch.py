@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import AllToAll, default_all_to_all
 from megatron_balance.job.groups import Members, NodeGroups, new_node_groups, new_sub_groups
-from megatron_balance.measure.rounds import ROUNDS, agg_rounds, trans_rounds
+from megatron_balance.measure.rounds import Load, agg_call, trans_call
 
 Call = Callable[[], object]
 """An operation to time; it can be called any number of times."""
@@ -45,6 +45,15 @@ class Bench(Protocol):
 
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         """Return the seconds of a collective among `members` for each size, in bytes as in `ClusterProfile.links`."""
+        ...
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors of an expert."""
+        ...
+
+    def transfer(self, kind: str, members: Members, loads: Sequence[Load]) -> list[float]:
+        """Return the seconds of `trans` or `agg` among `members` for each load."""
         ...
 
     def send(self, members: Members, counts: Sequence[int]) -> list[float]:
@@ -155,16 +164,23 @@ class GroupBench:
     codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
     """By the codec's name, a function that returns compression and decompression of a number of rows."""
 
+    @property
+    def tensors(self) -> int:
+        return len(self.shares)
+
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         if members not in self.groups:
             return self.stopwatch.medians([_idle] * len(sizes_bytes))
         group, step = self.groups[members], self._step(members)
-        if collective in ROUND_OPERATIONS:
-            prepare, dtype = ROUND_OPERATIONS[collective], torch.float32 if collective == "agg" else self.dtype
-            calls = [prepare(group, step, self._tensors(ROUNDS * size, dtype)) for size in sizes_bytes]
-            return [seconds / ROUNDS for seconds in self.stopwatch.medians(calls)]
         prepare = OPERATIONS[collective]
         return self.stopwatch.medians([prepare(group, self._buffer(size), step) for size in sizes_bytes])
+
+    def transfer(self, kind: str, members: Members, loads: Sequence[Load]) -> list[float]:
+        if members not in self.groups:
+            return self.stopwatch.medians([_idle] * len(loads))
+        prepare, dtype = TRANSFERS[kind], torch.float32 if kind == "agg" else self.dtype
+        place = self.groups[members], self._step(members)
+        return self.stopwatch.medians([prepare(*place, load, self._slots(load, dtype)) for load in loads])
 
     def send(self, members: Members, counts: Sequence[int]) -> list[float]:
         if members not in self.groups:
@@ -192,10 +208,11 @@ class GroupBench:
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(-(-num_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.stopwatch.device)
 
-    def _tensors(self, num_bytes: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the tensors of an expert of this size."""
-        lengths = [max(ROUNDS, round(share * num_bytes / dtype.itemsize)) for share in self.shares]
-        return [torch.zeros(length, dtype=dtype, device=self.stopwatch.device) for length in lengths]
+    def _slots(self, load: Load, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        """Return the tensors of a load's experts and of as many guests."""
+        lengths = [max(1, round(share * load.num_bytes / dtype.itemsize)) for share in self.shares]
+        new = {"dtype": dtype, "device": self.stopwatch.device}
+        return [[torch.zeros(length, **new) for length in lengths] for _ in range(2 * load.experts)]
 
 
 def _idle() -> None:
@@ -308,8 +325,8 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = 
 """Collectives by name, as functions of a group, a buffer and a step between ranks that return a call; the buffer has
 the bytes that `ClusterProfile.links` counts."""
 
-ROUND_OPERATIONS: dict[str, Callable[[dist.ProcessGroup, int, Sequence[torch.Tensor]], Call]] = {
-    "trans": trans_rounds,
-    "agg": agg_rounds,
+TRANSFERS: dict[str, Callable[[dist.ProcessGroup, int, Load, Sequence[Sequence[torch.Tensor]]], Call]] = {
+    "trans": trans_call,
+    "agg": agg_call,
 }
-"""Trans and Agg in `ROUNDS` rounds, as functions of a group, a step between ranks and an expert's tensors."""
+"""Trans and Agg, as functions of a group, a step between ranks, a load and its tensors."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSION = 4
+VERSION = 5
 ROUNDS = ("trans", "agg")
 """Operations that send experts."""
 
@@ -153,9 +153,9 @@ class ClusterProfile:
     that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer.
 
     p2p is a batch in which every rank sends one message and receives one; in one_way, half of the ranks send one to
-    the other half; trans and agg are a round of Trans and of
-    Agg, in which every rank sends and receives a piece of an expert. In the group `ep`, all these messages go to
-    another node at the same time, if there are several nodes. all_to_all is the default all-to-all."""
+    the other half; trans and agg are a batch of Trans and of Agg in which every rank sends and receives one message.
+    In the group `ep`, all these messages go to another node at the same time, if there are several nodes. all_to_all is
+    the default all-to-all."""
 
     messages: Mapping[str, Fit]
     """messages[intra or inter]: seconds of a batch of small messages as a function of their number: alpha is the
@@ -167,6 +167,12 @@ class ClusterProfile:
     launches: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
     """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, as a function of the number that a
     rank sends and receives. Empty: as `messages`, in which a rank sends as many as it receives."""
+
+    starts: Mapping[str, float] = field(default_factory=dict)
+    """starts[trans or agg]: seconds of a Trans or an Agg beyond those of its batches. Empty: none."""
+
+    tensors: int = 1
+    """Number of tensors of an expert. Each is a message of its own, and cutting an expert adds one for every cut."""
 
     rates: tuple[float, ...] = ()
     """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all 1."""

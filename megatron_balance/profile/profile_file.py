@@ -26,12 +26,13 @@ MAX_BYTES = 4 * MIB
 _SECONDS, _ERROR, _COUNT = (0, 60, "seconds"), (0, 1e9, "times"), (1, 10**6, "")
 RANGES: Mapping[str, tuple[float, float, str]] = {
     "alpha": _SECONDS,
+    **dict.fromkeys(("trans", "agg"), _SECONDS),
     "beta": (0, 1e-3, "seconds per byte"),
     "overhead": _SECONDS,
     "seconds_per_token": _SECONDS,
     "rate": (1e-3, 1e3, "of the mean"),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
-    **dict.fromkeys(("num_ranks", "node_size", "ranks", "nodes", "mp", "esp"), _COUNT),
+    **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
 }
 """Minimum, maximum and unit of each number in a file; a count has no unit.
 
@@ -95,6 +96,11 @@ def _parse(content: Any) -> ClusterProfile:
             for kind, lines in _keys(content["launches"], ROUNDS if content["launches"] else (), "launches").items()
         },
         messages={level: _numbers(Fit, line, f"messages.{level}") for level, line in batches.items()},
+        starts={
+            kind: _number(value, f"starts.{kind}")
+            for kind, value in _keys(content["starts"], ROUNDS if content["starts"] else (), "starts").items()
+        },
+        tensors=_number(content["tensors"], "tensors"),
         rates=tuple(_number(rate, f"rates[{rank}].rate") for rank, rate in enumerate(rates)),
         all_to_alls={name: _numbers(Fit, line, f"all_to_alls.{cleaned(name)}") for name, line in members.items()},
         codecs={

@@ -21,19 +21,19 @@ from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.job.layout import build_groups
-from megatron_balance.measure import rounds, stopwatch
+from megatron_balance.measure import stopwatch
 from megatron_balance.measure.measure import group_kinds, measure
-from megatron_balance.measure.rounds import ROUNDS
+from megatron_balance.measure.rounds import Load
 from megatron_balance.measure.stopwatch import (
     OPERATIONS,
-    ROUND_OPERATIONS,
+    TRANSFERS,
     GroupBench,
     Members,
     Passes,
     Stopwatch,
     sub_groups,
 )
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ClusterProfile
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile
 from megatron_balance.profile.profile_file import load
 from tests.distributed.runs import BASE
 
@@ -129,15 +129,21 @@ def measure_a_known_cluster() -> ClusterProfile:
         assert step == (2 if group.size() == 4 else 1)
         return clock.operation(alpha + beta * buffer.nbytes)
 
-    def rounds_of(
-        collective: str, group: dist.ProcessGroup, step: int, tensors: Sequence[torch.Tensor]
+    def transfer(
+        kind: str, group: dist.ProcessGroup, step: int, load: Load, slots: Sequence[Sequence[torch.Tensor]]
     ) -> Callable[[], None]:
-        assert {tensor.dtype for tensor in tensors} == {torch.float32 if collective == "agg" else torch.bfloat16}
-        (small, large) = tensors
-        assert len(large) == 3 * len(small)
-        alpha, beta = known_line(collective, tuple(dist.get_process_group_ranks(group)))
+        assert len(slots) == 2 * load.experts
+        assert {tensor.dtype for slot in slots for tensor in slot} == {
+            torch.float32 if kind == "agg" else torch.bfloat16
+        }
+        for small, large in slots:
+            assert len(large) == 3 * len(small)
+            assert small.nbytes + large.nbytes == load.num_bytes
+        alpha, beta = known_line(kind, tuple(dist.get_process_group_ranks(group)))
         assert step == (2 if group.size() == 4 else 1)
-        return clock.operation(ROUNDS * alpha + beta * sum(tensor.nbytes for tensor in tensors))
+        # Each of two tensors is a message, and so is the second part of one that is cut
+        messages = load.experts * (2 + load.batches - 1)
+        return clock.operation(alpha / 2 * (load.batches + messages) + alpha + beta * load.experts * load.num_bytes)
 
     def exchange(member: AllToAll, buffer: torch.Tensor) -> Callable[[], None]:
         return clock.operation(len(type(member).__name__) + 1e-6 * buffer.nbytes)
@@ -146,11 +152,11 @@ def measure_a_known_cluster() -> ClusterProfile:
         return Passes(clock.operation(1 + FORWARD * tokens), clock.operation(2 + BACKWARD * tokens))
 
     fakes = {collective: functools.partial(operation, collective) for collective in OPERATIONS}
-    rounds = {collective: functools.partial(rounds_of, collective) for collective in ROUND_OPERATIONS}
-    assert {*fakes, *rounds} == set(COLLECTIVES)
+    transfers = {kind: functools.partial(transfer, kind) for kind in TRANSFERS}
+    assert {*fakes, *transfers} == set(COLLECTIVES)
     with (
         mock.patch.dict(stopwatch.OPERATIONS, fakes),
-        mock.patch.dict(stopwatch.ROUND_OPERATIONS, rounds),
+        mock.patch.dict(stopwatch.TRANSFERS, transfers),
         mock.patch.object(stopwatch, "_messages", lambda group, _, count: clock.operation(group.size() + 0.1 * count)),
         mock.patch.object(stopwatch, "_even_exchange", exchange),
         mock.patch.object(stopwatch, "time", clock),
@@ -166,6 +172,11 @@ def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(r
             alpha, beta = known_line(collective, members)
             found = profile.link(collective, kind)
             assert found[:2] == pytest.approx((share * alpha, share * beta), rel=1e-6), (collective, kind)
+    assert profile.tensors == 2
+    for kind in ROUNDS:
+        alpha, _ = known_line(kind, (0, 1))
+        assert profile.launches[kind]["intra"][:2] == pytest.approx((0.5 * alpha / 2, 0.5 * alpha / 4), rel=1e-6)
+        assert profile.starts[kind] == pytest.approx(known_line(kind, (0, 1, 2, 3))[0], rel=1e-6)
     assert {level: line[:2] for level, line in profile.messages.items()} == {
         level: pytest.approx((0.5 * 2, 0.5 * 0.1), rel=1e-6) for level in LEVELS
     }
@@ -235,24 +246,32 @@ def test_bytes_are_those_of_the_definition(ranks) -> None:
     assert ranks(4).run(record_traffic) == [expected] * 4
 
 
-def rounds_move_everything() -> None:
-    """Trans copies what each rank owns to its guest, and Agg adds the guest's sums up and empties them."""
+def transfers_move_everything() -> None:
+    """Trans copies what each rank owns to its guests, and Agg adds the guests' sums up and empties them."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    for step in (1, 2):
-        owned = [torch.arange(float(size)) + 100 * rank for size in (ROUNDS, 5 * ROUNDS + 3)]
-        slots = rounds._slots(owned)
-        with mock.patch.object(rounds, "_slots", lambda _, slots=slots: slots):
-            rounds.trans_rounds(group, step, owned)()
-            for tensor, source in zip(slots.slots[1], owned, strict=True):
-                assert torch.equal(tensor, source + 100 * ((rank - step) % 4 - rank))
-            before = [tensor.clone() for tensor in owned]
-            rounds.agg_rounds(group, step, owned)()
-        assert all(torch.equal(tensor, 2 * one) for tensor, one in zip(owned, before, strict=True))
-        assert not any(tensor.any() for tensor in slots.slots[1])
+    for step, wanted in ((1, Load(3, 2, 0)), (1, Load(1, 5, 0)), (2, Load(2, 1, 0))):
+        slots = [
+            [torch.arange(float(size)) + 1000 * rank + 100 * slot for size in (50, 3, 101)]
+            for slot in range(2 * wanted.experts)
+        ]
+        owned, guests = slots[: wanted.experts], slots[wanted.experts :]
+        before = [[tensor.clone() for tensor in expert] for expert in owned]
+        TRANSFERS["trans"](group, step, wanted, slots)()
+        # Every guest is another rank's expert, and each is somewhere
+        found = [int(tensor[0]) for guest in guests for tensor in guest]
+        assert all(int(guest[0][0]) // 1000 != rank for guest in guests)
+        everywhere = [None] * 4
+        dist.all_gather_object(everywhere, found)
+        expected = [1000 * rank + 100 * index for rank in range(4) for index in range(wanted.experts) for _ in range(3)]
+        assert sorted(itertools.chain.from_iterable(everywhere)) == expected  # pyright: ignore
+        TRANSFERS["agg"](group, step, wanted, slots)()
+        for expert, copies in zip(owned, before, strict=True):
+            assert all(torch.equal(tensor, 2 * one) for tensor, one in zip(expert, copies, strict=True))
+        assert not any(tensor.any() for guest in guests for tensor in guest)
 
 
-def test_rounds_move_everything_once(ranks) -> None:
-    ranks(4).run(rounds_move_everything)
+def test_transfers_move_everything_once(ranks) -> None:
+    ranks(4).run(transfers_move_everything)
 
 
 def orders() -> list[list[int]]:

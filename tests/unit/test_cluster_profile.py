@@ -66,6 +66,8 @@ def test_save_and_load(tmp_path: Path) -> None:
         rates=(0.5, *[1.0] * 6, 1.5),
         all_to_alls={"pipe": Fit(1e-5, 1e-9, 0.1, 0.2)},
         messages={"intra": Fit(1e-6, 1e-7, 0.1, 0.2), "inter": Fit(2e-6, 3e-7, 0.1, 0.2)},
+        starts={"trans": 1e-5, "agg": 2e-5},
+        tensors=4,
         forward=Throughput(1e-6, 2e-5, 0.01, 0.02),
         backward=Throughput(3e-6, 4e-5, 0.03, 0.04),
     )

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import profile_cluster as tool
-from megatron_balance.measure.measure import LARGEST_PIECE, SIZES, experts_speed, fit_profile, group_kinds
+from megatron_balance.measure.measure import LARGE_SIZES, SIZES, experts_speed, fit_profile, group_kinds
+from megatron_balance.measure.rounds import MOST_SENT, SHAPES, Load, fit_batches, loads, plan
 from megatron_balance.measure.stopwatch import Members
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, builtin
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin
 from megatron_balance.profile.profile_file import load
 
 TOKENS = (16, 32, 64, 128)
@@ -28,10 +29,22 @@ class FakeCluster:
     def __init__(self, num_ranks: int = 4, all_to_alls: Sequence[str] = (), codecs: Sequence[str] = ()) -> None:
         self.num_ranks, self.all_to_alls, self.codecs = num_ranks, all_to_alls, codecs
 
+    tensors = 3
+    """Number of tensors of an expert."""
+
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
-        assert collective not in ("trans", "agg") or max(sizes_bytes) <= LARGEST_PIECE
+        assert collective not in ROUNDS
         alpha, beta = self.line(collective, members)
         return [alpha + beta * size for size in sizes_bytes]
+
+    def transfer(self, kind: str, members: Members, given: Sequence[Load]) -> list[float]:
+        """A message takes three launches, and a start takes two."""
+        alpha, beta = self.line(kind, members)
+        launch = alpha / 4
+        return [
+            launch * (2 + batches + 3 * experts * (self.tensors + batches - 1)) + beta * experts * num_bytes
+            for batches, experts, num_bytes in given
+        ]
 
     def send(self, members: Members, counts: Sequence[int]) -> list[float]:
         return [1e-5 * len(members) + 1e-6 * (1 + sum(members)) * count for count in counts]
@@ -77,6 +90,13 @@ def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
     assert profile.forward == pytest.approx((2e-6, 1e-4, 0, 0), rel=1e-6, abs=1e-9)
     assert profile.backward == pytest.approx((5e-6, 3e-4, 0, 0), rel=1e-6, abs=1e-9)
     assert profile.rates == () and profile.all_to_alls == {}
+    assert profile.tensors == cluster.tensors
+    for kind in ROUNDS:
+        assert profile.starts[kind] == pytest.approx(cluster.line(kind, everyone)[0] / 2, rel=1e-6)
+        for level in LEVELS:
+            alpha, _ = cluster.line(kind, expected[level] if len(expected[level]) > 1 else everyone)
+            # A message is sent by one rank and received by another
+            assert profile.launches[kind][level][:2] == pytest.approx((alpha / 4, 3 * alpha / 8), rel=1e-6)
     for level in LEVELS:
         members = expected[level] if len(expected[level]) > 1 else everyone
         assert profile.messages[level][:2] == pytest.approx((1e-5 * len(members), 1e-6 * (1 + sum(members))), rel=1e-6)
@@ -136,8 +156,46 @@ def test_progress_names_every_collective() -> None:
     lines: list[str] = []
     fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     assert [line.split(":")[0] for line in lines[: len(COLLECTIVES)]] == list(COLLECTIVES)
-    assert len(lines) == len(COLLECTIVES) + 2
-    assert "messages" in lines[-2] and "forward" in lines[-1]
+    assert [line.partition(" + ")[0] for line in lines[len(COLLECTIVES) : -1]] == [
+        "a batch",
+        *(f"a batch of {kind}" for kind in ROUNDS),
+    ]
+    assert "forward" in lines[-1]
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.sampled_from(SHAPES))
+def test_every_rank_sends_and_receives_the_same(num_ranks: int, step: int, shape: tuple[int, int]) -> None:
+    num_ranks *= step
+    batches, experts = shape
+    found, placement = plan(num_ranks, step, Load(batches, experts, 1000))
+    assert len(found.rounds) == batches
+    for chunk, messages in enumerate(found.rounds):
+        assert {message[3:] for message in messages} == {(chunk, batches)}
+        for ends in ([one.source for one in messages], [one.target for one in messages]):
+            assert sorted(ends) == sorted([*range(num_ranks)] * experts)
+        assert all(placement.owner(one.expert) == one.source for one in messages)
+        assert all(one.expert in placement.guests[one.target] for one in messages)
+        assert len({(one.expert, one.target) for one in messages}) == placement.added_hosts == num_ranks * experts
+        distances = {(one.target - one.source) % num_ranks for one in messages}
+        # Different ranks, as far as there are others
+        assert distances == {step * (1 + index) for index in range(min(experts, num_ranks // step - 1))}
+
+
+def test_no_rank_sends_more_than_the_largest_size() -> None:
+    given_loads = loads(SIZES)
+    assert max(load.experts * load.num_bytes for load in given_loads) == max(SIZES)
+    assert {load.num_bytes for load in given_loads} == {*SIZES}
+    assert {load[:2] for load in given_loads} == {*SHAPES}
+    assert max(load.experts * load.num_bytes for load in loads(LARGE_SIZES)) == MOST_SENT
+
+
+def test_lines_of_batches_are_not_negative() -> None:
+    given_loads = loads(SIZES)
+    # Seconds that fall with the number of batches, as noise may make them
+    seconds = [1e-3 / load.batches + 1e-9 * load.experts * load.num_bytes for load in given_loads]
+    found = fit_batches(given_loads, seconds, 2)
+    assert min(found.line.alpha, found.line.beta, found.launch.alpha, found.launch.beta, found.start) >= 0
+    assert found.start > 0 and found.line.residual > 0.05 and found.line.held_out > 0.05
 
 
 def test_too_few_sizes() -> None:
@@ -159,6 +217,12 @@ def test_the_table_shows_every_line_and_what_stands_in() -> None:
     assert [float(number) for number in near[2:4]] == [
         pytest.approx(1e6 * number, abs=0.05) for number in profile.messages["intra"][:2]
     ]
+    for kind in ROUNDS:
+        batch = next(row for row in rows if row[:2] == [f"{kind}-batch", "inter"])
+        assert [float(number) for number in batch[2:4]] == [
+            pytest.approx(1e6 * number, abs=0.06) for number in profile.launches[kind]["inter"][:2]
+        ]
+        assert [f"{kind}-start", f"{1e6 * profile.starts[kind]:.1f}"] in rows
     experts = {row[0]: row[1:] for row in rows if row[0] in ("forward", "backward")}
     assert experts["forward"][:2] == ["100.0", "2"] and experts["backward"][:2] == ["300.0", "5"]
 

@@ -172,7 +172,7 @@ def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, b
     """Return `SendingModel.progress` rank by rank, in exact numbers."""
     lines = [model.profile.link(kind, level) for level in LEVELS]
     launches = [model.profile.launch(kind, level) for level in LEVELS]
-    node_size = model.profile.node_size
+    node_size, first = model.profile.node_size, model.profile.starts.get(kind, 0.0)
     free: dict[int, Fraction] = {}
     carried: dict[tuple[int, int], Fraction] = {}
     ends = []
@@ -180,7 +180,7 @@ def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, b
         pairs = [(message.target, message.source) if backward else message[1:3] for message in messages]
         sizes = [Fraction(size) / message.chunks for message in messages]
         is_far = [source // node_size != target // node_size for source, target in pairs]
-        starts = [max(free.get(rank, Fraction(0)) for rank in pair) for pair in pairs]
+        starts = [max(free.get(rank, Fraction(first)) for rank in pair) for pair in pairs]
 
         sent = list(zip(sizes, pairs, is_far, strict=True))
 
@@ -188,11 +188,17 @@ def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, b
             ways = [[size for size, pair, far in sent if pair[way] == rank and far == level] for way in (0, 1)]
             return Fraction(lines[level].beta) * max(sum(way, Fraction(0)) for way in ways)
 
-        def latency(rank: int, pairs=pairs, is_far=is_far) -> Fraction:
+        def latency(rank: int, pairs=pairs, is_far=is_far, messages=messages) -> Fraction:
             levels = [f for p, f in zip(pairs, is_far, strict=True) if rank in p]
             alone = max(Fraction(lines[level].alpha) for level in levels)
             launch = max(Fraction(launches[level].alpha) for level in levels)
-            return max(alone, launch + sum(Fraction(launches[level].beta) for level in levels))
+            each = sum(Fraction(launches[level].beta) for level in levels)
+            cuts = sum(
+                Fraction(launches[f].beta) * (model.profile.tensors - 1) / message.chunks
+                for p, f, message in zip(pairs, is_far, messages, strict=True)
+                if rank in p
+            )
+            return max(alone, launch + each) + cuts
 
         for way in (0, 1):
             for node in {pair[way] // node_size for pair, f in zip(pairs, is_far, strict=True) if f}:
@@ -223,13 +229,20 @@ crowded = st.builds(random_placement, st.just(18), st.sampled_from([6, 9]), st.j
 
 @settings(max_examples=60, deadline=None)
 @given(
-    placements() | crowded, sizes, st.integers(1, 9), st.integers(1, 4), st.sampled_from([0.0, 2.0]), adapter_numbers
+    placements() | crowded,
+    sizes,
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 2.0]),
+    adapter_numbers,
+    st.sampled_from([1, 4]),
 )
 def test_progress_is_that_of_single_messages(
-    placement: Placement, node_size: int, chunks: int, fanout: int, alpha: float, adapters: float
+    placement: Placement, node_size: int, chunks: int, fanout: int, alpha: float, adapters: float, tensors: int
 ) -> None:
     """A fan-out of 3 or 4 stands for routes of few batches."""
     links = profile(placement.num_ranks, node_size, line(alpha, 1.0), line(2 * alpha, 3.0), adapters)
+    links = dataclasses.replace(links, tensors=tensors, starts={"trans": 5.0 * (tensors - 1), "agg": 1.0})
     model = SendingModel(links, 40, 70, in_parts=False)
     plan = plan_transfers(placement, node_size, chunks, fanout, model.far)
     if fanout > 2 and placement.added_hosts:

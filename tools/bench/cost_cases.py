@@ -22,7 +22,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure.probes import slot_passes
-from megatron_balance.measure.stopwatch import Stopwatch
+from megatron_balance.measure.stopwatch import Call, Stopwatch
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
 from megatron_balance.workloads.synthetic import load_matrix
@@ -44,7 +44,7 @@ GUESTS = (1, 2, 4)
 GUEST_SLOTS = max(GUESTS)
 
 CHUNKS = 4
-"""Number of pieces that each expert is sent in."""
+"""Number of pieces that each expert is sent in along chains."""
 
 
 class Case(NamedTuple):
@@ -53,7 +53,8 @@ class Case(NamedTuple):
     kind: str
     label: str
     predict: Callable[[CostModel], float]
-    run: Callable[[], object]
+    run: Callable[[CostModel], Call]
+    """Returns the operation to time."""
 
 
 def measure(task: dict, machine: Machine) -> dict:
@@ -73,7 +74,10 @@ def measure(task: dict, machine: Machine) -> dict:
     for _ in range(task["rounds"]):
         profile = measure_cluster(config, groups, task["node_size"])
         cost = CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
-        measured = stopwatch.medians([case.run for case in apart]) + stopwatch.medians([case.run for case in pairs], 2)
+        measured = [
+            *stopwatch.medians([case.run(cost) for case in apart]),
+            *stopwatch.medians([case.run(cost) for case in pairs], 2),
+        ]
         seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
     return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}
 
@@ -112,7 +116,7 @@ def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device:
             "all_to_all",
             f"{label}: {1e-6 * bytes_DD.sum():.2f} MB",
             lambda cost, bytes_DD=bytes_DD: ExchangeModel.of(cost.profile).seconds(bytes_DD),
-            lambda rows=rows, splits_DD=splits_DD: all_to_all.start(rows, splits_DD).wait(),
+            lambda _, rows=rows, splits_DD=splits_DD: lambda: all_to_all.start(rows, splits_DD).wait(),
         )
 
 
@@ -127,7 +131,10 @@ def random_placement(num_experts: int, num_ranks: int, guests: int) -> Placement
 
 
 def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iterator[Case]:
-    """Yield Trans and Agg of placements with guests, for experts of several widths."""
+    """Yield Trans and Agg of placements with guests, for experts of several widths.
+
+    Each is executed along the routes that a run would choose by the profile, and along chains.
+    """
     transfer = ExpertTransfer(groups.ep)
     for width, guests in itertools.product(EXPERT_WIDTHS, GUESTS):
         shape = copy.copy(config)
@@ -138,19 +145,27 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iter
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore
         experts.allocate_guests(GUEST_SLOTS)
         placement = random_placement(_num_experts(config), groups.ep.size(), guests)
-        plan = plan_transfers(placement, groups.ep.size(), CHUNKS)
+        chains = plan_transfers(placement, groups.ep.size(), CHUNKS)
         param_bytes, grad_bytes = (
             sum(tensor.nbytes for tensor in tensors) for tensors in (experts.weights_of(0), experts.gradients_of(0))
         )
-        label = f"{1e-6 * param_bytes:.2f} MB, {plan.experts_sent:.0f} experts in {len(plan.rounds)} rounds"
-        sizes = {"param_bytes": param_bytes, "grad_bytes": grad_bytes}
-        for index, (kind, execute) in enumerate((("trans", transfer.trans), ("agg", transfer.agg))):
-            yield Case(
-                kind,
-                label,
-                lambda cost, plan=plan, index=index, sizes=sizes: replace(cost, **sizes).plan_seconds(plan)[index],
-                functools.partial(execute, plan, placement, experts),
-            )
+        label = f"{1e-6 * param_bytes:.2f} MB, {chains.experts_sent:.0f} experts"
+        model = functools.partial(replace, param_bytes=param_bytes, grad_bytes=grad_bytes)
+        for name, plan_of in (
+            ("", lambda cost, model=model, placement=placement: model(cost).transfers(placement)),
+            ("_chains", lambda cost, chains=chains: chains),
+        ):
+            for index, (kind, execute) in enumerate((("trans", transfer.trans), ("agg", transfer.agg))):
+                yield Case(
+                    kind + name,
+                    label if not name else f"{label} in {len(chains.rounds)} rounds",
+                    lambda cost, index=index, model=model, plan_of=plan_of: model(cost).plan_seconds(plan_of(cost))[
+                        index
+                    ],
+                    lambda cost, execute=execute, plan_of=plan_of, placement=placement, experts=experts: (
+                        functools.partial(execute, plan_of(cost), placement, experts)
+                    ),
+                )
 
 
 def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Iterator[Case]:
@@ -165,13 +180,13 @@ def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Ite
             "forward",
             label,
             lambda cost, tokens_D=tokens_D: cost.forward_seconds(_longest(cost, tokens_D)),
-            passes.forward,
+            lambda _, passes=passes: passes.forward,
         )
         yield Case(
             "backward",
             label,
             lambda cost, tokens_D=tokens_D: cost.backward_seconds(_longest(cost, tokens_D)),
-            passes.backward,
+            lambda _, passes=passes: passes.backward,
         )
 
 

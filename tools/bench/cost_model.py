@@ -3,7 +3,8 @@
     python tools/bench/cost_model.py [--ranks 4] [--node-size 4] [--rounds 5] [flags of the run ...]
 
 Every round measures a ClusterProfile of this machine, and then the operations themselves: exchanges of uneven loads,
-Trans and Agg of random placements with experts of several sizes, and computation of uneven loads. Sizes are between and
+Trans and Agg of random placements with experts of several sizes, and computation of uneven loads. Trans and Agg are
+executed along the routes that a run would choose by the profile, and along chains. Sizes are between and
 beyond the fitted ones. A time is the slowest rank's, and the median over `--repeats`; all cases take turns. Links are
 this machine's own; no slower network is emulated.
 
@@ -32,7 +33,7 @@ COMMON = (
 )
 """Experts are fitted to 256 to 4096 tokens per rank. Later flags override these."""
 
-KINDS = ("all_to_all", "trans", "agg", "forward", "backward")
+KINDS = ("all_to_all", "trans", "agg", "trans_chains", "agg_chains", "forward", "backward")
 PAPERS = "Pro-Prophet reports below 5%, FlexMoE below 3%"
 
 
@@ -59,12 +60,12 @@ def main() -> int:
 
 def _table(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]:
     errors = seconds[..., 0] / seconds[..., 1] - 1
-    yield f"{'':10} {'case':42} {'measured ms':>11} {'predicted':>9} {'error':>6}  rounds"
+    yield f"{'':12} {'case':42} {'measured ms':>11} {'predicted':>9} {'error':>6}  rounds"
     for index, (kind, label) in enumerate(cases):
         predicted, measured = 1e3 * np.median(seconds[:, index], axis=0)
         each = " ".join(f"{error:+.0%}" for error in errors[:, index])
         error = np.median(errors[:, index])
-        yield f"{kind:10} {label:42} {measured:11.3f} {predicted:9.3f} {error:+6.0%}  {each}"
+        yield f"{kind:12} {label:42} {measured:11.3f} {predicted:9.3f} {error:+6.0%}  {each}"
 
 
 def _summary(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]:
@@ -74,14 +75,14 @@ def _summary(cases: list[tuple[str, str]], seconds: np.ndarray) -> Iterator[str]
     """
     errors = seconds[..., 0] / seconds[..., 1] - 1
     drift = np.abs(seconds[..., 1] / np.median(seconds[..., 1], axis=0) - 1)
-    yield f"{'kind':10} cases  mean |error|: median (of every round)  signed  drift   ({PAPERS})"
+    yield f"{'kind':12} cases  mean |error|: median (of every round)  signed  drift   ({PAPERS})"
     for kind in KINDS:
         chosen = [index for index, (name, _) in enumerate(cases) if name == kind]
         each = np.abs(errors[:, chosen]).mean(1).tolist()
         rounds = " ".join(f"{error:.1%}" for error in each)
         signed = np.median(errors[:, chosen].mean(1))
         yield (
-            f"{kind:10} {len(chosen):5d}  {statistics.median(each):.1%} ({rounds})  {signed:+.1%}  "
+            f"{kind:12} {len(chosen):5d}  {statistics.median(each):.1%} ({rounds})  {signed:+.1%}  "
             f"{drift[:, chosen].mean():.1%}"
         )
 
