@@ -84,7 +84,7 @@ def _without_balancing(flags: Sequence[str]) -> Iterator[str]:
 
 
 def _simulate(args: argparse.Namespace, flags: Sequence[str], label: str) -> dict[str, Any]:
-    from megatron_balance.app.simulation import simulated_job
+    from megatron_balance.app.simulation import Target, simulated_job
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
     from megatron_balance.job.groups import Topology
@@ -92,12 +92,14 @@ def _simulate(args: argparse.Namespace, flags: Sequence[str], label: str) -> dic
     from megatron_balance.simulate.job import Simulation
     from profile_cluster import with_stand_ins
 
-    node_size = int(read(args.cluster).gpus_per_node.value)
+    cluster = read(args.cluster)
+    node_size = int(cluster.gpus_per_node.value)
     topology = Topology(args.nodes * node_size, node_size)
     own = ["--moe-comm-node-size", str(node_size), "--dry-run"]
     config = parse_args(with_stand_ins([*flags, *own]), Machine.here(topology.world_size)).config
     plan_seconds = None if args.plan_ms is None else args.plan_ms / 1000
-    job, memory = simulated_job(config, topology, args.cluster, plan_seconds)
+    target = Target(topology=topology, profile=args.cluster, memory_bandwidth=cluster.memory_bandwidth)
+    job, memory = simulated_job(config, target, plan_seconds)
     simulation = Simulation(job, _loads(args, config, job), _progress(label))
     spans_of = args.trace_ranks if args.trace is not None else ()
     seconds, recorder, busy = simulation.run(args.iterations, spans_of)

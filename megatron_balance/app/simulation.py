@@ -7,6 +7,7 @@ are too short, and ratios of runs are closer to the truth than times.
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order, sequential
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology
-from megatron_balance.profile.cluster import read
 from megatron_balance.profile.flops import attention_flops, mlp_flops
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
@@ -37,30 +37,48 @@ STAND_IN = "quota"
 """The policy with which a run without a policy is built, because its layers then have cost models."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a simulated job runs on."""
+
+    topology: Topology
+    profile: Path
+    """A file for `--balance-profile`: of a cluster, or a measured one."""
+
+    memory_bandwidth: float | None = None
+    """Bytes per second of a device's memory, which limit the optimizer's step; None: it takes no time."""
+
+    layer_seconds: float = 0.0
+    """Seconds of each layer's forward pass over a microbatch that its operations do not explain; the backward pass has
+    as many times more as its operations take."""
+
+    iteration_seconds: float = 0.0
+    """Seconds of each iteration that nothing else explains."""
+
+
 def simulated_job(
-    config: RunConfig, topology: Topology, cluster: Path, plan_seconds: float | None = None
+    config: RunConfig, target: Target, plan_seconds: float | None = None
 ) -> tuple[SimulatedJob, list[Memory]]:
-    """Return the job of a configuration on a cluster, and the memory of a rank of each pipeline stage.
+    """Return the job of a configuration, and the memory of a rank of each pipeline stage.
 
     Args:
-        cluster: a file like those of `configs/clusters`. The memory of its devices limits the optimizer's step; if the
-            file does not say how fast that is, a step takes no time.
         plan_seconds: see `SimulatedJob`.
 
     Raises:
         ValueError: the configuration cannot be simulated, or has a mistake that would end a real run.
     """
     _check(config)
+    topology = target.topology
     world_size, stages = topology.world_size, config.transformer.pipeline_model_parallel_size
     has_policy, fabric = config.balance.balance_policy != "none", Fabric(world_size, topology.node_size)
-    policy, bandwidth = config.balance.balance_policy if has_policy else STAND_IN, read(cluster).memory_bandwidth
-    balance = dataclasses.replace(config.balance, balance_policy=policy, balance_profile=str(cluster))
+    policy = config.balance.balance_policy if has_policy else STAND_IN
+    balance = dataclasses.replace(config.balance, balance_policy=policy, balance_profile=str(target.profile))
     built, memory, microbatches = [], [], 0
     for stage in range(stages):
         rank = stage * world_size // stages
         with imagined_run(config.replace(balance=balance), rank, world_size) as run:
             microbatches = run.batches.get()
-            built.append(_StageBuilder(config, run, fabric, stage, has_policy, bandwidth).build())
+            built.append(_StageBuilder(config, run, fabric, stage, has_policy, target).build())
             found = inspect(config, run)
             memory.append(found if has_policy else _without_guests(found))
     job = SimulatedJob(
@@ -97,10 +115,10 @@ class _StageBuilder:
     """Turns the built first rank of a pipeline stage into what is simulated."""
 
     def __init__(
-        self, config: RunConfig, run: Run, fabric: Fabric, number: int, has_policy: bool, bandwidth: float | None
+        self, config: RunConfig, run: Run, fabric: Fabric, number: int, has_policy: bool, target: Target
     ) -> None:
         self.config, self.run, self.fabric, self.number = config, run, fabric, number
-        self.has_policy, self.bandwidth, self.transformer = has_policy, bandwidth, config.transformer
+        self.has_policy, self.target, self.transformer = has_policy, target, config.transformer
         self.size = fabric.num_ranks // self.transformer.pipeline_model_parallel_size
         assert run.balancer is not None
         self.states = run.balancer.layers
@@ -182,7 +200,8 @@ class _StageBuilder:
         config, length = self.transformer, self.config.model.seq_length
         assert length is not None and config.ffn_hidden_size is not None
         inner = (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size
-        seconds = self._seconds(cost, attention_flops(config, length) + mlp_flops(config, inner))
+        flops = attention_flops(config, length) + (mlp_flops(config, inner) if inner else 0.0)
+        seconds = self._seconds(cost, flops) + self.target.layer_seconds
         tensor = config.tensor_model_parallel_size
         if tensor > 1:
             whole = microbatch_tokens(self.config) * config.hidden_size * config.params_dtype.itemsize
@@ -231,11 +250,12 @@ class _StageBuilder:
 
     def _step(self) -> float:
         """Return the seconds of the optimizer's step: it reads and writes its state, and reads gradients."""
-        if self.bandwidth is None:
-            return 0.0
+        bandwidth, rest = self.target.memory_bandwidth, self.target.iteration_seconds
+        if bandwidth is None:
+            return rest
         held = inspect(self.config, self.run).held
         shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
-        return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / self.bandwidth
+        return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / bandwidth + rest
 
 
 def _moe_layers(chunk: torch.nn.Module) -> list[int]:
