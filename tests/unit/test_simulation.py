@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --num-experts 16 "
-    "--moe-router-topk 2 --moe-ffn-hidden-size 8192 --moe-token-dispatcher-type alltoall --global-batch-size 64 "
+    "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+    "--num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 8192 --moe-token-dispatcher-type alltoall --global-batch-size 64 "
     "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer "
     "--balance-overlap blockwise"
 )
@@ -53,8 +53,8 @@ def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
     ("arguments", "more", "message"),
     [
         (
-            ["--nodes", "2"],
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
+            ["--nodes", "4"],
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 --disable-bias-linear",
             "--expert-tensor-parallel-size 2: cannot be simulated yet",
         ),
         (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
