@@ -99,30 +99,33 @@ class TeamNetwork:
 
 
 def ring(
-    fabric: Fabric, network: Network, ranks_D: np.ndarray, group: np.ndarray, num_bytes: float, times: int
+    fabric: Fabric, network: Network, ranks_D: np.ndarray, group_D: np.ndarray, num_bytes: float, times: int
 ) -> Work:
     """Return the work of rings in which all ranks of each group pass on `num_bytes`, `times` times.
 
-    An all-gather and a reduce-scatter are one such ring, an all-reduce two.
+    An all-gather and a reduce-scatter are one such ring, an all-reduce two. A ring enters and leaves each node once; its
+    bytes between nodes are spread over the adapters of its ranks there.
 
     Args:
         ranks_D: the ranks of all groups, ascending.
-        group: [D] the group of each rank; groups have one size.
+        group_D: the group of each rank; groups have one size.
         num_bytes: bytes of a whole buffer.
     """
-    size = int(np.bincount(np.unique(group, return_inverse=True)[1])[0])
+    _, group_D = np.unique(group_D, return_inverse=True)
+    size = len(group_D) // (int(group_D.max()) + 1)
     if size == 1 or not num_bytes:
         return NOTHING
     sent = times * num_bytes * (size - 1) / size
-    node_D = ranks_D // fabric.node_size
-    nodes_of_group = {one: len(set(node_D[group == one].tolist())) for one in np.unique(group).tolist()}
-    far = max(nodes_of_group.values()) > 1
-    near_D = np.full(len(ranks_D), 0.0 if far else network.near.beta * sent)
-    far_D = np.full(len(ranks_D), network.far.beta * sent if far else 0.0)
-    first = np.flatnonzero(np.diff(node_D, prepend=-1))
-    node_N = np.add.reduceat(far_D, first) / network.adapters
-    steps = times * (size - 1)
-    latency = (network.far if far else network.near).launch * min(steps, 2 * times * max(1.0, np.log2(size)))
+    nodes, node_D = np.unique(ranks_D // fabric.node_size, return_inverse=True)
+    members_GN = np.zeros((int(group_D.max()) + 1, len(nodes)))
+    np.add.at(members_GN, (group_D, node_D), 1)
+    spans_G = (members_GN > 0).sum(1) > 1
+    members_D, spans_D = members_GN[group_D, node_D], spans_G[group_D]
+    near_D = np.where(members_D > 1, network.near.beta * sent, 0.0)
+    far_D = np.where(spans_D, network.far.beta * sent / members_D, 0.0)
+    node_N = ((members_GN > 0) & spans_G[:, None]).sum(0) * (network.far.beta * sent / network.adapters)
+    steps = times * min(size - 1, 2 * np.log2(size))
+    latency = float(steps) * (network.far if spans_G.any() else network.near).launch
     return fabric.work(ranks_D, near_D, far_D, node_N, latency + float(max(near_D.max(), far_D.max(), node_N.max())))
 
 
