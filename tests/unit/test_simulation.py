@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLAGS = (
     "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
-    "--num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 8192 --moe-token-dispatcher-type alltoall --global-batch-size 64 "
-    "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer "
-    "--balance-overlap blockwise"
+    "--num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 8192 --moe-token-dispatcher-type alltoall "
+    "--global-batch-size 64 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --bf16 "
+    "--use-distributed-optimizer --balance-overlap blockwise"
 )
 
 
