@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_balance.device import cpu, quiet
 
 if TYPE_CHECKING:
+    from megatron_balance.app.simulation import Target
     from megatron_balance.config.run_config import RunConfig
-    from megatron_balance.simulate.job import LoadSource, SimulatedJob
+    from megatron_balance.simulate.job import LoadSource
 
 GIB = 2**30
 
@@ -83,46 +84,33 @@ def _without_balancing(flags: Sequence[str]) -> Iterator[str]:
             yield word
 
 
-def _simulate(args: argparse.Namespace, flags: Sequence[str], label: str) -> dict[str, Any]:
-    from megatron_balance.app.simulation import Target, simulated_job
+def configured(flags: Sequence[str], cluster: Path, nodes: int) -> "tuple[RunConfig, Target]":
+    """Return the configuration of a run, and what it runs on; `cpu.install(always=True)` must have been called.
+
+    Args:
+        flags: the run's; those for data, tokenizer, learning rate and length may be missing.
+    """
+    from megatron_balance.app.simulation import Target
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
     from megatron_balance.job.groups import Topology
     from megatron_balance.profile.cluster import read
-    from megatron_balance.simulate.job import Simulation
     from profile_cluster import with_stand_ins
 
-    cluster = read(args.cluster)
-    node_size = int(cluster.gpus_per_node.value)
-    topology = Topology(args.nodes * node_size, node_size)
+    described = read(cluster)
+    node_size = int(described.gpus_per_node.value)
+    topology = Topology(nodes * node_size, node_size)
     own = ["--moe-comm-node-size", str(node_size), "--dry-run"]
     config = parse_args(with_stand_ins([*flags, *own]), Machine.here(topology.world_size)).config
-    plan_seconds = None if args.plan_ms is None else args.plan_ms / 1000
-    target = Target(topology=topology, profile=args.cluster, memory_bandwidth=cluster.memory_bandwidth)
-    job, memory = simulated_job(config, target, plan_seconds)
-    simulation = Simulation(job, _loads(args, config, job), _progress(label))
-    spans_of = args.trace_ranks if args.trace is not None else ()
-    seconds, recorder, busy = simulation.run(args.iterations, spans_of)
-    if args.trace is not None:
-        recorder.save_trace(args.trace.with_stem(f"{args.trace.stem}_{label}") if args.compare else args.trace)
-    ranks = topology.world_size
-    links = {"links within nodes": busy[:ranks], "links between nodes": busy[ranks : 2 * ranks]}
-    links["adapters"] = busy[2 * ranks :]
-    return {
-        "label": label,
-        "seconds": seconds,
-        "tokens_per_second": config.train.global_batch_size * config.model.seq_length / seconds,
-        "mean_seconds": {part: float(one_D.mean()) for part, one_D in recorder.seconds.items()},
-        "in_progress_seconds": dict(recorder.in_progress),
-        "busy": {name: [float(one.mean() / seconds), float(one.max() / seconds)] for name, one in links.items()},
-        "memory_gib": [
-            (one.held.parameters + one.held.gradients + one.held.optimizer + one.held.guests + one.activations) / GIB
-            for one in memory
-        ],
-    }
+    return config, Target(topology=topology, profile=cluster, memory_bandwidth=described.memory_bandwidth)
 
 
-def _loads(args: argparse.Namespace, config: "RunConfig", job: "SimulatedJob") -> "LoadSource":
+def loads_of(config: "RunConfig", load: str, seed: int) -> "LoadSource":
+    """Return the loads that `--load` names.
+
+    Raises:
+        ValueError: there are no such loads.
+    """
     from megatron_balance.build.profiles import microbatch_tokens
     from megatron_balance.observe.load_log import read_loads
     from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
@@ -135,12 +123,42 @@ def _loads(args: argparse.Namespace, config: "RunConfig", job: "SimulatedJob") -
     )
     assert experts is not None
     tokens = microbatch_tokens(config) // transformer.tensor_model_parallel_size
-    if args.load == "even":
+    if load == "even":
         return EvenLoads(ranks, experts, topk, tokens)
-    if Path(args.load).is_dir():
-        _, first = next(iter(read_loads(Path(args.load)).items()))
-        return Loads(recorded(first.counts, ranks, experts), topk, tokens, args.seed)
-    return Loads(distribution(args.load, ranks, experts, args.seed), topk, tokens, args.seed)
+    if Path(load).is_dir():
+        _, first = next(iter(read_loads(Path(load)).items()))
+        return Loads(recorded(first.counts, ranks, experts), topk, tokens, seed)
+    return Loads(distribution(load, ranks, experts, seed), topk, tokens, seed)
+
+
+def _simulate(args: argparse.Namespace, flags: Sequence[str], label: str) -> dict[str, Any]:
+    from megatron_balance.app.simulation import simulated_job
+    from megatron_balance.simulate.job import Simulation
+
+    config, target = configured(flags, args.cluster, args.nodes)
+    loads = loads_of(config, args.load, args.seed)
+    job, memory = simulated_job(config, target, None if args.plan_ms is None else args.plan_ms / 1000)
+    simulation = Simulation(job, loads, _progress(label))
+    spans_of = args.trace_ranks if args.trace is not None else ()
+    seconds, recorder, busy = simulation.run(args.iterations, spans_of)
+    if args.trace is not None:
+        recorder.save_trace(args.trace.with_stem(f"{args.trace.stem}_{label}") if args.compare else args.trace)
+    ranks = target.topology.world_size
+    links = {"links within nodes": busy[:ranks], "links between nodes": busy[ranks : 2 * ranks]}
+    links["adapters"] = busy[2 * ranks :]
+    assert config.train.global_batch_size is not None and config.model.seq_length is not None
+    return {
+        "label": label,
+        "seconds": seconds,
+        "tokens_per_second": config.train.global_batch_size * config.model.seq_length / seconds,
+        "mean_seconds": {part: float(one_D.mean()) for part, one_D in recorder.seconds.items()},
+        "in_progress_seconds": dict(recorder.in_progress),
+        "busy": {name: [float(one.mean() / seconds), float(one.max() / seconds)] for name, one in links.items()},
+        "memory_gib": [
+            (one.held.parameters + one.held.gradients + one.held.optimizer + one.held.guests + one.activations) / GIB
+            for one in memory
+        ],
+    }
 
 
 def _progress(label: str) -> Any:

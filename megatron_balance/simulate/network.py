@@ -103,8 +103,8 @@ def ring(
 ) -> Work:
     """Return the work of rings in which all ranks of each group pass on `num_bytes`, `times` times.
 
-    An all-gather and a reduce-scatter are one such ring, an all-reduce two. A ring enters and leaves each node once, and
-    its bytes between nodes are spread over the adapters of its ranks there.
+    An all-gather and a reduce-scatter are one such ring, an all-reduce two. A ring enters and leaves each node once;
+    there, its bytes are spread over the adapters of its ranks.
 
     Args:
         ranks_D: the ranks of all groups, ascending.

@@ -1,11 +1,17 @@
 """Simulations of whole configurations: the command, its limits, and what must hold between runs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import reproduce
+import simulate
+from megatron_balance.simulate.loads import Loads, distribution
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,17 +23,30 @@ FLAGS = (
 )
 
 
-def simulate(*arguments: str, flags: str = FLAGS) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/simulate.py", "--cluster", "configs/clusters/h100.yaml", *arguments]
-    return subprocess.run([*command, *flags.split()], cwd=ROOT, capture_output=True, text=True)
+CLUSTER = ("--cluster", "configs/clusters/h100.yaml")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def run(*arguments: str, flags: str = FLAGS) -> None:
+    assert simulate.main([*CLUSTER, *arguments, *flags.split()]) == 0
+
+
+def test_the_command_prints_a_table() -> None:
+    command = [sys.executable, "tools/simulate.py", *CLUSTER, "--nodes", "2", "--iterations", "1"]
+    flags = FLAGS.replace("--balance-overlap blockwise", "").split()
+    ended = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "iteration, ms" in ended.stdout
 
 
 def test_a_policy_helps_where_loads_are_uneven(tmp_path: Path) -> None:
     options = ["--nodes", "4", "--load", "hot_rank", "--iterations", "3", "--plan-ms", "1", "--trace-ranks", "0", "31"]
     files = ["--json", str(tmp_path / "found.json"), "--trace", str(tmp_path / "trace.json")]
-    ended = simulate(*options, *files, "--compare", "balance-policy=none,quota")
-    assert ended.returncode == 0, ended.stderr
-    assert "over none" in ended.stdout
+    run(*options, *files, "--compare", "balance-policy=none,quota")
     none, quota = json.loads((tmp_path / "found.json").read_text())
     assert quota["seconds"] < 0.7 * none["seconds"]
     # The same tokens are computed, only elsewhere
@@ -40,10 +59,8 @@ def test_a_policy_helps_where_loads_are_uneven(tmp_path: Path) -> None:
 
 
 def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
-    ended = simulate(
-        "--nodes", "2", "--json", str(tmp_path / "found.json"), flags=FLAGS.replace("--balance-overlap blockwise", "")
-    )
-    assert ended.returncode == 0, ended.stderr
+    flags = FLAGS.replace("--balance-overlap blockwise", "")
+    run("--nodes", "2", "--json", str(tmp_path / "found.json"), flags=flags)
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert found["mean_seconds"].get("others' experts", 0.0) == pytest.approx(0.0, abs=1e-9)
     assert "Trans" not in found["mean_seconds"]
@@ -64,6 +81,24 @@ def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_named(arguments: list[str], more: str, message: str) -> None:
-    ended = simulate(*arguments, flags=f"{FLAGS} --balance-policy quota {more}")
-    assert ended.returncode != 0
-    assert message in ended.stderr and "Traceback" not in ended.stderr
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        run(*arguments, flags=f"{FLAGS} --balance-policy quota {more}")
+
+
+def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
+    loads = Loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
+    plain_BDE, padded_BDE = loads.draw(1, 1, 0, 3), reproduce.PaddedLoads(loads).draw(1, 1, 0, 3)
+    assert (padded_BDE == plain_BDE.max((1, 2))[:, None, None]).all()
+
+
+def test_tables_name_what_exists() -> None:
+    for table in reproduce.TABLES.values():
+        assert (ROOT / "configs/clusters" / table.cluster).is_file()
+        for row in table.rows:
+            assert (ROOT / "configs/models" / f"{row.model}.args").is_file()
+            assert {table.baseline, *row.speedups} <= reproduce.RUNS.keys()
+
+
+def test_the_summary_counts_distances_from_the_paper() -> None:
+    found = [reproduce.Found("t", "r", "s", 2.0, ours) for ours in np.array([2.0, 2.19, 2.3, 3.0])]
+    assert reproduce._summary("t", found) == "t: 4 numbers: 2 within 10%, 3 within 25%"
