@@ -6,7 +6,7 @@ are too short, and ratios of runs are closer to the truth than times.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from megatron_balance.flow.chunks.order import find_order, sequential
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology
 from megatron_balance.profile.flops import attention_flops, mlp_flops
-from megatron_balance.simulate.engine import NOTHING, Work
+from megatron_balance.simulate.engine import Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
@@ -137,7 +137,12 @@ class _StageBuilder:
             assert self.run.balancer is not None
             schedule = self.run.balancer.schedule(self.run.batches.get())
         others, dense = self._others(cost, blocks)
-        reduce, gather = self._reductions(cost)
+        reductions, gather = self._reductions(cost)
+        early: dict[int, Work] = {}
+        if self.config.ddp.overlap_grad_reduce:
+            # Guests' gradients arrive after the backward pass of the next block, so experts are reduced at the end
+            overlapped, reductions = (reductions[:1], reductions[1:]) if self.has_policy else (reductions, [])
+            early = _parts(one_after_another(overlapped), others)
         stage = Stage(
             number=self.number,
             stages=self.transformer.pipeline_model_parallel_size,
@@ -148,7 +153,8 @@ class _StageBuilder:
             others=others,
             dense=dense,
             message=self._message(cost),
-            reduce=reduce,
+            early=early,
+            reduce=one_after_another(reductions),
             step=self._step(),
             gather=gather,
         )
@@ -231,8 +237,8 @@ class _StageBuilder:
         kind = "intra" if self.size < self.fabric.node_size else "inter"
         return cost.profile.link("p2p", kind).seconds(tokens * config.hidden_size * config.params_dtype.itemsize)
 
-    def _reductions(self, cost: CostModel) -> tuple[Work, Work]:
-        """Return the reduction of gradients, and the all-gather of parameters after the step."""
+    def _reductions(self, cost: CostModel) -> tuple[list[Work], Work]:
+        """Return the reductions of dense gradients and of experts', and the all-gather of parameters after the step."""
         ranks_D = self.number * self.size + np.arange(self.size)
         distributed = self.config.ddp.use_distributed_optimizer
         sizes = (("buffers", self.transformer.tensor_model_parallel_size),)
@@ -246,7 +252,7 @@ class _StageBuilder:
             reductions.append(ring(self.fabric, cost.network, ranks_D, group_D, gradients, 1 if distributed else 2))
             if distributed:
                 gathers.append(ring(self.fabric, cost.network, ranks_D, group_D, parameters, 1))
-        return one_after_another(reductions), one_after_another(gathers) if gathers else NOTHING
+        return reductions, one_after_another(gathers)
 
     def _step(self) -> float:
         """Return the seconds of the optimizer's step: it reads and writes its state, and reads gradients."""
@@ -256,6 +262,12 @@ class _StageBuilder:
         held = inspect(self.config, self.run).held
         shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
         return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / bandwidth + rest
+
+
+def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
+    """Return the reduction in equal parts, one for each block."""
+    latency, resources, seconds = reduction
+    return dict.fromkeys(blocks, Work(latency / len(blocks), resources, seconds / len(blocks)))
 
 
 def _moe_layers(chunk: torch.nn.Module) -> list[int]:

@@ -66,6 +66,17 @@ def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
     assert "Trans" not in found["mean_seconds"]
 
 
+def test_early_reductions_are_hidden(tmp_path: Path) -> None:
+    seconds = []
+    for more in ("", " --overlap-grad-reduce"):
+        flags = FLAGS.replace(" --balance-overlap blockwise", more)
+        run("--nodes", "8", "--json", str(tmp_path / "found.json"), flags=flags.replace("size 64", "size 128"))
+        (found,) = json.loads((tmp_path / "found.json").read_text())
+        seconds.append((found["seconds"], found["mean_seconds"]["reduction"]))
+    (late, late_wait), (early, early_wait) = seconds
+    assert early < late and early_wait < 0.9 * late_wait
+
+
 @pytest.mark.parametrize(
     ("arguments", "more", "message"),
     [
