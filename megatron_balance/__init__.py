@@ -30,6 +30,7 @@ Rooms
     placement    which ranks own and host which experts, and the messages that follow
     comm         how rows and experts travel: all-to-alls, codecs, transfers
     measure      how fast this cluster communicates and computes
+    simulate     how long an iteration would take on another cluster
     profile      the same as data
     observe      loads, balance and traces, for people to look at
     workloads    synthetic routing, so that imbalance repeats

@@ -33,6 +33,8 @@ class Gpu:
     name: str
     nodes: Number | None = None
     memory_gb: Number | None = None
+    memory_gb_per_second: Number | None = None
+    """10^9 bytes per second that the device reads and writes in its memory."""
     fp32_tflops: Number | None = None
     half_tflops: Number | None = None
     """Dense matrix products of 16-bit numbers, accumulated in 32 bits."""
@@ -70,6 +72,12 @@ class Cluster:
         counts = [gpu.nodes.value for gpu in self.gpus if gpu.nodes is not None]
         return sum(counts) if len(counts) == len(self.gpus) else None
 
+    @property
+    def memory_bandwidth(self) -> float | None:
+        """Bytes per second of the slowest memory of a GPU; None if one is not given."""
+        rates = [gpu.memory_gb_per_second.value for gpu in self.gpus if gpu.memory_gb_per_second is not None]
+        return 1e9 * min(rates) if len(rates) == len(self.gpus) else None
+
 
 class Ranks(NamedTuple):
     """Distribution of a job's ranks over nodes."""
@@ -91,6 +99,7 @@ RANGES = {
     "gb_per_second": (1e-6, 1e5),  # 1 kB/s to 100 TB/s; NVLink 5.0 has 900 GB/s in each direction
     "latency_us": (1e-3, 1e7),  # the time light takes for 30 cm, to 10 s
     "memory_gb": (1e-3, 1e6),
+    "memory_gb_per_second": (1e-3, 1e6),
     "fp32_tflops": (1e-6, 1e6),  # a million to 10^18 operations per second
     "half_tflops": (1e-6, 1e6),
 }

@@ -14,6 +14,7 @@ from megatron_balance.comm.trans_agg import Slots
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.loads import COMPUTED, condensed
 from megatron_balance.cost.model import Overlap, owners
+from megatron_balance.cost.sending import SendingModel
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness
@@ -114,12 +115,8 @@ class LayerState:
     def _both_parts(self) -> dict[Operation, tuple[TransferPlan, TransferPlan]]:
         """The rounds of Trans and of Agg that overlap with the experts, and those that fit the other computation."""
         if self._parts is None or self._parts[0] is not self.transfers:
-            transport, overlap, plan = self.manager.cost.transport, self.overlap, self.transfers
-            trans = transport.rounds_within(plan, overlap.forward, forward=True)
-            agg = transport.rounds_within(plan, overlap.backward, forward=False)
-            rounds = len(plan.rounds)
-            parts = {Operation.TRANS: plan.split(rounds - trans), Operation.AGG: plan.split(rounds - agg)}
-            self._parts = plan, parts
+            trans, agg = both_parts(self.manager.cost.transport, self.overlap[:2], self.transfers)
+            self._parts = self.transfers, {Operation.TRANS: trans, Operation.AGG: agg}
         return self._parts[1]
 
     def sent_bytes(self, action: Action, rank: int) -> int:
@@ -256,6 +253,19 @@ class LayerState:
             prediction_error=last.prediction_error,
             **{name: sums[name] / sums["iterations"] for name in SPORADIC},
         )
+
+
+def both_parts(
+    transport: SendingModel, others: tuple[float, float], plan: TransferPlan
+) -> tuple[tuple[TransferPlan, TransferPlan], tuple[TransferPlan, TransferPlan]]:
+    """Return the rounds of Trans, and those of Agg, that overlap with the experts, and those that fit the other part.
+
+    Args:
+        others: forward and backward seconds of the non-MoE computation.
+    """
+    trans = transport.rounds_within(plan, others[0], forward=True)
+    agg = transport.rounds_within(plan, others[1], forward=False)
+    return plan.split(len(plan.rounds) - trans), plan.split(len(plan.rounds) - agg)
 
 
 def _totals(spans: Sequence[tuple[Operation, Interval]]) -> Mapping[Operation, float]:

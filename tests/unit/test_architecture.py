@@ -19,7 +19,7 @@ LEVELS = (
     {"cost"},
     {"planning", "observe", "comm", "kernels"},
     {"flow", "timeline"},
-    {"measure", "training"},
+    {"measure", "training", "simulate"},
     {"checkpoint"},
     {"cli", "build"},
     {"app", "convert"},

@@ -1,0 +1,276 @@
+"""From a configuration to a job whose iterations are simulated (simulate/), in one process and without its memory.
+
+Like a dry run, this builds the first rank of each pipeline stage. So schedules, groups, cost models and sizes are those
+of the run. Computation takes what the cluster's file says, which is what data sheets say: no run reaches that, so times
+are too short, and ratios of runs are closer to the truth than times.
+"""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_balance.app.dry_run import Stage as Memory
+from megatron_balance.app.dry_run import imagined_run, inspect, model_chunk
+from megatron_balance.build.profiles import microbatch_tokens
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
+from megatron_balance.cost.model import CostModel
+from megatron_balance.flow.chunks.choice import find_degrees
+from megatron_balance.flow.chunks.order import find_order, sequential
+from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.job.groups import Topology
+from megatron_balance.profile.flops import attention_flops, mlp_flops
+from megatron_balance.simulate.engine import Work
+from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
+from megatron_balance.simulate.layers import LayerModel
+from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
+from megatron_balance.simulate.programs import Stage
+from megatron_balance.timeline import hooks
+from megatron_balance.timeline.lower import compute_order
+from megatron_balance.training.run import Run
+
+STAND_IN = "quota"
+"""The policy with which a run without a policy is built, because its layers then have cost models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a simulated job runs on."""
+
+    topology: Topology
+    profile: Path
+    """A file for `--balance-profile`: of a cluster, or a measured one."""
+
+    memory_bandwidth: float | None = None
+    """Bytes per second of a device's memory, which limit the optimizer's step; None: it takes no time."""
+
+    layer_seconds: float = 0.0
+    """Seconds of each layer's forward pass over a microbatch that its operations do not explain; the backward pass has
+    as many times more as its operations take."""
+
+    iteration_seconds: float = 0.0
+    """Seconds of each iteration that nothing else explains."""
+
+
+def simulated_job(
+    config: RunConfig, target: Target, plan_seconds: float | None = None
+) -> tuple[SimulatedJob, list[Memory]]:
+    """Return the job of a configuration, and the memory of a rank of each pipeline stage.
+
+    Args:
+        plan_seconds: see `SimulatedJob`.
+
+    Raises:
+        ValueError: the configuration cannot be simulated, or has a mistake that would end a real run.
+    """
+    _check(config)
+    topology = target.topology
+    world_size, stages = topology.world_size, config.transformer.pipeline_model_parallel_size
+    has_policy, fabric = config.balance.balance_policy != "none", Fabric(world_size, topology.node_size)
+    policy = config.balance.balance_policy if has_policy else STAND_IN
+    balance = dataclasses.replace(config.balance, balance_policy=policy, balance_profile=str(target.profile))
+    built, memory, microbatches = [], [], 0
+    for stage in range(stages):
+        rank = stage * world_size // stages
+        with imagined_run(config.replace(balance=balance), rank, world_size) as run:
+            microbatches = run.batches.get()
+            built.append(_StageBuilder(config, run, fabric, stage, has_policy, target).build())
+            found = inspect(config, run)
+            memory.append(found if has_policy else _without_guests(found))
+    job = SimulatedJob(
+        fabric=fabric,
+        stages=built,
+        microbatches=microbatches,
+        plans=has_policy,
+        exact=config.balance.balance_load == "exact",
+        plan_seconds=plan_seconds,
+    )
+    return job, memory
+
+
+def _check(config: RunConfig) -> None:
+    transformer, balance = config.transformer, config.balance
+    if transformer.num_moe_experts is None:
+        raise ValueError("--num-experts: is missing; only models with experts can be simulated")
+    if transformer.expert_model_parallel_size == 1:
+        raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
+    if transformer.expert_tensor_parallel_size != 1:
+        size = transformer.expert_tensor_parallel_size
+        raise ValueError(f"--expert-tensor-parallel-size {size}: cannot be simulated yet; give 1")
+    if balance.balance_ownership == "transfer":
+        raise ValueError("--balance-ownership transfer: cannot be simulated yet; leave it out")
+    if ":" in balance.balance_policy:
+        raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
+
+
+def _without_guests(memory: Memory) -> Memory:
+    return dataclasses.replace(memory, held=dataclasses.replace(memory.held, guests=0))
+
+
+class _StageBuilder:
+    """Turns the built first rank of a pipeline stage into what is simulated."""
+
+    def __init__(
+        self, config: RunConfig, run: Run, fabric: Fabric, number: int, has_policy: bool, target: Target
+    ) -> None:
+        self.config, self.run, self.fabric, self.number = config, run, fabric, number
+        self.has_policy, self.target, self.transformer = has_policy, target, config.transformer
+        self.size = fabric.num_ranks // self.transformer.pipeline_model_parallel_size
+        assert run.balancer is not None
+        self.states = run.balancer.layers
+
+    def build(self) -> SimulatedStage:
+        teams = self.size // self.run.groups.ep.size()
+        if not self.states:
+            raise ValueError(
+                f"--pipeline-model-parallel-size: stage {self.number} has no MoE layers, which cannot be simulated"
+            )
+        cost = next(iter(self.states.values())).manager.cost
+        blocks = [_moe_layers(chunk) for chunk in self.run.model]
+        passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
+        schedule = compute_order(passes, blocks)
+        if self.has_policy:
+            assert self.run.balancer is not None
+            schedule = self.run.balancer.schedule(self.run.batches.get())
+        others, dense = self._others(cost, blocks)
+        reductions, gather = self._reductions(cost)
+        early: dict[int, Work] = {}
+        if self.config.ddp.overlap_grad_reduce:
+            # Guests' gradients arrive after the backward pass of the next block, so experts are reduced at the end
+            overlapped, reductions = (reductions[:1], reductions[1:]) if self.has_policy else (reductions, [])
+            early = _parts(one_after_another(overlapped), others)
+        stage = Stage(
+            number=self.number,
+            stages=self.transformer.pipeline_model_parallel_size,
+            teams=teams,
+            passes=passes,
+            blocks=blocks,
+            schedule=schedule,
+            others=others,
+            dense=dense,
+            message=self._message(cost),
+            early=early,
+            reduce=one_after_another(reductions),
+            step=self._step(),
+            gather=gather,
+        )
+        return SimulatedStage(
+            stage=stage,
+            models=[self._model(cost, team) for team in range(teams)],
+            managers={number: state.manager for number, state in self.states.items()},
+            overlaps={number: state.overlap[:2] for number, state in self.states.items()},
+        )
+
+    def _model(self, cost: CostModel, team: int) -> LayerModel:
+        comm, profile = self.config.comm, cost.profile
+        name, size = comm.moe_comm_alltoall, self.run.groups.ep.size()
+        names = (name,)
+        if name == "auto":
+            names = (DEFAULT, "2dh", "1dh") if cost.network.has_both_levels else (DEFAULT,)
+        first = self.number * self.size + team * size
+        return LayerModel(
+            cost=cost,
+            models=tuple(ExchangeModel.of(profile, one) for one in names),
+            degrees=find_degrees(comm.moe_comm_chunks),
+            scheduler=find_order(comm.moe_comm_order) or sequential,
+            network=TeamNetwork(self.fabric, first + np.arange(size), cost.network),
+            repeats=self.transformer.recompute_granularity == "full",
+        )
+
+    def _others(
+        self, cost: CostModel, blocks: Sequence[Sequence[int]]
+    ) -> tuple[dict[int, tuple[float, float]], list[tuple[float, float]]]:
+        """Return the seconds of the non-MoE part of every block, and of every model chunk."""
+        others: dict[int, tuple[float, float]] = {}
+        dense = []
+        for module, numbers in zip(self.run.model, blocks, strict=True):
+            parts = [0.0]
+            chunk = model_chunk(module)
+            for moe in chunk.moe:
+                parts[-1] += self._layer_seconds(cost, moe)
+                if moe:
+                    parts.append(0.0)
+            if chunk.head:
+                parts[-1] += self._seconds(cost, 2 * self.transformer.hidden_size * self.run.vocab_size)
+            names = [numbers[0] - 1, *numbers] if numbers else []
+            others |= {name: self._both(cost, seconds) for name, seconds in zip(names, parts, strict=False)}
+            dense.append(self._both(cost, sum(parts)))
+        return others, dense
+
+    def _layer_seconds(self, cost: CostModel, moe: bool) -> float:
+        """Return the forward seconds of a layer without its routed experts, with its tensor-parallel collectives."""
+        config, length = self.transformer, self.config.model.seq_length
+        assert length is not None and config.ffn_hidden_size is not None
+        inner = (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size
+        flops = attention_flops(config, length) + (mlp_flops(config, inner) if inner else 0.0)
+        seconds = self._seconds(cost, flops) + self.target.layer_seconds
+        tensor = config.tensor_model_parallel_size
+        if tensor > 1:
+            whole = microbatch_tokens(self.config) * config.hidden_size * config.params_dtype.itemsize
+            line = cost.profile.link("all_gather", "intra")
+            seconds += (2 if moe else 4) * (line.alpha + line.beta * whole * (tensor - 1) / tensor)
+        return seconds
+
+    def _seconds(self, cost: CostModel, flops: float) -> float:
+        """Return the forward seconds of these operations for each token, at the rate of experts."""
+        config = self.transformer
+        assert config.moe_ffn_hidden_size is not None
+        tokens = microbatch_tokens(self.config) / config.tensor_model_parallel_size
+        return tokens * flops / mlp_flops(config, config.moe_ffn_hidden_size) * cost.profile.forward.seconds_per_token
+
+    def _both(self, cost: CostModel, forward: float) -> tuple[float, float]:
+        """Return forward and backward seconds; full recomputation repeats the forward pass."""
+        line, back = cost.profile.forward, cost.profile.backward
+        backward = forward * back.seconds_per_token / line.seconds_per_token
+        return forward, backward + (forward if self.transformer.recompute_granularity == "full" else 0.0)
+
+    def _message(self, cost: CostModel) -> float:
+        """Return the seconds of a microbatch's activations to the next stage."""
+        config = self.transformer
+        tokens = microbatch_tokens(self.config)
+        if config.sequence_parallel:
+            tokens //= config.tensor_model_parallel_size
+        kind = "intra" if self.size < self.fabric.node_size else "inter"
+        return cost.profile.link("p2p", kind).seconds(tokens * config.hidden_size * config.params_dtype.itemsize)
+
+    def _reductions(self, cost: CostModel) -> tuple[list[Work], Work]:
+        """Return the reductions of dense gradients and of experts', and the all-gather of parameters after the step."""
+        ranks_D = self.number * self.size + np.arange(self.size)
+        distributed = self.config.ddp.use_distributed_optimizer
+        sizes = (("buffers", self.transformer.tensor_model_parallel_size),)
+        sizes += (("expert_parallel_buffers", self.run.groups.ep.size()),)
+        reductions, gathers = [], []
+        for attribute, apart in sizes:
+            buffers = [buffer for chunk in self.run.model for buffer in getattr(chunk, attribute)]
+            gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+            parameters = sum(buffer.numel * buffer.param_dtype.itemsize for buffer in buffers)
+            group_D = np.arange(self.size) % apart
+            reductions.append(ring(self.fabric, cost.network, ranks_D, group_D, gradients, 1 if distributed else 2))
+            if distributed:
+                gathers.append(ring(self.fabric, cost.network, ranks_D, group_D, parameters, 1))
+        return reductions, one_after_another(gathers)
+
+    def _step(self) -> float:
+        """Return the seconds of the optimizer's step: it reads and writes its state, and reads gradients."""
+        bandwidth, rest = self.target.memory_bandwidth, self.target.iteration_seconds
+        if bandwidth is None:
+            return rest
+        held = inspect(self.config, self.run).held
+        shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
+        return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / bandwidth + rest
+
+
+def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
+    """Return the reduction in equal parts, one for each block."""
+    latency, resources, seconds = reduction
+    return dict.fromkeys(blocks, Work(latency / len(blocks), resources, seconds / len(blocks)))
+
+
+def _moe_layers(chunk: torch.nn.Module) -> list[int]:
+    """Return the numbers of a model chunk's MoE layers, ascending."""
+    layers = [module.layer_number for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
+    return [number for number in layers if number is not None]

@@ -1,0 +1,307 @@
+"""Executes the programs of all teams of a job, event by event.
+
+A program is an iterator of commands. All ranks of its team execute them in order, each at its own time: a rank that has
+computed for longer comes to the next command later. Collectives begin when all their ranks have come to them, and when
+the collectives before them on the same lane are over; then they take the resources that they need, which collectives in
+progress share fairly (sharing.py). A collective has one end for all its ranks.
+
+The letter R is the number of ranks of a team.
+"""
+
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_balance.simulate.sharing import speeds
+
+DONE = 1e-12
+"""Part of a collective that rounding may leave to do."""
+
+
+class Work(NamedTuple):
+    """What a collective needs: seconds without any resource, and then seconds of each resource, all at once."""
+
+    latency: float
+    resources: np.ndarray
+    """[N] int64 numbers of the resources, each at most once."""
+    seconds: np.ndarray
+    """[N] seconds that each of them works, above zero. A collective that is alone takes those of its busiest one."""
+
+    @property
+    def alone(self) -> float:
+        """Seconds of the collective if it shares nothing."""
+        return self.latency + float(self.seconds.max(initial=0.0))
+
+
+NOTHING = Work(0.0, np.zeros(0, dtype=np.int64), np.zeros(0))
+
+
+class Compute(NamedTuple):
+    """Every rank computes."""
+
+    label: str
+    seconds_R: np.ndarray
+
+
+class Start(NamedTuple):
+    """Start a collective in the background. Every rank may continue at once."""
+
+    key: Hashable
+    """Names the collective among all teams; those that start the same key take part in the same collective."""
+    label: str
+    work: Work
+    lane: str = "exchange"
+    """The team's collectives of one lane run one after another, in the order of their commands."""
+    teams: int = 1
+    """Number of teams that take part."""
+
+
+class Wait(NamedTuple):
+    """Every rank waits until a collective that its team has started is over."""
+
+    key: Hashable
+
+
+class Send(NamedTuple):
+    """Every rank sends a message to the rank with the same position in another team, in the background."""
+
+    key: Hashable
+    label: str
+    seconds: float
+
+
+class Receive(NamedTuple):
+    """Every rank waits for the message that was sent to it."""
+
+    key: Hashable
+
+
+Command = Compute | Start | Wait | Send | Receive
+
+Program = Iterator[Command]
+
+
+class Observer(Protocol):
+    """Is told what happened, in any order of time."""
+
+    def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
+        """The team's ranks computed."""
+        ...
+
+    def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
+        """The team's ranks waited for something that started at `start`, a number or one for each rank."""
+        ...
+
+    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work) -> None:
+        """A collective of these teams was in progress."""
+        ...
+
+
+class DeadlockError(RuntimeError):
+    """No team can continue; the message says what each one waits for."""
+
+
+@dataclass(eq=False)
+class _Collective:
+    key: Hashable
+    label: str
+    work: Work
+    lane: str
+    missing: int
+    """Number of teams that have not started it."""
+    teams: list[int] = field(default_factory=list)
+    ready: float = 0.0
+    """When the last rank came to it."""
+    start: float = 0.0
+    end: float | None = None
+    waiting: list[int] = field(default_factory=list)
+    """Teams that wait for its end."""
+
+    left: float = 1.0
+    """Part of the bytes that is not sent yet."""
+    speed: float = 0.0
+    since: float = 0.0
+    """When `left` was true."""
+    version: int = 0
+    """Counts changes of the speed: ends that were expected before are void."""
+
+
+@dataclass(eq=False)
+class _Team:
+    program: Program
+    now_R: np.ndarray
+    blocked: Command | None = None
+    over: bool = False
+
+
+class Engine:
+    """Executes programs. Collectives are in the order of their times, and programs run ahead as far as they can."""
+
+    def __init__(self, programs: Sequence[tuple[int, Program]], num_resources: int, observer: Observer) -> None:
+        """
+        Args:
+            programs: number of ranks and program of each team.
+            num_resources: resources have numbers below this.
+        """
+        self._teams = [_Team(program, np.zeros(ranks)) for ranks, program in programs]
+        self._observer = observer
+        self._lanes: defaultdict[tuple[int, str], deque[_Collective]] = defaultdict(deque)
+        self._collectives: dict[Hashable, _Collective] = {}
+        self._messages: dict[Hashable, tuple[str, np.ndarray, np.ndarray]] = {}
+        self._receivers: dict[Hashable, int] = {}
+        self._runnable = deque(range(len(programs)))
+        """Teams that can continue."""
+        self._events: list[tuple[float, int, str, _Collective, int]] = []
+        self._order = itertools.count()
+        self._users: list[list[_Collective]] = [[] for _ in range(num_resources)]
+        """Collectives in progress on each resource."""
+        self.busy_seconds = np.zeros(num_resources)
+        """Seconds for which each resource has worked, if nothing is shared."""
+
+    def run(self) -> float:
+        """Execute all programs and return the time at which the last rank is done.
+
+        Raises:
+            DeadlockError: some teams wait for what never comes.
+        """
+        while self._runnable or self._events:
+            while self._runnable:
+                self._advance(self._runnable.popleft())
+            if self._events:
+                now, _, kind, collective, version = heapq.heappop(self._events)
+                if kind == "begin":
+                    self._begin(collective, now)
+                elif version == collective.version:
+                    self._finish(collective, now)
+        stuck = {number: team.blocked for number, team in enumerate(self._teams) if not team.over}
+        if stuck:
+            raise DeadlockError("; ".join(f"team {number} waits for {command}" for number, command in stuck.items()))
+        return max(float(team.now_R.max()) for team in self._teams)
+
+    def _advance(self, number: int) -> None:
+        """Run a team's program until it has to wait for something whose time is not known."""
+        team = self._teams[number]
+        while True:
+            command = team.blocked or next(team.program, None)
+            team.blocked = None
+            if command is None:
+                team.over = True
+                return
+            if not self._execute(number, team, command):
+                team.blocked = command
+                return
+
+    def _execute(self, number: int, team: _Team, command: Command) -> bool:
+        """Execute a command; return False if it has to be repeated later."""
+        if isinstance(command, Compute):
+            begin_R, team.now_R = team.now_R, team.now_R + command.seconds_R
+            self._observer.computed(number, command.label, begin_R, team.now_R)
+        elif isinstance(command, Start):
+            self._start(number, team, command)
+        elif isinstance(command, Wait):
+            collective = self._collectives[command.key]
+            if collective.end is None:
+                collective.waiting.append(number)
+                return False
+            begin_R, team.now_R = team.now_R, np.maximum(team.now_R, collective.end)
+            self._observer.waited(number, collective.label, begin_R, collective.start, team.now_R)
+        elif isinstance(command, Send):
+            self._messages[command.key] = command.label, team.now_R, team.now_R + command.seconds
+            if command.key in self._receivers:
+                self._runnable.append(self._receivers.pop(command.key))
+        else:
+            if command.key not in self._messages:
+                self._receivers[command.key] = number
+                return False
+            label, sent_R, arrived_R = self._messages.pop(command.key)
+            begin_R, team.now_R = team.now_R, np.maximum(team.now_R, arrived_R)
+            self._observer.waited(number, label, begin_R, sent_R, team.now_R)
+        return True
+
+    def _start(self, number: int, team: _Team, command: Start) -> None:
+        found = self._collectives.get(command.key)
+        if found is None:
+            found = _Collective(command.key, command.label, command.work, command.lane, command.teams)
+            self._collectives[command.key] = found
+        found.missing -= 1
+        assert found.missing >= 0, f"{command.key}: more than {command.teams} teams take part"
+        found.teams.append(number)
+        found.ready = max(found.ready, float(team.now_R.max()))
+        self._lanes[number, found.lane].append(found)
+        self._offer(found, 0.0)
+
+    def _offer(self, collective: _Collective, now: float) -> None:
+        """Let a collective begin if all its teams have come to it and it is the first one on their lanes."""
+        first = all(self._lanes[team, collective.lane][0] is collective for team in collective.teams)
+        if first and not collective.missing:
+            self._push(max(now, collective.ready), "begin", collective)
+
+    def _push(self, time: float, kind: str, collective: _Collective) -> None:
+        heapq.heappush(self._events, (time, next(self._order), kind, collective, collective.version))
+
+    def _begin(self, collective: _Collective, now: float) -> None:
+        """Begin a collective, or its bytes after its latency."""
+        latency, resources, seconds = collective.work
+        if collective.version == 0:
+            collective.start, collective.version = now, 1
+            if latency and len(resources):
+                self._push(now + latency, "begin", collective)
+                return
+        if not len(resources):
+            self._push(now + latency, "end", collective)
+            return
+        self.busy_seconds[resources] += seconds
+        collective.since = now
+        for resource in resources.tolist():
+            self._users[resource].append(collective)
+        self._share(collective, now)
+
+    def _finish(self, collective: _Collective, now: float) -> None:
+        collective.end, collective.left = now, 0.0
+        resources = collective.work.resources
+        for resource in resources.tolist():
+            self._users[resource].remove(collective)
+        sharers = {id(one): one for resource in resources.tolist() for one in self._users[resource]}
+        while sharers:
+            _, other = sharers.popitem()
+            for one in self._share(other, now):
+                sharers.pop(id(one), None)
+        teams = collective.teams
+        self._observer.communicated(teams, collective.label, collective.lane, collective.start, now, collective.work)
+        for team in teams:
+            lane = self._lanes[team, collective.lane]
+            lane.popleft()
+            if lane:
+                self._offer(lane[0], now)
+        self._runnable += collective.waiting
+
+    def _share(self, collective: _Collective, now: float) -> list[_Collective]:
+        """Change and return the collectives that share resources with this one, directly or indirectly, and itself."""
+        together, found = [collective], {id(collective)}
+        for one in together:
+            for resource in one.work.resources.tolist():
+                for other in self._users[resource]:
+                    if id(other) not in found:
+                        found.add(id(other))
+                        together.append(other)
+        for one, speed in zip(together, _speeds(together), strict=True):
+            one.left -= one.speed * (now - one.since) / one.work.seconds.max()
+            one.speed, one.since, one.version = speed, now, one.version + 1
+            remaining = one.left if one.left > DONE else 0.0
+            self._push(now + remaining * float(one.work.seconds.max()) / speed, "end", one)
+        return together
+
+
+def _speeds(together: Sequence[_Collective]) -> list[float]:
+    if len(together) == 1:
+        return [1.0]
+    resources = np.unique(np.concatenate([one.work.resources for one in together]))
+    use_FR = np.zeros((len(together), len(resources)))
+    for use_R, one in zip(use_FR, together, strict=True):
+        use_R[np.searchsorted(resources, one.work.resources)] = one.work.seconds / one.work.seconds.max()
+    return speeds(use_FR).tolist()

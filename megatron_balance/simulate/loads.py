@@ -1,0 +1,137 @@
+"""The loads that a simulated run meets: drawn from a distribution, from a workload, or from a recorded run.
+
+A source says how popular each expert is with each source rank in an iteration and a layer. Tokens are drawn from that
+for every team, microbatch and source rank, so teams have different loads of one kind, as replicas of a run do.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_balance.workloads.synthetic import NAMES, load_matrix
+
+DISTRIBUTIONS = {
+    "zipf": lambda rank_E, generator, value: (1.0 + rank_E) ** -value,
+    "lognormal": lambda rank_E, generator, value: np.exp(value * generator.standard_normal(len(rank_E))),
+}
+"""Name -> popularity of experts in random order; the value is the exponent, or the standard deviation."""
+
+SAMPLE = 512
+"""Tokens of a source rank from which the popularity under a workload is taken."""
+
+Popularity = Callable[[int, int], np.ndarray]
+"""Iteration, layer -> [D, E] share of each expert in each source rank's choices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loads:
+    """Loads of an expert-parallel group."""
+
+    popularity: Popularity
+    topk: int
+    tokens: int
+    """Tokens of one source rank in a microbatch."""
+    seed: int = 0
+
+    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
+        """Return [B, D, E] int64: the load of each microbatch of a team. Each expert gets a token once at most."""
+        shares_DE = self.popularity(iteration, layer)
+        generator = np.random.default_rng((self.seed, iteration, layer, team))
+        chosen = generator.multinomial(self.tokens * self.topk, shares_DE, (microbatches, len(shares_DE)))
+        return _at_most(chosen, self.tokens)
+
+
+def _at_most(counts_BDE: np.ndarray, most: int) -> np.ndarray:
+    """Return the counts with those above `most` spread over the experts that have fewest."""
+    for counts_E in counts_BDE.reshape(-1, counts_BDE.shape[-1]):
+        excess = int(np.maximum(counts_E - most, 0).sum())
+        if excess:
+            np.minimum(counts_E, most, out=counts_E)
+            for expert in np.argsort(counts_E, kind="stable"):
+                taken = min(excess, most - int(counts_E[expert]))
+                counts_E[expert] += taken
+                excess -= taken
+    return counts_BDE
+
+
+def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> Popularity:
+    """Return the popularity of `zipf:EXPONENT`, `lognormal:SIGMA` or a name of `workloads.NAMES`.
+
+    Layers have their own popular experts, which stay popular.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    name, _, value = text.partition(":")
+    if name in NAMES and not value:
+        return _of_workload(name, num_ranks, num_experts, seed)
+    try:
+        number = float(value)
+        weigh = DISTRIBUTIONS[name]
+    except (KeyError, ValueError):
+        choices = ", ".join(NAMES)
+        raise ValueError(
+            f"--load {text}: give even, zipf:EXPONENT, lognormal:SIGMA, a directory of --balance-log-dir, or one of "
+            f"{choices}"
+        ) from None
+
+    def popularity(iteration: int, layer: int) -> np.ndarray:
+        generator = np.random.default_rng((seed, layer))
+        weights_E = weigh(generator.permutation(num_experts), generator, number)
+        return np.tile(weights_E / weights_E.sum(), (num_ranks, 1))
+
+    return popularity
+
+
+@dataclass(frozen=True, eq=False)
+class EvenLoads:
+    """Loads in which every expert receives the same from every source rank, as far as whole tokens permit."""
+
+    num_ranks: int
+    num_experts: int
+    topk: int
+    tokens: int
+
+    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
+        """See `Loads.draw`."""
+        return np.broadcast_to(self._counts_DE, (microbatches, *self._counts_DE.shape)).copy()
+
+    @cached_property
+    def _counts_DE(self) -> np.ndarray:
+        whole, rest = divmod(self.tokens * self.topk, self.num_experts)
+        first_D = np.arange(self.num_ranks)[:, None] * rest
+        return whole + ((np.arange(self.num_experts) - first_D) % self.num_experts < rest).astype(np.int64)
+
+
+def _of_workload(name: str, num_ranks: int, num_experts: int, seed: int) -> Popularity:
+    def popularity(iteration: int, layer: int) -> np.ndarray:
+        counts_DE = load_matrix(name, num_ranks, num_experts, 1, SAMPLE, seed=seed + layer, step=iteration)
+        return counts_DE / counts_DE.sum(1, keepdims=True)
+
+    return popularity
+
+
+def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int) -> Popularity:
+    """Return the popularity in a recorded run; iterations and layers beyond the recorded ones begin again.
+
+    Args:
+        counts: MoE layer -> [N, D, E] as in `observe.load_log.Loads`.
+
+    Raises:
+        ValueError: the run had another number of experts.
+    """
+    layers = [counts[layer] for layer in sorted(counts)]
+    if layers[0].shape[2] != num_experts:
+        raise ValueError(f"the recorded run has {layers[0].shape[2]} experts, and this one has {num_experts}")
+
+    def popularity(iteration: int, layer: int) -> np.ndarray:
+        recorded_NDE = layers[(layer - 1) % len(layers)]
+        counts_DE = recorded_NDE[iteration % len(recorded_NDE)]
+        if len(counts_DE) != num_ranks:
+            counts_DE = np.tile(counts_DE.sum(0), (num_ranks, 1))
+        counts_DE = np.maximum(counts_DE, 0) + 1e-9
+        return counts_DE / counts_DE.sum(1, keepdims=True)
+
+    return popularity

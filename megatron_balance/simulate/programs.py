@@ -1,0 +1,240 @@
+"""The program of a team: what its pipeline stage's schedule makes its ranks compute, send and wait for in an iteration.
+
+The schedule is the one that the runtime executes (`timeline/`). Pure: durations and works in, commands out.
+
+In the shapes, B counts microbatches, C chunks of tokens and R the ranks of the team.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.flow.chunks.order import ChunkTask, Order
+from megatron_balance.simulate.engine import NOTHING, Command, Compute, Program, Receive, Send, Start, Wait, Work
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
+from megatron_balance.timeline.lower import Pass
+
+
+class Direction(NamedTuple):
+    """An MoE layer's forward or backward pass over one microbatch."""
+
+    order: Order
+    """The order of its chunks' tasks."""
+
+    dispatch_C: Sequence[Work]
+    """Each chunk's first exchange."""
+
+    experts_CR: np.ndarray
+    """[C, R] seconds of each chunk's experts."""
+
+    combine_C: Sequence[Work]
+    """Each chunk's second exchange."""
+
+    coding: float = 0.0
+    """Seconds of a chunk's compression or decompression, each."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerWork:
+    """One MoE layer of a team in one iteration."""
+
+    forward_B: Sequence[Direction]
+    backward_B: Sequence[Direction]
+
+    repeats: bool = False
+    """Whether the backward pass repeats the forward pass (full recomputation)."""
+
+    moves: Callable[[Action], Work] = lambda action: NOTHING
+    """Returns the work of a Trans, an Agg or a part of one."""
+
+    plan: Work = NOTHING
+    """Time of the next plan, and the lane of the thread that makes it."""
+
+    planner: int = 0
+    """Number of the rank that plans the layer."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Stage:
+    """What all teams of a pipeline stage have in common."""
+
+    number: int
+    stages: int
+    teams: int
+    """Number of teams of the stage."""
+
+    passes: Sequence[Pass]
+    blocks: Sequence[Sequence[int]]
+    """Numbers of the MoE layers of each model chunk."""
+
+    schedule: Schedule
+
+    others: Mapping[int, tuple[float, float]]
+    """Forward and backward seconds of the non-MoE part of each block, by its number."""
+
+    dense: Sequence[tuple[float, float]]
+    """Forward and backward seconds of each model chunk that has no MoE layers; of other chunks, anything."""
+
+    message: float = 0.0
+    """Seconds of a message to the next stage."""
+
+    early: Mapping[int, Work] = field(default_factory=dict)
+    """Reductions that overlap with the backward pass, by the block whose gradients they reduce."""
+
+    reduce: Work = NOTHING
+    """The reduction of gradients after the backward pass."""
+
+    step: float = 0.0
+    """Seconds of the optimizer's step."""
+
+    gather: Work = NOTHING
+    """The all-gather of parameters after the step."""
+
+
+def program(stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
+    """Yield the commands of an iteration.
+
+    Args:
+        layers: by the number of the MoE layer.
+        team: the team's position in its stage.
+        ranks: number of its ranks.
+    """
+    return _Writer(stage, layers, team, ranks).commands()
+
+
+class _Writer:
+    def __init__(self, stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> None:
+        self.stage, self.layers, self.team, self.ranks = stage, layers, team, ranks
+        self.steps = deque(stage.schedule)
+        self.started: set[Action] = set()
+        self.last_microbatch = max((one.microbatch for one in stage.passes), default=0)
+
+    def commands(self) -> Iterator[Command]:
+        stage = self.stage
+        for one in stage.passes:
+            place = one.chunk * stage.stages + stage.number
+            before, after = (place - 1, place + 1) if one.forward else (place + 1, place - 1)
+            kind = "forward" if one.forward else "backward"
+            if 0 <= before < self._places:
+                yield Receive(self._message(before, place, one.microbatch))
+            yield from self._pass(one)
+            if 0 <= after < self._places:
+                yield Send(self._message(place, after, one.microbatch), f"{kind} message", stage.message)
+        yield from self._begin(self._take(Operation.REDUCE))
+        yield from (Wait(("reduce", stage.number, block)) for block in stage.early)
+        yield from self._collective("reduction", stage.reduce)
+        yield from self._begin(self._take(Operation.STEP))
+        yield self._compute("optimizer", stage.step)
+        yield from self._collective("gather", stage.gather)
+
+    @property
+    def _places(self) -> int:
+        """Number of model chunks of all stages."""
+        return len(self.stage.blocks) * self.stage.stages
+
+    def _message(self, source: int, target: int, microbatch: int) -> Hashable:
+        return "message", self.team, source, target, microbatch
+
+    def _collective(self, name: str, work: Work) -> Iterator[Command]:
+        """Run a collective of all teams of the stage."""
+        if work is not NOTHING:
+            key = name, self.stage.number
+            yield Start(key, name, work, "reduction", self.stage.teams)
+            yield Wait(key)
+
+    def _pass(self, one: Pass) -> Iterator[Command]:
+        numbers = self.stage.blocks[one.chunk]
+        if not numbers:
+            forward, backward = self.stage.dense[one.chunk]
+            yield self._compute("dense layers", forward if one.forward else backward)
+            return
+        if one.forward:
+            yield from self._other(Operation.FNEC)
+            for number in numbers:
+                yield from self._experts(self.layers[number].forward_B[one.microbatch], Operation.FEC, 1)
+                yield from self._other(Operation.FNEC)
+            return
+        yield from self._other(Operation.BNEC)
+        for number in reversed(numbers):
+            layer = self.layers[number]
+            if layer.repeats:
+                yield from self._order(layer.forward_B[one.microbatch], f"L{number} repeated m{one.microbatch}")
+            yield from self._experts(layer.backward_B[one.microbatch], Operation.BEC, 3)
+            yield from self._other(Operation.BNEC)
+
+    def _other(self, operation: Operation) -> Iterator[Command]:
+        """Compute the non-MoE part of a block; reduce its gradients if they are complete."""
+        step = self._take(operation)
+        yield from self._begin(step)
+        block, forward = step.computation.block, operation is Operation.FNEC
+        yield self._compute(step.computation.name, self.stage.others[block][0 if forward else 1])
+        if not forward and step.computation.microbatch == self.last_microbatch and block in self.stage.early:
+            key = "reduce", self.stage.number, block
+            yield Start(key, f"L{block} reduction", self.stage.early[block], "reduction", self.stage.teams)
+
+    def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
+        """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""
+        first, experts = self._take(Operation.A2A, part), self._take(operation)
+        second = self._take(Operation.A2A, part + 1)
+        yield from self._begin(first)
+        computing = [index for index, step in enumerate(direction.order) if step.task is ChunkTask.E]
+        name = experts.computation.name
+        for index, commands in enumerate(self._tasks(direction, name, first.computation.name, second.computation.name)):
+            if index == computing[0]:
+                yield from self._begin(experts)
+            yield from commands
+            if index == computing[-1]:
+                yield from self._begin(second)
+
+    def _order(self, direction: Direction, name: str) -> Iterator[Command]:
+        for commands in self._tasks(direction, f"{name} experts", f"{name} dispatch", f"{name} combine"):
+            yield from commands
+
+    def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
+        """Yield the commands of each task of a pass."""
+        coding = [self._compute("codec", direction.coding)] if direction.coding else []
+        for task, chunk in direction.order:
+            there, back = ((self.stage.number, self.team, label, chunk) for label in (dispatch, combine))
+            if task is ChunkTask.C1:
+                yield [*coding, Start(there, dispatch, direction.dispatch_C[chunk])]
+            elif task is ChunkTask.D1:
+                yield [Wait(there), *coding]
+            elif task is ChunkTask.E:
+                yield [Compute(name, direction.experts_CR[chunk])]
+            elif task is ChunkTask.C2:
+                yield [*coding, Start(back, combine, direction.combine_C[chunk])]
+            else:
+                yield [Wait(back), *coding]
+
+    def _begin(self, step: Step) -> Iterator[Command]:
+        """Execute what a step does before its computation."""
+        yield from (self._wait(action) for action in step.waits if action in self.started)
+        for action in step.planning:
+            layer = self.layers[action.block]
+            yield self._start(action, layer.plan, f"plan {layer.planner}")
+        for action in step.communication:
+            yield self._start(action, self.layers[action.block].moves(action), "moves")
+        yield from (self._wait(action) for action in step.waits if action in self.started)
+
+    def _start(self, action: Action, work: Work, lane: str) -> Command:
+        self.started.add(action)
+        return Start(self._key(action), action.name, work, lane)
+
+    def _wait(self, action: Action) -> Command:
+        self.started.remove(action)
+        return Wait(self._key(action))
+
+    def _key(self, action: Action) -> Hashable:
+        return self.stage.number, self.team, action
+
+    def _take(self, operation: Operation, part: int | None = None) -> Step:
+        step = self.steps.popleft()
+        found = step.computation
+        assert found.operation is operation and part in (None, found.part), f"{found} where {operation} is expected"
+        return step
+
+    def _compute(self, label: str, seconds: float) -> Command:
+        return Compute(label, np.full(self.ranks, seconds))

@@ -1,0 +1,130 @@
+"""What an iteration's ranks and resources did: sums, spans of some ranks, and the Trace Event Format."""
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.simulate.engine import Work
+
+COMPUTING = ("experts", "other computation", "optimizer", "codec")
+WAITING = ("exchange", "others' experts", "Trans", "Agg", "Plan", "pipeline", "reduction")
+"""What ranks compute, and what they wait for. In an exchange, a rank waits for the slowest one before rows travel."""
+
+PARTS = (*COMPUTING, *WAITING)
+
+_PART = {
+    "FEC": "experts",
+    "BEC": "experts",
+    "experts": "experts",
+    "FNEC": "other computation",
+    "BNEC": "other computation",
+    "layers": "other computation",
+    "A2A": "exchange",
+    "dispatch": "exchange",
+    "combine": "exchange",
+    "TRANS": "Trans",
+    "AGG": "Agg",
+    "PLAN": "Plan",
+    "message": "pipeline",
+    "reduction": "reduction",
+    "gather": "reduction",
+    "optimizer": "optimizer",
+    "codec": "codec",
+}
+
+
+class Span(NamedTuple):
+    """Something that a rank did."""
+
+    rank: int
+    lane: str
+    label: str
+    start: float
+    end: float
+
+
+class Recorder:
+    """Adds up what teams do; an `engine.Observer`."""
+
+    def __init__(self, ranks: Sequence[np.ndarray], spans_of: Collection[int] = ()) -> None:
+        """
+        Args:
+            ranks: ranks in the job of each team.
+            spans_of: ranks whose spans are kept.
+        """
+        self.ranks = ranks
+        self.spans_of = frozenset(spans_of)
+        self.seconds: defaultdict[str, np.ndarray] = defaultdict(
+            lambda: np.zeros(1 + max(int(ranks_R.max()) for ranks_R in ranks))
+        )
+        """Seconds of each rank in each of PARTS."""
+        self.in_progress: defaultdict[str, float] = defaultdict(float)
+        """Seconds of collectives of each part, whether anyone waited for them or not."""
+        self.spans: list[Span] = []
+
+    def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
+        """See `engine.Observer`."""
+        self.seconds[part_of(label)][self.ranks[team]] += end_R - begin_R
+        self._keep(team, "computation", label, begin_R, end_R)
+
+    def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
+        """See `engine.Observer`."""
+        part = part_of(label)
+        waited_R = end_R - begin_R
+        if part == "exchange":
+            idle_R = np.clip(start - begin_R, 0.0, waited_R)
+            self.seconds["others' experts"][self.ranks[team]] += idle_R
+            waited_R = waited_R - idle_R
+        self.seconds[part][self.ranks[team]] += waited_R
+        self._keep(team, "waits", label, begin_R, end_R)
+
+    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work) -> None:
+        """See `engine.Observer`."""
+        self.in_progress[part_of(label)] += (end - start) / len(teams)
+        for team in teams:
+            ranks_R = self.ranks[team]
+            self._keep(team, lane, label, np.full(len(ranks_R), start), np.full(len(ranks_R), end))
+
+    def _keep(self, team: int, lane: str, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
+        if self.spans_of:
+            for rank, begin, end in zip(self.ranks[team].tolist(), begin_R.tolist(), end_R.tolist(), strict=True):
+                if rank in self.spans_of and end > begin:
+                    self.spans.append(Span(rank, lane, label, begin, end))
+
+    def save_trace(self, path: Path) -> None:
+        """Write the kept spans in the Trace Event Format, for Perfetto; one thread per lane, in microseconds."""
+        lanes = sorted({(span.rank, span.lane) for span in self.spans})
+        threads = {place: number for number, place in enumerate(lanes)}
+        events: list[dict] = [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+            for (rank, lane), number in threads.items()
+        ]
+        events += [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in sorted({rank for rank, _ in lanes})
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": span.label,
+                "pid": span.rank,
+                "tid": threads[span.rank, span.lane],
+                "ts": round(1e6 * span.start, 3),
+                "dur": round(1e6 * (span.end - span.start), 3),
+            }
+            for span in self.spans
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def part_of(label: str) -> str:
+    """Return the member of PARTS that something with this label belongs to."""
+    for word in reversed(label.split()):
+        found = _PART.get(word.partition(".")[0])
+        if found is not None:
+            return found
+    raise ValueError(f"label {label!r}: belongs to no part")

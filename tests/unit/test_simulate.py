@@ -1,0 +1,346 @@
+"""The simulator: shared resources, events and programs, against slow references and limits that no schedule beats."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.flow.chunks.order import ChunkTimes, interleaved, sequential
+from megatron_balance.simulate.engine import NOTHING, Compute, DeadlockError, Engine, Receive, Send, Start, Wait, Work
+from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
+from megatron_balance.simulate.network import Fabric, one_after_another
+from megatron_balance.simulate.programs import Direction, LayerWork, Stage, program
+from megatron_balance.simulate.result import PARTS, Recorder, part_of
+from megatron_balance.simulate.sharing import speeds
+from megatron_balance.timeline.actions import Operation
+from megatron_balance.timeline.lower import compute_order, lower, one_forward_one_backward
+
+
+def work(latency: float, seconds: dict[int, float]) -> Work:
+    return Work(latency, np.array([*seconds], dtype=np.int64), np.array([*seconds.values()]))
+
+
+class Log:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float]] = []
+        self.labels: dict[int, list[str]] = {}
+        self.waits: list[tuple[int, str]] = []
+
+    def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
+        self.labels.setdefault(team, []).append(label)
+
+    def waited(self, team: int, label: str, begin_R: np.ndarray, start: object, end_R: np.ndarray) -> None:
+        self.waits.append((team, label))
+        assert (end_R >= begin_R).all()
+
+    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work) -> None:
+        self.spans.append((label, start, end))
+
+
+uses = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=6)
+
+
+@given(uses)
+@settings(deadline=None)
+def test_speeds_are_max_min_fair(rows: list[list[float]]) -> None:
+    use_FR = np.array(rows)
+    speed_F = speeds(use_FR)
+    used_R = speed_F @ use_FR
+    assert (used_R <= 1 + 1e-9).all()
+    for speed, use_R in zip(speed_F, use_FR, strict=True):
+        limits = (used_R >= 1 - 1e-9) & (use_R > 0)
+        fastest = [speed_F[use_FR[:, resource] > 0].max() for resource in np.flatnonzero(limits)]
+        # Whoever is not at full speed is the fastest one on a resource that is used up
+        assert speed >= 1 - 1e-9 or any(speed >= other - 1e-9 for other in fastest)
+
+
+def one_collective(key: object, before: float, what: Work) -> Iterator:
+    yield Compute("before", np.array([before]))
+    yield Start(key, str(key), what)
+    yield Wait(key)
+
+
+def fluid(collectives: list[tuple[float, Work]], num_resources: int) -> list[float]:
+    """Return the end of each collective, with the speeds of all of them computed again at every event."""
+    left = [1.0] * len(collectives)
+    ends = [ready + what.latency if not len(what.resources) else np.inf for ready, what in collectives]
+    begins = [ready + what.latency for ready, what in collectives]
+    now = 0.0
+    while any(end == np.inf for end in ends):
+        active = [i for i in range(len(ends)) if ends[i] == np.inf and begins[i] <= now + 1e-12]
+        use_FR = np.zeros((len(active), num_resources))
+        for row, i in zip(use_FR, active, strict=True):
+            row[collectives[i][1].resources] = collectives[i][1].seconds / collectives[i][1].seconds.max()
+        speed_F = speeds(use_FR) if active else np.zeros(0)
+        later = [begin for begin, end in zip(begins, ends, strict=True) if end == np.inf and begin > now + 1e-12]
+        durations = [left[i] * collectives[i][1].seconds.max() / v for i, v in zip(active, speed_F, strict=True)]
+        step = min([*durations, *(begin - now for begin in later)])
+        now += step
+        for i, v in zip(active, speed_F, strict=True):
+            left[i] -= v * step / collectives[i][1].seconds.max()
+            if left[i] < 1e-9:
+                ends[i] = now
+    return ends
+
+
+numbers = st.integers(0, 20).map(lambda n: n / 4)
+works = st.builds(
+    work, numbers, st.dictionaries(st.integers(0, 3), st.integers(1, 20).map(lambda n: n / 4), max_size=4)
+)
+
+
+@given(st.lists(st.tuples(numbers, works), min_size=1, max_size=7))
+@settings(deadline=None)
+def test_collectives_share_resources_like_a_fluid(collectives: list[tuple[float, Work]]) -> None:
+    log = Log()
+    teams = [(1, one_collective(key, *one)) for key, one in enumerate(collectives)]
+    engine = Engine(teams, 4, log)
+    total = engine.run()
+    expected = fluid(collectives, 4)
+    found = {int(label): end for label, _, end in log.spans}
+    assert [found[key] for key in range(len(collectives))] == pytest.approx(expected, abs=1e-6)
+    assert total >= engine.busy_seconds.max() - 1e-9
+    assert total >= max(ready + what.alone for ready, what in collectives) - 1e-9
+
+
+def test_collectives_of_a_lane_follow_each_other_and_others_do_not() -> None:
+    def commands(lanes: tuple[str, str]) -> Iterator:
+        for key, lane in zip(("one", "other"), lanes, strict=True):
+            yield Start((lanes, key), key, work(0.0, {0: 2.0} if key == "one" else {1: 3.0}), lane)
+        for key in ("one", "other"):
+            yield Wait((lanes, key))
+
+    for lanes, expected in ((("same", "same"), 5.0), (("a", "b"), 3.0)):
+        assert Engine([(2, commands(lanes))], 2, Log()).run() == pytest.approx(expected)
+
+
+def test_a_collective_waits_for_its_slowest_rank_of_all_teams() -> None:
+    def commands(seconds: list[float]) -> Iterator:
+        yield Compute("before", np.array(seconds))
+        yield Start("both", "both", work(1.0, {}), teams=2)
+        yield Compute("after", np.array([0.5, 0.5]))
+        yield Wait("both")
+
+    log = Log()
+    assert Engine([(2, commands([1.0, 4.0])), (2, commands([2.0, 3.0]))], 0, log).run() == pytest.approx(5.0)
+    assert log.spans == [("both", 4.0, 5.0)]
+
+
+def test_a_wait_for_what_never_comes_is_an_error() -> None:
+    def lonely() -> Iterator:
+        yield Start("both", "both", NOTHING, teams=2)
+        yield Wait("both")
+
+    with pytest.raises(DeadlockError, match="team 0 waits for Wait"):
+        Engine([(1, lonely())], 0, Log()).run()
+    with pytest.raises(DeadlockError, match="Receive"):
+        Engine([(1, iter([Receive("message")]))], 0, Log()).run()
+
+
+def direction(forward: bool, chunks: int = 1, resource: int = 0) -> Direction:
+    seconds = 3.0 if forward else 6.0
+    times = (ChunkTimes(0, 1, 0, seconds / chunks, 0, 1, 0),) * chunks
+    order = sequential(times) if chunks == 1 else interleaved(times)
+    exchange = work(0.0, {resource: 1.0 / chunks})
+    experts_CR = np.full((chunks, 2), seconds / chunks)
+    return Direction(order, [exchange] * chunks, experts_CR, [exchange] * chunks)
+
+
+def stage_of(number: int, stages: int, microbatches: int, balanced: bool, teams: int = 1) -> Stage:
+    first = 1 + 2 * number
+    blocks = [[first, first + 1]]
+    passes = one_forward_one_backward([(0, one) for one in range(microbatches)], 1, stages - number - 1)
+    schedule = lower(passes, blocks, "blockwise") if balanced else compute_order(passes, blocks)
+    return Stage(
+        number=number,
+        stages=stages,
+        teams=teams,
+        passes=passes,
+        blocks=blocks,
+        schedule=schedule,
+        others=dict.fromkeys(range(first - 1, first + 2), (1.0, 2.0)),
+        dense=[(0.0, 0.0)],
+        message=0.25,
+        reduce=work(0.5, {}),
+        step=0.125,
+    )
+
+
+def layers_of(stage: Stage, microbatches: int, chunks: int = 1, moves: Work = NOTHING) -> dict[int, LayerWork]:
+    return {
+        number: LayerWork(
+            forward_B=[direction(True, chunks, stage.number)] * microbatches,
+            backward_B=[direction(False, chunks, stage.number)] * microbatches,
+            moves=lambda action: moves,
+            plan=work(0.1, {}),
+        )
+        for number in stage.blocks[0]
+    }
+
+
+MOVES = 4
+"""The resource of Trans and Agg; each stage has its own one for exchanges."""
+
+
+def simulated(stages: int, microbatches: int, balanced: bool, chunks: int = 1, moves: Work = NOTHING):
+    found = [stage_of(number, stages, microbatches, balanced) for number in range(stages)]
+    log = Log()
+    teams = [(2, program(stage, layers_of(stage, microbatches, chunks, moves), 0, 2)) for stage in found]
+    return Engine(teams, MOVES + 1, log).run(), log, found
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (1, 3), (2, 4), (4, 4), (4, 2)])
+def test_a_team_computes_in_the_order_of_its_schedule(stages: int, microbatches: int, balanced: bool) -> None:
+    _, log, found = simulated(stages, microbatches, balanced)
+    computing = {Operation.FEC, Operation.FNEC, Operation.BEC, Operation.BNEC}
+    for team, stage in enumerate(found):
+        expected = [step.computation.name for step in stage.schedule if step.computation.operation in computing]
+        assert log.labels[team] == [*expected, "optimizer"]
+        started = [action for step in stage.schedule for action in (*step.planning, *step.communication)]
+        waited = [label for number, label in log.waits if number == team]
+        assert all(waited.count(action.name) == 1 for action in started)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_one_stage_without_overlap_takes_the_sum_of_its_parts(microbatches: int) -> None:
+    total, _, _ = simulated(1, microbatches, balanced=False)
+    each = 3 * (1.0 + 2.0) + 2 * (3.0 + 6.0 + 4 * 1.0)
+    assert total == pytest.approx(microbatches * each + 0.5 + 0.125)
+
+
+def test_a_pipeline_has_its_bubble() -> None:
+    stages, microbatches = 4, 8
+    total, _, _ = simulated(stages, microbatches, balanced=False)
+    forward, backward = 3 * 1.0 + 2 * (3.0 + 2.0), 3 * 2.0 + 2 * (6.0 + 2.0)
+    least = (microbatches + stages - 1) * (forward + backward)
+    messages = 2 * (stages - 1) * 0.25
+    # Messages are hidden in the steady state, but for some at its borders
+    assert least + messages + 0.625 <= total + 1e-9 <= least + messages * 4 + 0.625
+
+
+def test_moves_are_hidden_up_to_what_hides_them() -> None:
+    without, _, _ = simulated(1, 1, balanced=True)
+    hidden, _, _ = simulated(1, 1, balanced=True, moves=work(0.0, {MOVES: 0.9}))
+    exposed, _, _ = simulated(1, 1, balanced=True, moves=work(0.0, {MOVES: 30.0}))
+    assert hidden == pytest.approx(without)
+    # Four parts of Trans and of Agg in a row: two layers, of which one has two parts each
+    assert exposed > 3 * 30.0
+
+
+def test_chunks_hide_exchanges() -> None:
+    whole, _, _ = simulated(1, 1, balanced=False)
+    chunks, _, _ = simulated(1, 1, balanced=False, chunks=4)
+    assert chunks < whole - 4 * 0.5
+
+
+def test_more_bandwidth_is_not_slower() -> None:
+    slower = 0
+    for seconds in np.linspace(0.25, 8.0, 32):
+        slow, _, _ = simulated(2, 4, balanced=True, chunks=2, moves=work(0.1, {0: seconds}))
+        fast, _, _ = simulated(2, 4, balanced=True, chunks=2, moves=work(0.1, {0: 0.8 * seconds}))
+        slower += fast > slow * (1 + 1e-9)
+    assert slower == 0
+
+
+def test_sums_of_parts_are_the_whole_time_of_every_rank() -> None:
+    stages, ranks = [stage_of(number, 2, 4, True) for number in range(2)], [np.array([0, 1]), np.array([2, 3])]
+    recorder = Recorder(ranks, [0, 3])
+    moves = work(0.1, {MOVES: 2.0})
+    teams = [(2, program(stage, layers_of(stage, 4, 1, moves), 0, 2)) for stage in stages]
+    Engine(teams, MOVES + 1, recorder).run()
+    total_D = np.sum([recorder.seconds[part] for part in PARTS], axis=0)
+    for rank in (0, 3):
+        spans = [span for span in recorder.spans if span.rank == rank and span.lane in ("computation", "waits")]
+        spans.sort(key=lambda span: span.start)
+        assert total_D[rank] == pytest.approx(spans[-1].end)
+        assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(spans))
+
+
+def test_a_trace_can_be_read(tmp_path: Path) -> None:
+    stage, recorder = stage_of(0, 1, 1, True), Recorder([np.array([0, 1])], [1])
+    Engine([(2, program(stage, layers_of(stage, 1), 0, 2))], 2, recorder).run()
+    recorder.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"rank 1", "computation", "exchange"} <= names
+    assert {event["pid"] for event in events} == {1}
+
+
+@pytest.mark.parametrize(
+    ("label", "part"),
+    [("L3 FEC m0", "experts"), ("L3 A2A.1/4 m0", "exchange"), ("L2 TRANS.1/2", "Trans"), ("reduction", "reduction")],
+)
+def test_every_label_belongs_to_a_part(label: str, part: str) -> None:
+    assert part_of(label) == part
+
+
+def test_an_unknown_label_is_an_error() -> None:
+    with pytest.raises(ValueError, match="belongs to no part"):
+        part_of("something")
+
+
+@pytest.mark.parametrize("text", ["zipf:0.7", "lognormal:1", "hot_experts", "W3"])
+def test_loads_have_all_choices_and_no_token_twice(text: str) -> None:
+    loads = Loads(distribution(text, 4, 16), topk=2, tokens=100)
+    counts_BDE = loads.draw(iteration=3, layer=1, team=0, microbatches=5)
+    assert counts_BDE.shape == (5, 4, 16)
+    assert (counts_BDE.sum(2) == 200).all()
+    assert counts_BDE.max() <= 100 and counts_BDE.min() >= 0
+    assert (counts_BDE == loads.draw(3, 1, 0, 5)).all()
+    assert (counts_BDE != loads.draw(3, 1, 1, 5)).any()
+
+
+def test_even_loads_differ_by_one_token() -> None:
+    counts_BDE = EvenLoads(num_ranks=4, num_experts=6, topk=2, tokens=10).draw(0, 1, 0, 2)
+    assert (counts_BDE.sum(2) == 20).all()
+    assert np.ptp(counts_BDE) == 1
+    assert np.ptp(counts_BDE.sum(1)) <= 1
+
+
+def test_recorded_loads_keep_their_popularity() -> None:
+    counts = {1: np.array([[[30, 10], [0, 40]]]), 2: np.array([[[1, 1], [1, 1]]])}
+    same, other = recorded(counts, 2, 2), recorded(counts, 4, 2)
+    assert same(7, 1) == pytest.approx(np.array([[0.75, 0.25], [0.0, 1.0]]), abs=1e-6)
+    assert other(0, 1) == pytest.approx(np.tile([0.375, 0.625], (4, 1)), abs=1e-6)
+    assert other(0, 4) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="has 2 experts, and this one has 8"):
+        recorded(counts, 2, 8)
+
+
+@pytest.mark.parametrize("text", ["", "zipf", "zipf:much", "nothing:1", "hot_experts:2"])
+def test_an_unknown_load_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="--load"):
+        distribution(text, 4, 16)
+
+
+def test_works_one_after_another_add_up() -> None:
+    both = one_after_another([work(1.0, {0: 2.0, 1: 1.0}), work(0.5, {1: 3.0}), NOTHING])
+    assert both.alone == pytest.approx(1.0 + 2.0 + 0.5 + 3.0)
+    assert dict(zip(both.resources.tolist(), both.seconds.tolist(), strict=True)) == {0: 2.0, 1: 4.0}
+    assert one_after_another([NOTHING, NOTHING]) is NOTHING
+
+
+def test_resources_have_names() -> None:
+    fabric = Fabric(8, 4)
+    assert fabric.num_resources == 18
+    assert [fabric.name(number) for number in (3, 11, 17)] == [
+        "rank 3's link within its node",
+        "rank 3's link to other nodes",
+        "adapters of node 1",
+    ]
+
+
+def test_messages_arrive_later() -> None:
+    teams = [
+        (1, iter([Compute("one", np.array([2.0])), Send("m", "forward message", 0.5)])),
+        (1, iter([Receive("m"), Compute("other", np.array([1.0]))])),
+    ]
+    assert Engine(teams, 0, Log()).run() == pytest.approx(3.5)

@@ -1,0 +1,115 @@
+"""Simulations of whole configurations: the command, its limits, and what must hold between runs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import reproduce
+import simulate
+from megatron_balance.simulate.loads import Loads, distribution
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+    "--num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 8192 --moe-token-dispatcher-type alltoall "
+    "--global-batch-size 64 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --bf16 "
+    "--use-distributed-optimizer --balance-overlap blockwise"
+)
+
+
+CLUSTER = ("--cluster", "configs/clusters/h100.yaml")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def run(*arguments: str, flags: str = FLAGS) -> None:
+    assert simulate.main([*CLUSTER, *arguments, *flags.split()]) == 0
+
+
+def test_the_command_prints_a_table() -> None:
+    command = [sys.executable, "tools/simulate.py", *CLUSTER, "--nodes", "2", "--iterations", "1"]
+    flags = FLAGS.replace("--balance-overlap blockwise", "").split()
+    ended = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "iteration, ms" in ended.stdout
+
+
+def test_a_policy_helps_where_loads_are_uneven(tmp_path: Path) -> None:
+    options = ["--nodes", "4", "--load", "hot_rank", "--iterations", "3", "--plan-ms", "1", "--trace-ranks", "0", "31"]
+    files = ["--json", str(tmp_path / "found.json"), "--trace", str(tmp_path / "trace.json")]
+    run(*options, *files, "--compare", "balance-policy=none,quota")
+    none, quota = json.loads((tmp_path / "found.json").read_text())
+    assert quota["seconds"] < 0.7 * none["seconds"]
+    # The same tokens are computed, only elsewhere
+    assert quota["mean_seconds"]["experts"] == pytest.approx(none["mean_seconds"]["experts"], rel=1e-3)
+    assert none["seconds"] >= max(busy for _, busy in none["busy"].values()) * none["seconds"]
+    assert sum(none["mean_seconds"].values()) <= none["seconds"] * (1 + 1e-9)
+    for name in ("none", "quota"):
+        events = json.loads((tmp_path / f"trace_{name}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {0, 31}
+
+
+def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
+    flags = FLAGS.replace("--balance-overlap blockwise", "")
+    run("--nodes", "2", "--json", str(tmp_path / "found.json"), flags=flags)
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert found["mean_seconds"].get("others' experts", 0.0) == pytest.approx(0.0, abs=1e-9)
+    assert "Trans" not in found["mean_seconds"]
+
+
+def test_early_reductions_are_hidden(tmp_path: Path) -> None:
+    seconds = []
+    for more in ("", " --overlap-grad-reduce"):
+        flags = FLAGS.replace(" --balance-overlap blockwise", more)
+        run("--nodes", "8", "--json", str(tmp_path / "found.json"), flags=flags.replace("size 64", "size 128"))
+        (found,) = json.loads((tmp_path / "found.json").read_text())
+        seconds.append((found["seconds"], found["mean_seconds"]["reduction"]))
+    (late, late_wait), (early, early_wait) = seconds
+    assert early < late and early_wait < 0.9 * late_wait
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "message"),
+    [
+        (
+            ["--nodes", "4"],
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 --disable-bias-linear",
+            "--expert-tensor-parallel-size 2: cannot be simulated yet",
+        ),
+        (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
+        (["--nodes", "2", "--compare", "balance-policy"], "", "--compare balance-policy: write FLAG=VALUE,VALUE"),
+        (["--nodes", "0"], "", "--nodes 0"),
+        (["--nodes", "2", "--iterations", "0"], "", "--iterations 0"),
+    ],
+)
+def test_a_mistake_is_named(arguments: list[str], more: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        run(*arguments, flags=f"{FLAGS} --balance-policy quota {more}")
+
+
+def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
+    loads = Loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
+    plain_BDE, padded_BDE = loads.draw(1, 1, 0, 3), reproduce.PaddedLoads(loads).draw(1, 1, 0, 3)
+    assert (padded_BDE == plain_BDE.max((1, 2))[:, None, None]).all()
+
+
+def test_tables_name_what_exists() -> None:
+    for table in reproduce.TABLES.values():
+        assert (ROOT / "configs/clusters" / table.cluster).is_file()
+        for row in table.rows:
+            assert (ROOT / "configs/models" / f"{row.model}.args").is_file()
+            assert {table.baseline, *row.speedups} <= reproduce.RUNS.keys()
+
+
+def test_the_summary_counts_distances_from_the_paper() -> None:
+    found = [reproduce.Found("t", "r", "s", 2.0, ours) for ours in np.array([2.0, 2.19, 2.3, 3.0])]
+    assert reproduce._summary("t", found) == "t: 4 numbers: 2 within 10%, 3 within 25%"

@@ -1,0 +1,203 @@
+"""Simulates iterations of a training run on a cluster that need not exist.
+
+    python tools/simulate.py --cluster configs/clusters/h100.yaml --nodes 32 --load zipf:0.7 \
+        @configs/models/mixtral_8x7b.args <the flags of the training run>
+
+The run's flags are those of pretrain_gpt_moe.py. Flags for data, tokenizer, learning rate and length may be left out,
+because nothing is trained. Loads are even, or those of zipf:EXPONENT, lognormal:SIGMA, a workload of
+--moe-router-force-workload, or a run's --balance-log-dir. With --compare FLAG=VALUE,VALUE the run is simulated with
+each value, and compared with the first one.
+
+Computation takes what the cluster's file says, at full rate. So times are lower limits, and ratios are closer to the
+truth than times.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_balance.device import cpu, quiet
+
+if TYPE_CHECKING:
+    from megatron_balance.app.simulation import Target
+    from megatron_balance.config.run_config import RunConfig
+    from megatron_balance.simulate.job import LoadSource
+
+GIB = 2**30
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--cluster", type=Path, required=True, help="a file like those of configs/clusters")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    parser.add_argument("--load", default="even", help="where tokens go (default: even)")
+    parser.add_argument("--iterations", type=int, default=4, help="iterations to simulate; the last one is shown")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the loads")
+    parser.add_argument("--compare", metavar="FLAG=VALUE,VALUE", help="simulate with each value of a flag")
+    parser.add_argument("--plan-ms", type=float, help="milliseconds of a plan (default: measured on this machine)")
+    parser.add_argument("--trace", type=Path, help="write what ranks do in the last iteration, for Perfetto")
+    parser.add_argument("--trace-ranks", type=int, nargs="+", default=[0], help="ranks of --trace")
+    parser.add_argument("--json", type=Path, help="also write the results as JSON")
+    args, flags = parser.parse_known_args(argv)
+    # Both must run before megatron.core is imported
+    quiet.silence_expected_warnings()
+    cpu.install(always=True)
+    try:
+        for flag, number in (("--nodes", args.nodes), ("--iterations", args.iterations)):
+            if number < 1:
+                raise ValueError(f"{flag} {number}: give at least 1")
+        results = [_simulate(args, run_flags, label) for label, run_flags in _variants(args.compare, flags)]
+    except ValueError as error:
+        raise SystemExit(f"simulate.py: error: {error}") from error
+    print("\n".join(_table(results)))
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _variants(compare: str | None, flags: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return a label and the flags of each run; without a policy, other flags of balancing have no effect."""
+    if compare is None:
+        return [("run", [*flags])]
+    flag, _, values = compare.partition("=")
+    flag = f"--{flag.lstrip('-')}"
+    if not values:
+        raise ValueError(f"--compare {compare}: write FLAG=VALUE,VALUE")
+    runs = []
+    for value in values.split(","):
+        kept = _without_balancing(flags) if (flag, value) == ("--balance-policy", "none") else flags
+        runs.append((value, [*kept, flag, value]))
+    return runs
+
+
+def _without_balancing(flags: Sequence[str]) -> Iterator[str]:
+    dropped = False
+    for word in flags:
+        if word.startswith("-"):
+            dropped = word.startswith("--balance-")
+        if not dropped:
+            yield word
+
+
+def configured(flags: Sequence[str], cluster: Path, nodes: int) -> "tuple[RunConfig, Target]":
+    """Return the configuration of a run, and what it runs on; `cpu.install(always=True)` must have been called.
+
+    Args:
+        flags: the run's; those for data, tokenizer, learning rate and length may be missing.
+    """
+    from megatron_balance.app.simulation import Target
+    from megatron_balance.cli.arguments import parse_args
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.job.groups import Topology
+    from megatron_balance.profile.cluster import read
+    from profile_cluster import with_stand_ins
+
+    described = read(cluster)
+    node_size = int(described.gpus_per_node.value)
+    topology = Topology(nodes * node_size, node_size)
+    own = ["--moe-comm-node-size", str(node_size), "--dry-run"]
+    config = parse_args(with_stand_ins([*flags, *own]), Machine.here(topology.world_size)).config
+    return config, Target(topology=topology, profile=cluster, memory_bandwidth=described.memory_bandwidth)
+
+
+def loads_of(config: "RunConfig", load: str, seed: int) -> "LoadSource":
+    """Return the loads that `--load` names.
+
+    Raises:
+        ValueError: there are no such loads.
+    """
+    from megatron_balance.build.profiles import microbatch_tokens
+    from megatron_balance.observe.load_log import read_loads
+    from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
+
+    transformer = config.transformer
+    ranks, experts, topk = (
+        transformer.expert_model_parallel_size,
+        transformer.num_moe_experts,
+        transformer.moe_router_topk,
+    )
+    assert experts is not None
+    tokens = microbatch_tokens(config) // transformer.tensor_model_parallel_size
+    if load == "even":
+        return EvenLoads(ranks, experts, topk, tokens)
+    if Path(load).is_dir():
+        _, first = next(iter(read_loads(Path(load)).items()))
+        return Loads(recorded(first.counts, ranks, experts), topk, tokens, seed)
+    return Loads(distribution(load, ranks, experts, seed), topk, tokens, seed)
+
+
+def _simulate(args: argparse.Namespace, flags: Sequence[str], label: str) -> dict[str, Any]:
+    from megatron_balance.app.simulation import simulated_job
+    from megatron_balance.simulate.job import Simulation
+
+    config, target = configured(flags, args.cluster, args.nodes)
+    loads = loads_of(config, args.load, args.seed)
+    job, memory = simulated_job(config, target, None if args.plan_ms is None else args.plan_ms / 1000)
+    simulation = Simulation(job, loads, _progress(label))
+    spans_of = args.trace_ranks if args.trace is not None else ()
+    seconds, recorder, busy = simulation.run(args.iterations, spans_of)
+    if args.trace is not None:
+        recorder.save_trace(args.trace.with_stem(f"{args.trace.stem}_{label}") if args.compare else args.trace)
+    ranks = target.topology.world_size
+    links = {"links within nodes": busy[:ranks], "links between nodes": busy[ranks : 2 * ranks]}
+    links["adapters"] = busy[2 * ranks :]
+    assert config.train.global_batch_size is not None and config.model.seq_length is not None
+    return {
+        "label": label,
+        "seconds": seconds,
+        "tokens_per_second": config.train.global_batch_size * config.model.seq_length / seconds,
+        "mean_seconds": {part: float(one_D.mean()) for part, one_D in recorder.seconds.items()},
+        "in_progress_seconds": dict(recorder.in_progress),
+        "busy": {name: [float(one.mean() / seconds), float(one.max() / seconds)] for name, one in links.items()},
+        "memory_gib": [
+            (one.held.parameters + one.held.gradients + one.held.optimizer + one.held.guests + one.activations) / GIB
+            for one in memory
+        ],
+    }
+
+
+def _progress(label: str) -> Any:
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(f"\r{label}: {text:60}", end="", file=sys.stderr, flush=True)
+
+
+def _table(results: Sequence[dict[str, Any]]) -> list[str]:
+    from megatron_balance.simulate.result import PARTS
+
+    width = max(12, *(len(one["label"]) + 2 for one in results))
+    first = results[0]["seconds"]
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        return f"{name:36}" + "".join(f"{cell:>{width}}" for cell in cells)
+
+    lines = [line("", [one["label"] for one in results])]
+    lines.append(line("iteration, ms", [f"{1e3 * one['seconds']:.2f}" for one in results]))
+    if len(results) > 1:
+        lines.append(line(f"over {results[0]['label']}", [f"{one['seconds'] / first:.3f}" for one in results]))
+    lines.append(line("10^3 tokens/s", [f"{one['tokens_per_second'] / 1e3:.1f}" for one in results]))
+    lines.append("mean of ranks, ms")
+    for part in PARTS:
+        cells = [one["mean_seconds"].get(part, 0.0) for one in results]
+        if any(cells):
+            lines.append(line(f"  {part}", [f"{1e3 * cell:.2f}" for cell in cells]))
+    lines.append("in progress, hidden or not, ms")
+    for part in ("Trans", "Agg", "Plan"):
+        cells = [one["in_progress_seconds"].get(part, 0.0) for one in results]
+        if any(cells):
+            lines.append(line(f"  {part}", [f"{1e3 * cell:.2f}" for cell in cells]))
+    lines.append("busy, mean (most)")
+    for name in results[0]["busy"]:
+        cells = [one["busy"][name] for one in results]
+        lines.append(line(f"  {name}", [f"{mean:.0%} ({most:.0%})" for mean, most in cells]))
+    lines.append(line("memory of the fullest stage, GiB", [f"{max(one['memory_gib']):.1f}" for one in results]))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
