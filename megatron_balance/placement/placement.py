@@ -113,7 +113,8 @@ class Placement:
         owners, alone = (self.owners, self._alone) if home is None else _owners(home, self.num_experts)
         # Most experts are computed by their owner alone, and Python's loop over the others is much shorter
         moved = [expert for expert, (ranks, own) in enumerate(zip(hosts, alone, strict=True)) if ranks != own]
-        ascending, ordered = [*alone], [()] * len(quotas)
+        ascending: list[tuple[int, ...]] = [*alone]
+        ordered: list[tuple[int, ...]] = [()] * len(quotas)
         for expert in moved:
             ascending[expert] = (*sorted(hosts[expert]),)
         for expert in (expert for expert, row in enumerate(quotas) if row):
