@@ -136,7 +136,8 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     width, t = transformer.kv_channels, transformer.tensor_model_parallel_size
     query, key = (tokens.whole * count * width * itemsize // t for count in (heads, max(groups, t)))
     rotated = config.model.position_embedding_type == "rope"
-    normed = (query + key) * (_norm(transformer) - 1) if transformer.qk_layernorm else 0
+    # A norm's input is a view of the projection's output, and a rotation does not keep its own input
+    normed = (query + key) * (_norm(transformer) - (2 if rotated else 1)) if transformer.qk_layernorm else 0
     if config.model.qk_layernorm_across_heads:
         # The scale's input, its output unless the rotation keeps that, and in half precision the square's input
         normed = (query + key) * (1 if rotated else 2)

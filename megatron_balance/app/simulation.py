@@ -23,6 +23,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order, sequential
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology
+from megatron_balance.planning.policies import registered
 from megatron_balance.profile.flops import attention_flops, mlp_flops
 from megatron_balance.simulate.engine import Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
@@ -32,10 +33,6 @@ from megatron_balance.simulate.programs import Stage
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.lower import compute_order
 from megatron_balance.training.run import Run
-
-STAND_IN = "quota"
-"""The policy with which a run without a policy is built, because its layers then have cost models."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -71,7 +68,8 @@ def simulated_job(
     topology = target.topology
     world_size, stages = topology.world_size, config.transformer.pipeline_model_parallel_size
     has_policy, fabric = config.balance.balance_policy != "none", Fabric(world_size, topology.node_size)
-    policy = config.balance.balance_policy if has_policy else STAND_IN
+    # Only layers of a run with a policy have cost models; which one makes no difference to them
+    policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
     balance = dataclasses.replace(config.balance, balance_policy=policy, balance_profile=str(target.profile))
     built, memory, microbatches = [], [], 0
     for stage in range(stages):

@@ -240,7 +240,7 @@ def cheapest(
     pairs_K2: np.ndarray,
     owner_E: np.ndarray,
     farther: float,
-    numbers_26: np.ndarray,
+    numbers_27: np.ndarray,
     least_rounds: int,
     negligible: float,
 ) -> np.ndarray:
@@ -252,7 +252,7 @@ def cheapest(
     Args:
         above_D, far: as in `leveled`.
         pairs_K2: the expert and the rank of guests that are sent, too.
-        farther, numbers_26, least_rounds: as in `few_batches`.
+        farther, numbers_27, least_rounds: as in `few_batches`.
         negligible: seconds.
     """
     best_MF, least, given, ranks = moves_MF, np.inf, len(pairs_K2), len(above_D)
@@ -268,7 +268,7 @@ def cheapest(
         all_K2[:given] = pairs_K2
         all_K2[given:, 0], all_K2[given:, 1] = found_MF[:, 0], found_MF[:, 2]
         sent_2K = sending_times(all_K2, owner_E, ranks, node_size, farther)
-        trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], numbers_26, farther, least_rounds)
+        trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], numbers_27, farther, least_rounds)
         more = trans + agg - least
         if more < -negligible or (more <= negligible and len(found_MF) < len(best_MF)):
             best_MF, least = found_MF, trans + agg

@@ -110,6 +110,8 @@ class _Writer:
         self.stage, self.layers, self.team, self.ranks = stage, layers, team, ranks
         self.steps = deque(stage.schedule)
         self.started: set[Action] = set()
+        self.asked: list[Action] = []
+        """Plans that were asked for and have not begun."""
         self.last_microbatch = max((one.microbatch for one in stage.passes), default=0)
 
     def commands(self) -> Iterator[Command]:
@@ -212,9 +214,13 @@ class _Writer:
     def _begin(self, step: Step) -> Iterator[Command]:
         """Execute what a step does before its computation."""
         yield from (self._wait(action) for action in step.waits if action in self.started)
-        for action in step.planning:
-            layer = self.layers[action.block]
-            yield self._start(action, layer.plan, f"plan {layer.planner}")
+        self.asked += step.planning
+        if not step.computation.is_forward or any(action in step.waits for action in self.asked):
+            # Plans begin in a backward pass, see `timeline/planner.py`
+            for action in self.asked:
+                layer = self.layers[action.block]
+                yield self._start(action, layer.plan, f"plan {layer.planner}")
+            self.asked.clear()
         for action in step.communication:
             yield self._start(action, self.layers[action.block].moves(action), "moves")
         yield from (self._wait(action) for action in step.waits if action in self.started)

@@ -215,7 +215,7 @@ def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: fl
     owner_E = np.zeros(1 + max((expert for row in case["experts"] for _, expert in row), default=0), np.int64)
     for rank, row in enumerate(case["experts"]):
         owner_E[[expert for _, expert in row]] = rank
-    negligible, lines = 10.0, np.zeros((2, 6)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5]] * 2)
+    negligible, lines = 10.0, np.zeros((2, 7)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5, 4.0]] * 2)
     best_MF, least = start_MF, np.inf
     fits = [fitted(**{**case, "order": order}) for order in ORDERS]
     for moves_MF in (start_MF, *(each.moves_MF for each in fits if each.fits)):

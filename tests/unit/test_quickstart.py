@@ -43,7 +43,7 @@ def commands(folder: Path, *arguments: str) -> list[list[str]]:
 def test_flags_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
-    *training, last = commands(tmp_path, *arguments)
+    *training, last, simulation = commands(tmp_path, *arguments)
     machine = Machine(world_size=4, cuda=False, transformer_engine=False, apex=False)
     flags = [command[command.index("pretrain_gpt_moe.py") + 1 :] for command in training]
     before, after = (parse_args(own, machine).config for own in flags)
@@ -60,4 +60,6 @@ def test_flags_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arg
     assert given["--tensorboard-dir"] == after.log.tensorboard_dir
     assert given["--balance-log-dir"] == after.balance.balance_log_dir
     assert given["--balance-timeline"] == after.balance.balance_timeline
+    assert simulation[:4] == ["python", "-W", "ignore", "tools/simulate.py"]
+    assert simulation[simulation.index("--load") + 1] == after.balance.balance_log_dir
     assert int(given["--token-bytes"]) == after.transformer.hidden_size * after.transformer.params_dtype.itemsize

@@ -321,7 +321,7 @@ class _Layer:
     ) -> np.ndarray:
         """Return these moves, or others with the same number of tokens on the busiest rank that are cheaper."""
         transport = self.cost.transport
-        numbers = float(transport.far), transport.numbers_26, transport.least_rounds
+        numbers = float(transport.far), transport.numbers_27, transport.least_rounds
         pairs_K2 = np.ascontiguousarray(guests_K3[:, :2])
         negligible = NEGLIGIBLE * self.token_seconds * busiest
         given = self._given(start, way, busiest, slots)
