@@ -4,6 +4,7 @@ Here, a member is a rank's number inside its expert-parallel group.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,10 @@ class Bench(Protocol):
         ...
 
 
+EVICTING_BYTES = 4 * 2**20
+"""More than a core's own caches, which have up to 2 MiB."""
+
+
 @dataclass(frozen=True)
 class Stopwatch:
     """Times operations that all ranks of a group run together; all of them make the same calls."""
@@ -116,8 +121,17 @@ class Stopwatch:
                 seconds[repeat, index] = self._seconds(calls[index])
         return seconds
 
+    @functools.cached_property
+    def _other_memory(self) -> torch.Tensor:
+        """What a processor reads and writes between two calls, so that its own caches do not have the next one's data.
+
+        In a run, other work does that. A device's caches are small compared with messages.
+        """
+        return torch.zeros(EVICTING_BYTES if self.device.type == "cpu" else 0, dtype=torch.uint8, device=self.device)
+
     def _meet(self) -> None:
         """Align the start of all ranks. `dist.barrier` would print a warning."""
+        self._other_memory.add_(1)
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
