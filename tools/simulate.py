@@ -94,7 +94,7 @@ def configured(flags: Sequence[str], cluster: Path, nodes: int) -> "tuple[RunCon
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
     from megatron_balance.job.groups import Topology
-    from megatron_balance.profile.cluster import read
+    from megatron_balance.profile.cluster import Ranks, profile_of, read
     from profile_cluster import with_stand_ins
 
     described = read(cluster)
@@ -102,7 +102,11 @@ def configured(flags: Sequence[str], cluster: Path, nodes: int) -> "tuple[RunCon
     topology = Topology(nodes * node_size, node_size)
     own = ["--moe-comm-node-size", str(node_size), "--dry-run"]
     config = parse_args(with_stand_ins([*flags, *own]), Machine.here(topology.world_size)).config
-    return config, Target(topology=topology, profile=cluster, memory_bandwidth=described.memory_bandwidth)
+    hidden = config.transformer.hidden_size
+    # Only its links count, and they do not depend on the shape of experts
+    whole = profile_of(described, Ranks(topology.world_size, node_size, node_size), hidden, hidden)
+    bandwidth = described.memory_bandwidth
+    return config, Target(topology=topology, profile=cluster, whole=whole, memory_bandwidth=bandwidth)
 
 
 def loads_of(config: "RunConfig", load: str, seed: int) -> "LoadSource":

@@ -19,11 +19,13 @@ from megatron_balance.build.profiles import microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
 from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.network import Network
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order, sequential
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology
 from megatron_balance.planning.policies import registered
+from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.flops import attention_flops, mlp_flops
 from megatron_balance.simulate.engine import Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
@@ -34,6 +36,7 @@ from megatron_balance.timeline import hooks
 from megatron_balance.timeline.lower import compute_order
 from megatron_balance.training.run import Run
 
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """What a simulated job runs on."""
@@ -41,6 +44,9 @@ class Target:
     topology: Topology
     profile: Path
     """A file for `--balance-profile`: of a cluster, or a measured one."""
+
+    whole: ClusterProfile
+    """The links among all ranks of the job, for messages that leave an expert-parallel group."""
 
     memory_bandwidth: float | None = None
     """Bytes per second of a device's memory, which limit the optimizer's step; None: it takes no time."""
@@ -135,7 +141,7 @@ class _StageBuilder:
             assert self.run.balancer is not None
             schedule = self.run.balancer.schedule(self.run.batches.get())
         others, dense = self._others(cost, blocks)
-        reductions, gather = self._reductions(cost)
+        reductions, gather = self._reductions()
         early: dict[int, Work] = {}
         if self.config.ddp.overlap_grad_reduce:
             # Guests' gradients arrive after the backward pass of the next block, so experts are reduced at the end
@@ -150,7 +156,7 @@ class _StageBuilder:
             schedule=schedule,
             others=others,
             dense=dense,
-            message=self._message(cost),
+            message=self._message(),
             early=early,
             reduce=one_after_another(reductions),
             step=self._step(),
@@ -226,18 +232,18 @@ class _StageBuilder:
         backward = forward * back.seconds_per_token / line.seconds_per_token
         return forward, backward + (forward if self.transformer.recompute_granularity == "full" else 0.0)
 
-    def _message(self, cost: CostModel) -> float:
+    def _message(self) -> float:
         """Return the seconds of a microbatch's activations to the next stage."""
         config = self.transformer
         tokens = microbatch_tokens(self.config)
         if config.sequence_parallel:
             tokens //= config.tensor_model_parallel_size
         kind = "intra" if self.size < self.fabric.node_size else "inter"
-        return cost.profile.link("p2p", kind).seconds(tokens * config.hidden_size * config.params_dtype.itemsize)
+        return self.target.whole.link("p2p", kind).seconds(tokens * config.hidden_size * config.params_dtype.itemsize)
 
-    def _reductions(self, cost: CostModel) -> tuple[list[Work], Work]:
+    def _reductions(self) -> tuple[list[Work], Work]:
         """Return the reductions of dense gradients and of experts', and the all-gather of parameters after the step."""
-        ranks_D = self.number * self.size + np.arange(self.size)
+        ranks_D, network = self.number * self.size + np.arange(self.size), Network.of(self.target.whole)
         distributed = self.config.ddp.use_distributed_optimizer
         sizes = (("buffers", self.transformer.tensor_model_parallel_size),)
         sizes += (("expert_parallel_buffers", self.run.groups.ep.size()),)
@@ -247,9 +253,9 @@ class _StageBuilder:
             gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
             parameters = sum(buffer.numel * buffer.param_dtype.itemsize for buffer in buffers)
             group_D = np.arange(self.size) % apart
-            reductions.append(ring(self.fabric, cost.network, ranks_D, group_D, gradients, 1 if distributed else 2))
+            reductions.append(ring(self.fabric, network, ranks_D, group_D, gradients, 1 if distributed else 2))
             if distributed:
-                gathers.append(ring(self.fabric, cost.network, ranks_D, group_D, parameters, 1))
+                gathers.append(ring(self.fabric, network, ranks_D, group_D, parameters, 1))
         return reductions, one_after_another(gathers)
 
     def _step(self) -> float:

@@ -84,7 +84,7 @@ class TeamNetwork:
         whole = float(model.progress(plan)[1 if backward else 0][-1])
         work = self._work(self.network.crossing(bytes_DD), whole)
         # The lines of Trans and Agg may be faster than those of other messages
-        most = float(work.seconds.max())
+        most = float(work.seconds.max(initial=0.0))
         return work if most <= whole else work._replace(seconds=work.seconds * (whole / most))
 
     def _work(self, crossing: Crossing, whole: float) -> Work:

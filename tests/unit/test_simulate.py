@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.cost.exchange import ExchangeModel, stages
+from megatron_balance.cost.network import Network
+from megatron_balance.cost.sending import SendingModel
 from megatron_balance.flow.chunks.order import ChunkTimes, interleaved, sequential
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, from_links
 from megatron_balance.simulate.engine import NOTHING, Compute, DeadlockError, Engine, Receive, Send, Start, Wait, Work
 from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
-from megatron_balance.simulate.network import Fabric, one_after_another
+from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
 from megatron_balance.simulate.programs import Direction, LayerWork, Stage, program
 from megatron_balance.simulate.result import PARTS, Recorder, part_of
 from megatron_balance.simulate.sharing import speeds
@@ -344,3 +350,52 @@ def test_messages_arrive_later() -> None:
         (1, iter([Receive("m"), Compute("other", np.array([1.0]))])),
     ]
     assert Engine(teams, 0, Log()).run() == pytest.approx(3.5)
+
+
+SPEED = Throughput(1e-8, 0.0, 0.0, 0.0)
+
+
+def team(num_ranks: int, node_size: int, beta_near: float = 1 / 150e9) -> tuple[TeamNetwork, ClusterProfile]:
+    far = Fit(25e-6, 1 / 25e9, 0.0, 0.0)
+    near, shared = Fit(10e-6, beta_near, 0.0, 0.0), far._replace(beta=2 * far.beta)
+    profile = from_links(num_ranks, node_size, near, far, shared=shared, forward=SPEED, backward=SPEED)
+    return TeamNetwork(Fabric(num_ranks, node_size), np.arange(num_ranks), Network.of(profile)), profile
+
+
+@pytest.mark.parametrize("name", ["default", "flat", "2dh", "1dh"])
+@pytest.mark.parametrize(("num_ranks", "node_size"), [(4, 4), (8, 4), (8, 2)])
+def test_an_exchange_alone_takes_what_the_cost_model_says(name: str, num_ranks: int, node_size: int) -> None:
+    (found, profile), generator = team(num_ranks, node_size), np.random.default_rng(0)
+    model = ExchangeModel.of(profile, name)
+    for scale in (1.0, 1e4, 1e7):
+        bytes_DD = generator.exponential(scale, (num_ranks, num_ranks))
+        expected = model.latency + float(
+            model.network.byte_seconds(model.network.crossing(np.stack(stages(name, bytes_DD, node_size)))).sum()
+        )
+        assert found.exchange(model, bytes_DD).alone == pytest.approx(expected)
+    assert found.exchange(model, np.eye(num_ranks)) is NOTHING
+
+
+@pytest.mark.parametrize("beta_near", [1 / 150e9, 0.0])
+@pytest.mark.parametrize(("num_ranks", "node_size"), [(4, 4), (8, 4)])
+def test_trans_and_agg_alone_take_what_the_cost_model_says(beta_near: float, num_ranks: int, node_size: int) -> None:
+    found, profile = team(num_ranks, node_size, beta_near)
+    model = SendingModel(profile, 1e7, 2e7, in_parts=False)
+    placement = Placement.identity(num_ranks, num_ranks, 2).with_hosts([(0, 1), (0, num_ranks - 1), (2, 1)])
+    plan = model.plan(placement)
+    for backward, ends in enumerate(model.progress(plan)):
+        assert found.sending(model, plan, backward=bool(backward)).alone == pytest.approx(float(ends[-1]))
+    assert found.sending(model, TransferPlan(()), backward=False) is NOTHING
+
+
+def test_rings_cross_each_node_once() -> None:
+    found, _ = team(8, 4)
+    # Two groups of four: two members on each of two nodes, and all adapters of a node carry two ranks at full rate
+    work_ = ring(found.fabric, found.network, np.arange(8), np.arange(8) % 2, 1e9, 2)
+    sent = 2 * 1e9 * 3 / 4
+    seconds = dict(zip(work_.resources.tolist(), work_.seconds.tolist(), strict=True))
+    assert seconds[0] == pytest.approx(sent / 150e9)
+    assert seconds[8] == pytest.approx(sent / 25e9 / 2)
+    assert seconds[16] == pytest.approx(2 * sent / 25e9 / 2)
+    assert work_.alone == pytest.approx(sent / 25e9, rel=1e-2)
+    assert ring(found.fabric, found.network, np.arange(8), np.arange(8), 1e9, 2) is NOTHING

@@ -9,8 +9,8 @@ of each job has. The loads are those of the measured runs.
 
 A time is the mean over iterations of the slowest rank's. An error is the predicted time over the measured one, less 1.
 Of runs with a policy, parts are compared too: exchanges, experts, and waits for Trans, Agg and Plan, all of them of the
-first rank. The order of runs is right for two runs of one job if the faster one is predicted to be faster; pairs whose
-measured times differ by less than 2% are left out.
+first rank of each stage. The order of two runs of one job is right if the faster one is predicted to be faster; pairs
+whose measured times differ by less than 2% are left out.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import numpy as np
 
 import ranks
 from namespaces import TestbedUnavailable
-from slow_runs import MODEL, Cluster, Variant, build, jobs, sums_over_layers
+from slow_runs import MODEL, Cluster, Variant, build, device_of, jobs, profile_of, sums_over_layers
 
 if TYPE_CHECKING:
     from megatron_balance.simulate.job import Result
@@ -231,7 +231,11 @@ def simulated(
     transformer, length = config.transformer, config.model.seq_length
     assert transformer.num_moe_experts is not None and length is not None
     target = Target(
-        topology=Topology(world, job.ranks_per_node), profile=profile, layer_seconds=cpu[0], iteration_seconds=cpu[1]
+        topology=Topology(world, job.ranks_per_node),
+        profile=profile,
+        whole=profile_of(device_of(config, GFLOPS), job.nodes, job.ranks_per_node, LINK_MBIT),
+        layer_seconds=cpu[0],
+        iteration_seconds=cpu[1],
     )
     simulated, _ = simulated_job(config, target)
     loads = ForcedLoads(
@@ -247,11 +251,20 @@ def simulated(
     return [simulation.iteration(number) for number in range(warmup + iterations)][warmup:]
 
 
+def numbers_of(job: Job) -> dict[str, int]:
+    """Return the values of a job's own flags."""
+    words = job.flags.split()
+    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
+
+
+def stages_of(job: Job) -> int:
+    """Return the number of pipeline stages."""
+    return numbers_of(job).get("--pipeline-model-parallel-size", 1)
+
+
 def passes_of(job: Job) -> int:
     """Return the passes of layers in an iteration of one rank, if no two ranks share a core at the same time."""
-    words = job.flags.split()
-    numbers = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    stages = numbers.get("--pipeline-model-parallel-size", 1)
+    numbers, stages = numbers_of(job), stages_of(job)
     data = job.nodes * job.ranks_per_node // stages
     return numbers["--num-layers"] // stages * (numbers["--global-batch-size"] // data)
 
@@ -271,9 +284,13 @@ def fitted(found: Sequence[tuple[Job, str, float, float]]) -> tuple[float, float
     return float(layer), float(iteration)
 
 
-def parts_of(result: "Result") -> list[float]:
-    """Return the simulated seconds of PARTS on the first rank."""
-    return [float(result.recorder.seconds[part][0]) if part in result.recorder.seconds else 0.0 for part in PARTS]
+def parts_of(result: "Result", stages: int) -> list[float]:
+    """Return the simulated seconds of PARTS on the first rank of each stage, added up, as reports add up layers."""
+    found = []
+    for part in PARTS:
+        seconds_D = result.recorder.seconds.get(part)
+        found.append(0.0 if seconds_D is None else float(seconds_D[:: len(seconds_D) // stages].sum()))
+    return found
 
 
 class Row(NamedTuple):
@@ -297,7 +314,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=6, help="measured iterations")
     parser.add_argument("--warmup", type=int, default=3, help="iterations before")
     parser.add_argument("--jobs", type=int, nargs="+", help="numbers of the jobs to run (default: all)")
-    parser.add_argument("--json", type=Path, help="keep what was measured in this file, or use what it has")
+    parser.add_argument("--json", type=Path, help="keep what is measured in this file, and measure only what it lacks")
     args = parser.parse_args()
     try:
         measured = _measured(args)
@@ -311,19 +328,19 @@ def main() -> int:
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     """Return by job the samples of every run and rank, and the profile."""
-    if args.json is not None and args.json.exists():
-        return json.loads(args.json.read_text())
     measured: dict[str, Any] = {}
+    if args.json is not None and args.json.exists():
+        measured = json.loads(args.json.read_text())
     for number, one in enumerate(JOBS):
-        if args.jobs is not None and number not in args.jobs:
+        if one.name in measured or (args.jobs is not None and number not in args.jobs):
             continue
         print(f"measuring {one.name}", file=sys.stderr, flush=True)
         with jobs(one.cluster) as job:
             turns = (args.iterations + args.warmup) * len(one.variants) * 4
             by_rank = job(measure, one, args.iterations, args.warmup, turns=turns)
         measured[one.name] = {"samples": [samples for samples, _ in by_rank], "profile": by_rank[0][1]}
-    if args.json is not None:
-        args.json.write_text(json.dumps(measured))
+        if args.json is not None:
+            args.json.write_text(json.dumps(measured))
     return measured
 
 
@@ -361,7 +378,7 @@ def _rows(measured: Mapping[str, Any], args: argparse.Namespace) -> list[Row]:
             for name, flags in job.variants.items():
                 results = simulate(job, name, cpu_seconds)
                 found = np.array([one[1] for one in measured[job.name]["samples"][0][name]]).mean(0)
-                parts = np.array([parts_of(one) for one in results]).mean(0)
+                parts = np.array([parts_of(one, stages_of(job)) for one in results]).mean(0)
                 pairs = list(zip(found.tolist(), parts.tolist(), strict=True)) if "--balance-policy" in flags else []
                 rows.append(Row(job.name, name, name in job.fitted, seconds(job, name), mean(results), pairs))
         return rows

@@ -216,6 +216,7 @@ def build(
 
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
+    from megatron_balance.cost.exchange import resized
     from megatron_balance.flow.experts import GroupedExperts
 
     machine = Machine.here(dist.get_world_size())
@@ -226,10 +227,11 @@ def build(
         (plain,) = ranks.build({"": common}, machine).values()
         emulate(plain.model, device)
         modules = (module for chunk in plain.model for module in chunk.modules())
-        experts = next(module for module in modules if isinstance(module, GroupedExperts))
-        known = with_handling(known, parse_args([*lines.values()][-1].split(), machine)[0], experts)
+        measured = next(module for module in modules if isinstance(module, GroupedExperts))
+        known = with_handling(known, parse_args([*lines.values()][-1].split(), machine)[0], measured)
     if dist.get_rank() == 0:
-        known.save(profile)
+        experts = parse_args(common.split(), machine)[0].transformer.expert_model_parallel_size
+        resized(known, experts, min(experts, cluster.ranks_per_node)).save(profile)
     # The other variants do not read a profile
     told = {
         name: f"{line} --balance-profile {profile}"
