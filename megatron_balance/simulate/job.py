@@ -123,16 +123,18 @@ class Simulation:
 
     def _layer(
         self, key: Key, model: LayerModel, overlap: tuple[float, float], number: int, index: int
-    ) -> tuple[LayerWork, Callable[[], None]]:
-        """Return a layer's work in an iteration, and a function that puts its next placement in force."""
+    ) -> tuple[LayerWork, Callable[[], object]]:
+        """Return a layer's work in an iteration, and a function to call at its end: the next placement is then in force."""
         job, manager = self.job, self._managers[key]
         team, layer = key[1:]
         counts_BDE = self.loads.draw(number, layer, team, job.microbatches)
-        planned, adopt = NOTHING, lambda: None
+        planned: Work = NOTHING
+        adopt: Callable[[], object] = lambda: None  # noqa: E731
         if job.plans and job.exact:
             manager.expected_BDE = counts_BDE[:1] * job.microbatches
-            planned, adopt = self._plan(key, manager)
-            adopt()
+            planned, adopt_now = self._plan(key, manager)
+            adopt_now()
+            adopt = functools.partial(manager.observe, counts_BDE)
         transfers = self._transfers.get(key, TransferPlan(()))
         placement: Placement = manager.placement
         if job.plans and not job.exact:

@@ -58,6 +58,16 @@ def test_a_policy_helps_where_loads_are_uneven(tmp_path: Path) -> None:
         assert {event["pid"] for event in events} == {0, 31}
 
 
+def test_plans_on_exact_loads_are_waited_for(tmp_path: Path) -> None:
+    options = ["--nodes", "2", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "3"]
+    flags = FLAGS.replace("--balance-overlap blockwise", "--balance-policy quota --balance-load exact")
+    run(*options, "--json", str(tmp_path / "found.json"), flags=flags)
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    # Two layers on each stage wait for a plan and for Trans, once in an iteration
+    assert found["mean_seconds"]["Plan"] == pytest.approx(2 * 3e-3)
+    assert found["mean_seconds"]["Trans"] > 0 and found["mean_seconds"]["Agg"] > 0
+
+
 def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
     flags = FLAGS.replace("--balance-overlap blockwise", "")
     run("--nodes", "2", "--json", str(tmp_path / "found.json"), flags=flags)
