@@ -124,7 +124,7 @@ class Simulation:
     def _layer(
         self, key: Key, model: LayerModel, overlap: tuple[float, float], number: int, index: int
     ) -> tuple[LayerWork, Callable[[], object]]:
-        """Return a layer's work in an iteration, and a function to call at its end: the next placement is then in force."""
+        """Return a layer's work in an iteration, and a function that ends the iteration and adopts the next plan."""
         job, manager = self.job, self._managers[key]
         team, layer = key[1:]
         counts_BDE = self.loads.draw(number, layer, team, job.microbatches)
