@@ -115,7 +115,7 @@ def _add(
                 quota = _quota(counts_BD[b, d], shares_D[d], local, each, rest)
                 out += max(counts_BD[b, d] - quota, 0.0)
                 into += max(quota - counts_BD[b, d], 0.0)
-            # Of the tokens that stay on the node, each rank has its part of what it sends or receives
+            # Tokens that stay on the node are shared out in proportion to what each rank sends or receives
             near = min(out, into)
             near_out, near_in = (near / out, near / into) if near > 0 else (0.0, 0.0)
             if size >= ranks:

@@ -101,15 +101,15 @@ class Simulation:
 
     def iteration(self, number: int, spans_of: Collection[int] = ()) -> Result:
         """Simulate one iteration; iterations follow each other."""
-        programs, teams_ranks, plans = [], [], []
+        programs, teams_ranks, ends = [], [], []
         for stage in self.job.stages:
             self.progress(f"iteration {number}: plans of stage {stage.stage.number}")
             for team, model in enumerate(stage.models):
                 layers = {}
                 for index, layer in enumerate(stage.managers):
                     key = stage.stage.number, team, layer
-                    layers[layer], adopt = self._layer(key, model, stage.overlaps[layer], number, index)
-                    plans.append(adopt)
+                    layers[layer], end = self._layer(key, model, stage.overlaps[layer], number, index)
+                    ends.append(end)
                 ranks_D = model.network.ranks_D
                 programs.append((len(ranks_D), program(stage.stage, layers, team, len(ranks_D))))
                 teams_ranks.append(ranks_D)
@@ -117,8 +117,8 @@ class Simulation:
         recorder = Recorder(teams_ranks, spans_of)
         engine = Engine(programs, self.job.fabric.num_resources, recorder)
         seconds = engine.run()
-        for adopt in plans:
-            adopt()
+        for end in ends:
+            end()
         return Result(seconds, recorder, engine.busy_seconds)
 
     def _layer(
@@ -128,21 +128,20 @@ class Simulation:
         job, manager = self.job, self._managers[key]
         team, layer = key[1:]
         counts_BDE = self.loads.draw(number, layer, team, job.microbatches)
-        planned: Work = NOTHING
-        adopt: Callable[[], object] = lambda: None  # noqa: E731
+        observe: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
+        planned, end = NOTHING, observe
         if job.plans and job.exact:
             manager.expected_BDE = counts_BDE[:1] * job.microbatches
-            planned, adopt_now = self._plan(key, manager)
-            adopt_now()
-            adopt = functools.partial(manager.observe, counts_BDE)
+            planned, adopt = self._plan(key, manager)
+            adopt()
         transfers = self._transfers.get(key, TransferPlan(()))
         placement: Placement = manager.placement
         if job.plans and not job.exact:
-            manager.observe(counts_BDE)
-            planned, adopt = self._plan(key, manager)
+            observe()
+            planned, end = self._plan(key, manager)
         parts = functools.partial(_part, manager, overlap, transfers)
         planner = index % len(model.network.ranks_D)
-        return model.work(counts_BDE, placement, parts, planned, planner), adopt
+        return model.work(counts_BDE, placement, parts, planned, planner), end
 
     def _plan(self, key: Key, manager: Manager) -> tuple[Work, Callable[[], None]]:
         if not manager.is_due(0 if self.job.exact else 1):

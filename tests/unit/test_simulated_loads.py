@@ -1,0 +1,40 @@
+"""Loads of simulated runs: whole choices, known popularity, and mistakes in --load."""
+
+import numpy as np
+import pytest
+
+from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
+
+
+@pytest.mark.parametrize("text", ["zipf:0.7", "lognormal:1", "hot_experts", "W3"])
+def test_loads_have_all_choices_and_no_token_twice(text: str) -> None:
+    loads = Loads(distribution(text, 4, 16), topk=2, tokens=100)
+    counts_BDE = loads.draw(iteration=3, layer=1, team=0, microbatches=5)
+    assert counts_BDE.shape == (5, 4, 16)
+    assert (counts_BDE.sum(2) == 200).all()
+    assert counts_BDE.max() <= 100 and counts_BDE.min() >= 0
+    assert (counts_BDE == loads.draw(3, 1, 0, 5)).all()
+    assert (counts_BDE != loads.draw(3, 1, 1, 5)).any()
+
+
+def test_even_loads_differ_by_one_token() -> None:
+    counts_BDE = EvenLoads(num_ranks=4, num_experts=6, topk=2, tokens=10).draw(0, 1, 0, 2)
+    assert (counts_BDE.sum(2) == 20).all()
+    assert np.ptp(counts_BDE) == 1
+    assert np.ptp(counts_BDE.sum(1)) <= 1
+
+
+def test_recorded_loads_keep_their_popularity() -> None:
+    counts = {1: np.array([[[30, 10], [0, 40]]]), 2: np.array([[[1, 1], [1, 1]]])}
+    same, other = recorded(counts, 2, 2), recorded(counts, 4, 2)
+    assert same(7, 1) == pytest.approx(np.array([[0.75, 0.25], [0.0, 1.0]]), abs=1e-6)
+    assert other(0, 1) == pytest.approx(np.tile([0.375, 0.625], (4, 1)), abs=1e-6)
+    assert other(0, 4) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="has 2 experts, and this one has 8"):
+        recorded(counts, 2, 8)
+
+
+@pytest.mark.parametrize("text", ["", "zipf", "zipf:much", "nothing:1", "hot_experts:2"])
+def test_an_unknown_load_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="--load"):
+        distribution(text, 4, 16)
