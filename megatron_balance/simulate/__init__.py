@@ -7,6 +7,6 @@
     sharing     how fast collectives are that need the same resources
     result      what the ranks and resources did, as sums, as text and as a trace
 
-A *team* is an expert-parallel group of a pipeline stage, with all shards of its experts: its ranks run one program. `app/simulation.py` makes the
-programs of a configuration.
+A *team* is an expert-parallel group of a pipeline stage, with all shards of its experts: its ranks run one program.
+`app/simulation.py` makes the programs of a configuration.
 """

@@ -1,4 +1,4 @@
-"""Simulated parallel schedules: against the predictions of `--moe-parallel-schedule auto`, and in whole configurations."""
+"""Simulated parallel schedules: against predictions of `--moe-parallel-schedule auto`, and in whole configurations."""
 
 import json
 from pathlib import Path
