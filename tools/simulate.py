@@ -126,7 +126,9 @@ def loads_of(config: "RunConfig", load: str, seed: int) -> "LoadSource":
         transformer.moe_router_topk,
     )
     assert experts is not None
-    tokens = microbatch_tokens(config) // transformer.tensor_model_parallel_size
+    # Of all shards of a host; ranks with the same tokens share them
+    shards = transformer.expert_tensor_parallel_size or 1
+    tokens = microbatch_tokens(config) * shards // transformer.tensor_model_parallel_size
     if load == "even":
         return EvenLoads(ranks, experts, topk, tokens)
     if Path(load).is_dir():

@@ -15,9 +15,9 @@ import torch
 
 from megatron_balance.app.dry_run import Stage as Memory
 from megatron_balance.app.dry_run import imagined_run, inspect, model_chunk
-from megatron_balance.build.profiles import microbatch_tokens
+from megatron_balance.build.profiles import layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
+from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.network import Network
 from megatron_balance.flow.chunks.choice import find_degrees
@@ -32,6 +32,7 @@ from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
 from megatron_balance.simulate.programs import Stage
+from megatron_balance.simulate.wire import Wire
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.lower import compute_order
 from megatron_balance.training.run import Run
@@ -102,9 +103,6 @@ def _check(config: RunConfig) -> None:
         raise ValueError("--num-experts: is missing; only models with experts can be simulated")
     if transformer.expert_model_parallel_size == 1:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
-    if transformer.expert_tensor_parallel_size != 1:
-        size = transformer.expert_tensor_parallel_size
-        raise ValueError(f"--expert-tensor-parallel-size {size}: cannot be simulated yet; give 1")
     if balance.balance_ownership == "transfer":
         raise ValueError("--balance-ownership transfer: cannot be simulated yet; leave it out")
     if ":" in balance.balance_policy:
@@ -126,9 +124,11 @@ class _StageBuilder:
         self.size = fabric.num_ranks // self.transformer.pipeline_model_parallel_size
         assert run.balancer is not None
         self.states = run.balancer.layers
+        layers = (one for chunk in run.model for one in chunk.modules() if isinstance(one, BalancedMoELayer))
+        self.parallel = next(layers).parallel
 
     def build(self) -> SimulatedStage:
-        teams = self.size // self.run.groups.ep.size()
+        teams = self.size // self.run.groups.tp_ep.size()
         if not self.states:
             raise ValueError(
                 f"--pipeline-model-parallel-size: stage {self.number} has no MoE layers, which cannot be simulated"
@@ -170,19 +170,37 @@ class _StageBuilder:
         )
 
     def _model(self, cost: CostModel, team: int) -> LayerModel:
-        comm, profile = self.config.comm, cost.profile
-        name, size = comm.moe_comm_alltoall, self.run.groups.ep.size()
-        names = (name,)
-        if name == "auto":
-            names = (DEFAULT, "2dh", "1dh") if cost.network.has_both_levels else (DEFAULT,)
-        first = self.number * self.size + team * size
+        comm = self.config.comm
         return LayerModel(
             cost=cost,
-            models=tuple(ExchangeModel.of(profile, one) for one in names),
+            wire=self._wire(cost, team),
             degrees=find_degrees(comm.moe_comm_chunks),
             scheduler=find_order(comm.moe_comm_order) or sequential,
-            network=TeamNetwork(self.fabric, first + np.arange(size), cost.network),
             repeats=self.transformer.recompute_granularity == "full",
+        )
+
+    def _wire(self, cost: CostModel, team: int) -> Wire:
+        parallel, groups, transformer = self.parallel, self.run.groups, self.transformer
+        size, shards = groups.tp_ep.size(), groups.expt_tp.size()
+        whole = resized(cost.profile, size, cost.profile.node_size * shards)
+        wire = whole if parallel.wire is groups.tp_ep else cost.profile
+        names = (self.config.comm.moe_comm_alltoall,)
+        if names == ("auto",):
+            names = (DEFAULT, "2dh", "1dh") if Network.of(wire).has_both_levels else (DEFAULT,)
+        shape = layer_shape(self.config, groups)
+        row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
+        first = self.number * self.size + team * size
+        return Wire(
+            network=TeamNetwork(self.fabric, first + np.arange(size), Network.of(whole)),
+            profile=whole,
+            models=tuple(ExchangeModel.of(wire, one) for one in names),
+            steps=parallel.steps,
+            shards=shards,
+            copies=parallel.copies,
+            simultaneous=parallel.simultaneous is not None,
+            token_bytes=shape.tokens * row_bytes,
+            topk=transformer.moe_router_topk,
+            row_bytes=row_bytes,
         )
 
     def _others(
@@ -246,7 +264,7 @@ class _StageBuilder:
         ranks_D, network = self.number * self.size + np.arange(self.size), Network.of(self.target.whole)
         distributed = self.config.ddp.use_distributed_optimizer
         sizes = (("buffers", self.transformer.tensor_model_parallel_size),)
-        sizes += (("expert_parallel_buffers", self.run.groups.ep.size()),)
+        sizes += (("expert_parallel_buffers", self.run.groups.tp_ep.size()),)
         reductions, gathers = [], []
         for attribute, apart in sizes:
             buffers = [buffer for chunk in self.run.model for buffer in getattr(chunk, attribute)]

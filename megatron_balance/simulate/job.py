@@ -29,7 +29,7 @@ class LoadSource(Protocol):
     """Where loads come from."""
 
     def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """Return [B, D, E] int64: the load of each microbatch of a team."""
+        """Return [B, D, E] int64: the load of each microbatch of a team, with a row for each host of its experts."""
         ...
 
 
@@ -127,7 +127,7 @@ class Simulation:
         """Return a layer's work in an iteration, and a function that ends the iteration and adopts the next plan."""
         job, manager = self.job, self._managers[key]
         team, layer = key[1:]
-        counts_BDE = self.loads.draw(number, layer, team, job.microbatches)
+        counts_BDE = model.wire.repeated(self.loads.draw(number, layer, team, job.microbatches))
         observe: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
         planned, end = NOTHING, observe
         if job.plans and job.exact:

@@ -36,6 +36,18 @@ class Direction(NamedTuple):
     coding: float = 0.0
     """Seconds of a chunk's compression or decompression, each."""
 
+    spread: Work = NOTHING
+    """What an expert's shards do to a chunk's rows after they arrive."""
+
+    collect: Work = NOTHING
+    """What an expert's shards do to a chunk's results before they return."""
+
+    first: Work = NOTHING
+    """What ranks gather before the first exchange."""
+
+    last: Work = NOTHING
+    """What ranks gather after the last one."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerWork:
@@ -198,18 +210,29 @@ class _Writer:
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
         """Yield the commands of each task of a pass."""
         coding = [self._compute("codec", direction.coding)] if direction.coding else []
-        for task, chunk in direction.order:
+        first, last = self._gather(direction.first, dispatch, "first"), self._gather(direction.last, combine, "last")
+        for index, (task, chunk) in enumerate(direction.order):
             there, back = ((self.stage.number, self.team, label, chunk) for label in (dispatch, combine))
             if task is ChunkTask.C1:
-                yield [*coding, Start(there, dispatch, direction.dispatch_C[chunk])]
+                begin = [] if index else first
+                yield [*begin, *coding, Start(there, dispatch, direction.dispatch_C[chunk])]
             elif task is ChunkTask.D1:
-                yield [Wait(there), *coding]
+                yield [Wait(there), *coding, *self._gather(direction.spread, dispatch, chunk)]
             elif task is ChunkTask.E:
                 yield [Compute(name, direction.experts_CR[chunk])]
             elif task is ChunkTask.C2:
-                yield [*coding, Start(back, combine, direction.combine_C[chunk])]
+                gather = self._gather(direction.collect, combine, chunk)
+                yield [*gather, *coding, Start(back, combine, direction.combine_C[chunk])]
             else:
-                yield [Wait(back), *coding]
+                end = last if index == len(direction.order) - 1 else []
+                yield [Wait(back), *coding, *end]
+
+    def _gather(self, work: Work, label: str, part: Hashable) -> list[Command]:
+        """Return the commands that run a collective of tensor-parallel ranks or of shards."""
+        if work is NOTHING:
+            return []
+        key = self.stage.number, self.team, label, part, "gathers"
+        return [Start(key, f"{label} gathers", work, "gathers"), Wait(key)]
 
     def _begin(self, step: Step) -> Iterator[Command]:
         """Execute what a step does before its computation."""

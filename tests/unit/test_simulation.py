@@ -90,11 +90,6 @@ def test_early_reductions_are_hidden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "more", "message"),
     [
-        (
-            ["--nodes", "4"],
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 --disable-bias-linear",
-            "--expert-tensor-parallel-size 2: cannot be simulated yet",
-        ),
         (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
         (["--nodes", "2", "--compare", "balance-policy"], "", "--compare balance-policy: write FLAG=VALUE,VALUE"),
         (["--nodes", "0"], "", "--nodes 0"),
