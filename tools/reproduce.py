@@ -12,7 +12,7 @@ import sys
 
 from megatron_balance.device import cpu, quiet
 from reproduction import demi, flexmoe, parm, pro_prophet, schemoe
-from reproduction.tables import Found, Table, lines, summary
+from reproduction.tables import Found, Table, heading, summary
 
 TABLES: dict[str, Table] = {
     name: table for paper in (pro_prophet, flexmoe, demi, schemoe, parm) for name, table in paper.TABLES.items()
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"tables (default: all): {', '.join(TABLES)}")
     parser.add_argument(
-        "--iterations", type=int, default=4, help="iterations to simulate (default: 4); the first one does not count"
+        "--iterations", type=int, default=3, help="iterations to simulate (default: 3); the first one does not count"
     )
     args = parser.parse_args(argv)
     for name in args.names:
@@ -35,17 +35,13 @@ def main(argv: list[str]) -> int:
     cpu.install(always=True)
     found: dict[str, list[Found]] = {}
     for name in args.names or TABLES:
+        print(heading(TABLES[name]))
         found[name] = []
-        for line in lines(TABLES[name], _kept(TABLES[name].rows(args.iterations), found[name])):
-            print(line, flush=True)
+        for row in TABLES[name].rows(args.iterations):
+            print(row, flush=True)
+            found[name].append(row)
     print("\n".join(summary(TABLES, found)))
     return 0
-
-
-def _kept(rows, kept: list[Found]):
-    for row in rows:
-        kept.append(row)
-        yield row
 
 
 if __name__ == "__main__":

@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import reproduce
 import simulate
-from megatron_balance.simulate.loads import Loads, distribution
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,22 +96,3 @@ def test_early_reductions_are_hidden(tmp_path: Path) -> None:
 def test_a_mistake_is_named(arguments: list[str], more: str, message: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(message)):
         run(*arguments, flags=f"{FLAGS} --balance-policy quota {more}")
-
-
-def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
-    loads = Loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
-    plain_BDE, padded_BDE = loads.draw(1, 1, 0, 3), reproduce.PaddedLoads(loads).draw(1, 1, 0, 3)
-    assert (padded_BDE == plain_BDE.max((1, 2))[:, None, None]).all()
-
-
-def test_tables_name_what_exists() -> None:
-    for table in reproduce.TABLES.values():
-        assert (ROOT / "configs/clusters" / table.cluster).is_file()
-        for row in table.rows:
-            assert (ROOT / "configs/models" / f"{row.model}.args").is_file()
-            assert {table.baseline, *row.speedups} <= reproduce.RUNS.keys()
-
-
-def test_the_summary_counts_distances_from_the_paper() -> None:
-    found = [reproduce.Found("t", "r", "s", 2.0, ours) for ours in np.array([2.0, 2.19, 2.3, 3.0])]
-    assert reproduce._summary("t", found) == "t: 4 numbers: 2 within 10%, 3 within 25%"

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from reproduction.simulated import Job, System, simulated
+from reproduction.simulated import FASTERMOE, Job, System, simulated
 from reproduction.tables import ANY, Found, Table, found
 
 EXPONENT = 1.26
 FLEXMOE = System("--balance-policy flexmoe")
-FASTERMOE = System("--balance-policy fastermoe")
 VARIANCE = System("--balance-policy flexmoe --balance-metric variance")
 
 MODELS = {"gpt_moe_s": 32, "gpt_moe_l": 64}
@@ -36,9 +35,8 @@ BATCH = 4
 
 
 def _job(model: str, gpus: int, more: str = "", load: str = f"zipf:{EXPONENT}") -> Job:
-    flags = (
-        f"--bf16 --expert-model-parallel-size {gpus} --micro-batch-size {BATCH} --global-batch-size {BATCH * gpus} {more}"
-    )
+    batch = f"--micro-batch-size {BATCH} --global-batch-size {BATCH * gpus}"
+    flags = f"--bf16 --expert-model-parallel-size {gpus} {batch} {more}"
     return Job(model=model, flags=flags, cluster="flexmoe.yaml", nodes=gpus // 8, load=load)
 
 
@@ -63,7 +61,7 @@ def _scaling(iterations: int) -> Iterator[Found]:
         more = "--num-layers 1 --moe-layer-freq 1 --num-experts 64"
         layer, even = _job("gpt_moe_l", gpus, more), _job("gpt_moe_l", gpus, more, "even")
         rates["DeepSpeed", gpus] = kept(64) * gpus / simulated(even, System(), iterations).moe
-        rates["FasterMoE", gpus] = gpus / simulated(layer, FASTERMOE, iterations).moe
+        rates["FasterMoE", gpus] = gpus / simulated(layer, System(FASTERMOE), iterations).moe
         rates["FlexMoE", gpus] = gpus / simulated(layer, FLEXMOE, iterations).moe
         one = rates["DeepSpeed", FIG_7B[0]]
         shown = ", ".join(f"{name} {rates[name, gpus] / one:.2f}" for name in ("DeepSpeed", "FasterMoE", "FlexMoE"))
@@ -76,7 +74,7 @@ TABLES = {
     "flexmoe_fig_5": Table(
         paper="FlexMoE",
         title="FlexMoE, Fig. 5: 32 GPUs (S) and 64 GPUs (L), average speedup over FasterMoE",
-        rows=functools.partial(_models, "flexmoe", FASTERMOE, FIG_5),
+        rows=functools.partial(_models, "flexmoe", System(FASTERMOE), FIG_5),
     ),
     "flexmoe_fig_6a": Table(
         paper="FlexMoE",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reproduction.simulated import Job, PaddedLoads, Seconds, System, simulated
+from reproduction.simulated import FASTERMOE, Job, PaddedLoads, Seconds, System, simulated
 from reproduction.tables import Found, Table, found
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ PLANNER = "--balance-policy pro_prophet --balance-token-split local_first"
 
 SYSTEMS = {
     "deepspeed": System(loads=PaddedLoads),
-    "fastermoe": System("--balance-policy fastermoe"),
+    "fastermoe": System(FASTERMOE),
     "pro_prophet": System(f"{PLANNER} {BLOCKWISE}"),
 }
 

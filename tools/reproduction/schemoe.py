@@ -23,7 +23,11 @@ SCHEMOE = System(f"{CODEC} {PIPE} {SCHEDULED}")
 TABLE_7 = {12: (497, 506, 454), 16: (623, 640, 552), 20: (769, 845, 658), 24: (864, 1003, 774)}
 """Layers -> milliseconds of a step of Tutel, FasterMoE and ScheMoE."""
 
-TABLE_10 = {"ScheMoE-Z": (1264, f"{CODEC} {FLAT}"), "ScheMoE-ZP": (1110, f"{CODEC} {PIPE}"), "ScheMoE": (1019, SCHEMOE.flags)}
+TABLE_10 = {
+    "ScheMoE-Z": (1264, f"{CODEC} {FLAT}"),
+    "ScheMoE-ZP": (1110, f"{CODEC} {PIPE}"),
+    "ScheMoE": (1019, SCHEMOE.flags),
+}
 """Variant -> milliseconds of a step of one layer, and its flags."""
 
 NAIVE = 2401

@@ -20,7 +20,10 @@ COMMON = "--micro-batch-size 1 --moe-router-pre-softmax --moe-token-dispatcher-t
 PLAN_SECONDS = 1e-3
 """Seconds of a plan, so that tables repeat; it is that of our planners on such clusters."""
 
-LAYER_PARTS = ("experts", "codec", "exchange", "others' experts", "Trans", "Agg", "Plan")
+FASTERMOE = "--balance-policy fastermoe --balance-guest-slots 8"
+"""FasterMoE copies as many experts to all ranks as pay; eight guest slots leave room for that."""
+
+LAYER_PARTS = ("experts", "codec", "exchange", "others' experts", "gathers", "Trans", "Agg", "Plan")
 """Parts of an iteration that belong to MoE layers."""
 
 
@@ -113,11 +116,14 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
 
 
 def _by_layer(spans: list) -> Mapping[int, float]:
-    """Return the seconds of the spans that belong to each MoE layer; their labels begin with its number."""
+    """Return the seconds of the spans that belong to each MoE layer; their labels begin with its number.
+
+    Coding has no number, and does not count.
+    """
     from megatron_balance.simulate.result import part_of
 
     layers = defaultdict[int, float](float)
     for span in spans:
-        if span.lane in ("computation", "waits") and part_of(span.label) in LAYER_PARTS:
+        if span.lane in ("computation", "waits") and part_of(span.label) in LAYER_PARTS and span.label != "codec":
             layers[int(span.label.split()[0].removeprefix("L"))] += span.end - span.start
     return layers

@@ -1,7 +1,7 @@
 """A table of a paper: its numbers, and ours next to them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +43,10 @@ class Found:
         """Ours over the paper's number, or over the nearest end of its range; 1 inside."""
         return self.ours / min(max(self.ours, self.paper.low), self.paper.high)
 
+    def __str__(self) -> str:
+        """Return a line of Markdown."""
+        return f"| {self.row} | {self.system} | {self.paper} | {self.ours:.2f} | {self.ratio:.2f} |"
+
 
 def found(row: str, system: str, paper: float | tuple[float, float], ours: float) -> Found:
     """Return a simulated number next to the paper's number or range."""
@@ -59,12 +63,9 @@ class Table:
     """Simulates the rows one by one, with a number of iterations."""
 
 
-def lines(table: Table, rows: Iterable[Found]) -> Iterator[str]:
-    """Yield the table in Markdown, each row as soon as it is simulated."""
-    yield f"\n## {table.title}\n"
-    yield "| row | system | paper | simulated | ratio |\n|---|---|---|---|---|"
-    for one in rows:
-        yield f"| {one.row} | {one.system} | {one.paper} | {one.ours:.2f} | {one.ratio:.2f} |"
+def heading(table: Table) -> str:
+    """Return the lines of Markdown above the rows of a table."""
+    return f"\n## {table.title}\n\n| row | system | paper | simulated | ratio |\n|---|---|---|---|---|"
 
 
 def summary(tables: Mapping[str, Table], rows: Mapping[str, Sequence[Found]]) -> Iterator[str]:
@@ -74,7 +75,9 @@ def summary(tables: Mapping[str, Table], rows: Mapping[str, Sequence[Found]]) ->
     for name, some in rows.items():
         yield _counts(f"`{name}`", some)
     for paper in dict.fromkeys(tables[name].paper for name in rows):
-        yield _counts(f"**{paper}**", [one for name, some in rows.items() if tables[name].paper == paper for one in some])
+        yield _counts(
+            f"**{paper}**", [one for name, some in rows.items() if tables[name].paper == paper for one in some]
+        )
 
 
 def _counts(name: str, rows: Sequence[Found]) -> str:
