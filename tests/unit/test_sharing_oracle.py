@@ -5,11 +5,12 @@ are equally fast alone, so each has a link of its own, which is not faster than 
 process, so a process of its own executes all cases, each on links of its own.
 """
 
+import importlib
 import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,15 @@ def ours(case: dict[str, Any]) -> list[float]:
     ends: dict[int, float] = {}
 
     class Ends:
-        def computed(self, *args: object) -> None:
+        def computed(self, *args: Any, **named: Any) -> None:
             pass
 
-        def waited(self, *args: object) -> None:
+        def waited(self, *args: Any, **named: Any) -> None:
             pass
 
-        def communicated(self, teams: object, label: str, lane: str, start: float, end: float, work: Work) -> None:
+        def communicated(
+            self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work
+        ) -> None:
             ends[int(label)] = end
 
     def commands(number: int, begin: float, work: Work) -> Iterator:
@@ -74,8 +77,7 @@ def ours(case: dict[str, Any]) -> list[float]:
 
 def simulated_by_simgrid(cases: list[dict[str, Any]]) -> list[list[float]]:
     """Return the end of each flow of each case; once for each process."""
-    import simgrid
-
+    simgrid = importlib.import_module("simgrid")
     engine = simgrid.Engine(["oracle", *(f"--cfg={one}" for one in PLAIN), "--log=root.thresh:error"])
     # Version 4 has other names
     new = hasattr(simgrid.NetZone, "add_netzone_full")

@@ -23,7 +23,7 @@ PLANNER = "--balance-policy pro_prophet --balance-token-split local_first"
 
 SYSTEMS = {
     "deepspeed": System(loads=PaddedLoads),
-    "fastermoe": System(FASTERMOE),
+    "fastermoe": System(f"{FASTERMOE} 7"),
     "pro_prophet": System(f"{PLANNER} {BLOCKWISE}"),
 }
 

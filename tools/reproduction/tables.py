@@ -69,7 +69,7 @@ def heading(table: Table) -> str:
 
 
 def summary(tables: Mapping[str, Table], rows: Mapping[str, Sequence[Found]]) -> Iterator[str]:
-    """Yield how many numbers are near the paper's, for each table and then for each paper."""
+    """Yield how many numbers are near the paper's, for each table, for each paper and for all."""
     yield "\n| table | numbers | within 10% | within 25% | beyond | claims without a number | hold |"
     yield "|---|---|---|---|---|---|---|"
     for name, some in rows.items():
@@ -78,6 +78,7 @@ def summary(tables: Mapping[str, Table], rows: Mapping[str, Sequence[Found]]) ->
         yield _counts(
             f"**{paper}**", [one for name, some in rows.items() if tables[name].paper == paper for one in some]
         )
+    yield _counts("**all**", [one for some in rows.values() for one in some])
 
 
 def _counts(name: str, rows: Sequence[Found]) -> str:
