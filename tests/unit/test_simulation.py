@@ -87,6 +87,46 @@ def test_early_reductions_are_hidden(tmp_path: Path) -> None:
     assert early < late and early_wait < 0.9 * late_wait
 
 
+def test_stages_may_have_no_experts(tmp_path: Path) -> None:
+    pattern = "--moe-layer-freq ([0]*2+[1]*2) --overlap-grad-reduce --overlap-param-gather"
+    options = ["--nodes", "4", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "1", "--over-even"]
+    files = ["--json", str(tmp_path / "found.json"), "--html", str(tmp_path / "page.html")]
+    run(*options, *files, "--compare", "balance-policy=none,quota", flags=f"{FLAGS} {pattern}")
+    even, none, quota = json.loads((tmp_path / "found.json").read_text())
+    assert even["label"] == "even" and even["seconds"] < quota["seconds"] < none["seconds"]
+    # Half of the ranks have experts
+    assert 0 < none["mean_seconds"]["experts"] < none["mean_seconds"]["others' experts"]
+    for one in (even, none, quota):
+        assert sum(one["mean_seconds"].values()) <= one["seconds"] * (1 + 1e-9)
+        assert all(most <= 1 for _, most in one["busy"].values())
+    page = (tmp_path / "page.html").read_text()
+    for text in ("4 nodes of h100, load hot_rank", "pro_prophet", "others&#39; experts", "GiB"):
+        assert (text in page) == (text != "pro_prophet")
+
+
+def test_late_gathers_are_hidden(tmp_path: Path) -> None:
+    seconds = []
+    for more in ("", " --overlap-param-gather"):
+        flags = FLAGS.replace(" --balance-overlap blockwise", f" --overlap-grad-reduce{more}")
+        run("--nodes", "8", "--json", str(tmp_path / "found.json"), flags=flags.replace("size 64", "size 128"))
+        (found,) = json.loads((tmp_path / "found.json").read_text())
+        seconds.append((found["seconds"], found["mean_seconds"]["reduction"]))
+    (late, late_wait), (early, early_wait) = seconds
+    assert early < late and early_wait < 0.9 * late_wait
+
+
+def test_experts_change_owners_once(tmp_path: Path) -> None:
+    times = []
+    flags = f"{FLAGS} --balance-policy pro_prophet --balance-ownership transfer"
+    for iterations in range(1, 9):
+        options = ["--nodes", "4", "--load", "hot_experts", "--iterations", str(iterations), "--plan-ms", "1"]
+        run(*options, "--json", str(tmp_path / "found.json"), flags=flags)
+        (found,) = json.loads((tmp_path / "found.json").read_text())
+        times.append(found["in_progress_seconds"].get("Transfer", 0.0))
+        assert all(most <= 1 for _, most in found["busy"].values())
+    assert any(times) and not all(times), times
+
+
 @pytest.mark.parametrize(
     ("arguments", "more", "message"),
     [
