@@ -11,6 +11,7 @@ import pytest
 
 import reproduce
 import simulate
+from megatron_balance.planning.policies import registered
 from megatron_balance.simulate.loads import Loads, distribution
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,15 +117,18 @@ def test_late_gathers_are_hidden(tmp_path: Path) -> None:
 
 
 def test_experts_change_owners_once(tmp_path: Path) -> None:
-    times = []
-    flags = f"{FLAGS} --balance-policy pro_prophet --balance-ownership transfer"
-    for iterations in range(1, 9):
-        options = ["--nodes", "4", "--load", "hot_experts", "--iterations", str(iterations), "--plan-ms", "1"]
+    times, seconds = [], []
+    flags = f"{FLAGS} --num-experts 32 --balance-policy flexmoe --balance-ownership transfer"
+    for iterations in range(1, 5):
+        options = ["--nodes", "4", "--load", "zero_load", "--iterations", str(iterations), "--plan-ms", "1"]
         run(*options, "--json", str(tmp_path / "found.json"), flags=flags)
         (found,) = json.loads((tmp_path / "found.json").read_text())
         times.append(found["in_progress_seconds"].get("Transfer", 0.0))
         assert all(most <= 1 for _, most in found["busy"].values())
-    assert any(times) and not all(times), times
+        seconds.append(found["seconds"])
+    # Once, and then owners are where the load wants them
+    assert any(times) and not times[-1], times
+    assert seconds[-1] < min(seconds[:1])
 
 
 @pytest.mark.parametrize(
@@ -158,3 +162,18 @@ def test_tables_name_what_exists() -> None:
 def test_the_summary_counts_distances_from_the_paper() -> None:
     found = [reproduce.Found("t", "r", "s", 2.0, ours) for ours in np.array([2.0, 2.19, 2.3, 3.0])]
     assert reproduce._summary("t", found) == "t: 4 numbers: 2 within 10%, 3 within 25%"
+
+
+def test_plans_of_every_policy_take_time(tmp_path: Path) -> None:
+    policies = [name for name in registered() if name != "none"]
+    options = ["--nodes", "2", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "5"]
+    flags = FLAGS.replace("--balance-overlap blockwise", "--balance-guest-slots 3")
+    compare = ["--json", str(tmp_path / "found.json"), "--compare", f"balance-policy=none,{','.join(policies)}"]
+    run(*options, *compare, flags=flags)
+    none, *others = json.loads((tmp_path / "found.json").read_text())
+    assert "Plan" not in none["in_progress_seconds"] and [one["label"] for one in others] == policies
+    for one in others:
+        # Two layers on each of two stages, and one team on each
+        assert one["in_progress_seconds"]["Plan"] == pytest.approx(4 * 5e-3), one["label"]
+        # Ranks plan different layers at the same time, and all wait for the plans between iterations
+        assert one["mean_seconds"]["Plan"] == pytest.approx(5e-3), one["label"]
