@@ -25,13 +25,14 @@ COLORS = {
 }
 """The color of each member of PARTS: blue is computation, and grey are pipeline bubbles."""
 
-MESSAGES = ("Trans", "Agg", "Plan", "Transfer")
+MOVES = ("Trans", "Agg", "Plan", "Transfer")
 
 
 def page(title: str, results: Sequence[Mapping[str, Any]]) -> str:
     """Return the page for the results that `--json` writes."""
     longest = max(one["seconds"] for one in results)
     even = next((one["seconds"] for one in results if one["label"] == "even"), None)
+    moves = [part for part in MOVES if any(part in one["in_progress_seconds"] for one in results)]
     bars = []
     for one in results:
         parts = [(part, one["mean_seconds"].get(part, 0.0)) for part in PARTS]
@@ -45,7 +46,7 @@ def page(title: str, results: Sequence[Mapping[str, Any]]) -> str:
                 "tokens": one["tokens_per_second"] / 1e3,
                 "memory": max(one["memory_gib"]),
                 "busy": one["busy"],
-                "moves": [1e3 * one["in_progress_seconds"].get(part, 0.0) for part in MESSAGES],
+                "moves": [1e3 * one["in_progress_seconds"].get(part, 0.0) for part in moves],
                 "parts": [
                     {
                         "name": part,
@@ -67,5 +68,5 @@ def page(title: str, results: Sequence[Mapping[str, Any]]) -> str:
         bars=bars,
         legend={part: color for part, color in COLORS.items() if part in used},
         most_memory=max(bar["memory"] for bar in bars),
-        messages=MESSAGES,
+        moves=moves,
     )
