@@ -104,6 +104,8 @@ def _check(config: RunConfig) -> None:
         raise ValueError("--num-experts: is missing; only models with experts can be simulated")
     if transformer.expert_model_parallel_size == 1:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
+    if transformer.moe_token_dispatcher_type == "allgather":
+        raise ValueError("--moe-token-dispatcher-type allgather: cannot be simulated; give alltoall")
     if ":" in balance.balance_policy:
         raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
 

@@ -138,7 +138,7 @@ class Simulation:
         ]
         keys = [(stage.stage.number, team, layer) for team in range(len(loads))]
         if job.moves_owners:
-            total_BDE, teams = sum(loads), len(loads)
+            total_BDE, teams = np.sum(loads, axis=0), len(loads)
             keys, decided = keys[:1] * teams, [self._decided(keys[0], (total_BDE + teams // 2) // teams)] * teams
             ends.append(decided[0].end)
             transfer = self._transfer(stage, keys[0], decided[0].moves)

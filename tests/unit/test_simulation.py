@@ -134,6 +134,8 @@ def test_experts_change_owners_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "more", "message"),
     [
+        (["--nodes", "2"], "--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather: cannot be"),
+        (["--nodes", "2"], "--balance-policy mine.py:Mine", "--balance-policy mine.py:Mine: only this package's"),
         (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
         (["--nodes", "2", "--compare", "balance-policy"], "", "--compare balance-policy: write FLAG=VALUE,VALUE"),
         (["--nodes", "0"], "", "--nodes 0"),
