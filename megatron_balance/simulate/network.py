@@ -128,9 +128,12 @@ class TeamNetwork:
         ends = (target_M, source_M) if backward else (source_M, target_M)
         bytes_HH = np.zeros((model.network.num_ranks,) * 2)
         np.add.at(bytes_HH, ends, (model.grad_bytes if backward else model.param_bytes) / chunks_M)
-        whole = float(model.progress(plan)[1 if backward else 0][-1])
-        work = self._work(model.network.crossing(bytes_HH), whole)
-        # The lines of Trans and Agg may be faster than those of other messages
+        return self.moving(model.network, bytes_HH, float(model.progress(plan)[1 if backward else 0][-1]))
+
+    def moving(self, network: Network, bytes_HH: np.ndarray, whole: float) -> Work:
+        """Return the work of messages between hosts that take `whole` seconds alone."""
+        work = self._work(network.crossing(bytes_HH), whole)
+        # The lines of the messages may be faster than those of the network
         most = float(work.seconds.max(initial=0.0))
         return work if most <= whole else work._replace(seconds=work.seconds * (whole / most))
 
@@ -175,6 +178,12 @@ def ring(
     steps = times * min(size - 1, 2 * np.log2(size))
     latency = float(steps) * (network.far if spans_G.any() else network.near).launch
     return fabric.work(ranks_D, near_D, far_D, node_N, latency + float(max(near_D.max(), far_D.max(), node_N.max())))
+
+
+def at_once(works: Sequence[Work]) -> Work:
+    """Return the work of the same collective of several teams at the same time."""
+    both, whole = one_after_another(works), max(work.alone for work in works)
+    return both._replace(latency=max(0.0, whole - float(both.seconds.max(initial=0.0))))
 
 
 def one_after_another(works: Sequence[Work]) -> Work:

@@ -68,6 +68,9 @@ class LayerWork:
     planner: int = 0
     """Number of the rank that plans the layer."""
 
+    transfer: Work = NOTHING
+    """The Transfer of experts to other owners after the optimizer's step, on all teams of the stage."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stage:
@@ -94,7 +97,8 @@ class Stage:
     """Seconds of a message to the next stage."""
 
     early: Mapping[int, Work] = field(default_factory=dict)
-    """Reductions that overlap with the backward pass, by the block whose gradients they reduce."""
+    """Reductions that overlap with the backward pass, by the block whose gradients they reduce. A model chunk without
+    MoE layers is one block, with the number of `whole_chunk`."""
 
     reduce: Work = NOTHING
     """The reduction of gradients after the backward pass."""
@@ -104,6 +108,15 @@ class Stage:
 
     gather: Work = NOTHING
     """The all-gather of parameters after the step."""
+
+    late: Mapping[int, Work] = field(default_factory=dict)
+    """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They are those after
+    the step before, which takes as long."""
+
+
+def whole_chunk(chunk: int) -> int:
+    """Return the number of the block that is a whole model chunk without MoE layers."""
+    return -1 - chunk
 
 
 def program(stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
@@ -124,10 +137,14 @@ class _Writer:
         self.started: set[Action] = set()
         self.asked: list[Action] = []
         """Plans that were asked for and have not begun."""
+        self.late = set(stage.late)
+        """Blocks whose parameters are not gathered yet."""
         self.last_microbatch = max((one.microbatch for one in stage.passes), default=0)
 
     def commands(self) -> Iterator[Command]:
         stage = self.stage
+        for block, work in stage.late.items():
+            yield self._shared("late gather", block, work)
         for one in stage.passes:
             place = one.chunk * stage.stages + stage.number
             before, after = (place - 1, place + 1) if one.forward else (place + 1, place - 1)
@@ -143,6 +160,8 @@ class _Writer:
         yield from self._begin(self._take(Operation.STEP))
         yield self._compute("optimizer", stage.step)
         yield from self._collective("gather", stage.gather)
+        for number, layer in self.layers.items():
+            yield from self._collective(f"L{number} TRANSFER", layer.transfer)
 
     @property
     def _places(self) -> int:
@@ -163,11 +182,17 @@ class _Writer:
         numbers = self.stage.blocks[one.chunk]
         if not numbers:
             forward, backward = self.stage.dense[one.chunk]
+            if one.forward:
+                yield from self._gathered(whole_chunk(one.chunk))
             yield self._compute("dense layers", forward if one.forward else backward)
+            if not one.forward:
+                yield from self._reduced(whole_chunk(one.chunk), one.microbatch)
             return
         if one.forward:
+            yield from self._gathered(numbers[0] - 1)
             yield from self._other(Operation.FNEC)
             for number in numbers:
+                yield from self._gathered(number)
                 yield from self._experts(self.layers[number].forward_B[one.microbatch], Operation.FEC, 1)
                 yield from self._other(Operation.FNEC)
             return
@@ -185,9 +210,24 @@ class _Writer:
         yield from self._begin(step)
         block, forward = step.computation.block, operation is Operation.FNEC
         yield self._compute(step.computation.name, self.stage.others[block][0 if forward else 1])
-        if not forward and step.computation.microbatch == self.last_microbatch and block in self.stage.early:
-            key = "reduce", self.stage.number, block
-            yield Start(key, f"L{block} reduction", self.stage.early[block], "reduction", self.stage.teams)
+        if not forward:
+            yield from self._reduced(block, step.computation.microbatch)
+
+    def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
+        """Start the reduction of a block's gradients if they are complete."""
+        if microbatch == self.last_microbatch and block in self.stage.early:
+            yield self._shared("reduce", block, self.stage.early[block])
+
+    def _gathered(self, block: int) -> Iterator[Command]:
+        """Wait for the block's parameters before its first forward pass."""
+        if block in self.late:
+            self.late.remove(block)
+            yield Wait(("late gather", self.stage.number, block))
+
+    def _shared(self, name: str, block: int, work: Work) -> Command:
+        """Start a collective of all teams of the stage."""
+        label = "reduction" if name == "reduce" else "gather"
+        return Start((name, self.stage.number, block), f"L{block} {label}", work, "reduction", self.stage.teams)
 
     def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
         """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_balance.simulate.engine import Work
 
 COMPUTING = ("experts", "other computation", "optimizer", "codec")
-WAITING = ("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "pipeline", "reduction")
+WAITING = ("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction")
 """What ranks compute, and what they wait for. In an exchange, a rank waits for the slowest one before rows travel.
 Gathers are those of tensor-parallel ranks and of the shards of experts."""
 
@@ -31,6 +31,7 @@ _PART = {
     "TRANS": "Trans",
     "AGG": "Agg",
     "PLAN": "Plan",
+    "TRANSFER": "Transfer",
     "message": "pipeline",
     "reduction": "reduction",
     "gather": "reduction",
