@@ -146,8 +146,9 @@ def decisions(run: LoggedRun) -> Figure | None:
     line(owners, run.over_layers("experts_moved"), None, AFTER)
     titled(owners, "experts that changed their owner")
     owners.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    for axes in (planning, owners):
-        axes.set_ylim(bottom=0)
+    planning.set_ylim(bottom=0)
+    # Without a Transfer, the axis would have fractions of experts
+    owners.set_ylim(0, max(1.0, owners.get_ylim()[1]))
     return drawn
 
 
