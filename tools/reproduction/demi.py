@@ -4,7 +4,7 @@ Loads: the paper shows that one of four workers receives most tokens in late lay
 follow from its degrees of imbalance: plans that are nearly even (0.5 with four workers) are 1.3 and 1.14 times more
 even than baselines in the penultimate layer (section V-C). So one worker has the share x where
 sqrt(x^2 + (1 - x)^2 / 3) = 0.65 with 16 experts, and 0.57 with 64. From even routing, it grows with the layer. Settings
-3 and 4, whose layers are similar, have the mean of setting 2 in all layers.
+3 and 4, whose layers are similar, have half of setting 2's imbalance beyond 1 in all layers, which is our choice.
 """
 
 import functools
