@@ -141,7 +141,7 @@ class AllToAllDispatcher(Dispatcher):
         """Do the same for any number of chunks and of sources."""
         parallel, hosts = self.parallel, plan.placement.num_ranks
         tokens_CDP = chunking.split(plan).numpy()
-        there, back, moved = STAYS, None, {}
+        there, back, moved = STAYS, None, dict[str, Any]()
         if chunking.chunks > 1:
             moves = [
                 sending(plan.placement, tokens_CDP[:, parallel.members]),

@@ -172,32 +172,50 @@ def sent_to_hosts(
             sent_MD[m + n, rank] = local
             out_D[rank] -= local
             in_N[n] -= local
-        # Sources and receivers, in their order, lie along one line of tokens: those of each node, then all
         for size in (node_size, ranks):
             for node in range((ranks + size - 1) // size):
-                received = 0
-                for n in hosts:
-                    received += in_N[n] if physical_N[n] // slots // size == node else 0
-                if received == 0:
-                    continue
-                sent = out_D[node * size : (node + 1) * size].sum()
-                part, at, received_until = min(sent, received), 0, 0
-                rank, sent_until, rank_end = node * size - 1, 0, 0
-                for n in hosts:
-                    if part == 0 or physical_N[n] // slots // size != node:
-                        continue
-                    received_until += in_N[n]
-                    while at < received_until * part // received:
-                        while rank_end == at:
-                            rank += 1
-                            sent_until += out_D[rank]
-                            rank_end = sent_until * part // sent
-                        step = min(rank_end, received_until * part // received) - at
-                        sent_MD[m + n, rank] += step
-                        out_D[rank] -= step
-                        in_N[n] -= step
-                        at += step
+                _send_within(node, size, begin, end, physical_N, slots, out_D, in_N, sent_MD[m + begin : m + end])
     return sent_MD
+
+
+@compiled(None)
+def _send_within(
+    node: int,
+    size: int,
+    begin: int,
+    end: int,
+    physical_N: np.ndarray,
+    slots: int,
+    out_D: np.ndarray,
+    in_N: np.ndarray,
+    sent_KD: np.ndarray,
+) -> None:
+    """Let ranks of a node of this size send each other what they can; take it from what they have, and still need.
+
+    Sources and receivers, in their order, lie along one line of tokens.
+    """
+    received = 0
+    for n in range(begin, end):
+        received += in_N[n] if physical_N[n] // slots // size == node else 0
+    if received == 0:
+        return
+    sent = out_D[node * size : (node + 1) * size].sum()
+    part, at, received_until = min(sent, received), 0, 0
+    rank, sent_until, rank_end = node * size - 1, 0, 0
+    for n in range(begin, end):
+        if part == 0 or physical_N[n] // slots // size != node:
+            continue
+        received_until += in_N[n]
+        while at < received_until * part // received:
+            while rank_end == at:
+                rank += 1
+                sent_until += out_D[rank]
+                rank_end = sent_until * part // sent
+            step = min(rank_end, received_until * part // received) - at
+            sent_KD[n - begin, rank] += step
+            out_D[rank] -= step
+            in_N[n] -= step
+            at += step
 
 
 @compiled(None)

@@ -197,8 +197,7 @@ class Balancer:
         """Return the computation with its microbatch; None between iterations, and if it is a repetition."""
         if not self._steps or (place.is_forward and self._repeats(place)):
             return None
-        microbatch = self._entered.get(place, 0)
-        self._entered[place] = microbatch + 1
+        self._entered[place] = 1 + (microbatch := self._entered.get(place, 0))
         return Action(place.block, place.operation, place.part, place.parts, microbatch)
 
     def _repeats(self, place: Action) -> bool:
@@ -206,8 +205,7 @@ class Balancer:
         if not torch.is_grad_enabled():
             self._to_repeat[place] += 1
             return False
-        repeats = self._to_repeat.get(place, 0)
-        if repeats:
+        if repeats := self._to_repeat.get(place, 0):
             self._to_repeat[place] = repeats - 1
         return repeats > 0
 
