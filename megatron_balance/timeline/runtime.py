@@ -119,13 +119,13 @@ class Balancer:
     def begin_iteration(self, number: int) -> None:
         """Begin the first computation of an iteration; forget everything since the last one."""
         schedule = self.schedule(self.microbatches())
-        self._iteration, self._steps = number, deque(schedule)
+        self._iteration, self._steps, self._now = number, deque(schedule), None
         self._entered.clear()
         self._to_repeat.clear()
-        self._now = None
         self.factors = self.calibration.factors if self.record is None else self.record.at(number)
-        for state in self.layers.values() if self.calibrates else ():
-            state.manager.factors = self.factors
+        if self.calibrates:
+            for state in self.layers.values():
+                state.manager.factors = self.factors
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
@@ -365,8 +365,7 @@ class Balancer:
         It must be called when the device has finished the iteration, maybe during the next one.
         """
         rank, factors = self.group.rank(), self.factors
-        states = {number: state for number, state in self.layers.items() if state.last is not None}
-        reports = {number: state.finished(rank, factors) for number, state in states.items()}
+        reports = {n: state.finished(rank, factors) for n, state in self.layers.items() if state.last is not None}
         return lambda: {number: report() for number, report in reports.items()}
 
     def report(self) -> dict[int, LayerReport]:
