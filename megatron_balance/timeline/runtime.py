@@ -197,17 +197,17 @@ class Balancer:
         """Return the computation with its microbatch; None between iterations, and if it is a repetition."""
         if not self._steps or (place.is_forward and self._repeats(place)):
             return None
-        microbatch, self._entered[place] = self._entered[place], self._entered[place] + 1
-        return place._replace(microbatch=microbatch)
+        self._entered[place] = 1 + (microbatch := self._entered.get(place, 0))
+        return Action(place.block, place.operation, place.part, place.parts, microbatch)
 
     def _repeats(self, place: Action) -> bool:
         """Return whether recomputation repeats a forward pass here; the first one had no gradients."""
         if not torch.is_grad_enabled():
             self._to_repeat[place] += 1
             return False
-        repeats = self._to_repeat[place] > 0
-        self._to_repeat[place] -= repeats
-        return repeats
+        if repeats := self._to_repeat.get(place, 0):
+            self._to_repeat[place] = repeats - 1
+        return repeats > 0
 
     def _begin(self, computation: Action) -> None:
         """Execute the step before a computation: wait for earlier actions, start new ones, wait for some of these."""
