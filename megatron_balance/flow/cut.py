@@ -92,7 +92,8 @@ def _cut(
         for n in range(begin, end):
             sizes_N[n] = sent_MD[m, own]
             m += 1
-    experts_W, first_H, wholes, host = np.empty(experts, np.int64), np.empty(ranks + 1, np.int64), 0, 0
+    # Without a sign, so that no index is checked for one
+    experts_W, first_H, wholes, host = np.empty(experts, np.uint64), np.empty(ranks + 1, np.uint64), 0, 0
     for n in by_physical_N:
         while host <= physical_N[n] // slots:
             first_H[host] = wholes
@@ -103,12 +104,16 @@ def _cut(
             if host - 1 == own:
                 received_DS[:, physical_N[n] % slots] = counts_DE[:, alone_N[n]]
     first_H[host:] = wholes
+    # Differences of sums: a loop over each host's few experts would take longer
+    until_W = np.empty(wholes + 1, np.int64)
     for rank in range(ranks):
+        total, counts_E, splits_H = 0, counts_DE[rank], splits_DH[rank]
+        for w in range(wholes):
+            until_W[w] = total
+            total += counts_E[experts_W[w]]
+        until_W[wholes] = total
         for host in range(ranks):
-            number = 0
-            for expert in experts_W[first_H[host] : first_H[host + 1]]:
-                number += counts_DE[rank, expert]
-            splits_DH[rank, host] = number
+            splits_H[host] = until_W[first_H[host + 1]] - until_W[first_H[host]]
     m = 0
     for n in range(len(physical_N)):
         if alone_N[n] < 0:

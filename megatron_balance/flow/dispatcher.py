@@ -98,20 +98,18 @@ class AllToAllDispatcher(Dispatcher):
         If no part will move, copy the rows as well. When the plan is there, the first exchange of rows starts at once.
         """
         map_TE, order, ahead = chosen.map_TE, None, None
-        with record_function("dispatch"):
+        with record_function("dispatch"), torch.no_grad():
             if self.rows_per_token is not None:
                 order = row_order(map_TE, len(map_TE) * self.rows_per_token)
                 if placement is not None and self.chunks is None and self._in_place(placement):
-                    with torch.no_grad():
-                        ahead = gather_rows(tokens_TH, order)
+                    ahead = gather_rows(tokens_TH, order)
 
         def ordered(planned: int) -> RowOrder:
             return order if order is not None and planned == len(order) else row_order(map_TE, planned)
 
-        @torch.no_grad()
         def decide(plan: DispatchPlan) -> Handle:
             nonlocal ahead
-            with record_function("dispatch"):
+            with record_function("dispatch"), torch.no_grad():
                 sent, chunked = self._decide(plan, ordered, map_TE.device)
                 rows_RH = ahead if ahead is not None and sent is order else gather_rows(tokens_TH, sent)
                 ahead = None

@@ -151,9 +151,8 @@ class Departure(NamedTuple):
     """Exchanges that have started, by chunk."""
 
 
-@torch.no_grad()
 def depart(rows_RH: torch.Tensor, chunked: ChunkedDispatch) -> Departure:
-    """Start the first exchange of rows, which are copied from their tokens."""
+    """Start the first exchange of rows, which are copied from their tokens; autograd must be off."""
     with record_function("dispatch"):
         parts, (_, chunk) = chunked.parts(rows_RH), chunked.chunking.forward[0]
         exchange = chunked.sharding.spread(chunked.exchange.dispatch, parts[chunk], chunked.splits[chunk])
