@@ -14,6 +14,8 @@ from megatron_balance.device.compiled import compiled
 from megatron_balance.device.host_memory import staging
 from megatron_balance.flow.plan import DispatchPlan, sent_to_hosts
 
+_NO_TABLE = torch.empty((2, 0), dtype=torch.int32)
+
 
 class Cut(NamedTuple):
     """How the rows of a rank are sent, and what it receives."""
@@ -38,16 +40,17 @@ def cut(plan: DispatchPlan, rank: int, device: torch.device) -> Cut:
         device: where the rows are.
     """
     tables = plan.placement.tables
-    moves = not tables.in_place
-    table_2N = staging((2, len(tables.physical_N) if moves else 0), torch.int32, device)
+    table_2N = _NO_TABLE if tables.in_place else staging((2, len(tables.physical_N)), torch.int32, device)
     rows, stays, splits_DH, received_DS = _cut(
         plan.counts_DE.numpy(),
         *tables.hosting,
         *plan.rules,
+        tables.physical_N,
+        tables.slots_per_rank,
         tables.by_physical_N,
         rank,
         table_2N.numpy(),
-        moves and needs_ends(device),
+        needs_ends(device),
     )
     return Cut(rows, splits_DH, received_DS, STAYS if stays else gather_of(table_2N, rows, device))
 
@@ -59,17 +62,18 @@ def prepare_cuts() -> None:
 
 @compiled(
     "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
-    "int64[::1], int64, int64, boolean, int64[::1], int64, int32[:, ::1], boolean)"
+    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, int32[:, ::1], boolean)"
 )
 def _cut(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
-    physical_N: np.ndarray,
+    host_N: np.ndarray,
     share_N: np.ndarray,
     primary_E: np.ndarray,
-    slots: int,
     node_size: int,
     local_first: bool,
+    physical_N: np.ndarray,
+    slots: int,
     by_physical_N: np.ndarray,
     own: int,
     table_2N: np.ndarray,
@@ -80,7 +84,7 @@ def _cut(
     If the table is empty, every row is in its place.
     """
     ranks, experts = counts_DE.shape
-    sent_MD = sent_to_hosts(counts_DE, first_E, physical_N, share_N, primary_E, slots, node_size, local_first)
+    sent_MD = sent_to_hosts(counts_DE, first_E, host_N, share_N, primary_E, node_size, local_first)
     splits_DH, received_DS = np.empty((ranks, ranks), np.int64), np.zeros((ranks, slots), np.int64)
     # The experts with one host, by host, and what this rank sends
     alone_N, sizes_N, m = np.full(len(physical_N), -1), np.empty_like(physical_N), 0
@@ -95,7 +99,7 @@ def _cut(
     # Without a sign, so that no index is checked for one
     experts_W, first_H, wholes, host = np.empty(experts, np.uint64), np.empty(ranks + 1, np.uint64), 0, 0
     for n in by_physical_N:
-        while host <= physical_N[n] // slots:
+        while host <= host_N[n]:
             first_H[host] = wholes
             host += 1
         if alone_N[n] >= 0:
@@ -117,7 +121,7 @@ def _cut(
     m = 0
     for n in range(len(physical_N)):
         if alone_N[n] < 0:
-            host = physical_N[n] // slots
+            host = host_N[n]
             for rank in range(ranks):
                 splits_DH[rank, host] += sent_MD[m, rank]
             if host == own:

@@ -203,9 +203,9 @@ class BalancedMoELayer(MoELayer):
 
         def decided() -> Handle:
             # Here, so that waiting for other ranks counts as what comes before the exchange
-            counts()
+            counts_DE = counts()
             self.placement = self._placed(load)
-            return decide(self._plan(counts()))
+            return decide(self._plan(counts_DE))
 
         return load, decided
 
@@ -229,7 +229,6 @@ class BalancedMoELayer(MoELayer):
         assert self.placement is first.placement, "a placement changes between iterations only"
         return first.handle
 
-    @torch.no_grad()
     def _gather_counts(self, map_TE: torch.Tensor, late: bool = False) -> Callable[[], torch.Tensor]:
         """Start gathering the load matrix [D, E], the tokens that each source routed to each expert.
 

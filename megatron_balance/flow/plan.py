@@ -49,13 +49,20 @@ class DispatchPlan:
         if placement.tables.in_place:
             return counts_DE
         tables, rules = placement.tables, self.rules
-        return torch.from_numpy(_planned(np.ascontiguousarray(counts_DE.numpy()), *tables.hosting, *rules))
+        return torch.from_numpy(
+            _planned(
+                np.ascontiguousarray(counts_DE.numpy()),
+                *tables.hosting,
+                *rules,
+                tables.physical_N,
+                placement.slots_per_rank,
+            )
+        )
 
     @property
-    def rules(self) -> tuple[int, int, bool]:
-        """Slots of a host, hosts of a node, and whether the split is `local_first`: arguments of compiled loops."""
-        ranks = self.placement.num_ranks
-        return self.placement.slots_per_rank, self.node_size or ranks, self.split == "local_first"
+    def rules(self) -> tuple[int, bool]:
+        """Hosts of a node, and whether the split is `local_first`: arguments of compiled loops."""
+        return self.node_size or self.placement.num_ranks, self.split == "local_first"
 
     def _of_hosts(self) -> "DispatchPlan":
         counts_HE = by_host(self.counts_DE, self.placement.num_ranks)
@@ -103,20 +110,24 @@ def prepare_plans() -> None:
     _planned.prepare()
 
 
-@compiled("int64[:, ::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, boolean)")
+@compiled(
+    "int64[:, ::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean, int64[::1], int64)"
+)
 def _planned(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
-    physical_N: np.ndarray,
+    host_N: np.ndarray,
     share_N: np.ndarray,
     primary_E: np.ndarray,
-    slots: int,
     node_size: int,
     local_first: bool,
+    physical_N: np.ndarray,
+    slots: int,
 ) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`; the arguments are the load, `Tables.hosting` of the placement, and rules."""
+    """Return `DispatchPlan.tokens_DP`; the arguments are the load, `Tables.hosting` of the placement, rules and slots
+    of a host."""
     ranks, experts = counts_DE.shape
-    sent_MD = sent_to_hosts(counts_DE, first_E, physical_N, share_N, primary_E, slots, node_size, local_first)
+    sent_MD = sent_to_hosts(counts_DE, first_E, host_N, share_N, primary_E, node_size, local_first)
     tokens_DP, m = np.zeros((ranks, ranks * slots), dtype=np.int64), 0
     for expert in range(experts):
         begin, end = first_E[expert], first_E[expert + 1]
@@ -133,14 +144,13 @@ def _planned(
 def sent_to_hosts(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
-    physical_N: np.ndarray,
+    host_N: np.ndarray,
     share_N: np.ndarray,
     primary_E: np.ndarray,
-    slots: int,
     node_size: int,
     local_first: bool,
 ) -> np.ndarray:
-    """Return [M, D]: tokens that each source sends to each of `physical_N` whose expert has several hosts.
+    """Return [M, D]: tokens that each source sends to each of `host_N` whose expert has several hosts.
 
     The arguments are those of `_planned`. Of the tokens that stay on a node, its ranks have parts in proportion to what
     they send or receive; see `splits.within_nodes`.
@@ -151,8 +161,8 @@ def sent_to_hosts(
         hosts = first_E[expert + 1] - first_E[expert]
         several += hosts if hosts > 1 else 0
     sent_MD = np.zeros((several, ranks), np.int64)
-    out_D, in_N = np.empty(ranks, np.int64), np.zeros_like(physical_N)
-    left_N, before = np.empty_like(physical_N), 0
+    out_D, in_N = np.empty(ranks, np.int64), np.zeros_like(host_N)
+    left_N, before = np.empty_like(host_N), 0
     for expert in range(experts):
         begin, end = first_E[expert], first_E[expert + 1]
         if end - begin == 1:
@@ -162,19 +172,19 @@ def sent_to_hosts(
             out_D[rank] = counts_DE[rank, expert]
             total += out_D[rank]
         hosts = range(begin, end)
-        _share(total, out_D, begin, end, physical_N, share_N, primary_E[expert], slots, local_first, in_N, left_N)
+        _share(total, out_D, begin, end, host_N, share_N, primary_E[expert], local_first, in_N, left_N)
         # From the number of an expert's host to its row
         m = before - begin
         before += end - begin
         for n in hosts:
-            rank = physical_N[n] // slots
+            rank = host_N[n]
             local = min(out_D[rank], in_N[n])
             sent_MD[m + n, rank] = local
             out_D[rank] -= local
             in_N[n] -= local
         for size in (node_size, ranks):
             for node in range((ranks + size - 1) // size):
-                _send_within(node, size, begin, end, physical_N, slots, out_D, in_N, sent_MD[m + begin : m + end])
+                _send_within(node, size, begin, end, host_N, out_D, in_N, sent_MD[m + begin : m + end])
     return sent_MD
 
 
@@ -184,8 +194,7 @@ def _send_within(
     size: int,
     begin: int,
     end: int,
-    physical_N: np.ndarray,
-    slots: int,
+    host_N: np.ndarray,
     out_D: np.ndarray,
     in_N: np.ndarray,
     sent_KD: np.ndarray,
@@ -194,16 +203,16 @@ def _send_within(
 
     Sources and receivers, in their order, lie along one line of tokens.
     """
-    received = 0
+    first, received = node * size, 0
     for n in range(begin, end):
-        received += in_N[n] if physical_N[n] // slots // size == node else 0
+        received += in_N[n] if first <= host_N[n] < first + size else 0
     if received == 0:
         return
-    sent = out_D[node * size : (node + 1) * size].sum()
+    sent = out_D[first : first + size].sum()
     part, at, received_until = min(sent, received), 0, 0
-    rank, sent_until, rank_end = node * size - 1, 0, 0
+    rank, sent_until, rank_end = first - 1, 0, 0
     for n in range(begin, end):
-        if part == 0 or physical_N[n] // slots // size != node:
+        if part == 0 or not first <= host_N[n] < first + size:
             continue
         received_until += in_N[n]
         while at < received_until * part // received:
@@ -224,15 +233,14 @@ def _share(
     counts_D: np.ndarray,
     begin: int,
     end: int,
-    physical_N: np.ndarray,
+    host_N: np.ndarray,
     share_N: np.ndarray,
     primary: int,
-    slots: int,
     local_first: bool,
     computed_N: np.ndarray,
     left_N: np.ndarray,
 ) -> None:
-    """Set how many of an expert's tokens each of its hosts, in `physical_N[begin:end]`, computes.
+    """Set how many of an expert's tokens each of its hosts, in `host_N[begin:end]`, computes.
 
     `proportional` rounds up where the remainders are largest, the first ones among equals; they are left in `left_N`.
     """
@@ -246,11 +254,11 @@ def _share(
             product = total * share_N[n]
             computed_N[n], left_N[n] = product // max(shares, 1), product % max(shares, 1)
         elif share_N[n]:
-            computed_N[n] = counts_D[physical_N[n] // slots]
+            computed_N[n] = counts_D[host_N[n]]
         missing -= computed_N[n]
     if local_first:
         for n in hosts:
-            if physical_N[n] // slots == primary:
+            if host_N[n] == primary:
                 computed_N[n] += missing
         return
     for _ in range(missing):

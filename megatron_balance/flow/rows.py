@@ -87,7 +87,6 @@ class RowOrder:
         return RowOrder(there(self.token_R), rest)
 
 
-@torch.no_grad()
 def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
     """Return the order of a routing [T, E] bool with `rows` true entries: by expert, then by token.
 
@@ -107,7 +106,7 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
         first_T = torch.searchsorted(tokens_R, tokens_T, out_int32=True)
         return token_R * routing_TE.shape[1] + expert_R, by_token_R.to(torch.int32), first_T
 
-    return RowOrder(found_R2[:, 1], rest)
+    return RowOrder(found_R2.select(1, 1), rest)
 
 
 def sending(placement: Placement, tokens_CMP: np.ndarray) -> Move:

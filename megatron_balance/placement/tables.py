@@ -60,6 +60,11 @@ class Tables:
         return self.expert_P[self.physical_N]
 
     @cached_property
+    def host_N(self) -> np.ndarray:
+        """The rank of each of `physical_N`."""
+        return self.physical_N // self.slots_per_rank
+
+    @cached_property
     def by_physical_N(self) -> np.ndarray:
         """Where the physical experts in use, in ascending order, are in `physical_N`."""
         return np.argsort(self.physical_N)
@@ -72,7 +77,7 @@ class Tables:
     @cached_property
     def share_N(self) -> np.ndarray:
         """How each of `physical_N` shares its expert's tokens: its part of `shares_ED`."""
-        return self.shares_ED[self.expert_N, self.physical_N // self.slots_per_rank]
+        return self.shares_ED[self.expert_N, self.host_N]
 
     @cached_property
     def primary_E(self) -> np.ndarray:
@@ -81,8 +86,8 @@ class Tables:
 
     @cached_property
     def hosting(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """`first_E`, `physical_N`, `share_N` and `primary_E`: arguments of compiled loops."""
-        return self.first_E, self.physical_N, self.share_N, self.primary_E
+        """`first_E`, `host_N`, `share_N` and `primary_E`: arguments of compiled loops."""
+        return self.first_E, self.host_N, self.share_N, self.primary_E
 
     @cached_property
     def in_place(self) -> bool:

@@ -218,12 +218,14 @@ class Balancer:
         if self._now is not None:
             self._record_computation(*self._now, now)
         started = step.planning + step.communication
-        self._wait([action for action in step.waits if action not in started])
+        if step.waits:
+            self._wait([action for action in step.waits if action not in started])
         for action in started:
             self._start(action)
         if not computation.is_forward:
             self._planner.begin()
-        self._wait([action for action in step.waits if action in started])
+        if step.waits:
+            self._wait([action for action in step.waits if action in started])
         self._now = computation, clock.mark() if started or step.waits else now
 
     def _start(self, action: Action) -> None:
