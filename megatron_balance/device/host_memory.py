@@ -25,20 +25,19 @@ def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 class _Copy:
-    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor], stream: torch.cuda.Stream) -> None:
+    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor]) -> None:
         # Kept, so that the result's memory is not used again before the copy
         self.reader, self.result = reader, result
         # The host memory is pinned
         self.copy = result().to("cpu", non_blocking=True)
-        self.done = torch.cuda.Event()
-        self.done.record(stream)
         reader.started += 1
         self.number = reader.started
 
     def wait(self) -> torch.Tensor:
-        if self.number > self.reader.arrived:
-            self.done.synchronize()
-            self.reader.arrived = self.number
+        reader = self.reader
+        if self.number > reader.arrived:
+            reader.done.synchronize()
+            reader.arrived = reader.started
         return self.copy
 
 
@@ -47,11 +46,13 @@ class HostReader:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.done = torch.cuda.Event() if torch.cuda.is_available() else None
+        """Recorded after every copy; the copies arrive in order."""
         self.started = self.arrived = 0
-        """Number of copies that have started, and of those that the host has waited for: they arrive in order."""
+        """Number of copies that have started, and of those that the host has waited for."""
 
     def read(self, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Start copying a result to the host; return the function that waits for the copy, and for nothing else.
+        """Start copying a result to the host; return the function that waits for the copies that have started by then.
 
         Args:
             result: returns the tensor. On CUDA, it is called on a stream of its own, and lets this stream wait for the
@@ -63,6 +64,8 @@ class HostReader:
         before = torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
         try:
-            return _Copy(self, result, self._stream).wait
+            copy = _Copy(self, result)
+            self.done.record(self._stream)
         finally:
             torch.cuda.set_stream(before)
+        return copy.wait

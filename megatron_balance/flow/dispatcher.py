@@ -130,7 +130,7 @@ class AllToAllDispatcher(Dispatcher):
         if device.type == "cpu" or chunking.chunks > 1 or not one_by_one:
             return self._decide_by_matrix(plan, chunking, ordered, device)
         found = cut(plan, self.parallel.source, device)
-        chunked = self._chunked(chunking, found.received_DS[None], found.splits_DH[None], device)
+        chunked = self._chunked(chunking, found.received_DS[None], [torch.from_numpy(found.splits_DH)], device)
         return ordered(found.rows).moved(found.there), chunked
 
     def _decide_by_matrix(
@@ -153,18 +153,24 @@ class AllToAllDispatcher(Dispatcher):
             sizes_CM = torch.from_numpy(tokens_CDP[:, parallel.members].sum(2))
             moved["share"] = RowShare(parallel.groups.tp, sizes_CM, parallel.simultaneous)
         received_CDS = tokens_CDP.reshape(*tokens_CDP.shape[:2], hosts, -1)[:, :, parallel.groups.ep.rank()]
-        chunked = self._chunked(chunking, received_CDS, sums_by_host(tokens_CDP, hosts), device, **moved)
+        splits = [torch.from_numpy(splits_DH) for splits_DH in sums_by_host(tokens_CDP, hosts)]
+        chunked = self._chunked(chunking, received_CDS, splits, device, **moved)
         return ordered(int(tokens_CDP[:, parallel.members].sum())).moved(there, back), chunked
 
     def _chunked(
-        self, chunking: Chunking, received_CDS: np.ndarray, splits_CDH: np.ndarray, device: torch.device, **more: Any
+        self,
+        chunking: Chunking,
+        received_CDS: np.ndarray,
+        splits: list[torch.Tensor],
+        device: torch.device,
+        **more: Any,
     ) -> ChunkedDispatch:
         return ChunkedDispatch(
             source=self.parallel.source,
             exchange=self.exchange,
             sharding=self.sharding,
             received_CDS=received_CDS,
-            splits_CDH=splits_CDH,
+            splits=splits,
             chunking=chunking,
             device=device,
             **more,

@@ -71,8 +71,8 @@ class ChunkedDispatch:
     sharding: Sharding
     received_CDS: np.ndarray
     """Rows of each chunk that this rank receives from each source for each of its slots."""
-    splits_CDH: np.ndarray
-    """Rows of each chunk from each source to each host."""
+    splits: list[torch.Tensor]
+    """[C] int64 matrices [D, hosts] in host memory: rows of each chunk from each source to each host."""
     chunking: Chunking
     device: torch.device
     weights_to_hosts: Gather = STAYS
@@ -98,14 +98,9 @@ class ChunkedDispatch:
         return torch.from_numpy(self.received_CDS.sum(1))
 
     @functools.cached_property
-    def splits(self) -> list[torch.Tensor]:
-        """[C] matrices [D, hosts]: rows of each chunk from each source to each host."""
-        return [torch.from_numpy(splits_DH) for splits_DH in self.splits_CDH]
-
-    @functools.cached_property
     def all_splits_DH(self) -> torch.Tensor:
         """[D, hosts]: rows of all chunks from each source to each host."""
-        return self.splits[0] if len(self.splits) == 1 else torch.from_numpy(self.splits_CDH.sum(0))
+        return self.splits[0] if len(self.splits) == 1 else torch.stack(self.splits).sum(0)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of all rows."""
@@ -114,9 +109,9 @@ class ChunkedDispatch:
     def parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return [C]: the rows that this rank sends with each chunk, of those of all members."""
         rows = self.own(rows)
-        if len(self.splits_CDH) == 1:
+        if len(self.splits) == 1:
             return [rows]
-        return [*rows.split(self.splits_CDH[:, self.source].sum(1).tolist())]
+        return [*rows.split([int(splits_DH[self.source].sum()) for splits_DH in self.splits])]
 
     @property
     def collect(self) -> Collect:
