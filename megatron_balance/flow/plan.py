@@ -214,13 +214,15 @@ def _send_within(
     for n in range(begin, end):
         if part == 0 or not first <= host_N[n] < first + size:
             continue
+        # A division takes longer than all else here; one of the two divides by the factor
         received_until += in_N[n]
-        while at < received_until * part // received:
+        until = received_until if part == received else received_until * part // received
+        while at < until:
             while rank_end == at:
                 rank += 1
                 sent_until += out_D[rank]
-                rank_end = sent_until * part // sent
-            step = min(rank_end, received_until * part // received) - at
+                rank_end = sent_until if part == sent else sent_until * part // sent
+            step = min(rank_end, until) - at
             sent_KD[n - begin, rank] += step
             out_D[rank] -= step
             in_N[n] -= step
@@ -251,8 +253,9 @@ def _share(
     for n in hosts:
         computed_N[n] = 0
         if not local_first:
-            product = total * share_N[n]
-            computed_N[n], left_N[n] = product // max(shares, 1), product % max(shares, 1)
+            product, divisor = total * share_N[n], max(shares, 1)
+            computed_N[n] = product // divisor
+            left_N[n] = product - computed_N[n] * divisor
         elif share_N[n]:
             computed_N[n] = counts_D[host_N[n]]
         missing -= computed_N[n]
