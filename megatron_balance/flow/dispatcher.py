@@ -97,10 +97,12 @@ class AllToAllDispatcher(Dispatcher):
 
         If no part will move, copy the rows as well. When the plan is there, the first exchange of rows starts at once.
         """
-        map_TE, order, ahead = chosen.map_TE, None, None
-        with record_function("dispatch"), torch.no_grad():
+        # `mixture` gives the tokens their gradient
+        tokens_TH, map_TE, order, ahead = tokens_TH.detach(), chosen.map_TE, None, None
+        with record_function("dispatch"):
             if self.rows_per_token is not None:
-                order = row_order(map_TE, len(map_TE) * self.rows_per_token)
+                # Not len: torch's is a function of Python
+                order = row_order(map_TE, map_TE.shape[0] * self.rows_per_token)
                 if placement is not None and self.chunks is None and self._in_place(placement):
                     ahead = gather_rows(tokens_TH, order)
 
@@ -109,7 +111,7 @@ class AllToAllDispatcher(Dispatcher):
 
         def decide(plan: DispatchPlan) -> Handle:
             nonlocal ahead
-            with record_function("dispatch"), torch.no_grad():
+            with record_function("dispatch"):
                 sent, chunked = self._decide(plan, ordered, map_TE.device)
                 rows_RH = ahead if ahead is not None and sent is order else gather_rows(tokens_TH, sent)
                 ahead = None
@@ -126,7 +128,7 @@ class AllToAllDispatcher(Dispatcher):
     ) -> tuple[RowOrder, ChunkedDispatch]:
         """Return the order of the rows that are sent, and where they go, given the order of some number of rows."""
         chunking, ranks = UNSPLIT if self.chunks is None else self.chunks(plan), plan.placement.num_ranks
-        one_by_one = len(plan.counts_DE) == ranks and not self.parallel.splits_rows
+        one_by_one = plan.counts_DE.shape[0] == ranks and not self.parallel.splits_rows
         if device.type == "cpu" or chunking.chunks > 1 or not one_by_one:
             return self._decide_by_matrix(plan, chunking, ordered, device)
         found = cut(plan, self.parallel.source, device)

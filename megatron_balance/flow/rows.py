@@ -46,7 +46,7 @@ class RowOrder:
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self.token_R)
+        return self.token_R.shape[0]
 
     @property
     def place_R(self) -> torch.Tensor:

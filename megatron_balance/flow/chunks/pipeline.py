@@ -147,7 +147,7 @@ class Departure(NamedTuple):
 
 
 def depart(rows_RH: torch.Tensor, chunked: ChunkedDispatch) -> Departure:
-    """Start the first exchange of rows, which are copied from their tokens; autograd must be off."""
+    """Start the first exchange of rows, which are copied from their tokens and need no gradient."""
     with record_function("dispatch"):
         parts, (_, chunk) = chunked.parts(rows_RH), chunked.chunking.forward[0]
         exchange = chunked.sharding.spread(chunked.exchange.dispatch, parts[chunk], chunked.splits[chunk])
