@@ -78,6 +78,10 @@ EVICTING_BYTES = 4 * 2**20
 """More than a core's own caches, which have up to 2 MiB."""
 
 
+MOST_REPEATS = 200
+"""Maximum number of times that a short call is timed, unless every call is timed more often."""
+
+
 @dataclass(frozen=True)
 class Stopwatch:
     """Times operations that all ranks of a group run together; all of them make the same calls."""
@@ -87,6 +91,11 @@ class Stopwatch:
     device: torch.device
 
     repeats: int
+    """Minimum number of times that a call is timed."""
+
+    patience: float = 0.0
+    """Seconds for which a shorter call is timed, because threads that wait for each other wake up sooner or later: the
+    shorter a call, the more its seconds vary."""
 
     def medians(self, calls: Sequence[Call], together: int = 1) -> list[float]:
         """Return each call's seconds on its slowest rank, as the median over the repeats; the same on every rank.
@@ -98,28 +107,46 @@ class Stopwatch:
         Args:
             together: number of consecutive calls that keep their order.
         """
-        seconds = self._repeat(calls, together)
+        found = self._repeat(calls, together)
+        seconds = torch.cat(found)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
-        return seconds.quantile(0.5, dim=0).tolist()
+        return _medians(seconds, [*map(len, found)]).tolist()
 
     def medians_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
         """Return the median seconds of each call on each rank, [calls, ranks]; the same on every rank."""
-        own = self._repeat(calls, together).quantile(0.5, dim=0)
+        repeated = self._repeat(calls, together)
+        own = _medians(torch.cat(repeated), [*map(len, repeated)])
         found = own.new_empty(self.group.size() * len(calls))
         dist.all_gather_into_tensor(found, own, group=self.group)
         return found.view(-1, len(calls)).T.cpu().numpy()
 
-    def _repeat(self, calls: Sequence[Call], together: int) -> torch.Tensor:
-        """Return this rank's seconds of each call in each repeat, [repeats, calls] float64."""
+    def _repeat(self, calls: Sequence[Call], together: int) -> list[torch.Tensor]:
+        """Return, for each call, this rank's seconds of all its repeats, float64."""
         for call in calls:
             call()
-        seconds = torch.zeros(self.repeats, len(calls), dtype=torch.float64, device=self.device)
-        for repeat in range(self.repeats):
-            firsts = np.random.default_rng(repeat).permutation(np.arange(0, len(calls), together)).tolist()
+        numbers = self._numbers(calls, together)
+        most, found = max(numbers, default=0), [[] for _ in calls]
+        for repeat in range(most):
+            # The repeats of each call are spread over all of them
+            (turns,) = ((repeat + 1) * numbers // most > repeat * numbers // most).nonzero()
+            firsts = (together * np.random.default_rng(repeat).permutation(turns)).tolist()
             for index in (first + offset for first in firsts for offset in range(together)):
-                self._meet()
-                seconds[repeat, index] = self._seconds(calls[index])
-        return seconds
+                found[index].append(self._timed(calls[index]))
+        return [torch.tensor(seconds, dtype=torch.float64, device=self.device) for seconds in found]
+
+    def _numbers(self, calls: Sequence[Call], together: int) -> np.ndarray:
+        """Return how often to time each run of consecutive calls, `together` each; the same on every rank."""
+        if not self.patience:
+            return np.full(len(calls) // together, self.repeats)
+        seconds = torch.tensor([self._timed(call) for call in calls], dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
+        lengths = seconds.view(-1, together).sum(1).cpu().numpy()
+        return np.ceil(self.patience / lengths).clip(self.repeats, MOST_REPEATS).astype(int)
+
+    def _timed(self, call: Call) -> float:
+        """Return this rank's seconds of a call that all ranks begin together."""
+        self._meet()
+        return self._seconds(call)
 
     @functools.cached_property
     def _other_memory(self) -> torch.Tensor:
@@ -148,6 +175,11 @@ class Stopwatch:
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1000
+
+
+def _medians(seconds: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    """Return the median of each of consecutive parts with these numbers of elements."""
+    return torch.stack([part.quantile(0.5) for part in seconds.split([*numbers])])
 
 
 @dataclass(frozen=True, kw_only=True)
