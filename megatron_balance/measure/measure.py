@@ -20,6 +20,7 @@ from megatron_balance.measure.stopwatch import (
     Members,
     Passes,
     Stopwatch,
+    middle,
     node_groups,
     sub_groups,
 )
@@ -54,10 +55,11 @@ PARALLEL_SIZES = 5
 """Number of sizes for each line of `measure_parallel`."""
 
 REPEATS = 9
-"""Number of measurements of a few operations; their median counts."""
+"""Number of measurements of a few operations; their `middle` counts."""
 
 PASSES = 9
-"""Number of times that all communication is measured; the medians count. The machine may be slower for seconds."""
+"""Number of times that all communication is measured; the `middle` counts. The machine may be slower for
+seconds."""
 
 TURNS = 3
 """Number of measurements in each pass, and of passes that measure computation."""
@@ -96,7 +98,7 @@ def measure(
         device: device of the messages.
         dtype: data type of the messages.
         sizes_bytes: at least four sizes of messages.
-        repeats: number of measurements in each pass; their median counts.
+        repeats: number of measurements in each pass; their `middle` counts.
         shares: share of each tensor in the weights of an expert.
         codecs: by the codec's name, a function that returns compression and decompression of a number of rows.
         log: receives a line of progress per collective; None on ranks that do not log.
@@ -253,7 +255,7 @@ def _measured(
         **{("messages", members): functools.partial(bench.send, members, COUNTS) for members in groups},
         **{(name, ()): functools.partial(bench.exchange, name, sizes_bytes) for name in bench.all_to_alls},
     }
-    seconds = {key: found.tolist() for key, found in zip(calls, _medians([*calls.values()], PASSES), strict=True)}
+    seconds = {key: found.tolist() for key, found in zip(calls, _middles([*calls.values()], PASSES), strict=True)}
     batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
     lines |= {key: found.line for key, found in batches.items()}
@@ -264,13 +266,13 @@ def _measured(
         {name: batches[name, kinds["ep"]].start for name in ROUNDS},
         {name: lines[name, ()] for name in bench.all_to_alls},
     )
-    return communication, _medians(computation, TURNS)
+    return communication, _middles(computation, TURNS)
 
 
-def _medians(calls: Sequence[Callable[[], Sequence]], passes: int) -> list[np.ndarray]:
-    """Return the medians of what functions return in each pass; all of them are called in each."""
+def _middles(calls: Sequence[Callable[[], Sequence]], passes: int) -> list[np.ndarray]:
+    """Return the `middle` of what functions return in each pass; all of them are called in each."""
     found = [[call() for call in calls] for _ in range(passes)]
-    return [np.median(results, axis=0) for results in zip(*found, strict=True)]
+    return [middle(np.array(results)) for results in zip(*found, strict=True)]
 
 
 def experts_speed(
@@ -318,7 +320,7 @@ def measure_parallel(
     lines = {}
     for name, (low, high) in ranges.items():
         sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
-        lines[name] = fit(sizes, stopwatch.medians([calls(name, size) for size in sizes]))
+        lines[name] = fit(sizes, stopwatch.typical([calls(name, size) for size in sizes]))
         if log is not None:
             log(f"tensor-parallel {name}: {_text(lines[name])}")
     outcomes = [ParallelLines(mp, esp, **lines)]

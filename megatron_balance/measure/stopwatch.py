@@ -78,6 +78,15 @@ EVICTING_BYTES = 4 * 2**20
 """More than a core's own caches, which have up to 2 MiB."""
 
 
+def middle(seconds: np.ndarray) -> np.ndarray:
+    """Return the interquartile mean over the first axis: without the least and the most quarter, or one of each.
+
+    Threads that wait for each other wake up at once or some milliseconds later. Between such modes a median jumps.
+    """
+    left_out = max(len(seconds) // 4, int(len(seconds) > 2))
+    return np.sort(seconds, axis=0)[left_out : len(seconds) - left_out].mean(0)
+
+
 MOST_REPEATS = 200
 """Maximum number of times that a short call is timed, unless every call is timed more often."""
 
@@ -97,8 +106,8 @@ class Stopwatch:
     """Seconds for which a shorter call is timed, because threads that wait for each other wake up sooner or later: the
     shorter a call, the more its seconds vary."""
 
-    def medians(self, calls: Sequence[Call], together: int = 1) -> list[float]:
-        """Return each call's seconds on its slowest rank, as the median over the repeats; the same on every rank.
+    def typical(self, calls: Sequence[Call], together: int = 1) -> list[float]:
+        """Return each call's seconds on its slowest rank, the `middle` of its repeats; the same on every rank.
 
         The slowest rank counts because a rank may return before the others have its data. The calls take turns, so
         that other load on the machine affects all of them. Their order differs from repeat to repeat, because a call
@@ -110,12 +119,12 @@ class Stopwatch:
         found = self._repeat(calls, together)
         seconds = torch.cat(found)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
-        return _medians(seconds, [*map(len, found)]).tolist()
+        return [float(middle(part)) for part in np.split(seconds.cpu().numpy(), np.cumsum([*map(len, found)])[:-1])]
 
-    def medians_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
-        """Return the median seconds of each call on each rank, [calls, ranks]; the same on every rank."""
-        repeated = self._repeat(calls, together)
-        own = _medians(torch.cat(repeated), [*map(len, repeated)])
+    def typical_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
+        """Return the `middle` seconds of each call on each rank, [calls, ranks]; the same on every rank."""
+        own = [float(middle(seconds.cpu().numpy())) for seconds in self._repeat(calls, together)]
+        own = torch.tensor(own, dtype=torch.float64, device=self.device)
         found = own.new_empty(self.group.size() * len(calls))
         dist.all_gather_into_tensor(found, own, group=self.group)
         return found.view(-1, len(calls)).T.cpu().numpy()
@@ -177,11 +186,6 @@ class Stopwatch:
         return before.elapsed_time(after) / 1000
 
 
-def _medians(seconds: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    """Return the median of each of consecutive parts with these numbers of elements."""
-    return torch.stack([part.quantile(0.5) for part in seconds.split([*numbers])])
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupBench:
     """The bench of a real expert-parallel group; all its ranks make the same calls."""
@@ -216,34 +220,34 @@ class GroupBench:
 
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         if members not in self.groups:
-            return self.stopwatch.medians([_idle] * len(sizes_bytes))
+            return self.stopwatch.typical([_idle] * len(sizes_bytes))
         group, step = self.groups[members], self._step(members)
         prepare = OPERATIONS[collective]
-        return self.stopwatch.medians([prepare(group, self._buffer(size), step) for size in sizes_bytes])
+        return self.stopwatch.typical([prepare(group, self._buffer(size), step) for size in sizes_bytes])
 
     def transfer(self, kind: str, members: Members, loads: Sequence[Load]) -> list[float]:
         if members not in self.groups:
-            return self.stopwatch.medians([_idle] * len(loads))
+            return self.stopwatch.typical([_idle] * len(loads))
         prepare, dtype = TRANSFERS[kind], torch.float32 if kind == "agg" else self.dtype
         place = self.groups[members], self._step(members)
-        return self.stopwatch.medians([prepare(*place, load, self._slots(load, dtype)) for load in loads])
+        return self.stopwatch.typical([prepare(*place, load, self._slots(load, dtype)) for load in loads])
 
     def send(self, members: Members, counts: Sequence[int]) -> list[float]:
         if members not in self.groups:
-            return self.stopwatch.medians([_idle] * len(counts))
+            return self.stopwatch.typical([_idle] * len(counts))
         group, buffer = self.groups[members], self._buffer(SMALL_BYTES)
-        return self.stopwatch.medians([_messages(group, buffer, count) for count in counts])
+        return self.stopwatch.typical([_messages(group, buffer, count) for count in counts])
 
     def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
         exchange = self.all_to_alls[name]
-        return self.stopwatch.medians([_even_exchange(exchange, self._buffer(size)) for size in sizes_bytes])
+        return self.stopwatch.typical([_even_exchange(exchange, self._buffer(size)) for size in sizes_bytes])
 
     def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        seconds = self.stopwatch.medians_by_rank([call for count in tokens for call in self.passes(count)], 2)
+        seconds = self.stopwatch.typical_by_rank([call for count in tokens for call in self.passes(count)], 2)
         return seconds[::2], seconds[1::2]
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        seconds = self.stopwatch.medians([call for count in tokens for call in self.codecs[name](count)], 2)
+        seconds = self.stopwatch.typical([call for count in tokens for call in self.codecs[name](count)], 2)
         return seconds[::2], seconds[1::2]
 
     def _step(self, members: Members) -> int:

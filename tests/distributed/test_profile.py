@@ -279,8 +279,8 @@ def orders() -> list[list[int]]:
     found: list[int] = []
     stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 4)
     calls = [functools.partial(found.append, index) for index in range(8)]
-    stopwatch.medians(calls)
-    stopwatch.medians(calls, 2)
+    stopwatch.typical(calls)
+    stopwatch.typical(calls, 2)
     return [found[first : first + 8] for first in range(0, 80, 8)]
 
 
@@ -294,7 +294,7 @@ def test_no_call_always_follows_the_same_one(ranks) -> None:
 
 
 def turns() -> tuple[list[int], list[float]]:
-    """Return the order of a long and two short calls, and their medians, by a clock that shows what a call returns."""
+    """Return the order of a long and two short calls, and their times, by a clock that shows what a call returns."""
     found: list[int] = []
 
     def call(index: int, seconds: float) -> float:
@@ -304,12 +304,12 @@ def turns() -> tuple[list[int], list[float]]:
 
     stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 2, patience=0.08)
     with mock.patch.object(Stopwatch, "_seconds", lambda self, call: call()):
-        return found, stopwatch.medians([functools.partial(call, *each) for each in enumerate((0.08, 0.004, 1e-4))])
+        return found, stopwatch.typical([functools.partial(call, *each) for each in enumerate((0.08, 0.004, 1e-4))])
 
 
 def test_short_calls_are_repeated_more_often(ranks) -> None:
-    (order, medians), other = ranks(2).run(turns)
-    assert other == (order, medians) and medians == [0.08, 0.004, 0.001]
+    (order, times), other = ranks(2).run(turns)
+    assert other == (order, times) and times == pytest.approx([0.08, 0.004, 0.001])
     # Each is called once before, and once more to find out how long it takes
     assert order[:6] == [0, 1, 2] * 2
     repeats = order[6:]

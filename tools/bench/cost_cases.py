@@ -77,8 +77,8 @@ def measure(task: dict, machine: Machine) -> dict:
         profile = measure_cluster(config, groups, task["node_size"])
         cost = CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
         measured = [
-            *stopwatch.medians([case.run(cost) for case in apart]),
-            *stopwatch.medians([case.run(cost) for case in pairs], 2),
+            *stopwatch.typical([case.run(cost) for case in apart]),
+            *stopwatch.typical([case.run(cost) for case in pairs], 2),
         ]
         seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
     return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}

@@ -4,10 +4,10 @@
 
 Every round measures a ClusterProfile of this machine, and then the operations themselves: exchanges of uneven loads,
 Trans and Agg of random placements with experts of several sizes, and computation of uneven loads. Trans and Agg are
-executed along the routes that a run would choose by the profile, and along chains. Sizes are between and
-beyond the fitted ones, and drawn by `--seed` like loads and placements. A time is the slowest rank's, and the median
-over `--repeats`, or over as many as take `--patience` seconds; all cases take turns. Links are this machine's own; no
-slower network is emulated.
+executed along the routes that a run would choose by the profile, and along chains. Sizes are between and beyond the
+fitted ones, and drawn by `--seed` like loads and placements. A time is the slowest rank's, the interquartile mean over
+`--repeats`, or over as many as take `--patience` seconds; all cases take turns. Links are this machine's own; no slower
+network is emulated.
 
 Every rank needs its own core: a rank that waits for a heavier one on the same core makes that one faster, which a model
 of the busiest rank cannot predict.
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--node-size", type=int, help="ranks per node (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="profiles, each followed by all cases")
     parser.add_argument("--repeats", type=int, default=9, help="minimum number of runs of each case in a round")
-    parser.add_argument("--patience", type=float, default=0.1, help="seconds for which short cases are run")
+    parser.add_argument("--patience", type=float, default=0.15, help="seconds for which short cases are run")
     parser.add_argument("--seed", type=int, default=1, help="of sizes, loads and placements")
     ranks.add_worker_option(parser)
     args, extra = parser.parse_known_args()
