@@ -41,7 +41,7 @@ MANY_RANKS = 64
 SHARES = (0.6,)
 """Parts of a fit's moves that are tried, because the first guest on another node costs much, and others no more."""
 
-RUNGS = 3
+RUNGS = 8
 """Number of fits with rising targets before receivers are filled."""
 
 LOCALIZED = (1 / 6, 1 / 3, 1 / 2, 1.0)
@@ -130,7 +130,7 @@ def _ways(counts: np.ndarray, slots: int, cost: CostModel) -> list[_Way]:
     if len(cost.network.first_N) == 1:
         return [near] if slots == 1 or ranks > FEW_RANKS else [near, _Way(True, 1)]
     if ranks > MANY_RANKS:
-        return [near, _Way(True, 1, even=1.03), _Way(True, 1, 1.0, even=1.02, raised=1.0, prefers_near=False)]
+        return [near, _Way(True, 1, even=1.03), _Way(True, 1, 1.0, raised=0.3, prefers_near=False)]
     ways = [near, _Way(True, 1)]
     if ranks <= FEW_RANKS and _can_localize(counts, cost):
         ways += [_Way(True, 1, 1.0), _Way(True, slots), *(_Way(True, slots, share) for share in SHARES)]
