@@ -178,12 +178,11 @@ def fit_profile(
     """
     report = log or (lambda line: None)
     coding = {name: functools.partial(bench.code, name, tokens) for name in bench.codecs}
-    (links, batches, launches, starts, exchanges), (computed_2TD, *coded_2T) = _measured(
-        bench,
-        group_kinds(num_ranks, node_size),
-        sizes_bytes,
-        [functools.partial(bench.compute, tokens), *coding.values()],
+    computing = [functools.partial(bench.compute, tokens), *coding.values()]
+    communication, (computed_2TD, *coded_2T) = _measured(
+        bench, group_kinds(num_ranks, node_size), sizes_bytes, computing
     )
+    links, batches, launches, starts, exchanges = communication
     for collective, lines in links.items():
         report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}")
     for name, lines in {"": batches, **{f" of {kind}": lines for kind, lines in launches.items()}}.items():
