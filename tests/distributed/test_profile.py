@@ -56,7 +56,7 @@ def measured(
 ) -> ClusterProfile:
     """Measure quickly."""
     settings |= {"passes": passes, "tokens": TOKENS, "device": torch.device("cpu"), "dtype": dtype}
-    return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=3)
+    return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=1)
 
 
 def measure_twice() -> ClusterProfile:
@@ -356,7 +356,7 @@ def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
 
 def measuring_quickly() -> AbstractContextManager:
     """Measure with few sizes and repeats."""
-    return mock.patch.multiple(profiles, SIZES=SIZES, REPEATS=3, measure=functools.partial(measure, repeats=3))
+    return mock.patch.multiple(profiles, SIZES=SIZES, REPEATS=3, measure=functools.partial(measure, repeats=1))
 
 
 def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
