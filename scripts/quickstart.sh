@@ -27,7 +27,7 @@ train() {
     # The report would count event files of an earlier run as this run's
     rm -rf "${RUNS:?}/${name}"
     # One thread per process, because the four processes already share the cores
-    OMP_NUM_THREADS=1 "${TORCHRUN}" --nproc-per-node 4 --nnodes 1 --master-addr localhost --master-port "${MASTER_PORT:-29555}" \
+    OMP_NUM_THREADS=1 "${TORCHRUN}" --nproc-per-node 4 --standalone \
         pretrain_gpt_moe.py --yaml-cfg configs/quickstart.yaml --tensorboard-dir "${RUNS}/${name}/tensorboard" "$@"
 }
 

@@ -84,6 +84,7 @@ def balance(run: LoggedRun) -> Figure | None:
         line(axes, before[layer], None, BEFORE, width=1.0)
         line(axes, after[layer], None, AFTER, width=1.0)
         axes.set_title(f"layer {layer}", fontsize=9)
+        axes.set_xlabel("iteration", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
     for axes in (top, least):
         axes.set_ylim(bottom=1)
@@ -131,17 +132,23 @@ def decisions(run: LoggedRun) -> Figure | None:
     hosts = run.layers("hosts_added")
     if not hosts:
         return None
-    drawn, ((top,), (bottom,)) = figure(2, 1, 2.2)
+    drawn = Figure(figsize=(WIDTH, 4.7), layout="constrained")
+    grid = drawn.add_gridspec(2, 2)
+    top, planning, owners = drawn.add_subplot(grid[0, :]), drawn.add_subplot(grid[1, 0]), drawn.add_subplot(grid[1, 1])
     iterations_N, values = aligned(list(hosts.values()))
     table_NL = np.stack(values, axis=1)
     image = heat(top, iterations_N, table_NL, max(1.0, table_NL.max()), colors="PuBu", labels=list(hosts))
     drawn.colorbar(image, ax=top, pad=0.01, label="copies", ticks=MaxNLocator(5, integer=True))
     titled(top, "hosts added: copies of experts in force, by layer", legend=False)
     top.set_ylabel("layer")
-    line(bottom, run.over_layers("plan_seconds", factor=1e3), "planning of all layers, ms", AFTER)
-    line(bottom, run.over_layers("experts_moved"), "experts that changed their owner", BEFORE)
-    titled(bottom, "planning time, and changes of owner")
-    bottom.set_ylim(bottom=0)
+    line(planning, run.over_layers("plan_seconds", factor=1e3), None, AFTER)
+    titled(planning, "planning time of all layers, ms")
+    line(owners, run.over_layers("experts_moved"), None, AFTER)
+    titled(owners, "experts that changed their owner")
+    owners.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    planning.set_ylim(bottom=0)
+    # Without a Transfer, the axis would have fractions of experts
+    owners.set_ylim(0, max(1.0, owners.get_ylim()[1]))
     return drawn
 
 
@@ -187,12 +194,13 @@ def prediction(run: LoggedRun) -> Figure | None:
     title, (x_M, y_M) = "time of a layer", np.concatenate(pairs, axis=1)
     if (x_M > 0).all() and (y_M > 0).all():
         slope = float(np.median(y_M / x_M))
-        line_X = np.linspace(x_M.min(), x_M.max()) * 1e3
-        left.plot(line_X, line_X * slope, "--", color=INK, linewidth=0.8)
-        title += f"; dashed: {slope:,.{2 if slope < 100 else 0}f} x as predicted"
-        for set_scale, times_M in ((left.set_xscale, x_M), (left.set_yscale, y_M)):
-            if times_M.max() > 10 * times_M.min():
-                set_scale("log")
+        line_2 = np.array([x_M.min(), x_M.max()]) * 1e3
+        left.plot(line_2, line_2 * slope, "--", color=INK, linewidth=0.8)
+        title += f"; dashed: measured = {slope:,.{2 if slope < 100 else 0}f} x predicted"
+        # The dashed line is straight only if both axes have the same scale
+        if any(times_M.max() > 10 * times_M.min() for times_M in (x_M, y_M)):
+            left.set_xscale("log")
+            left.set_yscale("log")
     for axis in (left.xaxis, left.yaxis):
         axis.set_major_formatter("{x:,.10g}")
     left.set_xlabel("predicted, ms")

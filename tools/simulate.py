@@ -6,7 +6,7 @@
 The run's flags are those of pretrain_gpt_moe.py. Flags for data, tokenizer, learning rate and length may be left out,
 because nothing is trained. Loads are even, or those of zipf:EXPONENT, lognormal:SIGMA, a workload of
 --moe-router-force-workload, or a run's --balance-log-dir. With --compare FLAG=VALUE,VALUE the run is simulated with
-each value, and compared with the first one.
+each value, and compared with the first one; with --over-even, also with even routing without balancing.
 
 Computation takes what the cluster's file says, at full rate. So times are lower limits, and ratios are closer to the
 truth than times.
@@ -15,6 +15,7 @@ truth than times.
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from megatron_balance.simulate.job import LoadSource
 
 GIB = 2**30
+EVEN = "even"
+"""Label of the run with even routing."""
+
+EVERY = 10.0
+"""Seconds between lines of progress where they are not overwritten."""
 
 
 def main(argv: list[str]) -> int:
@@ -42,6 +48,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plan-ms", type=float, help="milliseconds of a plan (default: measured on this machine)")
     parser.add_argument("--trace", type=Path, help="write what ranks do in the last iteration, for Perfetto")
     parser.add_argument("--trace-ranks", type=int, nargs="+", default=[0], help="ranks of --trace")
+    parser.add_argument("--over-even", action="store_true", help="also simulate even routing without balancing")
+    parser.add_argument(
+        "--first-iteration",
+        type=int,
+        default=0,
+        help="iteration of a recorded run to begin with; below 0: from its end",
+    )
+    parser.add_argument("--html", type=Path, help="also write a page with the results as charts")
     parser.add_argument("--json", type=Path, help="also write the results as JSON")
     args, flags = parser.parse_known_args(argv)
     # Both must run before megatron.core is imported
@@ -51,10 +65,18 @@ def main(argv: list[str]) -> int:
         for flag, number in (("--nodes", args.nodes), ("--iterations", args.iterations)):
             if number < 1:
                 raise ValueError(f"{flag} {number}: give at least 1")
-        results = [_simulate(args, run_flags, label) for label, run_flags in _variants(args.compare, flags)]
+        variants = [(label, args.load, run_flags) for label, run_flags in _variants(args.compare, flags)]
+        if args.over_even:
+            variants.insert(0, (EVEN, "even", [*_without_balancing(flags)]))
+        results = [_simulate(args, *variant) for variant in variants]
     except ValueError as error:
         raise SystemExit(f"simulate.py: error: {error}") from error
     print("\n".join(_table(results)))
+    if args.html is not None:
+        from simulation_page import page
+
+        title = f"{args.nodes} nodes of {args.cluster.stem}, load {args.load}"
+        args.html.write_text(page(title, results), encoding="utf-8")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -78,7 +100,7 @@ def _variants(compare: str | None, flags: Sequence[str]) -> list[tuple[str, list
 def _without_balancing(flags: Sequence[str]) -> Iterator[str]:
     dropped = False
     for word in flags:
-        if word.startswith("-"):
+        if word.startswith(("-", "@")):
             dropped = word.startswith("--balance-")
         if not dropped:
             yield word
@@ -109,8 +131,11 @@ def configured(flags: Sequence[str], cluster: Path, nodes: int) -> "tuple[RunCon
     return config, Target(topology=topology, profile=cluster, whole=whole, memory_bandwidth=bandwidth)
 
 
-def loads_of(config: "RunConfig", load: str, seed: int) -> "LoadSource":
+def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "LoadSource":
     """Return the loads that `--load` names.
+
+    Args:
+        first: index of the recorded iteration to begin with.
 
     Raises:
         ValueError: there are no such loads.
@@ -126,21 +151,23 @@ def loads_of(config: "RunConfig", load: str, seed: int) -> "LoadSource":
         transformer.moe_router_topk,
     )
     assert experts is not None
-    tokens = microbatch_tokens(config) // transformer.tensor_model_parallel_size
+    # Of all shards of a host; ranks with the same tokens share them
+    shards = transformer.expert_tensor_parallel_size or 1
+    tokens = microbatch_tokens(config) * shards // transformer.tensor_model_parallel_size
     if load == "even":
         return EvenLoads(ranks, experts, topk, tokens)
     if Path(load).is_dir():
-        _, first = next(iter(read_loads(Path(load)).items()))
-        return Loads(recorded(first.counts, ranks, experts), topk, tokens, seed)
+        _, found = next(iter(read_loads(Path(load)).items()))
+        return Loads(recorded(found.counts, ranks, experts, first), topk, tokens, seed)
     return Loads(distribution(load, ranks, experts, seed), topk, tokens, seed)
 
 
-def _simulate(args: argparse.Namespace, flags: Sequence[str], label: str) -> dict[str, Any]:
+def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[str]) -> dict[str, Any]:
     from megatron_balance.app.simulation import simulated_job
     from megatron_balance.simulate.job import Simulation
 
     config, target = configured(flags, args.cluster, args.nodes)
-    loads = loads_of(config, args.load, args.seed)
+    loads = loads_of(config, load, args.seed, args.first_iteration)
     job, memory = simulated_job(config, target, None if args.plan_ms is None else args.plan_ms / 1000)
     simulation = Simulation(job, loads, _progress(label))
     spans_of = args.trace_ranks if args.trace is not None else ()
@@ -166,16 +193,27 @@ def _simulate(args: argparse.Namespace, flags: Sequence[str], label: str) -> dic
 
 
 def _progress(label: str) -> Any:
-    if not sys.stderr.isatty():
-        return lambda text: None
-    return lambda text: print(f"\r{label}: {text:60}", end="", file=sys.stderr, flush=True)
+    """Return a function that shows a text: in one line of a terminal, or else as a line every some seconds."""
+    if sys.stderr.isatty():
+        return lambda text: print(f"\r{label}: {text:60}", end="", file=sys.stderr, flush=True)
+    last = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= EVERY:
+            last = time.monotonic()
+            print(f"{label}: {text}", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _table(results: Sequence[dict[str, Any]]) -> list[str]:
     from megatron_balance.simulate.result import PARTS
 
     width = max(12, *(len(one["label"]) + 2 for one in results))
-    first = results[0]["seconds"]
+    even = [one["seconds"] for one in results if one["label"] == EVEN]
+    reference = results[len(even)] if len(results) > len(even) else results[0]
+    first = reference["seconds"]
 
     def line(name: str, cells: Sequence[str]) -> str:
         return f"{name:36}" + "".join(f"{cell:>{width}}" for cell in cells)
@@ -183,7 +221,9 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [line("", [one["label"] for one in results])]
     lines.append(line("iteration, ms", [f"{1e3 * one['seconds']:.2f}" for one in results]))
     if len(results) > 1:
-        lines.append(line(f"over {results[0]['label']}", [f"{one['seconds'] / first:.3f}" for one in results]))
+        lines.append(line(f"over {reference['label']}", [f"{one['seconds'] / first:.3f}" for one in results]))
+    if even:
+        lines.append(line("throughput over even routing", [f"{even[0] / one['seconds']:.3f}" for one in results]))
     lines.append(line("10^3 tokens/s", [f"{one['tokens_per_second'] / 1e3:.1f}" for one in results]))
     lines.append("mean of ranks, ms")
     for part in PARTS:
@@ -191,7 +231,7 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
         if any(cells):
             lines.append(line(f"  {part}", [f"{1e3 * cell:.2f}" for cell in cells]))
     lines.append("in progress, hidden or not, ms")
-    for part in ("Trans", "Agg", "Plan"):
+    for part in ("Trans", "Agg", "Plan", "Transfer"):
         cells = [one["in_progress_seconds"].get(part, 0.0) for one in results]
         if any(cells):
             lines.append(line(f"  {part}", [f"{1e3 * cell:.2f}" for cell in cells]))

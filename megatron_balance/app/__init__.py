@@ -4,5 +4,6 @@ launch       pretrain: from a command line to a finished run, on every rank
 facts        what all ranks of a job must share, compared before anything is built
 dry_run      a layout of any size, checked in one process
 memory       the activations that a dry run estimates
+simulation   a job whose iterations are simulated, from a configuration
 integrate    balancing inside Megatron-LM or a custom training loop
 """

@@ -15,9 +15,9 @@ import torch
 
 from megatron_balance.app.dry_run import Stage as Memory
 from megatron_balance.app.dry_run import imagined_run, inspect, model_chunk
-from megatron_balance.build.profiles import microbatch_tokens
+from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
+from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.network import Network
 from megatron_balance.flow.chunks.choice import find_degrees
@@ -27,11 +27,12 @@ from megatron_balance.job.groups import Topology
 from megatron_balance.planning.policies import registered
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.flops import attention_flops, mlp_flops
-from megatron_balance.simulate.engine import Work
+from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
-from megatron_balance.simulate.programs import Stage
+from megatron_balance.simulate.programs import Stage, whole_chunk
+from megatron_balance.simulate.wire import Wire
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.lower import compute_order
 from megatron_balance.training.run import Run
@@ -91,6 +92,7 @@ def simulated_job(
         microbatches=microbatches,
         plans=has_policy,
         exact=config.balance.balance_load == "exact",
+        moves_owners=has_policy and config.balance.balance_ownership == "transfer",
         plan_seconds=plan_seconds,
     )
     return job, memory
@@ -102,11 +104,8 @@ def _check(config: RunConfig) -> None:
         raise ValueError("--num-experts: is missing; only models with experts can be simulated")
     if transformer.expert_model_parallel_size == 1:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
-    if transformer.expert_tensor_parallel_size != 1:
-        size = transformer.expert_tensor_parallel_size
-        raise ValueError(f"--expert-tensor-parallel-size {size}: cannot be simulated yet; give 1")
-    if balance.balance_ownership == "transfer":
-        raise ValueError("--balance-ownership transfer: cannot be simulated yet; leave it out")
+    if transformer.moe_token_dispatcher_type == "allgather":
+        raise ValueError("--moe-token-dispatcher-type allgather: cannot be simulated; give alltoall")
     if ":" in balance.balance_policy:
         raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
 
@@ -125,29 +124,46 @@ class _StageBuilder:
         self.has_policy, self.target, self.transformer = has_policy, target, config.transformer
         self.size = fabric.num_ranks // self.transformer.pipeline_model_parallel_size
         assert run.balancer is not None
-        self.states = run.balancer.layers
+        self.balancer, self.states = run.balancer, run.balancer.layers
+        topology = Topology(fabric.num_ranks, config.comm.moe_comm_node_size or fabric.num_ranks)
+        # Also of stages without MoE layers, which have no cost model
+        self.profile = Profiles(run.config, run.groups, topology).experts
+        layers = [one for chunk in run.model for one in chunk.modules() if isinstance(one, BalancedMoELayer)]
+        self.parallel = layers[0].parallel if layers else None
 
     def build(self) -> SimulatedStage:
-        teams = self.size // self.run.groups.ep.size()
+        size = self.run.groups.tp_ep.size()
+        ranks = [self.number * self.size + first + np.arange(size) for first in range(0, self.size, size)]
+        stage = self._stage(len(ranks))
         if not self.states:
-            raise ValueError(
-                f"--pipeline-model-parallel-size: stage {self.number} has no MoE layers, which cannot be simulated"
-            )
+            return SimulatedStage(stage=stage, ranks=ranks)
         cost = next(iter(self.states.values())).manager.cost
+        return SimulatedStage(
+            stage=stage,
+            ranks=ranks,
+            models=[self._model(cost, ranks_D) for ranks_D in ranks],
+            managers={number: state.manager for number, state in self.states.items()},
+            overlaps={number: state.overlap[:2] for number, state in self.states.items()},
+        )
+
+    def _stage(self, teams: int) -> Stage:
         blocks = [_moe_layers(chunk) for chunk in self.run.model]
         passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
         schedule = compute_order(passes, blocks)
-        if self.has_policy:
-            assert self.run.balancer is not None
-            schedule = self.run.balancer.schedule(self.run.batches.get())
-        others, dense = self._others(cost, blocks)
-        reductions, gather = self._reductions()
+        if self.has_policy and self.states:
+            schedule = self.balancer.schedule(self.run.batches.get())
+        others, dense = self._others(blocks)
+        (reductions, gathers), ddp = self._reductions(), self.config.ddp
         early: dict[int, Work] = {}
-        if self.config.ddp.overlap_grad_reduce:
+        late: dict[int, Work] = {}
+        parts = [*others, *(whole_chunk(chunk) for chunk, numbers in enumerate(blocks) if not numbers)]
+        if ddp.overlap_grad_reduce:
             # Guests' gradients arrive after the backward pass of the next block, so experts are reduced at the end
             overlapped, reductions = (reductions[:1], reductions[1:]) if self.has_policy else (reductions, [])
-            early = _parts(one_after_another(overlapped), others)
-        stage = Stage(
+            early = _parts(one_after_another(overlapped), parts)
+        if ddp.overlap_param_gather:
+            late, gathers = _parts(one_after_another(gathers), parts), []
+        return Stage(
             number=self.number,
             stages=self.transformer.pipeline_model_parallel_size,
             teams=teams,
@@ -160,33 +176,46 @@ class _StageBuilder:
             early=early,
             reduce=one_after_another(reductions),
             step=self._step(),
-            gather=gather,
-        )
-        return SimulatedStage(
-            stage=stage,
-            models=[self._model(cost, team) for team in range(teams)],
-            managers={number: state.manager for number, state in self.states.items()},
-            overlaps={number: state.overlap[:2] for number, state in self.states.items()},
+            gather=one_after_another(gathers),
+            late=late,
         )
 
-    def _model(self, cost: CostModel, team: int) -> LayerModel:
-        comm, profile = self.config.comm, cost.profile
-        name, size = comm.moe_comm_alltoall, self.run.groups.ep.size()
-        names = (name,)
-        if name == "auto":
-            names = (DEFAULT, "2dh", "1dh") if cost.network.has_both_levels else (DEFAULT,)
-        first = self.number * self.size + team * size
+    def _model(self, cost: CostModel, ranks_D: np.ndarray) -> LayerModel:
+        comm = self.config.comm
         return LayerModel(
             cost=cost,
-            models=tuple(ExchangeModel.of(profile, one) for one in names),
+            wire=self._wire(ranks_D),
             degrees=find_degrees(comm.moe_comm_chunks),
             scheduler=find_order(comm.moe_comm_order) or sequential,
-            network=TeamNetwork(self.fabric, first + np.arange(size), cost.network),
             repeats=self.transformer.recompute_granularity == "full",
         )
 
+    def _wire(self, ranks_D: np.ndarray) -> Wire:
+        parallel, groups, transformer = self.parallel, self.run.groups, self.transformer
+        assert parallel is not None
+        shards = groups.expt_tp.size()
+        whole = resized(self.profile, len(ranks_D), self.profile.node_size * shards)
+        wire = whole if parallel.wire is groups.tp_ep else self.profile
+        names = (self.config.comm.moe_comm_alltoall,)
+        if names == ("auto",):
+            names = (DEFAULT, "2dh", "1dh") if Network.of(wire).has_both_levels else (DEFAULT,)
+        shape = layer_shape(self.config, groups)
+        row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
+        return Wire(
+            network=TeamNetwork(self.fabric, ranks_D, Network.of(whole)),
+            profile=whole,
+            models=tuple(ExchangeModel.of(wire, one) for one in names),
+            steps=parallel.steps,
+            shards=shards,
+            copies=parallel.copies,
+            simultaneous=parallel.simultaneous is not None,
+            token_bytes=shape.tokens * row_bytes,
+            topk=transformer.moe_router_topk,
+            row_bytes=row_bytes,
+        )
+
     def _others(
-        self, cost: CostModel, blocks: Sequence[Sequence[int]]
+        self, blocks: Sequence[Sequence[int]]
     ) -> tuple[dict[int, tuple[float, float]], list[tuple[float, float]]]:
         """Return the seconds of the non-MoE part of every block, and of every model chunk."""
         others: dict[int, tuple[float, float]] = {}
@@ -195,40 +224,40 @@ class _StageBuilder:
             parts = [0.0]
             chunk = model_chunk(module)
             for moe in chunk.moe:
-                parts[-1] += self._layer_seconds(cost, moe)
+                parts[-1] += self._layer_seconds(moe)
                 if moe:
                     parts.append(0.0)
             if chunk.head:
-                parts[-1] += self._seconds(cost, 2 * self.transformer.hidden_size * self.run.vocab_size)
+                parts[-1] += self._seconds(2 * self.transformer.hidden_size * self.run.vocab_size)
             names = [numbers[0] - 1, *numbers] if numbers else []
-            others |= {name: self._both(cost, seconds) for name, seconds in zip(names, parts, strict=False)}
-            dense.append(self._both(cost, sum(parts)))
+            others |= {name: self._both(seconds) for name, seconds in zip(names, parts, strict=False)}
+            dense.append(self._both(sum(parts)))
         return others, dense
 
-    def _layer_seconds(self, cost: CostModel, moe: bool) -> float:
+    def _layer_seconds(self, moe: bool) -> float:
         """Return the forward seconds of a layer without its routed experts, with its tensor-parallel collectives."""
         config, length = self.transformer, self.config.model.seq_length
         assert length is not None and config.ffn_hidden_size is not None
         inner = (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size
         flops = attention_flops(config, length) + (mlp_flops(config, inner) if inner else 0.0)
-        seconds = self._seconds(cost, flops) + self.target.layer_seconds
+        seconds = self._seconds(flops) + self.target.layer_seconds
         tensor = config.tensor_model_parallel_size
         if tensor > 1:
             whole = microbatch_tokens(self.config) * config.hidden_size * config.params_dtype.itemsize
-            line = cost.profile.link("all_gather", "intra")
+            line = self.profile.link("all_gather", "intra")
             seconds += (2 if moe else 4) * (line.alpha + line.beta * whole * (tensor - 1) / tensor)
         return seconds
 
-    def _seconds(self, cost: CostModel, flops: float) -> float:
+    def _seconds(self, flops: float) -> float:
         """Return the forward seconds of these operations for each token, at the rate of experts."""
         config = self.transformer
         assert config.moe_ffn_hidden_size is not None
         tokens = microbatch_tokens(self.config) / config.tensor_model_parallel_size
-        return tokens * flops / mlp_flops(config, config.moe_ffn_hidden_size) * cost.profile.forward.seconds_per_token
+        return tokens * flops / mlp_flops(config, config.moe_ffn_hidden_size) * self.profile.forward.seconds_per_token
 
-    def _both(self, cost: CostModel, forward: float) -> tuple[float, float]:
+    def _both(self, forward: float) -> tuple[float, float]:
         """Return forward and backward seconds; full recomputation repeats the forward pass."""
-        line, back = cost.profile.forward, cost.profile.backward
+        line, back = self.profile.forward, self.profile.backward
         backward = forward * back.seconds_per_token / line.seconds_per_token
         return forward, backward + (forward if self.transformer.recompute_granularity == "full" else 0.0)
 
@@ -241,12 +270,12 @@ class _StageBuilder:
         kind = "intra" if self.size < self.fabric.node_size else "inter"
         return self.target.whole.link("p2p", kind).seconds(tokens * config.hidden_size * config.params_dtype.itemsize)
 
-    def _reductions(self) -> tuple[list[Work], Work]:
-        """Return the reductions of dense gradients and of experts', and the all-gather of parameters after the step."""
+    def _reductions(self) -> tuple[list[Work], list[Work]]:
+        """Return the reductions of dense gradients and of experts', and the all-gathers of their parameters."""
         ranks_D, network = self.number * self.size + np.arange(self.size), Network.of(self.target.whole)
         distributed = self.config.ddp.use_distributed_optimizer
         sizes = (("buffers", self.transformer.tensor_model_parallel_size),)
-        sizes += (("expert_parallel_buffers", self.run.groups.ep.size()),)
+        sizes += (("expert_parallel_buffers", self.run.groups.tp_ep.size()),)
         reductions, gathers = [], []
         for attribute, apart in sizes:
             buffers = [buffer for chunk in self.run.model for buffer in getattr(chunk, attribute)]
@@ -256,7 +285,7 @@ class _StageBuilder:
             reductions.append(ring(self.fabric, network, ranks_D, group_D, gradients, 1 if distributed else 2))
             if distributed:
                 gathers.append(ring(self.fabric, network, ranks_D, group_D, parameters, 1))
-        return reductions, one_after_another(gathers)
+        return reductions, gathers
 
     def _step(self) -> float:
         """Return the seconds of the optimizer's step: it reads and writes its state, and reads gradients."""
@@ -269,7 +298,9 @@ class _StageBuilder:
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
-    """Return the reduction in equal parts, one for each block."""
+    """Return a collective in equal parts, one for each block."""
+    if reduction is NOTHING:
+        return {}
     latency, resources, seconds = reduction
     return dict.fromkeys(blocks, Work(latency / len(blocks), resources, seconds / len(blocks)))
 

@@ -111,9 +111,19 @@ def gathers(moves: Sequence[Move], device: torch.device) -> list[Gather]:
     return [STAYS if index_R is None else _ByIndex(index_R) for index_R in _indices(moves, device)]
 
 
-def gather_of(table_3N: torch.Tensor, rows: int, device: torch.device) -> Gather:
-    """Return what moves rows on a device that is no CPU, given the table of `indexed`."""
-    return _ByIndex(indexed(table_3N, rows, device))
+def needs_ends(device: torch.device) -> bool:
+    """Return what `gather_of` needs of each block: whether it is its end, or its size."""
+    return of_rows(device) is not None
+
+
+def gather_of(table_2N: torch.Tensor, rows: int, device: torch.device) -> Gather:
+    """Return what moves rows on a device.
+
+    Args:
+        table_2N: int32 in `staging` memory, about blocks in their new order; some may be empty. Row 0 has how many rows
+            a block comes from behind its place, row 1 the place where it ends or, unless `needs_ends`, its size.
+    """
+    return _ByIndex(_indexed(table_2N.to(device, non_blocking=True), rows))
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
@@ -135,38 +145,33 @@ def _stays(sizes_N: np.ndarray, order_N: np.ndarray) -> bool:
 
 def _indices(moves: Sequence[Move], device: torch.device) -> list[torch.Tensor | None]:
     """Return the index of each move, int32; None for one after which every row is in its place."""
-    table_3N = np.empty((3, sum(len(move.order_N) for move in moves)), dtype=np.int32)
-    used, total, lengths = 0, 0, list[int]()
+    table_2N = np.empty((2, sum(len(move.order_N) for move in moves)), dtype=np.int32)
+    used, total, lengths, ends = 0, 0, list[int](), needs_ends(device)
     for move in moves:
-        blocks, rows = _write(*move, table_3N, used, total)
+        blocks, rows = _write(*move, table_2N, ends, used, total)
         used, total = used + blocks, total + rows
         lengths.append(rows)
     if not used:
         return [None] * len(moves)
-    index_R = indexed(torch.from_numpy(table_3N[:, :used].copy()), total, device)
+    index_R = _indexed(to_device(torch.from_numpy(table_2N[:, :used].copy()), device), total)
     if len(moves) == 1:
         return [index_R]
     return [part if rows else None for part, rows in zip(index_R.split(lengths), lengths, strict=True)]
 
 
-def indexed(table_3N: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
-    """Return [rows] int32 on `device`: for each place, the row that moves there.
-
-    Args:
-        table_3N: int32 in host memory. Row 0 has the place where each block ends, in their new order, row 1 how many
-            rows it comes from behind its place, and row 2 its size.
-    """
-    kernels = of_rows(device)
+def _indexed(table_2N: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return [rows] int32: for each place, the row that moves there, by a table of `gather_of` on the device."""
+    (shift_N, last_N), kernels = table_2N.unbind(), of_rows(table_2N.device)
     if kernels is None:
-        shift_N, sizes_N = to_device(table_3N[1:], device)
-        return block_index(shift_N, sizes_N, rows)
-    ends_N, shift_N = to_device(table_3N[:2], device)
-    return kernels.block_index(ends_N, shift_N, rows)
+        return block_index(shift_N, last_N, rows)
+    return kernels.block_index(last_N, shift_N, rows)
 
 
-@compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
-def _write(sizes_N: np.ndarray, order_N: np.ndarray, table_3N: np.ndarray, at: int, before: int) -> tuple[int, int]:
-    """Write a move's non-empty blocks, in their new order, into a table for `indexed`, from column `at` on.
+@compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], boolean, int64, int64)")
+def _write(
+    sizes_N: np.ndarray, order_N: np.ndarray, table_2N: np.ndarray, ends: bool, at: int, before: int
+) -> tuple[int, int]:
+    """Write a move's non-empty blocks, in their new order, into a table for `gather_of`, from column `at` on.
 
     Args:
         before: number of rows of the moves before this one.
@@ -180,12 +185,12 @@ def _write(sizes_N: np.ndarray, order_N: np.ndarray, table_3N: np.ndarray, at: i
         rows += sizes_N[block]
     end, last, place, stays = before, -1, at, True
     for block in order_N:
-        if sizes_N[block] > 0:
+        size = sizes_N[block]
+        if size > 0:
             stays &= block > last
-            table_3N[1, place] = start_N[block] - end
-            table_3N[2, place] = sizes_N[block]
-            end += sizes_N[block]
-            table_3N[0, place] = end
+            end += size
+            table_2N[0, place] = start_N[block] + size - end
+            table_2N[1, place] = end if ends else size
             last = block
             place += 1
     return (0, 0) if stays else (place - at, rows)

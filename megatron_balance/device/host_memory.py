@@ -4,7 +4,7 @@ Memory that is not pinned makes the host wait until a copy is done.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,14 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return uninitialized host memory, which `device` can read while the host goes on.
+
+    It is not used again before the copies from it are done.
+    """
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 class _Copy:

@@ -6,12 +6,14 @@ reroute.py             the router's choice of logical experts -> physical expert
 dispatcher.py          dispatch, experts and combine: over our all-to-alls, or over megatron-core's dispatchers
 device_dispatcher.py   the same by HybridEP, for which the host waits for nothing
 device_plan.py         one source's part of a dispatch plan, on the device
+cut.py                 what a dispatch plan means for the rows of one rank, in one loop
 rows.py                a row for every expert that a token chose, and the sums of each token's rows
 chunks/                rows to their experts and back in chunks, so that exchange and computation overlap
 
 experts.py             the experts of one rank: two projections with an activation between them
 slot_weights.py        weights of one linear layer: parameters in home slots, copies in guest slots
 grouped_gemm.py        one matrix product for the rows of all slots
+engine_gemm.py         the same by Transformer Engine (`--moe-expert-gemm te`)
 slot_linear.py         one linear layer in all slots, as autograd sees it
 swiglu.py              SwiGLU and the projection after it, for a CPU
 weight_gradients.py    gradients of the weights, apart from those of the rows

@@ -1,6 +1,7 @@
 """What a plan means for the rows of one rank, found in one loop, because a device waits for it.
 
-It is the same as `sending` (flow/rows.py) and sums over slots find, for one chunk of rows that no other rank has.
+It is the same as a plan's numbers, `sending` (flow/rows.py) and sums over slots find, for one chunk of rows that no
+other rank has.
 """
 
 from typing import NamedTuple
@@ -8,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_balance.comm.blocks import STAYS, Gather, gather_of
+from megatron_balance.comm.blocks import STAYS, Gather, gather_of, needs_ends
 from megatron_balance.device.compiled import compiled
-from megatron_balance.placement.placement import Placement
+from megatron_balance.device.host_memory import staging
+from megatron_balance.flow.plan import DispatchPlan, sent_to_hosts
 
 
 class Cut(NamedTuple):
-    """How the rows of a rank are sent."""
+    """How the rows of a rank are sent, and what it receives."""
 
     rows: int
     """Number of rows."""
@@ -22,23 +24,32 @@ class Cut(NamedTuple):
     splits_DH: np.ndarray
     """Rows from each source to each host, int64."""
 
+    received_DS: np.ndarray
+    """Rows from each source for each slot of this host, int64."""
+
     there: Gather
     """Moves rows from the order by expert to the one in which they are sent."""
 
 
-def cut(placement: Placement, tokens_DP: torch.Tensor, source: int, device: torch.device) -> Cut:
-    """Return how the rows of `source` are sent.
+def cut(plan: DispatchPlan, rank: int, device: torch.device) -> Cut:
+    """Return how the rows of `rank` are sent, and what it receives; each host is one source.
 
     Args:
-        tokens_DP: a plan's, int64 in host memory: rows from each source to each physical expert.
         device: where the rows are.
     """
-    tables = placement.tables
-    splits_DH = np.empty((len(tokens_DP), placement.num_ranks), np.int64)
-    table = np.empty(0 if tables.in_place else 3 * len(tables.physical_N), np.int32)
-    rows, used = _cut(tokens_DP.numpy(), source, tables.physical_N, tables.by_physical_N, splits_DH, table)
-    there = gather_of(torch.from_numpy(table[: 3 * used].reshape(3, used)), rows, device) if used else STAYS
-    return Cut(rows, splits_DH, there)
+    tables = plan.placement.tables
+    moves = not tables.in_place
+    table_2N = staging((2, len(tables.physical_N) if moves else 0), torch.int32, device)
+    rows, stays, splits_DH, received_DS = _cut(
+        plan.counts_DE.numpy(),
+        *tables.hosting,
+        *plan.rules,
+        tables.by_physical_N,
+        rank,
+        table_2N.numpy(),
+        moves and needs_ends(device),
+    )
+    return Cut(rows, splits_DH, received_DS, STAYS if stays else gather_of(table_2N, rows, device))
 
 
 def prepare_cuts() -> None:
@@ -46,45 +57,85 @@ def prepare_cuts() -> None:
     _cut.prepare()
 
 
-@compiled("UniTuple(int64, 2)(int64[:, ::1], int64, int64[::1], int64[::1], int64[:, ::1], int32[::1])")
+@compiled(
+    "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
+    "int64[::1], int64, int64, boolean, int64[::1], int64, int32[:, ::1], boolean)"
+)
 def _cut(
-    tokens_DP: np.ndarray,
-    source: int,
+    counts_DE: np.ndarray,
+    first_E: np.ndarray,
     physical_N: np.ndarray,
+    share_N: np.ndarray,
+    primary_E: np.ndarray,
+    slots: int,
+    node_size: int,
+    local_first: bool,
     by_physical_N: np.ndarray,
-    splits_DH: np.ndarray,
-    table: np.ndarray,
-) -> tuple[int, int]:
-    """Fill `splits_DH`, and the beginning of `table` with what `blocks.indexed` takes, one row after another.
+    own: int,
+    table_2N: np.ndarray,
+    ends: bool,
+) -> tuple[int, bool, np.ndarray, np.ndarray]:
+    """Return the numbers of a `Cut`, and whether every row is in its place; fill the table for `gather_of` with `ends`.
 
-    Returns:
-        the number of rows of `source`, and the length of a row of the table; 0 if every row is in its place.
+    If the table is empty, every row is in its place.
     """
-    sources, hosts = splits_DH.shape
-    slots = tokens_DP.shape[1] // hosts
-    for row in range(sources):
-        for host in range(hosts):
-            number = 0
-            for slot in range(slots):
-                number += tokens_DP[row, host * slots + slot]
-            splits_DH[row, host] = number
-    rows, used = splits_DH[source].sum(), 0
-    if not len(table):
-        return rows, 0
-    start_N, at = np.empty_like(physical_N), 0
-    for n in range(len(physical_N)):
-        size, start_N[n] = tokens_DP[source, physical_N[n]], at
-        at += size
-        used += size > 0
-    end, last, place, stays = 0, -1, 0, True
+    ranks, experts = counts_DE.shape
+    sent_MD = sent_to_hosts(counts_DE, first_E, physical_N, share_N, primary_E, slots, node_size, local_first)
+    splits_DH, received_DS = np.empty((ranks, ranks), np.int64), np.zeros((ranks, slots), np.int64)
+    # The experts with one host, by host, and what this rank sends
+    alone_N, sizes_N, m = np.full(len(physical_N), -1), np.empty_like(physical_N), 0
+    for expert in range(experts):
+        begin, end = first_E[expert], first_E[expert + 1]
+        if end - begin == 1:
+            alone_N[begin], sizes_N[begin] = expert, counts_DE[own, expert]
+            continue
+        for n in range(begin, end):
+            sizes_N[n] = sent_MD[m, own]
+            m += 1
+    experts_W, first_H, wholes, host = np.empty(experts, np.int64), np.empty(ranks + 1, np.int64), 0, 0
     for n in by_physical_N:
-        size = tokens_DP[source, physical_N[n]]
+        while host <= physical_N[n] // slots:
+            first_H[host] = wholes
+            host += 1
+        if alone_N[n] >= 0:
+            experts_W[wholes] = alone_N[n]
+            wholes += 1
+            if host - 1 == own:
+                received_DS[:, physical_N[n] % slots] = counts_DE[:, alone_N[n]]
+    first_H[host:] = wholes
+    for rank in range(ranks):
+        for host in range(ranks):
+            number = 0
+            for expert in experts_W[first_H[host] : first_H[host + 1]]:
+                number += counts_DE[rank, expert]
+            splits_DH[rank, host] = number
+    m = 0
+    for n in range(len(physical_N)):
+        if alone_N[n] < 0:
+            host = physical_N[n] // slots
+            for rank in range(ranks):
+                splits_DH[rank, host] += sent_MD[m, rank]
+            if host == own:
+                received_DS[:, physical_N[n] % slots] = sent_MD[m]
+            m += 1
+    stays = table_2N.shape[1] == 0 or _write_blocks(sizes_N, by_physical_N, table_2N, ends)
+    return splits_DH[own].sum(), stays, splits_DH, received_DS
+
+
+@compiled(None)
+def _write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, table_2N: np.ndarray, ends: bool) -> bool:
+    """Fill the table for `gather_of`; return whether every row is in its place."""
+    start_N, at = np.empty_like(sizes_N), 0
+    for n in range(len(sizes_N)):
+        start_N[n] = at
+        at += sizes_N[n]
+    end, last, stays = 0, -1, True
+    for place, n in enumerate(order_N):
+        size = sizes_N[n]
+        table_2N[0, place] = start_N[n] - end
+        end += size
+        table_2N[1, place] = end if ends else size
         if size > 0:
             stays &= n > last
-            table[used + place] = start_N[n] - end
-            table[2 * used + place] = size
-            end += size
-            table[place] = end
             last = n
-            place += 1
-    return rows, 0 if stays else used
+    return stays

@@ -4,7 +4,9 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -18,7 +20,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.comm.blocks import STAYS, gathers
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
-from megatron_balance.flow.chunks.pipeline import Begin, ChunkedDispatch, RowShare, mixture, sums_by_host
+from megatron_balance.flow.chunks.pipeline import (
+    Begin,
+    ChunkedDispatch,
+    Departure,
+    RowShare,
+    depart,
+    mixture,
+    sums_by_host,
+)
 from megatron_balance.flow.chunks.sorting import weights_to_hosts
 from megatron_balance.flow.cut import cut, prepare_cuts
 from megatron_balance.flow.experts import GroupedExperts
@@ -85,26 +95,27 @@ class AllToAllDispatcher(Dispatcher):
     def prepare(self, tokens_TH: torch.Tensor, chosen: Choices, placement: Placement | None) -> Decide:
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from.
 
-        If no part will move, copy the rows as well.
+        If no part will move, copy the rows as well. When the plan is there, the first exchange of rows starts at once.
         """
-        map_TE, order, ahead = chosen.map_TE, None, list[torch.Tensor]()
+        map_TE, order, ahead = chosen.map_TE, None, None
         with record_function("dispatch"):
             if self.rows_per_token is not None:
                 order = row_order(map_TE, len(map_TE) * self.rows_per_token)
                 if placement is not None and self.chunks is None and self._in_place(placement):
                     with torch.no_grad():
-                        ahead.append(gather_rows(tokens_TH, order))
+                        ahead = gather_rows(tokens_TH, order)
 
         def ordered(planned: int) -> RowOrder:
-            if order is not None and planned == len(order):
-                return order
-            ahead.clear()
-            return row_order(map_TE, planned)
+            return order if order is not None and planned == len(order) else row_order(map_TE, planned)
 
+        @torch.no_grad()
         def decide(plan: DispatchPlan) -> Handle:
+            nonlocal ahead
             with record_function("dispatch"):
-                order, chunked = self._decide(plan, ordered, map_TE.device)
-                return _InChunks(order, chunked, ahead)
+                sent, chunked = self._decide(plan, ordered, map_TE.device)
+                rows_RH = ahead if ahead is not None and sent is order else gather_rows(tokens_TH, sent)
+                ahead = None
+                return _InChunks(sent, chunked, [depart(rows_RH, chunked)])
 
         return decide
 
@@ -116,43 +127,50 @@ class AllToAllDispatcher(Dispatcher):
         self, plan: DispatchPlan, ordered: Callable[[int], RowOrder], device: torch.device
     ) -> tuple[RowOrder, ChunkedDispatch]:
         """Return the order of the rows that are sent, and where they go, given the order of some number of rows."""
+        chunking, ranks = UNSPLIT if self.chunks is None else self.chunks(plan), plan.placement.num_ranks
+        one_by_one = len(plan.counts_DE) == ranks and not self.parallel.splits_rows
+        if device.type == "cpu" or chunking.chunks > 1 or not one_by_one:
+            return self._decide_by_matrix(plan, chunking, ordered, device)
+        found = cut(plan, self.parallel.source, device)
+        chunked = self._chunked(chunking, found.received_DS[None], found.splits_DH[None], device)
+        return ordered(found.rows).moved(found.there), chunked
+
+    def _decide_by_matrix(
+        self, plan: DispatchPlan, chunking: Chunking, ordered: Callable[[int], RowOrder], device: torch.device
+    ) -> tuple[RowOrder, ChunkedDispatch]:
+        """Do the same for any number of chunks and of sources."""
         parallel, hosts = self.parallel, plan.placement.num_ranks
-        chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
-        source, at_once = parallel.source, chunking.chunks == 1
-        tokens_CDP = plan.tokens_DP.numpy()[None] if at_once else chunking.split(plan).numpy()
-        there, back, to_hosts, to_chunks, splits_CDH = STAYS, None, STAYS, STAYS, None
-        if device.type != "cpu" and at_once and not parallel.splits_rows:
-            planned, splits_DH, there = cut(plan.placement, plan.tokens_DP, source, device)
-            splits_CDH = splits_DH[None]
-        else:
-            planned = int(tokens_CDP[:, parallel.members].sum())
-        if not at_once:
+        tokens_CDP = chunking.split(plan).numpy()
+        there, back, moved = STAYS, None, dict[str, Any]()
+        if chunking.chunks > 1:
             moves = [
                 sending(plan.placement, tokens_CDP[:, parallel.members]),
-                weights_to_hosts(tokens_CDP[:, source].reshape(len(tokens_CDP), hosts, -1)),
+                weights_to_hosts(tokens_CDP[:, parallel.source].reshape(len(tokens_CDP), hosts, -1)),
             ]
             there, back, to_hosts, to_chunks = gathers([one for move in moves for one in (move, move.back)], device)
-        elif splits_CDH is None and not self._in_place(plan.placement):
+            moved = {"weights_to_hosts": to_hosts, "weights_to_chunks": to_chunks}
+        elif not self._in_place(plan.placement):
             (there,) = gathers([sending(plan.placement, tokens_CDP[:, parallel.members])], device)
-        share = None
         if parallel.splits_rows:
             sizes_CM = torch.from_numpy(tokens_CDP[:, parallel.members].sum(2))
-            share = RowShare(parallel.groups.tp, sizes_CM, parallel.simultaneous)
-        chunked = ChunkedDispatch(
-            source=source,
-            host=parallel.groups.ep.rank(),
-            hosts=hosts,
+            moved["share"] = RowShare(parallel.groups.tp, sizes_CM, parallel.simultaneous)
+        received_CDS = tokens_CDP.reshape(*tokens_CDP.shape[:2], hosts, -1)[:, :, parallel.groups.ep.rank()]
+        chunked = self._chunked(chunking, received_CDS, sums_by_host(tokens_CDP, hosts), device, **moved)
+        return ordered(int(tokens_CDP[:, parallel.members].sum())).moved(there, back), chunked
+
+    def _chunked(
+        self, chunking: Chunking, received_CDS: np.ndarray, splits_CDH: np.ndarray, device: torch.device, **more: Any
+    ) -> ChunkedDispatch:
+        return ChunkedDispatch(
+            source=self.parallel.source,
             exchange=self.exchange,
             sharding=self.sharding,
-            tokens_CDP=tokens_CDP,
-            splits_CDH=sums_by_host(tokens_CDP, hosts) if splits_CDH is None else splits_CDH,
+            received_CDS=received_CDS,
+            splits_CDH=splits_CDH,
             chunking=chunking,
-            weights_to_hosts=to_hosts,
-            weights_to_chunks=to_chunks,
             device=device,
-            share=share,
+            **more,
         )
-        return ordered(planned).moved(there, back), chunked
 
 
 @dataclass(eq=False)
@@ -161,12 +179,18 @@ class _InChunks(Handle):
 
     order: RowOrder
     chunked: ChunkedDispatch
-    ahead: list[torch.Tensor]
-    """The rows, if they were made before the plan; a pass that repeats this one makes them again."""
+    departed: list[Departure]
+    """The rows of the first pass, which have left; a pass that repeats it sends them again."""
 
     def mixture(self, tokens_TH: torch.Tensor, chosen: Choices, experts: GroupedExperts, begin: Begin) -> torch.Tensor:
         return mixture(
-            tokens_TH, chosen.probs_TE, self.order, self.chunked, experts=experts, begin=begin, ahead=self.ahead
+            tokens_TH,
+            chosen.probs_TE,
+            self.order,
+            self.chunked,
+            experts=experts,
+            begin=begin,
+            departed=self.departed,
         )
 
 

@@ -30,12 +30,36 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Tokens from every source to every physical expert, for one layer and one forward pass."""
+    """Tokens from every source to every physical expert, for one layer and one forward pass.
+
+    The arguments are those of `make_dispatch_plan`.
+    """
 
     placement: Placement
+    counts_DE: torch.Tensor
+    split: Split = "local_first"
+    node_size: int | None = None
 
-    tokens_DP: torch.Tensor
-    """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
+    @functools.cached_property
+    def tokens_DP(self) -> torch.Tensor:
+        """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
+        placement, counts_DE = self.placement, self.counts_DE
+        if len(counts_DE) > placement.num_ranks:
+            return _among_sources(self._of_hosts(), counts_DE)
+        if placement.tables.in_place:
+            return counts_DE
+        tables, rules = placement.tables, self.rules
+        return torch.from_numpy(_planned(np.ascontiguousarray(counts_DE.numpy()), *tables.hosting, *rules))
+
+    @property
+    def rules(self) -> tuple[int, int, bool]:
+        """Slots of a host, hosts of a node, and whether the split is `local_first`: arguments of compiled loops."""
+        ranks = self.placement.num_ranks
+        return self.placement.slots_per_rank, self.node_size or ranks, self.split == "local_first"
+
+    def _of_hosts(self) -> "DispatchPlan":
+        counts_HE = by_host(self.counts_DE, self.placement.num_ranks)
+        return DispatchPlan(self.placement, counts_HE, self.split, self.node_size)
 
     @functools.cached_property
     def splits_DH(self) -> torch.Tensor:
@@ -71,23 +95,7 @@ def make_dispatch_plan(
     assert counts_DE.ndim == 2, counts_DE.shape
     sources, experts = counts_DE.shape
     assert experts == placement.num_experts and sources % placement.num_ranks == 0 and split in SPLITS
-    if sources > placement.num_ranks:
-        plan = make_dispatch_plan(by_host(counts_DE, placement.num_ranks), placement, split, node_size)
-        return DispatchPlan(placement, _among_sources(plan, counts_DE))
-    tables = placement.tables
-    if tables.in_place:
-        return DispatchPlan(placement, counts_DE)
-    tokens_DP = _planned(
-        np.ascontiguousarray(counts_DE.numpy()),
-        tables.first_E,
-        tables.physical_N,
-        tables.share_N,
-        tables.primary_E,
-        placement.slots_per_rank,
-        node_size or placement.num_ranks,
-        split == "local_first",
-    )
-    return DispatchPlan(placement, torch.from_numpy(tokens_DP))
+    return DispatchPlan(placement, counts_DE, split, node_size)
 
 
 def prepare_plans() -> None:
@@ -106,116 +114,152 @@ def _planned(
     node_size: int,
     local_first: bool,
 ) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`; the arguments are the load, `Tables` of the placement, and rules."""
-    computed_N = _computed(counts_DE, first_E, physical_N, share_N, primary_E, slots, local_first)
-    return _sent(counts_DE, first_E, physical_N, computed_N, slots, node_size)
+    """Return `DispatchPlan.tokens_DP`; the arguments are the load, `Tables.hosting` of the placement, and rules."""
+    ranks, experts = counts_DE.shape
+    sent_MD = sent_to_hosts(counts_DE, first_E, physical_N, share_N, primary_E, slots, node_size, local_first)
+    tokens_DP, m = np.zeros((ranks, ranks * slots), dtype=np.int64), 0
+    for expert in range(experts):
+        begin, end = first_E[expert], first_E[expert + 1]
+        if end - begin == 1:
+            tokens_DP[:, physical_N[begin]] = counts_DE[:, expert]
+            continue
+        for n in range(begin, end):
+            tokens_DP[:, physical_N[n]] = sent_MD[m]
+            m += 1
+    return tokens_DP
 
 
 @compiled(None)
-def _computed(
+def sent_to_hosts(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
     physical_N: np.ndarray,
     share_N: np.ndarray,
     primary_E: np.ndarray,
     slots: int,
+    node_size: int,
     local_first: bool,
 ) -> np.ndarray:
-    """Return how many tokens each of `physical_N` computes, if its expert has several hosts, and 0 otherwise.
+    """Return [M, D]: tokens that each source sends to each of `physical_N` whose expert has several hosts.
 
-    The arguments are `Tables` of the placement. `proportional` rounds up where the remainders are largest, the first
-    ones among equals.
-    """
-    computed_N, left_N = np.zeros_like(physical_N), np.zeros_like(physical_N)
-    for expert in range(len(primary_E)):
-        total, shares, hosts = 0, 0, range(first_E[expert], first_E[expert + 1])
-        if len(hosts) == 1:
-            continue
-        for rank in range(len(counts_DE)):
-            total += counts_DE[rank, expert]
-        assert total <= MOST_TOKENS, "a product of two counts fits an int64"
-        for n in hosts:
-            shares += share_N[n]
-        missing = total
-        for n in hosts:
-            if not local_first:
-                product = total * share_N[n]
-                computed_N[n], left_N[n] = product // max(shares, 1), product % max(shares, 1)
-            elif share_N[n]:
-                computed_N[n] = counts_DE[physical_N[n] // slots, expert]
-            missing -= computed_N[n]
-        if local_first:
-            for n in hosts:
-                if physical_N[n] // slots == primary_E[expert]:
-                    computed_N[n] += missing
-        else:
-            for _ in range(missing):
-                most = first_E[expert]
-                for n in hosts:
-                    if left_N[n] > left_N[most]:
-                        most = n
-                computed_N[most] += 1
-                left_N[most] = -1
-    return computed_N
-
-
-@compiled(None)
-def _sent(
-    counts_DE: np.ndarray,
-    first_E: np.ndarray,
-    physical_N: np.ndarray,
-    computed_N: np.ndarray,
-    slots: int,
-    node_size: int,
-) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`, where each physical expert in `physical_N` computes `computed_N`.
-
-    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive; see
-    `splits.within_nodes`.
+    The arguments are those of `_planned`. Of the tokens that stay on a node, its ranks have parts in proportion to what
+    they send or receive; see `splits.within_nodes`.
     """
     ranks, experts = counts_DE.shape
-    tokens_DP = np.zeros((ranks, ranks * slots), dtype=np.int64)
-    first_physical_E = physical_N[first_E[:-1]]
-    for rank in range(ranks):
-        for expert in range(experts):
-            tokens_DP[rank, first_physical_E[expert]] = counts_DE[rank, expert]
-    out_D, in_N = np.zeros(ranks, np.int64), computed_N.copy()
+    several = 0
     for expert in range(experts):
-        hosts = range(first_E[expert], first_E[expert + 1])
-        if len(hosts) == 1:
+        hosts = first_E[expert + 1] - first_E[expert]
+        several += hosts if hosts > 1 else 0
+    sent_MD = np.zeros((several, ranks), np.int64)
+    out_D, in_N = np.empty(ranks, np.int64), np.zeros_like(physical_N)
+    left_N, before = np.empty_like(physical_N), 0
+    for expert in range(experts):
+        begin, end = first_E[expert], first_E[expert + 1]
+        if end - begin == 1:
             continue
-        tokens_DP[:, physical_N[first_E[expert]]] = 0
-        out_D[:] = counts_DE[:, expert]
+        total = 0
+        for rank in range(ranks):
+            out_D[rank] = counts_DE[rank, expert]
+            total += out_D[rank]
+        hosts = range(begin, end)
+        _share(total, out_D, begin, end, physical_N, share_N, primary_E[expert], slots, local_first, in_N, left_N)
+        # From the number of an expert's host to its row
+        m = before - begin
+        before += end - begin
         for n in hosts:
             rank = physical_N[n] // slots
             local = min(out_D[rank], in_N[n])
-            tokens_DP[rank, physical_N[n]] = local
+            sent_MD[m + n, rank] = local
             out_D[rank] -= local
             in_N[n] -= local
-        # Sources and receivers, in their order, lie along one line of tokens: those of each node, then all
         for size in (node_size, ranks):
             for node in range((ranks + size - 1) // size):
-                sent = out_D[node * size : (node + 1) * size].sum()
-                received = 0
-                for n in hosts:
-                    received += in_N[n] if physical_N[n] // slots // size == node else 0
-                part, at, received_until = min(sent, received), 0, 0
-                rank, sent_until, rank_end = node * size - 1, 0, 0
-                for n in hosts:
-                    if part == 0 or physical_N[n] // slots // size != node:
-                        continue
-                    received_until += in_N[n]
-                    while at < received_until * part // received:
-                        while rank_end == at:
-                            rank += 1
-                            sent_until += out_D[rank]
-                            rank_end = sent_until * part // sent
-                        step = min(rank_end, received_until * part // received) - at
-                        tokens_DP[rank, physical_N[n]] += step
-                        out_D[rank] -= step
-                        in_N[n] -= step
-                        at += step
-    return tokens_DP
+                _send_within(node, size, begin, end, physical_N, slots, out_D, in_N, sent_MD[m + begin : m + end])
+    return sent_MD
+
+
+@compiled(None)
+def _send_within(
+    node: int,
+    size: int,
+    begin: int,
+    end: int,
+    physical_N: np.ndarray,
+    slots: int,
+    out_D: np.ndarray,
+    in_N: np.ndarray,
+    sent_KD: np.ndarray,
+) -> None:
+    """Let ranks of a node of this size send each other what they can; take it from what they have, and still need.
+
+    Sources and receivers, in their order, lie along one line of tokens.
+    """
+    received = 0
+    for n in range(begin, end):
+        received += in_N[n] if physical_N[n] // slots // size == node else 0
+    if received == 0:
+        return
+    sent = out_D[node * size : (node + 1) * size].sum()
+    part, at, received_until = min(sent, received), 0, 0
+    rank, sent_until, rank_end = node * size - 1, 0, 0
+    for n in range(begin, end):
+        if part == 0 or physical_N[n] // slots // size != node:
+            continue
+        received_until += in_N[n]
+        while at < received_until * part // received:
+            while rank_end == at:
+                rank += 1
+                sent_until += out_D[rank]
+                rank_end = sent_until * part // sent
+            step = min(rank_end, received_until * part // received) - at
+            sent_KD[n - begin, rank] += step
+            out_D[rank] -= step
+            in_N[n] -= step
+            at += step
+
+
+@compiled(None)
+def _share(
+    total: int,
+    counts_D: np.ndarray,
+    begin: int,
+    end: int,
+    physical_N: np.ndarray,
+    share_N: np.ndarray,
+    primary: int,
+    slots: int,
+    local_first: bool,
+    computed_N: np.ndarray,
+    left_N: np.ndarray,
+) -> None:
+    """Set how many of an expert's tokens each of its hosts, in `physical_N[begin:end]`, computes.
+
+    `proportional` rounds up where the remainders are largest, the first ones among equals; they are left in `left_N`.
+    """
+    assert total <= MOST_TOKENS, "a product of two counts fits an int64"
+    shares, missing, hosts = 0, total, range(begin, end)
+    for n in hosts:
+        shares += share_N[n]
+    for n in hosts:
+        computed_N[n] = 0
+        if not local_first:
+            product = total * share_N[n]
+            computed_N[n], left_N[n] = product // max(shares, 1), product % max(shares, 1)
+        elif share_N[n]:
+            computed_N[n] = counts_D[physical_N[n] // slots]
+        missing -= computed_N[n]
+    if local_first:
+        for n in hosts:
+            if physical_N[n] // slots == primary:
+                computed_N[n] += missing
+        return
+    for _ in range(missing):
+        most = begin
+        for n in hosts:
+            if left_N[n] > left_N[most]:
+                most = n
+        computed_N[most] += 1
+        left_N[most] = -1
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:

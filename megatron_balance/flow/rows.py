@@ -35,7 +35,8 @@ class _Rest(NamedTuple):
 class RowOrder:
     """The token of each row, and the rows of each token: all int32, on the routing's device.
 
-    Only `token_R` is there at once, because rows leave as soon as they are copied. `complete` queues the rest.
+    Only `token_R` is there at once, because rows leave as soon as they are copied; it may be int64, so that nothing is
+    converted before. `complete` queues the rest.
     """
 
     def __init__(self, token_R: torch.Tensor, rest: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
@@ -96,16 +97,17 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
     if kernels is not None:
         token_R, place_R, by_token_R, first_T = kernels.row_order(routing_TE, rows)
         return RowOrder(token_R, lambda: (place_R, by_token_R, first_T))
-    expert_R, token_R = routing_TE.T.nonzero_static(size=rows, fill_value=0).to(torch.int32).unbind(1)
+    found_R2 = routing_TE.T.nonzero_static(size=rows, fill_value=0)
 
     def rest() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # A radix sort of 32 bits has half the passes of a sort of 64
+        expert_R, token_R = found_R2.to(torch.int32).unbind(1)
         tokens_R, by_token_R = token_R.sort(stable=True)
         tokens_T = torch.arange(len(routing_TE), dtype=torch.int32, device=routing_TE.device)
         first_T = torch.searchsorted(tokens_R, tokens_T, out_int32=True)
         return token_R * routing_TE.shape[1] + expert_R, by_token_R.to(torch.int32), first_T
 
-    return RowOrder(token_R, rest)
+    return RowOrder(found_R2[:, 1], rest)
 
 
 def sending(placement: Placement, tokens_CMP: np.ndarray) -> Move:

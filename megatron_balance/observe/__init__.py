@@ -1,12 +1,12 @@
 """Loads, balance and traces of a run, for people to look at.
 
-balance         LayerReport: measures of balance, for the log line and TensorBoard
-load            tokens per expert, counted at the routers
-calibration_log file of the factors that plans contain (--balance-calibrate)
-load_log        files of load matrices and placements (--balance-log-dir)
-routing_trace   files of every token's experts (--moe-routing-trace-path)
-trace           files for Perfetto with the activities of each stream (--balance-timeline)
-scalars         TensorBoard event files
-profiling       spans for torch's profiler
-optional        writing of all these files: a failure is a warning and never stops training
+balance           LayerReport: measures of balance, for the log line and TensorBoard
+load              tokens per expert, counted at the routers
+calibration_log   file of the factors that plans contain (--balance-calibrate)
+load_log          files of load matrices and placements (--balance-log-dir)
+routing_trace     files of every token's experts (--moe-routing-trace-path)
+trace             files for Perfetto with the activities of each stream (--balance-timeline)
+scalars           TensorBoard event files
+profiling         spans for torch's profiler
+optional          writing of all these files: a failure is a warning and never stops training
 """

@@ -80,6 +80,11 @@ class Tables:
         return np.asarray(self.primary)
 
     @cached_property
+    def hosting(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """`first_E`, `physical_N`, `share_N` and `primary_E`: arguments of compiled loops."""
+        return self.first_E, self.physical_N, self.share_N, self.primary_E
+
+    @cached_property
     def in_place(self) -> bool:
         """Whether logical and physical experts are the same."""
         return len(self.physical_N) == len(self.expert_P) and bool((np.diff(self.expert_P) == 1).all())

@@ -1,6 +1,7 @@
 """A job whose iterations are simulated: its stages and teams, and how their placements follow from loads."""
 
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,9 +13,10 @@ import numpy as np
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.ownership import Move, moves
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
 from megatron_balance.simulate.layers import LayerModel
-from megatron_balance.simulate.network import Fabric
+from megatron_balance.simulate.network import Fabric, at_once
 from megatron_balance.simulate.programs import LayerWork, Stage, program
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import Action, Operation
@@ -29,7 +31,7 @@ class LoadSource(Protocol):
     """Where loads come from."""
 
     def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """Return [B, D, E] int64: the load of each microbatch of a team."""
+        """Return [B, D, E] int64: the load of each microbatch of a team, with a row for each host of its experts."""
         ...
 
 
@@ -38,11 +40,13 @@ class SimulatedStage:
     """A pipeline stage of a simulated job."""
 
     stage: Stage
-    models: Sequence[LayerModel]
-    """What the MoE layers of each team have in common."""
-    managers: Mapping[int, Manager]
+    ranks: Sequence[np.ndarray]
+    """Ranks in the job of each team, ascending."""
+    models: Sequence[LayerModel] = ()
+    """What the MoE layers of each team have in common; nothing if the stage has no MoE layers."""
+    managers: Mapping[int, Manager] = field(default_factory=dict)
     """A manager for each MoE layer, before the first iteration; its policy does nothing in a run without one."""
-    overlaps: Mapping[int, tuple[float, float]]
+    overlaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Seconds of the computation that hides a layer's Trans and Agg, as in `both_parts`."""
 
 
@@ -57,6 +61,8 @@ class SimulatedJob:
     """Whether there is a policy."""
     exact: bool = False
     """Whether plans are for the load of the iteration in progress, and known before its rows are sent."""
+    moves_owners: bool = False
+    """Whether experts may change owners; all teams of a stage then have one placement, for their mean load."""
     plan_seconds: float | None = None
     """Seconds of a plan; None: those of this machine."""
 
@@ -84,7 +90,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         for stage in self.job.stages:
-            for team in range(stage.stage.teams):
+            for team in range(1 if self.job.moves_owners else stage.stage.teams):
                 for number, manager in stage.managers.items():
                     self._managers[stage.stage.number, team, number] = copy.copy(manager)
 
@@ -104,13 +110,13 @@ class Simulation:
         programs, teams_ranks, ends = [], [], []
         for stage in self.job.stages:
             self.progress(f"iteration {number}: plans of stage {stage.stage.number}")
-            for team, model in enumerate(stage.models):
-                layers = {}
-                for index, layer in enumerate(stage.managers):
-                    key = stage.stage.number, team, layer
-                    layers[layer], end = self._layer(key, model, stage.overlaps[layer], number, index)
-                    ends.append(end)
-                ranks_D = model.network.ranks_D
+            works: list[dict[int, LayerWork]] = [{} for _ in stage.ranks]
+            for index, layer in enumerate(stage.managers):
+                found, end = self._layer(stage, layer, number, index)
+                ends += end
+                for team, work in enumerate(found):
+                    works[team][layer] = work
+            for team, (ranks_D, layers) in enumerate(zip(stage.ranks, works, strict=True)):
                 programs.append((len(ranks_D), program(stage.stage, layers, team, len(ranks_D))))
                 teams_ranks.append(ranks_D)
         self.progress(f"iteration {number}: {len(programs)} teams")
@@ -122,30 +128,62 @@ class Simulation:
         return Result(seconds, recorder, engine.busy_seconds)
 
     def _layer(
-        self, key: Key, model: LayerModel, overlap: tuple[float, float], number: int, index: int
-    ) -> tuple[LayerWork, Callable[[], object]]:
-        """Return a layer's work in an iteration, and a function that ends the iteration and adopts the next plan."""
+        self, stage: SimulatedStage, layer: int, number: int, index: int
+    ) -> tuple[list[LayerWork], list[Callable[[], object]]]:
+        """Return a layer's work of each team, and functions that end the iteration and adopt the next plans."""
+        job, works, ends = self.job, [], []
+        loads = [
+            model.wire.repeated(self.loads.draw(number, layer, team, job.microbatches))
+            for team, model in enumerate(stage.models)
+        ]
+        keys = [(stage.stage.number, team, layer) for team in range(len(loads))]
+        if job.moves_owners:
+            total_BDE, teams = np.sum(loads, axis=0), len(loads)
+            keys, decided = keys[:1] * teams, [self._decided(keys[0], (total_BDE + teams // 2) // teams)] * teams
+            ends.append(decided[0].end)
+            transfer = self._transfer(stage, keys[0], decided[0].moves)
+        else:
+            decided, transfer = [self._decided(*one) for one in zip(keys, loads, strict=True)], NOTHING
+            ends += [one.end for one in decided]
+        for key, one, model, counts_BDE in zip(keys, decided, stage.models, loads, strict=True):
+            parts = functools.partial(_part, self._managers[key], stage.overlaps[layer], one.transfers)
+            planner = index % len(model.network.ranks_D)
+            work = model.work(counts_BDE, one.placement, parts, one.planned, planner)
+            works.append(dataclasses.replace(work, transfer=transfer))
+        return works, ends
+
+    def _decided(self, key: Key, counts_BDE: np.ndarray) -> "_Decided":
+        """Return what one manager decides in an iteration with this load."""
         job, manager = self.job, self._managers[key]
-        team, layer = key[1:]
-        counts_BDE = self.loads.draw(number, layer, team, job.microbatches)
         observe: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
-        planned, end = NOTHING, observe
+        planned, end, after = NOTHING, observe, None
         if job.plans and job.exact:
             manager.expected_BDE = counts_BDE[:1] * job.microbatches
-            planned, adopt = self._plan(key, manager)
+            planned, adopt, _ = self._plan(key, manager)
             adopt()
-        transfers = self._transfers.get(key, TransferPlan(()))
-        placement: Placement = manager.placement
+        transfers, placement = self._transfers.get(key, TransferPlan(())), manager.placement
         if job.plans and not job.exact:
             observe()
-            planned, end = self._plan(key, manager)
-        parts = functools.partial(_part, manager, overlap, transfers)
-        planner = index % len(model.network.ranks_D)
-        return model.work(counts_BDE, placement, parts, planned, planner), end
+            planned, end, after = self._plan(key, manager)
+        changes = () if after is None else moves(placement, after)
+        return _Decided(placement, transfers, planned, end, changes)
 
-    def _plan(self, key: Key, manager: Manager) -> tuple[Work, Callable[[], None]]:
+    def _transfer(self, stage: SimulatedStage, key: Key, changes: Sequence[Move]) -> Work:
+        """Return the work of experts that change owners on all teams at the same time."""
+        if not changes:
+            return NOTHING
+        cost = self._managers[key].cost
+        bytes_DD = np.zeros((cost.profile.num_ranks,) * 2)
+        pairs = [(move.source, move.target) for move in changes]
+        for pair in pairs:
+            bytes_DD[pair] += cost.state_bytes
+        seconds = cost.transfer_seconds(pairs)
+        return at_once([model.network.moving(cost.network, bytes_DD, seconds) for model in stage.models])
+
+    def _plan(self, key: Key, manager: Manager) -> tuple[Work, Callable[[], None], Placement | None]:
+        """Return the time of a plan that is due, the function that adopts it, and its placement."""
         if not manager.is_due(0 if self.job.exact else 1):
-            return NOTHING, lambda: None
+            return NOTHING, lambda: None, None
         assert manager.expected_BDE is not None
         question, start = manager.question(manager.expected_BDE, self.job.microbatches), time.thread_time()
         plan = plan_for(question)
@@ -157,7 +195,20 @@ class Simulation:
                 if plan.transfers is not None:
                     self._transfers[key] = plan.transfers
 
-        return NOTHING._replace(latency=seconds), adopt
+        return NOTHING._replace(latency=seconds), adopt, plan.decision.placement
+
+
+class _Decided(NamedTuple):
+    placement: Placement
+    """The placement in force."""
+    transfers: TransferPlan
+    """Its Trans."""
+    planned: Work
+    """The time of the next plan."""
+    end: Callable[[], object]
+    """Ends the iteration and adopts the plan."""
+    moves: Sequence[Move]
+    """Experts that have other owners after the iteration."""
 
 
 def _part(manager: Manager, others: tuple[float, float], plan: TransferPlan, action: Action) -> TransferPlan:

@@ -113,10 +113,11 @@ def _of_workload(name: str, num_ranks: int, num_experts: int, seed: int) -> Popu
     return popularity
 
 
-def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int) -> Popularity:
+def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int, first: int = 0) -> Popularity:
     """Return the popularity in a recorded run; iterations and layers beyond the recorded ones begin again.
 
     Args:
+        first: index of the recorded iteration to begin with; below 0: from the end.
         counts: MoE layer -> [N, D, E] as in `observe.load_log.Loads`.
 
     Raises:
@@ -124,11 +125,14 @@ def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int)
     """
     layers = [counts[layer] for layer in sorted(counts)]
     if layers[0].shape[2] != num_experts:
-        raise ValueError(f"the recorded run has {layers[0].shape[2]} experts, and this one has {num_experts}")
+        raise ValueError(
+            f"--load: the recorded run has {layers[0].shape[2]} experts, and this one has {num_experts}; record a run "
+            "with as many, because no rule says how popular another number of experts would be"
+        )
 
     def popularity(iteration: int, layer: int) -> np.ndarray:
         recorded_NDE = layers[(layer - 1) % len(layers)]
-        counts_DE = recorded_NDE[iteration % len(recorded_NDE)]
+        counts_DE = recorded_NDE[(first + iteration) % len(recorded_NDE)]
         if len(counts_DE) != num_ranks:
             counts_DE = np.tile(counts_DE.sum(0), (num_ranks, 1))
         counts_DE = np.maximum(counts_DE, 0) + 1e-9

@@ -13,6 +13,7 @@ from megatron_balance.cost.exchange import ExchangeModel, stages
 from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.cost.sending import SendingModel
 from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.profile.cluster_profile import Fit
 from megatron_balance.simulate.engine import NOTHING, Work
 
 
@@ -56,21 +57,67 @@ class Fabric:
 
 @dataclass(frozen=True)
 class TeamNetwork:
-    """The links of one team's ranks."""
+    """The links of one team's ranks.
+
+    Consecutive ranks may be the shards of one host. They send the same amounts, each to its counterparts.
+    """
 
     fabric: Fabric
     ranks_D: np.ndarray
     """The team's ranks in the job, ascending."""
     network: Network
+    """The links of all these ranks."""
 
-    def exchange(self, model: ExchangeModel, bytes_DD: np.ndarray, coding: float = 0.0) -> Work:
-        """Return the work of an all-to-all of these bytes, which takes `coding` seconds more."""
-        if not (bytes_DD.sum() - bytes_DD.trace()):
+    def exchange(self, model: ExchangeModel, bytes_HH: np.ndarray) -> Work:
+        """Return the work of all-to-alls of these bytes, one of each shard of all hosts.
+
+        Args:
+            model: of one of them, among the hosts; with as many hosts as ranks, there is only one.
+        """
+        if not (bytes_HH.sum() - bytes_HH.trace()):
             return NOTHING
-        stages_BDD = np.stack(stages(model.name, bytes_DD, self.network.node_size))
-        crossing = self.network.crossing(stages_BDD).scaled(model.scale)
-        whole = model.latency + float(self.network.byte_seconds(crossing).sum()) + coding
-        return self._work(crossing, whole)
+        stages_BHH = np.stack(stages(model.name, bytes_HH, model.network.node_size))
+        crossing = model.network.crossing(stages_BHH).scaled(model.scale)
+        return self._work(crossing, model.latency + float(model.network.byte_seconds(crossing).sum()))
+
+    def gather(
+        self, line: Fit, members: int, num_bytes: float, times: int = 1, share_D: np.ndarray | None = None
+    ) -> Work:
+        """Return the work of rings among each `members` consecutive ranks; the line says how long they take alone.
+
+        Args:
+            num_bytes: bytes of the buffer of a whole ring.
+            times: see `ring`.
+            share_D: part of these bytes that each rank's ring has; None: all.
+        """
+        if members == 1 or not num_bytes:
+            return NOTHING
+        positions_D = np.arange(len(self.ranks_D))
+        work = ring(self.fabric, self.network, self.ranks_D, positions_D // members, num_bytes, times)
+        seconds = work.seconds * (line.beta * num_bytes / work.seconds.max())
+        if share_D is not None:
+            # Adapters of nodes stay as busy as if all rings had all bytes: shards of an expert rarely need them
+            own = work.resources < 2 * self.fabric.num_ranks
+            seconds[own] *= share_D[np.searchsorted(self.ranks_D, work.resources[own] % self.fabric.num_ranks)]
+        used = seconds > 0
+        return Work(line.seconds(num_bytes) - float(seconds.max()), work.resources[used], seconds[used])
+
+    def together(self, exchange: Work, gather: Work) -> Work:
+        """Return the work of an exchange whose results are gathered while others arrive (SAA).
+
+        Each of the two levels of links does its part of both, one after the other; the levels work at the same time.
+        """
+        both = one_after_another([exchange, gather])
+        near, far = self._levels(exchange)
+        crosses = self._levels(gather)[1] > 0
+        longest = max(near + (not crosses) * gather.alone, far + crosses * gather.alone)
+        whole = exchange.alone + longest - max(near, far)
+        return both._replace(latency=max(0.0, whole - float(both.seconds.max(initial=0.0))))
+
+    def _levels(self, work: Work) -> tuple[float, float]:
+        """Return the seconds of the busiest link within nodes, and of the busiest one between nodes."""
+        near = work.resources < self.fabric.num_ranks
+        return float(work.seconds[near].max(initial=0.0)), float(work.seconds[~near].max(initial=0.0))
 
     def sending(self, model: SendingModel, plan: TransferPlan, *, backward: bool) -> Work:
         """Return the work of Trans with a plan, or of Agg (`backward`)."""
@@ -79,17 +126,21 @@ class TeamNetwork:
         messages = np.array([message for messages in plan.rounds for message in messages])
         _, source_M, target_M, _, chunks_M = messages.T
         ends = (target_M, source_M) if backward else (source_M, target_M)
-        bytes_DD = np.zeros((len(self.ranks_D),) * 2)
-        np.add.at(bytes_DD, ends, (model.grad_bytes if backward else model.param_bytes) / chunks_M)
-        whole = float(model.progress(plan)[1 if backward else 0][-1])
-        work = self._work(self.network.crossing(bytes_DD), whole)
-        # The lines of Trans and Agg may be faster than those of other messages
+        bytes_HH = np.zeros((model.network.num_ranks,) * 2)
+        np.add.at(bytes_HH, ends, (model.grad_bytes if backward else model.param_bytes) / chunks_M)
+        return self.moving(model.network, bytes_HH, float(model.progress(plan)[1 if backward else 0][-1]))
+
+    def moving(self, network: Network, bytes_HH: np.ndarray, whole: float) -> Work:
+        """Return the work of messages between hosts that take `whole` seconds alone."""
+        work = self._work(network.crossing(bytes_HH), whole)
+        # The lines of the messages may be faster than those of the network
         most = float(work.seconds.max(initial=0.0))
         return work if most <= whole else work._replace(seconds=work.seconds * (whole / most))
 
     def _work(self, crossing: Crossing, whole: float) -> Work:
-        """Return the work of stages whose bytes cross links one after another."""
-        network = self.network
+        """Return the work of stages whose bytes cross links one after another; all shards of a host do the same."""
+        network, shards = self.network, len(self.ranks_D) // crossing.near_2XD.shape[-1]
+        crossing = Crossing(*(amounts_2XD.repeat(shards, -1) for amounts_2XD in crossing))
         near_D = network.near.beta * network.near.busiest(*crossing.near_2XD)
         far_D = network.far.beta * network.far.busiest(*crossing.far_2XD)
         node_2XN = np.add.reduceat(crossing.far_2XD, network.first_N, axis=-1)
@@ -127,6 +178,12 @@ def ring(
     steps = times * min(size - 1, 2 * np.log2(size))
     latency = float(steps) * (network.far if spans_G.any() else network.near).launch
     return fabric.work(ranks_D, near_D, far_D, node_N, latency + float(max(near_D.max(), far_D.max(), node_N.max())))
+
+
+def at_once(works: Sequence[Work]) -> Work:
+    """Return the work of the same collective of several teams at the same time."""
+    both, whole = one_after_another(works), max(work.alone for work in works)
+    return both._replace(latency=max(0.0, whole - float(both.seconds.max(initial=0.0))))
 
 
 def one_after_another(works: Sequence[Work]) -> Work:

@@ -36,6 +36,18 @@ class Direction(NamedTuple):
     coding: float = 0.0
     """Seconds of a chunk's compression or decompression, each."""
 
+    spread: Work = NOTHING
+    """What an expert's shards do to a chunk's rows after they arrive."""
+
+    collect: Work = NOTHING
+    """What an expert's shards do to a chunk's results before they return."""
+
+    first: Work = NOTHING
+    """What ranks gather before the first exchange."""
+
+    last: Work = NOTHING
+    """What ranks gather after the last one."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerWork:
@@ -55,6 +67,9 @@ class LayerWork:
 
     planner: int = 0
     """Number of the rank that plans the layer."""
+
+    transfer: Work = NOTHING
+    """The Transfer of experts to other owners after the optimizer's step, on all teams of the stage."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,7 +97,8 @@ class Stage:
     """Seconds of a message to the next stage."""
 
     early: Mapping[int, Work] = field(default_factory=dict)
-    """Reductions that overlap with the backward pass, by the block whose gradients they reduce."""
+    """Reductions that overlap with the backward pass, by the block whose gradients they reduce. A model chunk without
+    MoE layers is one block, with the number of `whole_chunk`."""
 
     reduce: Work = NOTHING
     """The reduction of gradients after the backward pass."""
@@ -92,6 +108,15 @@ class Stage:
 
     gather: Work = NOTHING
     """The all-gather of parameters after the step."""
+
+    late: Mapping[int, Work] = field(default_factory=dict)
+    """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They are those after
+    the step before, which takes as long."""
+
+
+def whole_chunk(chunk: int) -> int:
+    """Return the number of the block that is a whole model chunk without MoE layers."""
+    return -1 - chunk
 
 
 def program(stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
@@ -112,10 +137,14 @@ class _Writer:
         self.started: set[Action] = set()
         self.asked: list[Action] = []
         """Plans that were asked for and have not begun."""
+        self.late = set(stage.late)
+        """Blocks whose parameters are not gathered yet."""
         self.last_microbatch = max((one.microbatch for one in stage.passes), default=0)
 
     def commands(self) -> Iterator[Command]:
         stage = self.stage
+        for block, work in stage.late.items():
+            yield self._shared("late gather", block, work)
         for one in stage.passes:
             place = one.chunk * stage.stages + stage.number
             before, after = (place - 1, place + 1) if one.forward else (place + 1, place - 1)
@@ -131,6 +160,8 @@ class _Writer:
         yield from self._begin(self._take(Operation.STEP))
         yield self._compute("optimizer", stage.step)
         yield from self._collective("gather", stage.gather)
+        for number, layer in self.layers.items():
+            yield from self._collective(f"L{number} TRANSFER", layer.transfer)
 
     @property
     def _places(self) -> int:
@@ -151,11 +182,17 @@ class _Writer:
         numbers = self.stage.blocks[one.chunk]
         if not numbers:
             forward, backward = self.stage.dense[one.chunk]
+            if one.forward:
+                yield from self._gathered(whole_chunk(one.chunk))
             yield self._compute("dense layers", forward if one.forward else backward)
+            if not one.forward:
+                yield from self._reduced(whole_chunk(one.chunk), one.microbatch)
             return
         if one.forward:
+            yield from self._gathered(numbers[0] - 1)
             yield from self._other(Operation.FNEC)
             for number in numbers:
+                yield from self._gathered(number)
                 yield from self._experts(self.layers[number].forward_B[one.microbatch], Operation.FEC, 1)
                 yield from self._other(Operation.FNEC)
             return
@@ -173,9 +210,24 @@ class _Writer:
         yield from self._begin(step)
         block, forward = step.computation.block, operation is Operation.FNEC
         yield self._compute(step.computation.name, self.stage.others[block][0 if forward else 1])
-        if not forward and step.computation.microbatch == self.last_microbatch and block in self.stage.early:
-            key = "reduce", self.stage.number, block
-            yield Start(key, f"L{block} reduction", self.stage.early[block], "reduction", self.stage.teams)
+        if not forward:
+            yield from self._reduced(block, step.computation.microbatch)
+
+    def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
+        """Start the reduction of a block's gradients if they are complete."""
+        if microbatch == self.last_microbatch and block in self.stage.early:
+            yield self._shared("reduce", block, self.stage.early[block])
+
+    def _gathered(self, block: int) -> Iterator[Command]:
+        """Wait for the block's parameters before its first forward pass."""
+        if block in self.late:
+            self.late.remove(block)
+            yield Wait(("late gather", self.stage.number, block))
+
+    def _shared(self, name: str, block: int, work: Work) -> Command:
+        """Start a collective of all teams of the stage."""
+        label = "reduction" if name == "reduce" else "gather"
+        return Start((name, self.stage.number, block), f"L{block} {label}", work, "reduction", self.stage.teams)
 
     def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
         """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""
@@ -198,18 +250,29 @@ class _Writer:
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
         """Yield the commands of each task of a pass."""
         coding = [self._compute("codec", direction.coding)] if direction.coding else []
-        for task, chunk in direction.order:
+        first, last = self._gather(direction.first, dispatch, "first"), self._gather(direction.last, combine, "last")
+        for index, (task, chunk) in enumerate(direction.order):
             there, back = ((self.stage.number, self.team, label, chunk) for label in (dispatch, combine))
             if task is ChunkTask.C1:
-                yield [*coding, Start(there, dispatch, direction.dispatch_C[chunk])]
+                begin = [] if index else first
+                yield [*begin, *coding, Start(there, dispatch, direction.dispatch_C[chunk])]
             elif task is ChunkTask.D1:
-                yield [Wait(there), *coding]
+                yield [Wait(there), *coding, *self._gather(direction.spread, dispatch, chunk)]
             elif task is ChunkTask.E:
                 yield [Compute(name, direction.experts_CR[chunk])]
             elif task is ChunkTask.C2:
-                yield [*coding, Start(back, combine, direction.combine_C[chunk])]
+                gather = self._gather(direction.collect, combine, chunk)
+                yield [*gather, *coding, Start(back, combine, direction.combine_C[chunk])]
             else:
-                yield [Wait(back), *coding]
+                end = last if index == len(direction.order) - 1 else []
+                yield [Wait(back), *coding, *end]
+
+    def _gather(self, work: Work, label: str, part: Hashable) -> list[Command]:
+        """Return the commands that run a collective of tensor-parallel ranks or of shards."""
+        if work is NOTHING:
+            return []
+        key = self.stage.number, self.team, label, part, "gathers"
+        return [Start(key, f"{label} gathers", work, "gathers"), Wait(key)]
 
     def _begin(self, step: Step) -> Iterator[Command]:
         """Execute what a step does before its computation."""

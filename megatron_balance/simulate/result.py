@@ -11,8 +11,9 @@ import numpy as np
 from megatron_balance.simulate.engine import Work
 
 COMPUTING = ("experts", "other computation", "optimizer", "codec")
-WAITING = ("exchange", "others' experts", "Trans", "Agg", "Plan", "pipeline", "reduction")
-"""What ranks compute, and what they wait for. In an exchange, a rank waits for the slowest one before rows travel."""
+WAITING = ("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction")
+"""What ranks compute, and what they wait for. In an exchange, a rank waits for the slowest one before rows travel.
+Gathers are those of tensor-parallel ranks and of the shards of experts."""
 
 PARTS = (*COMPUTING, *WAITING)
 
@@ -26,9 +27,11 @@ _PART = {
     "A2A": "exchange",
     "dispatch": "exchange",
     "combine": "exchange",
+    "gathers": "gathers",
     "TRANS": "Trans",
     "AGG": "Agg",
     "PLAN": "Plan",
+    "TRANSFER": "Transfer",
     "message": "pipeline",
     "reduction": "reduction",
     "gather": "reduction",
@@ -75,7 +78,7 @@ class Recorder:
         """See `engine.Observer`."""
         part = part_of(label)
         waited_R = end_R - begin_R
-        if part == "exchange":
+        if part in ("exchange", "gathers"):
             idle_R = np.clip(start - begin_R, 0.0, waited_R)
             self.seconds["others' experts"][self.ranks[team]] += idle_R
             waited_R = waited_R - idle_R

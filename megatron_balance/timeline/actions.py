@@ -17,6 +17,9 @@ from typing import NamedTuple
 class Operation(StrEnum):
     """What an action does, in the words of Pro-Prophet (section V, Fig. 7)."""
 
+    # That of enumerations is a function of Python, and every hook looks up an action
+    __hash__ = str.__hash__
+
     A2A = "A2A"
     """A block's four exchanges for each microbatch: dispatch, combine, and the gradients of combine and dispatch."""
 

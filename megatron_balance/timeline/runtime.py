@@ -119,13 +119,13 @@ class Balancer:
     def begin_iteration(self, number: int) -> None:
         """Begin the first computation of an iteration; forget everything since the last one."""
         schedule = self.schedule(self.microbatches())
-        self._iteration, self._steps = number, deque(schedule)
+        self._iteration, self._steps, self._now = number, deque(schedule), None
         self._entered.clear()
         self._to_repeat.clear()
-        self._now = None
         self.factors = self.calibration.factors if self.record is None else self.record.at(number)
-        for state in self.layers.values() if self.calibrates else ():
-            state.manager.factors = self.factors
+        if self.calibrates:
+            for state in self.layers.values():
+                state.manager.factors = self.factors
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
@@ -197,17 +197,17 @@ class Balancer:
         """Return the computation with its microbatch; None between iterations, and if it is a repetition."""
         if not self._steps or (place.is_forward and self._repeats(place)):
             return None
-        microbatch, self._entered[place] = self._entered[place], self._entered[place] + 1
-        return place._replace(microbatch=microbatch)
+        self._entered[place] = 1 + (microbatch := self._entered.get(place, 0))
+        return Action(place.block, place.operation, place.part, place.parts, microbatch)
 
     def _repeats(self, place: Action) -> bool:
         """Return whether recomputation repeats a forward pass here; the first one had no gradients."""
         if not torch.is_grad_enabled():
             self._to_repeat[place] += 1
             return False
-        repeats = self._to_repeat[place] > 0
-        self._to_repeat[place] -= repeats
-        return repeats
+        if repeats := self._to_repeat.get(place, 0):
+            self._to_repeat[place] = repeats - 1
+        return repeats > 0
 
     def _begin(self, computation: Action) -> None:
         """Execute the step before a computation: wait for earlier actions, start new ones, wait for some of these."""
@@ -365,8 +365,7 @@ class Balancer:
         It must be called when the device has finished the iteration, maybe during the next one.
         """
         rank, factors = self.group.rank(), self.factors
-        states = {number: state for number, state in self.layers.items() if state.last is not None}
-        reports = {number: state.finished(rank, factors) for number, state in states.items()}
+        reports = {n: state.finished(rank, factors) for n, state in self.layers.items() if state.last is not None}
         return lambda: {number: report() for number, report in reports.items()}
 
     def report(self) -> dict[int, LayerReport]:

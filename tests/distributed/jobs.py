@@ -1,11 +1,13 @@
 """Whole jobs of the entry point, with a separate process for every rank, for tests where ranks die."""
 
+import contextlib
 import functools
 import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -19,6 +21,9 @@ from pathlib import Path
 
 from megatron_balance.job.collectives import Collectives
 from tests.harness import PRELOAD, check_order
+
+LOWEST_PORT = 10000
+"""Well-known services use lower ports."""
 
 Prepare = Callable[[int], None]
 """A function that every rank calls with its number before it trains."""
@@ -102,9 +107,16 @@ class Job:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port on which nothing listens, and which the kernel gives to no other socket before a job listens there.
+
+    The kernel gives ports of its own range to sockets that ask for none; jobs beside this one open many of those.
+    """
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    while True:
+        port = random.SystemRandom().randrange(LOWEST_PORT, int(first))
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare: Prepare | None) -> None:

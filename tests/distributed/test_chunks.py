@@ -70,6 +70,10 @@ def watched_start(
     return starting
 
 
+def _returned(exchange: Exchange, *_: torch.Tensor) -> Exchange:
+    return exchange
+
+
 def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[list[ChunkTask]]]:
     """Return the orders of both passes, how a layer executed them, and all tasks before its weight gradients."""
     config = moe_config(moe_router_topk=2)
@@ -92,6 +96,7 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[
         there: Start,
         back: Start,
         compute: Callable[[int, torch.Tensor], torch.Tensor],
+        started: dict[int, Exchange] | None = None,
     ) -> list[torch.Tensor]:
         numbers, log = {splits_DH.data_ptr(): chunk for chunk, splits_DH in enumerate(splits)}, []
         logs.append(log)
@@ -104,7 +109,12 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[
             watched_start(start, tasks, numbers, log)
             for start, tasks in ((there, (ChunkTask.C1, ChunkTask.D1)), (back, (ChunkTask.C2, ChunkTask.D2)))
         )
-        return execute(order, rows, splits, there=there, back=back, compute=computing)
+        tasks = ChunkTask.C1, ChunkTask.D1
+        for chunk, exchange in list((started or {}).items()):
+            assert started is not None
+            start = watched_start(functools.partial(_returned, exchange), tasks, numbers, log)
+            started[chunk] = start(rows[chunk], splits[chunk])
+        return execute(order, rows, splits, there=there, back=back, compute=computing, started=started)
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(13 + 3 * dist.get_rank(), 1, HIDDEN, dtype=torch.float64, generator=generator)

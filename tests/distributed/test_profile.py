@@ -1,10 +1,10 @@
 """Measuring on real ranks: all ranks get one profile, of their own groups and experts."""
 
+import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,13 +56,24 @@ def measured(
 ) -> ClusterProfile:
     """Measure quickly."""
     settings |= {"passes": passes, "tokens": TOKENS, "device": torch.device("cpu"), "dtype": dtype}
-    return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=1)
+    return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=3)
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """Measure in one pass, with warm caches: the times are real, but need not be accurate."""
+    with (
+        mock.patch("megatron_balance.measure.measure.PASSES", 1),
+        mock.patch.object(stopwatch, "EVICTING_BYTES", 1),
+    ):
+        yield
 
 
 def measure_twice() -> ClusterProfile:
     """Measure twice: sub-groups of the first measurement must not disturb the second."""
-    measured(dist.group.WORLD, 2)
-    return measured(dist.group.WORLD, 2)
+    with once():
+        measured(dist.group.WORLD, 2)
+        return measured(dist.group.WORLD, 2)
 
 
 def test_all_ranks_get_one_profile(ranks, tmp_path: Path) -> None:
@@ -83,7 +94,8 @@ def test_all_ranks_get_one_profile(ranks, tmp_path: Path) -> None:
 def two_groups(node_size: int) -> ClusterProfile:
     """Measure with two expert-parallel groups of two ranks, as with expert data parallelism."""
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
-    return measured(pairs[dist.get_rank() // 2], node_size)
+    with once():
+        return measured(pairs[dist.get_rank() // 2], node_size)
 
 
 @pytest.mark.parametrize("node_size", [1, 2])
@@ -354,9 +366,12 @@ def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
     assert all("--expert-model-parallel-size 1" in message for message in ranks(2).run(lonely))
 
 
-def measuring_quickly() -> AbstractContextManager:
-    """Measure with few sizes and repeats."""
-    return mock.patch.multiple(profiles, SIZES=SIZES, REPEATS=3, measure=functools.partial(measure, repeats=1))
+@contextlib.contextmanager
+def measuring_quickly() -> Iterator[None]:
+    """Measure with few sizes and repeats, in one pass."""
+    few = mock.patch.multiple(profiles, SIZES=SIZES, REPEATS=3, measure=functools.partial(measure, repeats=3))
+    with few, once():
+        yield
 
 
 def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:

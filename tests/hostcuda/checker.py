@@ -5,13 +5,14 @@ at least one of them a write, are a race unless the second access's stream has w
 Python part of torch's own CUDA sanitizer keeps track of which stream has waited for what.
 """
 
+import functools
 import os
 import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -50,15 +51,14 @@ def here() -> Place:
         if file.startswith(_PACKAGE) and file != collectives.__file__:
             break
         frame = frame.f_back
-    return Place(_name(function), _name(frame))
+    return Place(*("?" if found is None else _name(found.f_code) for found in (function, frame)))
 
 
-def _name(frame: FrameType | None) -> str:
-    if frame is None:
-        return "?"
+@functools.cache
+def _name(code: CodeType) -> str:
     # Name the function that contains a comprehension or lambda
-    function = frame.f_code.co_qualname.split(".<locals>.<")[0].removesuffix(".<listcomp>")
-    return f"{Path(frame.f_code.co_filename).stem}.{function}"
+    function = code.co_qualname.split(".<locals>.<")[0].removesuffix(".<listcomp>")
+    return f"{Path(code.co_filename).stem}.{function}"
 
 
 class Access(NamedTuple):

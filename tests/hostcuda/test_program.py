@@ -147,11 +147,12 @@ def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: 
     assert device_ranks(2, "te and apex").run(straight_against_resumed, flags, str(tmp_path), 8) == [[]] * 2
 
 
-def measure_small_messages(rank: int) -> None:
-    """Measure with small messages: the sizes for GPUs would take seconds here."""
+def measure_quickly(rank: int) -> None:
+    """Measure few and small messages in one pass: test_profile.py checks what is measured."""
     from megatron_balance.build import profiles
+    from megatron_balance.measure import measure
 
-    profiles.LARGE_SIZES = profiles.SIZES
+    profiles.LARGE_SIZES, profiles.REPEATS, measure.PASSES = profiles.SIZES[:4], 3, 1
 
 
 def test_the_entry_point(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_the_entry_point(tmp_path: Path) -> None:
         f"--balance-profile builtin {directory} --exit-interval 2",
         f"--balance-profile builtin {directory}",
     ):
-        ended = Job(2, f"{flags} {more}", tmp_path / "log", measure_small_messages, start).wait()
+        ended = Job(2, f"{flags} {more}", tmp_path / "log", measure_quickly, start).wait()
         assert ended.codes == [0, 0], ended.text
         validated.append([line for line in ended.text.splitlines() if "validation loss at iteration 4" in line])
     assert validated[1] and validated[1] == validated[3]

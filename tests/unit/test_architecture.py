@@ -1,6 +1,7 @@
 """Architecture of the package: which part may import which, and how long files and functions may be."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -35,6 +36,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = sorted(path.parent for path in PACKAGE.glob("*/**/__init__.py"))
 every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 
 
@@ -115,6 +117,14 @@ def test_no_rooms_import_each_other() -> None:
     for module, others in modules_imported().items():
         rooms.setdefault(module.split(".")[1], set()).update(other.split(".")[1] for other in others)
     assert circles(rooms) == []
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=[str(path.relative_to(PACKAGE)) for path in ROOMS])
+def test_the_docstring_of_a_room_has_a_line_for_each_module(room: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    listed = re.findall(r"^ *(\w+(?:, \w+)*)(?:\.py)? {2,}\S", docstring, re.MULTILINE)
+    named = {name for names in listed for name in names.split(", ")}
+    assert {path.stem for path in room.glob("*.py")} - {"__init__"} <= named
 
 
 def test_the_root_has_no_modules_of_its_own() -> None:

@@ -85,7 +85,8 @@ def test_gradients_are_those_of_the_logical_map(placement: Placement, split: str
 def test_by_hand() -> None:
     """Of the four tokens for expert 0, the first goes to its owner, the next two to one guest, the last to another."""
     placement = Placement.parse("0 + . | 1 + 0 | 2 + 0")
-    plan = DispatchPlan(placement, torch.tensor([[0] * 6, [0] * 6, [1, 0, 1, 2, 0, 1]]))
+    plan = DispatchPlan(placement, torch.zeros(3, 3, dtype=torch.int64))
+    vars(plan)["tokens_DP"] = torch.tensor([[0] * 6, [0] * 6, [1, 0, 1, 2, 0, 1]])
     map_TE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]]).bool()
     probs_TE = torch.tensor([[0.1, 0, 0], [0.2, 0.3, 0], [0, 0, 0], [0.4, 0, 0], [0.5, 0, 0]])
     probs_TP, map_TP = reroute(probs_TE, map_TE, plan, source=2)

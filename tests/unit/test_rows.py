@@ -1,6 +1,7 @@
 """flow/rows.py: rows and their sums equal dense ones and megatron-core's, are deterministic, and cause no waits."""
 
 from collections.abc import Iterator
+from random import Random
 
 import numpy as np
 import pytest
@@ -9,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from megatron_balance.comm.blocks import gathers
+from megatron_balance.comm.blocks import Gather, gather_of, gathers
+from megatron_balance.flow import cut as cutting
 from megatron_balance.flow import rows
 from megatron_balance.flow.chunks.chunking import split_evenly
 from megatron_balance.flow.chunks.pipeline import sums_by_host
-from megatron_balance.flow.cut import cut
-from megatron_balance.flow.plan import make_dispatch_plan
+from megatron_balance.flow.plan import Split, make_dispatch_plan
 from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
 from tests.operators import Operators
@@ -227,7 +228,7 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
     gather, back = gathers([there, there.back], order.token_R.device)
     moved = order.moved(gather, back if seed % 2 else None)
     expected = torch.tensor([*sent(placement, map_TE, tokens_CMP)], dtype=torch.int32).view(-1, 3)
-    assert torch.equal(torch.stack([moved.token_R, moved.place_R], 1), expected[:, :2])
+    assert torch.equal(torch.stack([moved.token_R.to(torch.int32), moved.place_R], 1), expected[:, :2])
     assert torch.equal(order.token_R[expected[:, 2]], moved.token_R)
     # Whatever their places, a token's rows are added up by expert
     assert torch.equal(moved.place_R[moved.by_token_R], map_TE.reshape(-1).nonzero().flatten().to(torch.int32))
@@ -235,20 +236,32 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
 
 
 @settings(max_examples=200)
-@given(placements(), st.integers(0, 12), st.integers(0, 10**6))
-def test_one_loop_finds_the_same(placement: Placement, tokens: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    counts_DE = torch.randint(0, 1 + tokens, (placement.num_ranks, placement.num_experts), generator=generator)
-    plan = make_dispatch_plan(counts_DE, placement, "proportional")
-    source = seed % placement.num_ranks
-    found = cut(placement, plan.tokens_DP, source, CPU)
+@given(placements(), st.integers(0, 12), st.sampled_from(["local_first", "proportional"]), st.booleans(), st.randoms())
+def test_one_loop_finds_the_same(placement: Placement, tokens: int, split: Split, ends: bool, random: Random) -> None:
+    ranks, generator = placement.num_ranks, torch.Generator().manual_seed(random.randrange(10**6))
+    counts_DE = torch.randint(0, 1 + tokens, (ranks, placement.num_experts), generator=generator)
+    plan = make_dispatch_plan(counts_DE, placement, split, random.choice([None, *range(1, ranks + 1)]))
+    rank, tables = random.randrange(ranks), []
+
+    def gather(table_2N: torch.Tensor, rows: int, device: torch.device) -> Gather:
+        shift_N, last_N = table_2N.clone()
+        tables.append(last_N)
+        sizes_N = last_N.diff(prepend=torch.zeros_like(last_N[:1])) if ends else last_N
+        return gather_of(torch.stack([shift_N, sizes_N]), rows, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "needs_ends", lambda device: ends)
+        patch.setattr(cutting, "gather_of", gather)
+        found = cutting.cut(plan, rank, CPU)
     tokens_CDP = plan.tokens_DP.numpy()[None]
-    (expected,) = gathers([sending(placement, tokens_CDP[:, [source]])], CPU)
-    rows = torch.arange(int(plan.tokens_DP[source].sum()))
+    (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
+    rows = torch.arange(int(plan.tokens_DP[rank].sum()))
     assert found.rows == len(rows)
     assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
-    assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, placement.num_ranks)[0])
+    assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, ranks)[0])
+    assert np.array_equal(found.received_DS, plan.received_DS(rank).numpy())
     assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
+    assert not (ends and tables) or int(tables[0][-1]) == len(rows)
 
 
 def test_sums_do_not_depend_on_hosts_and_chunks() -> None:

@@ -30,6 +30,8 @@ def test_recorded_loads_keep_their_popularity() -> None:
     assert same(7, 1) == pytest.approx(np.array([[0.75, 0.25], [0.0, 1.0]]), abs=1e-6)
     assert other(0, 1) == pytest.approx(np.tile([0.375, 0.625], (4, 1)), abs=1e-6)
     assert other(0, 4) == pytest.approx(0.5)
+    late = recorded({1: np.array([[[1, 3]], [[3, 1]], [[1, 1]]])}, 1, 2, first=-2)
+    assert [late(iteration, 1)[0, 0] for iteration in range(3)] == pytest.approx([0.75, 0.5, 0.25])
     with pytest.raises(ValueError, match="has 2 experts, and this one has 8"):
         recorded(counts, 2, 8)
 

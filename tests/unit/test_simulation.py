@@ -6,12 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import reproduce
 import simulate
-from megatron_balance.simulate.loads import Loads, distribution
+from megatron_balance.planning.policies import registered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,14 +85,54 @@ def test_early_reductions_are_hidden(tmp_path: Path) -> None:
     assert early < late and early_wait < 0.9 * late_wait
 
 
+def test_stages_may_have_no_experts(tmp_path: Path) -> None:
+    pattern = "--moe-layer-freq ([0]*2+[1]*2) --overlap-grad-reduce --overlap-param-gather"
+    options = ["--nodes", "4", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "1", "--over-even"]
+    files = ["--json", str(tmp_path / "found.json"), "--html", str(tmp_path / "page.html")]
+    run(*options, *files, "--compare", "balance-policy=none,quota", flags=f"{FLAGS} {pattern}")
+    even, none, quota = json.loads((tmp_path / "found.json").read_text())
+    assert even["label"] == "even" and even["seconds"] < quota["seconds"] < none["seconds"]
+    # Half of the ranks have experts
+    assert 0 < none["mean_seconds"]["experts"] < none["mean_seconds"]["others' experts"]
+    for one in (even, none, quota):
+        assert sum(one["mean_seconds"].values()) <= one["seconds"] * (1 + 1e-9)
+        assert all(most <= 1 for _, most in one["busy"].values())
+    page = (tmp_path / "page.html").read_text()
+    for text in ("4 nodes of h100, load hot_rank", "pro_prophet", "others&#39; experts", "GiB"):
+        assert (text in page) == (text != "pro_prophet")
+
+
+def test_late_gathers_are_hidden(tmp_path: Path) -> None:
+    seconds = []
+    for more in ("", " --overlap-param-gather"):
+        flags = FLAGS.replace(" --balance-overlap blockwise", f" --overlap-grad-reduce{more}")
+        run("--nodes", "8", "--json", str(tmp_path / "found.json"), flags=flags.replace("size 64", "size 128"))
+        (found,) = json.loads((tmp_path / "found.json").read_text())
+        seconds.append((found["seconds"], found["mean_seconds"]["reduction"]))
+    (late, late_wait), (early, early_wait) = seconds
+    assert early < late and early_wait < 0.9 * late_wait
+
+
+def test_experts_change_owners_once(tmp_path: Path) -> None:
+    times, seconds = [], []
+    flags = f"{FLAGS} --num-experts 32 --balance-policy flexmoe --balance-ownership transfer"
+    for iterations in range(1, 5):
+        options = ["--nodes", "4", "--load", "zero_load", "--iterations", str(iterations), "--plan-ms", "1"]
+        run(*options, "--json", str(tmp_path / "found.json"), flags=flags)
+        (found,) = json.loads((tmp_path / "found.json").read_text())
+        times.append(found["in_progress_seconds"].get("Transfer", 0.0))
+        assert all(most <= 1 for _, most in found["busy"].values())
+        seconds.append(found["seconds"])
+    # Once, and then owners are where the load wants them
+    assert any(times) and not times[-1], times
+    assert seconds[-1] < min(seconds[:1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "more", "message"),
     [
-        (
-            ["--nodes", "4"],
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 --disable-bias-linear",
-            "--expert-tensor-parallel-size 2: cannot be simulated yet",
-        ),
+        (["--nodes", "2"], "--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather: cannot be"),
+        (["--nodes", "2"], "--balance-policy mine.py:Mine", "--balance-policy mine.py:Mine: only this package's"),
         (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
         (["--nodes", "2", "--compare", "balance-policy"], "", "--compare balance-policy: write FLAG=VALUE,VALUE"),
         (["--nodes", "0"], "", "--nodes 0"),
@@ -106,20 +144,43 @@ def test_a_mistake_is_named(arguments: list[str], more: str, message: str) -> No
         run(*arguments, flags=f"{FLAGS} --balance-policy quota {more}")
 
 
-def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
-    loads = Loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
-    plain_BDE, padded_BDE = loads.draw(1, 1, 0, 3), reproduce.PaddedLoads(loads).draw(1, 1, 0, 3)
-    assert (padded_BDE == plain_BDE.max((1, 2))[:, None, None]).all()
+def test_plans_of_every_policy_take_time(tmp_path: Path) -> None:
+    policies = [name for name in registered() if name != "none"]
+    options = ["--nodes", "2", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "5"]
+    flags = FLAGS.replace("--balance-overlap blockwise", "--balance-guest-slots 3")
+    compare = ["--json", str(tmp_path / "found.json"), "--compare", f"balance-policy=none,{','.join(policies)}"]
+    run(*options, *compare, flags=flags)
+    none, *others = json.loads((tmp_path / "found.json").read_text())
+    assert "Plan" not in none["in_progress_seconds"] and [one["label"] for one in others] == policies
+    for one in others:
+        # Two layers on each of two stages, and one team on each
+        assert one["in_progress_seconds"]["Plan"] == pytest.approx(4 * 5e-3), one["label"]
+        # Ranks plan different layers at the same time, and all wait for the plans between iterations
+        assert one["mean_seconds"]["Plan"] == pytest.approx(5e-3), one["label"]
 
 
-def test_tables_name_what_exists() -> None:
-    for table in reproduce.TABLES.values():
-        assert (ROOT / "configs/clusters" / table.cluster).is_file()
-        for row in table.rows:
-            assert (ROOT / "configs/models" / f"{row.model}.args").is_file()
-            assert {table.baseline, *row.speedups} <= reproduce.RUNS.keys()
+def test_a_run_without_a_policy_keeps_its_other_flags() -> None:
+    flags = [
+        "--bf16",
+        "--balance-overlap",
+        "blockwise",
+        "@model.args",
+        "--balance-guest-slots",
+        "3",
+        "--seq-length",
+        "8",
+    ]
+    (_, none), (_, quota) = simulate._variants("balance-policy=none,quota", flags)
+    assert none == ["--bf16", "@model.args", "--seq-length", "8", "--balance-policy", "none"]
+    assert quota == [*flags, "--balance-policy", "quota"]
 
 
-def test_the_summary_counts_distances_from_the_paper() -> None:
-    found = [reproduce.Found("t", "r", "s", 2.0, ours) for ours in np.array([2.0, 2.19, 2.3, 3.0])]
-    assert reproduce._summary("t", found) == "t: 4 numbers: 2 within 10%, 3 within 25%"
+def test_progress_is_a_line_every_some_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 1.0, 11.0, 11.0, 12.0, 30.0, 30.0])
+    monkeypatch.setattr(simulate.time, "monotonic", lambda: next(now))
+    show = simulate._progress("run")
+    for text in "abcd":
+        show(text)
+    assert capsys.readouterr().err == "run: b\nrun: d\n"

@@ -7,14 +7,14 @@ for. A backward pass executes the same seven tasks with gradients, so that one f
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange
-from megatron_balance.comm.blocks import Gather, transposed
+from megatron_balance.comm.blocks import STAYS, Gather, transposed
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import Sharding, all_gather_rows
@@ -67,38 +67,35 @@ class ChunkedDispatch:
 
     source: int
     """This rank's row in the plans."""
-    host: int
-    """The host of this rank's experts."""
     exchange: TokenExchange
     sharding: Sharding
-    hosts: int
-    tokens_CDP: np.ndarray
-    """Rows of each chunk from each source to each physical expert."""
+    received_CDS: np.ndarray
+    """Rows of each chunk that this rank receives from each source for each of its slots."""
     splits_CDH: np.ndarray
-    """Rows of each chunk from each source to each host: `sums_by_host` of the former."""
+    """Rows of each chunk from each source to each host."""
     chunking: Chunking
-    weights_to_hosts: Gather
-    """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
-    weights_to_chunks: Gather
-    """The opposite."""
     device: torch.device
-    share: RowShare | None
+    weights_to_hosts: Gather = STAYS
+    """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
+    weights_to_chunks: Gather = STAYS
+    """The opposite."""
+    share: RowShare | None = None
     """How ranks share the rows; None: no other rank has them."""
 
     @functools.cached_property
     def sorting(self) -> Sorting:
         """What sorts the rows that arrive. It is made when they are on their way."""
-        return Sorting.of(self._tokens_CDS, self.device)
+        return Sorting.of(self.received_CDS, self.device)
 
     @property
     def slots(self) -> int:
         """Number of physical experts of a host."""
-        return self.tokens_CDP.shape[2] // self.hosts
+        return self.received_CDS.shape[2]
 
     @functools.cached_property
     def tokens_CS(self) -> torch.Tensor:
         """[C, S] in host memory: rows of each chunk for each of this rank's slots."""
-        return torch.from_numpy(self._tokens_CDS.sum(1))
+        return torch.from_numpy(self.received_CDS.sum(1))
 
     @functools.cached_property
     def splits(self) -> list[torch.Tensor]:
@@ -117,18 +114,9 @@ class ChunkedDispatch:
     def parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return [C]: the rows that this rank sends with each chunk, of those of all members."""
         rows = self.own(rows)
-        if len(self.tokens_CDP) == 1:
+        if len(self.splits_CDH) == 1:
             return [rows]
         return [*rows.split(self.splits_CDH[:, self.source].sum(1).tolist())]
-
-    @property
-    def _tokens_CDS(self) -> np.ndarray:
-        """Rows of each chunk that this rank receives from each source for each of its slots."""
-        return self._by_slot[:, :, self.host]
-
-    @property
-    def _by_slot(self) -> np.ndarray:
-        return self.tokens_CDP.reshape(*self.tokens_CDP.shape[:2], self.hosts, -1)
 
     @property
     def collect(self) -> Collect:
@@ -154,6 +142,24 @@ def sums_by_host(tokens_CDP: np.ndarray, hosts: int) -> np.ndarray:
     return functools.reduce(np.add, others, first)
 
 
+class Departure(NamedTuple):
+    """Rows that leave for their experts. A pass takes them out, so that they last no longer than their exchanges."""
+
+    parts: list[torch.Tensor]
+    """[C] the rows that this rank sends with each chunk."""
+    started: dict[int, Exchange]
+    """Exchanges that have started, by chunk."""
+
+
+@torch.no_grad()
+def depart(rows_RH: torch.Tensor, chunked: ChunkedDispatch) -> Departure:
+    """Start the first exchange of rows, which are copied from their tokens."""
+    with record_function("dispatch"):
+        parts, (_, chunk) = chunked.parts(rows_RH), chunked.chunking.forward[0]
+        exchange = chunked.sharding.spread(chunked.exchange.dispatch, parts[chunk], chunked.splits[chunk])
+        return Departure(parts, {chunk: exchange})
+
+
 def mixture(
     tokens_TH: torch.Tensor,
     probs_TE: torch.Tensor,
@@ -162,7 +168,7 @@ def mixture(
     *,
     experts: GroupedExperts,
     begin: Begin,
-    ahead: list[torch.Tensor] | None = None,
+    departed: list[Departure] | None = None,
 ) -> torch.Tensor:
     """Compute each row with its expert, and return the weighted sums of each token's rows: [T, H]; differentiable.
 
@@ -172,11 +178,10 @@ def mixture(
         chunked: where the rows go.
         experts: this rank's experts.
         begin: called at each `Moment`.
-        ahead: the rows [R, H], if they are copied already; they are taken from the list, so that they last no longer
-            than their exchange.
+        departed: what `depart` returned, if the rows have left already; taken from the list.
     """
     with_graph = torch.is_grad_enabled()
-    options = order, chunked, experts, begin, ahead, with_graph
+    options = order, chunked, experts, begin, departed, with_graph
     return _Mixture.apply(tokens_TH, probs_TE, options, *experts.weights)
 
 
@@ -204,6 +209,7 @@ def execute(
     there: Start,
     back: Start,
     compute: Callable[[int, torch.Tensor], torch.Tensor],
+    started: dict[int, Exchange] | None = None,
 ) -> list[torch.Tensor]:
     """Send every chunk's rows to their experts, through `compute` and back, in the given order.
 
@@ -213,16 +219,21 @@ def execute(
         splits: [C] int64 matrices [D, hosts] in host memory: rows from each source to each host.
         there, back: exchanges that take rows to their experts, and results to the rows' sources.
         compute: called with a chunk's number and the rows that arrived; returns the rows that go back.
+        started: exchanges that take rows to their experts and have started already, by chunk.
 
     Returns:
         [C] the results, in the order of the rows that this rank sent.
     """
-    exchanges: dict[int, Exchange] = {}
+    exchanges = started or {}
     at_hand: dict[int, torch.Tensor] = dict(enumerate(rows))
     rows.clear()
+    for chunk in exchanges:
+        del at_hand[chunk]
     for task, chunk in order:
-        if task is ChunkTask.C1:
+        if task is ChunkTask.C1 and chunk in at_hand:
             exchanges[chunk] = there(at_hand.pop(chunk), splits[chunk])
+        elif task is ChunkTask.C1:
+            assert chunk in exchanges, "rows leave once"
         elif task is ChunkTask.E:
             at_hand[chunk] = compute(chunk, at_hand.pop(chunk))
         elif task is ChunkTask.C2:
@@ -244,25 +255,20 @@ class _Mixture(torch.autograd.Function):
         ctx: Any,
         tokens_TH: torch.Tensor,
         probs_TE: torch.Tensor,
-        options: tuple[RowOrder, ChunkedDispatch, GroupedExperts, Begin, list[torch.Tensor] | None, bool],
+        options: tuple[RowOrder, ChunkedDispatch, GroupedExperts, Begin, list[Departure] | None, bool],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        order, chunked, experts, begin, ahead, with_graph = options
+        order, chunked, experts, begin, departed, with_graph = options
         ctx.order, ctx.chunked, ctx.begin, ctx.graphs = order, chunked, begin, {}
         exchange, spread = chunked.exchange, chunked.sharding.spread
-        coming: list[Exchange] = []
+        parts, started = departed.pop() if departed else depart(gather_rows(tokens_TH, order), chunked)
+        # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
+        with record_function("dispatch"):
+            probs_R = chunked.weights_to_hosts(chunked.own(gather_weights(probs_TE, order)))
+            coming = [spread(exchange.probs, probs_R, chunked.all_splits_DH)]
+            order.complete()
+        ctx.of_weights = experts.gradients(chunked.slots)
         probs_by_chunk: list[torch.Tensor] = []
-
-        def there(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-            exchanged = send_rows(rows, splits_DH)
-            if not (coming or probs_by_chunk):
-                # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
-                with record_function("dispatch"):
-                    probs_R = chunked.weights_to_hosts(chunked.own(gather_weights(probs_TE, order)))
-                    coming.append(spread(exchange.probs, probs_R, chunked.all_splits_DH))
-                    order.complete()
-                ctx.of_weights = experts.gradients(chunked.slots)
-            return exchanged
 
         def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
             # `begin` recognizes recomputation by whether gradients are enabled
@@ -281,11 +287,11 @@ class _Mixture(torch.autograd.Function):
             return chunked.sorting.to_sources[chunk](output)
 
         computed: list[int] = []
-        send_rows = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
+        there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
         back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
-        with record_function("dispatch"):
-            parts = chunked.parts(ahead.pop() if ahead else gather_rows(tokens_TH, order))
-        results = execute(chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute)
+        results = execute(
+            chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute, started=started
+        )
         with record_function("combine"):
             ctx.probs_shape = probs_TE.shape
             return combine(chunked.joined(results), order)

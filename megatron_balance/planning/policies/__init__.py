@@ -6,6 +6,7 @@
     fastermoe        FasterMoE: the hottest experts on every rank, as long as the cost model predicts a gain
     pro_prophet      Pro-Prophet: the heaviest ranks' experts on the ranks that hold most of their tokens
     flexmoe          FlexMoE: Expand, Shrink and Migrate vExperts, starting from the placement in use
+    quota            even loads with few copies, whose hosts take exact numbers of tokens
     demi             DEMI: one host per expert, by the schedule of mini-tasks (planning/demi)
     demi_baselines   demi_s1 to demi_s3: the strategies that DEMI's paper compares with
 
