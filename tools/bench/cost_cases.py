@@ -24,7 +24,7 @@ from megatron_balance.job.layout import build_groups
 from megatron_balance.measure.probes import slot_passes
 from megatron_balance.measure.stopwatch import Call, Stopwatch
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import plan_transfers
+from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from megatron_balance.workloads.synthetic import load_matrix
 
 WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
@@ -48,14 +48,20 @@ CHUNKS = 4
 """Number of pieces that each expert is sent in along chains."""
 
 
-class Case(NamedTuple):
+class Trial(NamedTuple):
     """An operation whose time the model predicts, and which all ranks can run together."""
+
+    run: Call
+    predict: Callable[[CostModel], float]
+
+
+class Case(NamedTuple):
+    """A kind of operation with one size."""
 
     kind: str
     label: str
-    predict: Callable[[CostModel], float]
-    run: Callable[[CostModel], Call]
-    """Returns the operation to time."""
+    trial: Callable[[CostModel], Trial]
+    """Returns the operation with the routes that the model chooses."""
 
 
 def measure(task: dict, machine: Machine) -> dict:
@@ -72,15 +78,20 @@ def measure(task: dict, machine: Machine) -> dict:
     pairs = [*computations(experts, groups, seed)]
     cases = [*apart, *pairs]
     stopwatch = Stopwatch(groups.ep, device, task["repeats"], task["patience"])
-    seconds = []
-    for _ in range(task["rounds"]):
+
+    def model() -> CostModel:
         profile = measure_cluster(config, groups, task["node_size"])
-        cost = CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
-        measured = [
-            *stopwatch.typical([case.run(cost) for case in apart]),
-            *stopwatch.typical([case.run(cost) for case in pairs], 2),
-        ]
-        seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
+        return CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
+
+    seconds, before = [], model()
+    for _ in range(task["rounds"]):
+        trials = [case.trial(before) for case in cases]
+        runs = [trial.run for trial in trials]
+        measured = [*stopwatch.typical(runs[: len(apart)]), *stopwatch.typical(runs[len(apart) :], 2)]
+        after = model()
+        predicted = [(trial.predict(before) + trial.predict(after)) / 2 for trial in trials]
+        seconds.append([*zip(predicted, measured, strict=True)])
+        before = after
     return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}
 
 
@@ -127,8 +138,10 @@ def exchanges(
         yield Case(
             "all_to_all",
             f"{label}: {1e-6 * bytes_DD.sum():.2f} MB",
-            lambda cost, bytes_DD=bytes_DD: ExchangeModel.of(cost.profile).seconds(bytes_DD),
-            lambda _, rows=rows, splits_DD=splits_DD: lambda: all_to_all.start(rows, splits_DD).wait(),
+            lambda _, rows=rows, splits_DD=splits_DD, bytes_DD=bytes_DD: Trial(
+                lambda: all_to_all.start(rows, splits_DD).wait(),
+                lambda cost: ExchangeModel.of(cost.profile).seconds(bytes_DD),
+            ),
         )
 
 
@@ -171,13 +184,23 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection, seed: i
                 yield Case(
                     kind + name,
                     label if not name else f"{label} in {len(chains.rounds)} rounds",
-                    lambda cost, index=index, model=model, plan_of=plan_of: model(cost).plan_seconds(plan_of(cost))[
-                        index
-                    ],
-                    lambda cost, execute=execute, plan_of=plan_of, placement=placement, experts=experts: (
-                        functools.partial(execute, plan_of(cost), placement, experts)
-                    ),
+                    lambda cost, each=(index, model, execute, plan_of, placement, experts): _transfer(cost, *each),
                 )
+
+
+def _transfer(
+    cost: CostModel,
+    index: int,
+    model: Callable[[CostModel], CostModel],
+    execute: Callable[..., object],
+    plan_of: Callable[[CostModel], TransferPlan],
+    placement: Placement,
+    experts: GroupedExperts,
+) -> Trial:
+    plan = plan_of(cost)
+    return Trial(
+        functools.partial(execute, plan, placement, experts), lambda cost: model(cost).plan_seconds(plan)[index]
+    )
 
 
 def computations(experts: GroupedExperts, groups: ProcessGroupCollection, seed: int) -> Iterator[Case]:
@@ -191,14 +214,16 @@ def computations(experts: GroupedExperts, groups: ProcessGroupCollection, seed: 
         yield Case(
             "forward",
             label,
-            lambda cost, tokens_D=tokens_D: cost.forward_seconds(_longest(cost, tokens_D)),
-            lambda _, passes=passes: passes.forward,
+            lambda _, passes=passes, tokens_D=tokens_D: Trial(
+                passes.forward, lambda cost: cost.forward_seconds(_longest(cost, tokens_D))
+            ),
         )
         yield Case(
             "backward",
             label,
-            lambda cost, tokens_D=tokens_D: cost.backward_seconds(_longest(cost, tokens_D)),
-            lambda _, passes=passes: passes.backward,
+            lambda _, passes=passes, tokens_D=tokens_D: Trial(
+                passes.backward, lambda cost: cost.backward_seconds(_longest(cost, tokens_D))
+            ),
         )
 
 

@@ -2,12 +2,13 @@
 
     python tools/bench/cost_model.py [--ranks 4] [--node-size 4] [--rounds 5] [--seed 1] [flags of the run ...]
 
-Every round measures a ClusterProfile of this machine, and then the operations themselves: exchanges of uneven loads,
-Trans and Agg of random placements with experts of several sizes, and computation of uneven loads. Trans and Agg are
-executed along the routes that a run would choose by the profile, and along chains. Sizes are between and beyond the
-fitted ones, and drawn by `--seed` like loads and placements. A time is the slowest rank's, the interquartile mean over
-`--repeats`, or over as many as take `--patience` seconds; all cases take turns. Links are this machine's own; no slower
-network is emulated.
+A ClusterProfile of this machine is measured before and after every round. A round measures the operations themselves:
+exchanges of uneven loads, Trans and Agg of random placements with experts of several sizes, and computation of uneven
+loads. Trans and Agg are executed along the routes that a run would choose by the profile before the round, and along
+chains. A prediction is the mean of those by both profiles, because the machine is faster at some times than at others.
+Sizes are between and beyond the fitted ones, and drawn by `--seed` like loads and placements. A time is the slowest
+rank's, the interquartile mean over `--repeats`, or over as many as take `--patience` seconds; all cases take turns.
+Links are this machine's own; no slower network is emulated.
 
 Every rank needs its own core: a rank that waits for a heavier one on the same core makes that one faster, which a model
 of the busiest rank cannot predict.
