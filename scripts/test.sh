@@ -11,5 +11,6 @@ source scripts/fetch.sh
 "${PYTHON}" -c "import tests.preload" &
 "${PYTHON}" -m pyright
 wait $!
-# Every rank of a test is a separate process, so more threads would only compete for the cores
-OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 2 --dist worksteal "$@"
+# Every rank of a test is a separate process, so more threads would only compete for the cores. Ranks wait for each other:
+# one test more than there are cores keeps these busy
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 3 --dist worksteal "$@"

@@ -20,6 +20,7 @@ from megatron_balance.measure.stopwatch import (
     Members,
     Passes,
     Stopwatch,
+    middle,
     node_groups,
     sub_groups,
 )
@@ -54,10 +55,14 @@ PARALLEL_SIZES = 5
 """Number of sizes for each line of `measure_parallel`."""
 
 REPEATS = 9
-"""Number of measurements; their median counts."""
+"""Number of measurements of a few operations; their `middle` counts."""
 
-PASSES = 3
-"""Number of times that all communication is measured; the medians count. The machine may be slower for seconds."""
+PASSES = 9
+"""Number of times that all communication is measured; the `middle` counts. The machine may be slower for
+seconds."""
+
+TURNS = 3
+"""Number of measurements in each pass, and of passes that measure computation."""
 
 Log = Callable[[str], None]
 """Receives one line for the user."""
@@ -73,7 +78,7 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     sizes_bytes: Sequence[int] = SIZES,
-    repeats: int = REPEATS,
+    repeats: int = TURNS,
     shares: Sequence[float] = (1.0,),
     codecs: Mapping[str, Callable[[int], Passes]] | None = None,
     log: Log | None = None,
@@ -93,7 +98,7 @@ def measure(
         device: device of the messages.
         dtype: data type of the messages.
         sizes_bytes: at least four sizes of messages.
-        repeats: number of measurements; their median counts.
+        repeats: number of measurements in each pass; their `middle` counts.
         shares: share of each tensor in the weights of an expert.
         codecs: by the codec's name, a function that returns compression and decompression of a number of rows.
         log: receives a line of progress per collective; None on ranks that do not log.
@@ -172,7 +177,12 @@ def fit_profile(
         ValueError: there are too few sizes or numbers of tokens for a line.
     """
     report = log or (lambda line: None)
-    links, batches, launches, starts, exchanges = _communication(bench, group_kinds(num_ranks, node_size), sizes_bytes)
+    coding = {name: functools.partial(bench.code, name, tokens) for name in bench.codecs}
+    computing = [functools.partial(bench.compute, tokens), *coding.values()]
+    communication, (computed_2TD, *coded_2T) = _measured(
+        bench, group_kinds(num_ranks, node_size), sizes_bytes, computing
+    )
+    links, batches, launches, starts, exchanges = communication
     for collective, lines in links.items():
         report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}")
     for name, lines in {"": batches, **{f" of {kind}": lines for kind, lines in launches.items()}}.items():
@@ -181,15 +191,15 @@ def fit_profile(
     for name, line in exchanges.items():
         report(f"{name}: {_text(line)}")
 
-    rates, forward, backward = experts_speed(tokens, *bench.compute(tokens))
+    rates, forward, backward = experts_speed(tokens, *computed_2TD)
     report(
         f"experts: {forward.seconds_per_token * 1e6:.3g} us per token forward, "
         f"{backward.seconds_per_token * 1e6:.3g} us backward; rates "
         f"{', '.join(f'{rate:.2f}' for rate in rates) or 'equal'}"
     )
     coded = {}
-    for name in bench.codecs:
-        encode, decode = (throughput(tokens, seconds) for seconds in bench.code(name, tokens))
+    for name, found_2T in zip(coding, coded_2T, strict=True):
+        encode, decode = (throughput(tokens, seconds_T.tolist()) for seconds_T in found_2T)
         coded[name] = CodecTimes(encode, decode)
         report(
             f"{name}: {encode.seconds_per_token * 1e6:.3g} us per token to compress, "
@@ -221,8 +231,17 @@ class _Communication(NamedTuple):
     all_to_alls: dict[str, Fit]
 
 
-def _communication(bench: Bench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> _Communication:
-    """Measure each collective among each kind of group, batches of messages, and the all-to-alls."""
+def _measured(
+    bench: Bench,
+    kinds: Mapping[str, Members],
+    sizes_bytes: Sequence[int],
+    computation: Sequence[Callable[[], tuple[Sequence, Sequence]]],
+) -> tuple[_Communication, list[np.ndarray]]:
+    """Measure each collective among each kind of group, batches of messages, the all-to-alls, and computation.
+
+    Args:
+        computation: functions that return the seconds of two directions.
+    """
     groups, given = sorted(set(kinds.values())), loads(sizes_bytes)
     calls: dict[tuple[str, Members], Callable[[], list[float]]] = {
         **{
@@ -235,20 +254,24 @@ def _communication(bench: Bench, kinds: Mapping[str, Members], sizes_bytes: Sequ
         **{("messages", members): functools.partial(bench.send, members, COUNTS) for members in groups},
         **{(name, ()): functools.partial(bench.exchange, name, sizes_bytes) for name in bench.all_to_alls},
     }
-    passes = [[call() for call in calls.values()] for _ in range(PASSES)]
-    seconds = {
-        key: np.median(found, axis=0).tolist() for key, found in zip(calls, zip(*passes, strict=True), strict=True)
-    }
+    seconds = {key: found.tolist() for key, found in zip(calls, _middles([*calls.values()], PASSES), strict=True)}
     batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
     lines |= {key: found.line for key, found in batches.items()}
-    return _Communication(
+    communication = _Communication(
         {name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
         {level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
         {name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
         {name: batches[name, kinds["ep"]].start for name in ROUNDS},
         {name: lines[name, ()] for name in bench.all_to_alls},
     )
+    return communication, _middles(computation, TURNS)
+
+
+def _middles(calls: Sequence[Callable[[], Sequence]], passes: int) -> list[np.ndarray]:
+    """Return the `middle` of what functions return in each pass; all of them are called in each."""
+    found = [[call() for call in calls] for _ in range(passes)]
+    return [middle(np.array(results)) for results in zip(*found, strict=True)]
 
 
 def experts_speed(
@@ -296,7 +319,7 @@ def measure_parallel(
     lines = {}
     for name, (low, high) in ranges.items():
         sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
-        lines[name] = fit(sizes, stopwatch.medians([calls(name, size) for size in sizes]))
+        lines[name] = fit(sizes, stopwatch.typical([calls(name, size) for size in sizes]))
         if log is not None:
             log(f"tensor-parallel {name}: {_text(lines[name])}")
     outcomes = [ParallelLines(mp, esp, **lines)]

@@ -78,6 +78,19 @@ EVICTING_BYTES = 4 * 2**20
 """More than a core's own caches, which have up to 2 MiB."""
 
 
+def middle(seconds: np.ndarray) -> np.ndarray:
+    """Return the interquartile mean over the first axis: without the least and the most quarter, or one of each.
+
+    Threads that wait for each other wake up at once or some milliseconds later. Between such modes a median jumps.
+    """
+    left_out = max(len(seconds) // 4, int(len(seconds) > 2))
+    return np.sort(seconds, axis=0)[left_out : len(seconds) - left_out].mean(0)
+
+
+MOST_REPEATS = 200
+"""Maximum number of times that a short call is timed, unless every call is timed more often."""
+
+
 @dataclass(frozen=True)
 class Stopwatch:
     """Times operations that all ranks of a group run together; all of them make the same calls."""
@@ -87,9 +100,14 @@ class Stopwatch:
     device: torch.device
 
     repeats: int
+    """Minimum number of times that a call is timed."""
 
-    def medians(self, calls: Sequence[Call], together: int = 1) -> list[float]:
-        """Return each call's seconds on its slowest rank, as the median over the repeats; the same on every rank.
+    patience: float = 0.0
+    """Seconds for which a shorter call is timed, because threads that wait for each other wake up sooner or later: the
+    shorter a call, the more its seconds vary."""
+
+    def typical(self, calls: Sequence[Call], together: int = 1) -> list[float]:
+        """Return each call's seconds on its slowest rank, the `middle` of its repeats; the same on every rank.
 
         The slowest rank counts because a rank may return before the others have its data. The calls take turns, so
         that other load on the machine affects all of them. Their order differs from repeat to repeat, because a call
@@ -98,28 +116,46 @@ class Stopwatch:
         Args:
             together: number of consecutive calls that keep their order.
         """
-        seconds = self._repeat(calls, together)
+        found = self._repeat(calls, together)
+        seconds = torch.cat(found)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
-        return seconds.quantile(0.5, dim=0).tolist()
+        return [float(middle(part)) for part in np.split(seconds.cpu().numpy(), np.cumsum([*map(len, found)])[:-1])]
 
-    def medians_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
-        """Return the median seconds of each call on each rank, [calls, ranks]; the same on every rank."""
-        own = self._repeat(calls, together).quantile(0.5, dim=0)
+    def typical_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
+        """Return the `middle` seconds of each call on each rank, [calls, ranks]; the same on every rank."""
+        own = [float(middle(seconds.cpu().numpy())) for seconds in self._repeat(calls, together)]
+        own = torch.tensor(own, dtype=torch.float64, device=self.device)
         found = own.new_empty(self.group.size() * len(calls))
         dist.all_gather_into_tensor(found, own, group=self.group)
         return found.view(-1, len(calls)).T.cpu().numpy()
 
-    def _repeat(self, calls: Sequence[Call], together: int) -> torch.Tensor:
-        """Return this rank's seconds of each call in each repeat, [repeats, calls] float64."""
+    def _repeat(self, calls: Sequence[Call], together: int) -> list[torch.Tensor]:
+        """Return, for each call, this rank's seconds of all its repeats, float64."""
         for call in calls:
             call()
-        seconds = torch.zeros(self.repeats, len(calls), dtype=torch.float64, device=self.device)
-        for repeat in range(self.repeats):
-            firsts = np.random.default_rng(repeat).permutation(np.arange(0, len(calls), together)).tolist()
+        numbers = self._numbers(calls, together)
+        most, found = max(numbers, default=0), [[] for _ in calls]
+        for repeat in range(most):
+            # The repeats of each call are spread over all of them
+            (turns,) = ((repeat + 1) * numbers // most > repeat * numbers // most).nonzero()
+            firsts = (together * np.random.default_rng(repeat).permutation(turns)).tolist()
             for index in (first + offset for first in firsts for offset in range(together)):
-                self._meet()
-                seconds[repeat, index] = self._seconds(calls[index])
-        return seconds
+                found[index].append(self._timed(calls[index]))
+        return [torch.tensor(seconds, dtype=torch.float64, device=self.device) for seconds in found]
+
+    def _numbers(self, calls: Sequence[Call], together: int) -> np.ndarray:
+        """Return how often to time each run of consecutive calls, `together` each; the same on every rank."""
+        if not self.patience:
+            return np.full(len(calls) // together, self.repeats)
+        seconds = torch.tensor([self._timed(call) for call in calls], dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
+        lengths = seconds.view(-1, together).sum(1).cpu().numpy()
+        return np.ceil(self.patience / lengths).clip(self.repeats, MOST_REPEATS).astype(int)
+
+    def _timed(self, call: Call) -> float:
+        """Return this rank's seconds of a call that all ranks begin together."""
+        self._meet()
+        return self._seconds(call)
 
     @functools.cached_property
     def _other_memory(self) -> torch.Tensor:
@@ -184,34 +220,34 @@ class GroupBench:
 
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         if members not in self.groups:
-            return self.stopwatch.medians([_idle] * len(sizes_bytes))
+            return self.stopwatch.typical([_idle] * len(sizes_bytes))
         group, step = self.groups[members], self._step(members)
         prepare = OPERATIONS[collective]
-        return self.stopwatch.medians([prepare(group, self._buffer(size), step) for size in sizes_bytes])
+        return self.stopwatch.typical([prepare(group, self._buffer(size), step) for size in sizes_bytes])
 
     def transfer(self, kind: str, members: Members, loads: Sequence[Load]) -> list[float]:
         if members not in self.groups:
-            return self.stopwatch.medians([_idle] * len(loads))
+            return self.stopwatch.typical([_idle] * len(loads))
         prepare, dtype = TRANSFERS[kind], torch.float32 if kind == "agg" else self.dtype
         place = self.groups[members], self._step(members)
-        return self.stopwatch.medians([prepare(*place, load, self._slots(load, dtype)) for load in loads])
+        return self.stopwatch.typical([prepare(*place, load, self._slots(load, dtype)) for load in loads])
 
     def send(self, members: Members, counts: Sequence[int]) -> list[float]:
         if members not in self.groups:
-            return self.stopwatch.medians([_idle] * len(counts))
+            return self.stopwatch.typical([_idle] * len(counts))
         group, buffer = self.groups[members], self._buffer(SMALL_BYTES)
-        return self.stopwatch.medians([_messages(group, buffer, count) for count in counts])
+        return self.stopwatch.typical([_messages(group, buffer, count) for count in counts])
 
     def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
         exchange = self.all_to_alls[name]
-        return self.stopwatch.medians([_even_exchange(exchange, self._buffer(size)) for size in sizes_bytes])
+        return self.stopwatch.typical([_even_exchange(exchange, self._buffer(size)) for size in sizes_bytes])
 
     def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        seconds = self.stopwatch.medians_by_rank([call for count in tokens for call in self.passes(count)], 2)
+        seconds = self.stopwatch.typical_by_rank([call for count in tokens for call in self.passes(count)], 2)
         return seconds[::2], seconds[1::2]
 
     def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        seconds = self.stopwatch.medians([call for count in tokens for call in self.codecs[name](count)], 2)
+        seconds = self.stopwatch.typical([call for count in tokens for call in self.codecs[name](count)], 2)
         return seconds[::2], seconds[1::2]
 
     def _step(self, members: Members) -> int:

@@ -30,10 +30,11 @@ class Moves(NamedTuple):
 @compiled(None)
 def _heaviest(room_D: np.ndarray, rate_D: np.ndarray) -> int:
     """Return the rank that takes longest for the tokens beyond its limit."""
-    heaviest = 0
+    heaviest, least = 0, room_D[0] / rate_D[0]
     for rank in range(1, len(room_D)):
-        if room_D[rank] / rate_D[rank] < room_D[heaviest] / rate_D[heaviest]:
-            heaviest = rank
+        room = room_D[rank] / rate_D[rank]
+        if room < least:
+            heaviest, least = rank, room
     return heaviest
 
 

@@ -82,8 +82,10 @@ class Selection(Hosting):
     def placement(self) -> Placement:
         """Return the placement in which owners host, and the selected guests."""
         hosts: list[tuple[int, ...]] = [*zip(self.layer.owner_E.tolist(), strict=True)]
-        for expert in self.chosen:
-            hosts[expert] = tuple(self.shares_ED[expert].nonzero()[0].tolist())
+        row_M, rank_M = self.shares_ED[[*self.chosen]].nonzero()
+        ranks, stops = rank_M.tolist(), np.bincount(row_M, minlength=len(self.chosen)).cumsum().tolist()
+        for expert, start, stop in zip(self.chosen, (0, *stops), stops, strict=False):
+            hosts[expert] = (*ranks[start:stop],)
         return self.current.rehost(hosts, self.primary_E.tolist())
 
     def timed(self) -> tuple[float, Placement]:

@@ -291,8 +291,8 @@ def orders() -> list[list[int]]:
     found: list[int] = []
     stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 4)
     calls = [functools.partial(found.append, index) for index in range(8)]
-    stopwatch.medians(calls)
-    stopwatch.medians(calls, 2)
+    stopwatch.typical(calls)
+    stopwatch.typical(calls, 2)
     return [found[first : first + 8] for first in range(0, 80, 8)]
 
 
@@ -303,6 +303,31 @@ def test_no_call_always_follows_the_same_one(ranks) -> None:
     assert len(set(map(tuple, first[1:5]))) == 4
     for order in first[6:]:
         assert all(after == before + 1 for before, after in zip(order[::2], order[1::2], strict=True))
+
+
+def turns() -> tuple[list[int], list[float]]:
+    """Return the order of a long and two short calls, and their times, by a clock that shows what a call returns."""
+    found: list[int] = []
+
+    def call(index: int, seconds: float) -> float:
+        found.append(index)
+        # Both ranks have to repeat a call as often
+        return seconds if dist.get_rank() == 1 else 1e-3
+
+    stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 2, patience=0.08)
+    with mock.patch.object(Stopwatch, "_seconds", lambda self, call: call()):
+        return found, stopwatch.typical([functools.partial(call, *each) for each in enumerate((0.08, 0.004, 1e-4))])
+
+
+def test_short_calls_are_repeated_more_often(ranks) -> None:
+    (order, times), other = ranks(2).run(turns)
+    assert other == (order, times) and times == pytest.approx([0.08, 0.004, 0.001])
+    # Each is called once before, and once more to find out how long it takes
+    assert order[:6] == [0, 1, 2] * 2
+    repeats = order[6:]
+    assert [repeats.count(index) for index in range(3)] == [2, 20, 80]
+    first, last = (index for index, one in enumerate(repeats) if one == 0)
+    assert last - first > len(repeats) / 3
 
 
 def batches() -> dict[int, tuple[set[int], int]]:

@@ -47,6 +47,7 @@ GPUS = {
     "pro_prophet_lpwnv": 8,
     "flexmoe": 64,
     "demi": 16,
+    "demi_two": 8,
     "parm_a": 8,
     "parm_b": 32,
     "schemoe": 32,

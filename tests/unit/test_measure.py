@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import profile_cluster as tool
 from megatron_balance.measure.measure import LARGE_SIZES, SIZES, experts_speed, fit_profile, group_kinds
 from megatron_balance.measure.rounds import MOST_SENT, SHAPES, Load, fit_batches, loads, plan
-from megatron_balance.measure.stopwatch import Members
+from megatron_balance.measure.stopwatch import Members, middle
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin
 from megatron_balance.profile.profile_file import load
 
@@ -196,6 +196,15 @@ def test_lines_of_batches_are_not_negative() -> None:
     found = fit_batches(given_loads, seconds, 2)
     assert min(found.line.alpha, found.line.beta, found.launch.alpha, found.launch.beta, found.start) >= 0
     assert found.start > 0 and found.line.residual > 0.05 and found.line.held_out > 0.05
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [([5], 5), ([1, 2], 1.5), ([1, 2, 90], 2), ([90, 3, 1, 2], 2.5), ([4, 3, 90, 2, 0, 1, 5, 6], 3.5)],
+)
+def test_the_middle_half_counts(seconds: list[float], expected: float) -> None:
+    assert middle(np.array(seconds)) == expected
+    assert (middle(np.stack([seconds, np.negative(seconds)], 1)) == (expected, -expected)).all()
 
 
 def test_too_few_sizes() -> None:

@@ -24,19 +24,20 @@ from megatron_balance.job.layout import build_groups
 from megatron_balance.measure.probes import slot_passes
 from megatron_balance.measure.stopwatch import Call, Stopwatch
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import plan_transfers
+from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from megatron_balance.workloads.synthetic import load_matrix
 
 WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
 
 EXCHANGED_TOKENS = (24, 160, 700, 3000, 12000)
-"""Tokens per source rank; on a CPU, links are fitted to sizes from 8 KiB to 8 MiB."""
+"""Tokens per source rank, about; on a CPU, links are fitted to sizes from 8 KiB to 8 MiB."""
 
 COMPUTED_TOKENS = (100, 200, 370, 720, 1500)
-"""Tokens per source rank; with balanced load each rank computes twice as many. Experts are fitted to 256 to 4096."""
+"""Tokens per source rank, about; with balanced load each rank computes twice as many. Experts are fitted to 256 to
+4096."""
 
 EXPERT_WIDTHS = (12, 120, 720, 3000, 9000)
-"""--moe-ffn-hidden-size of the experts that move."""
+"""--moe-ffn-hidden-size of the experts that move, about."""
 
 GUESTS = (1, 2, 4)
 """Numbers of guests per rank."""
@@ -47,14 +48,20 @@ CHUNKS = 4
 """Number of pieces that each expert is sent in along chains."""
 
 
-class Case(NamedTuple):
+class Trial(NamedTuple):
     """An operation whose time the model predicts, and which all ranks can run together."""
+
+    run: Call
+    predict: Callable[[CostModel], float]
+
+
+class Case(NamedTuple):
+    """A kind of operation with one size."""
 
     kind: str
     label: str
-    predict: Callable[[CostModel], float]
-    run: Callable[[CostModel], Call]
-    """Returns the operation to time."""
+    trial: Callable[[CostModel], Trial]
+    """Returns the operation with the routes that the model chooses."""
 
 
 def measure(task: dict, machine: Machine) -> dict:
@@ -66,19 +73,25 @@ def measure(task: dict, machine: Machine) -> dict:
     transformer.perform_initialization = False
     experts = _experts(transformer, groups)
     device, dtype = experts.linear_fc1.weight.device, transformer.params_dtype
-    apart = [*exchanges(transformer, groups, device), *transfers(transformer, groups)]
-    pairs = [*computations(experts, groups)]
+    seed = task["seed"]
+    apart = [*exchanges(transformer, groups, device, seed), *transfers(transformer, groups, seed)]
+    pairs = [*computations(experts, groups, seed)]
     cases = [*apart, *pairs]
-    stopwatch = Stopwatch(groups.ep, device, task["repeats"])
-    seconds = []
-    for _ in range(task["rounds"]):
+    stopwatch = Stopwatch(groups.ep, device, task["repeats"], task["patience"])
+
+    def model() -> CostModel:
         profile = measure_cluster(config, groups, task["node_size"])
-        cost = CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
-        measured = [
-            *stopwatch.medians([case.run(cost) for case in apart]),
-            *stopwatch.medians([case.run(cost) for case in pairs], 2),
-        ]
-        seconds.append([(case.predict(cost), found) for case, found in zip(cases, measured, strict=True)])
+        return CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
+
+    seconds, before = [], model()
+    for _ in range(task["rounds"]):
+        trials = [case.trial(before) for case in cases]
+        runs = [trial.run for trial in trials]
+        measured = [*stopwatch.typical(runs[: len(apart)]), *stopwatch.typical(runs[len(apart) :], 2)]
+        after = model()
+        predicted = [(trial.predict(before) + trial.predict(after)) / 2 for trial in trials]
+        seconds.append([*zip(predicted, measured, strict=True)])
+        before = after
     return {"cases": [(case.kind, case.label) for case in cases], "seconds": seconds}
 
 
@@ -96,18 +109,28 @@ def _num_experts(config: TransformerConfig) -> int:
     return config.num_moe_experts
 
 
-def _loads(config: TransformerConfig, num_ranks: int, sizes: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
+def _drawn(sizes: tuple[int, ...], seed: int) -> list[int]:
+    """Return sizes that differ from the given ones by a factor of up to the root of 2."""
+    factors = 2 ** np.random.default_rng(seed).uniform(-0.5, 0.5, len(sizes))
+    return [round(size * factor) for size, factor in zip(sizes, factors.tolist(), strict=True)]
+
+
+def _loads(
+    config: TransformerConfig, num_ranks: int, sizes: tuple[int, ...], seed: int
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a label and a load matrix [D, E] for every size and workload."""
-    for tokens, workload in itertools.product(sizes, WORKLOADS):
+    for tokens, workload in itertools.product(_drawn(sizes, seed), WORKLOADS):
         shape = (num_ranks, _num_experts(config), config.moe_router_topk)
-        yield f"{tokens} tokens a rank, {workload}", load_matrix(workload, *shape, tokens, seed=1, step=0)
+        yield f"{tokens} tokens a rank, {workload}", load_matrix(workload, *shape, tokens, seed=seed, step=0)
 
 
-def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device: torch.device) -> Iterator[Case]:
+def exchanges(
+    config: TransformerConfig, groups: ProcessGroupCollection, device: torch.device, seed: int
+) -> Iterator[Case]:
     """Yield a layer's first exchange for uneven loads, with each expert on its owner; own rows are included."""
     rank, num_ranks = groups.ep.rank(), groups.ep.size()
     all_to_all = default_all_to_all(groups.ep)
-    for label, counts_DE in _loads(config, num_ranks, EXCHANGED_TOKENS):
+    for label, counts_DE in _loads(config, num_ranks, EXCHANGED_TOKENS, seed):
         traffic_DD = counts_DE.reshape(num_ranks, num_ranks, -1).sum(2)
         bytes_DD = traffic_DD * config.hidden_size * config.params_dtype.itemsize
         splits_DD = torch.from_numpy(traffic_DD)
@@ -115,14 +138,16 @@ def exchanges(config: TransformerConfig, groups: ProcessGroupCollection, device:
         yield Case(
             "all_to_all",
             f"{label}: {1e-6 * bytes_DD.sum():.2f} MB",
-            lambda cost, bytes_DD=bytes_DD: ExchangeModel.of(cost.profile).seconds(bytes_DD),
-            lambda _, rows=rows, splits_DD=splits_DD: lambda: all_to_all.start(rows, splits_DD).wait(),
+            lambda _, rows=rows, splits_DD=splits_DD, bytes_DD=bytes_DD: Trial(
+                lambda: all_to_all.start(rows, splits_DD).wait(),
+                lambda cost: ExchangeModel.of(cost.profile).seconds(bytes_DD),
+            ),
         )
 
 
-def random_placement(num_experts: int, num_ranks: int, guests: int) -> Placement:
+def random_placement(num_experts: int, num_ranks: int, guests: int, seed: int) -> Placement:
     """Return a placement with owners in order and `guests` random guests on every rank, if there are enough experts."""
-    generator, owners = np.random.default_rng(guests), Placement.identity(num_experts, num_ranks, GUEST_SLOTS)
+    generator, owners = np.random.default_rng((seed, guests)), Placement.identity(num_experts, num_ranks, GUEST_SLOTS)
     additions = []
     for rank in range(num_ranks):
         strangers = [expert for expert in range(num_experts) if owners.owner(expert) != rank]
@@ -130,13 +155,13 @@ def random_placement(num_experts: int, num_ranks: int, guests: int) -> Placement
     return owners.with_hosts(additions)
 
 
-def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iterator[Case]:
+def transfers(config: TransformerConfig, groups: ProcessGroupCollection, seed: int) -> Iterator[Case]:
     """Yield Trans and Agg of placements with guests, for experts of several widths.
 
     Each is executed along the routes that a run would choose by the profile, and along chains.
     """
     transfer = ExpertTransfer(groups.ep)
-    for width, guests in itertools.product(EXPERT_WIDTHS, GUESTS):
+    for width, guests in itertools.product(_drawn(EXPERT_WIDTHS, seed), GUESTS):
         shape = copy.copy(config)
         shape.moe_ffn_hidden_size = width
         experts = _experts(shape, groups)
@@ -144,7 +169,7 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iter
             # Like DDP, which accumulates gradients in float32
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore
         experts.allocate_guests(GUEST_SLOTS)
-        placement = random_placement(_num_experts(config), groups.ep.size(), guests)
+        placement = random_placement(_num_experts(config), groups.ep.size(), guests, seed)
         chains = plan_transfers(placement, groups.ep.size(), CHUNKS)
         param_bytes, grad_bytes = (
             sum(tensor.nbytes for tensor in tensors) for tensors in (experts.weights_of(0), experts.gradients_of(0))
@@ -159,19 +184,29 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection) -> Iter
                 yield Case(
                     kind + name,
                     label if not name else f"{label} in {len(chains.rounds)} rounds",
-                    lambda cost, index=index, model=model, plan_of=plan_of: model(cost).plan_seconds(plan_of(cost))[
-                        index
-                    ],
-                    lambda cost, execute=execute, plan_of=plan_of, placement=placement, experts=experts: (
-                        functools.partial(execute, plan_of(cost), placement, experts)
-                    ),
+                    lambda cost, each=(index, model, execute, plan_of, placement, experts): _transfer(cost, *each),
                 )
 
 
-def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Iterator[Case]:
+def _transfer(
+    cost: CostModel,
+    index: int,
+    model: Callable[[CostModel], CostModel],
+    execute: Callable[..., object],
+    plan_of: Callable[[CostModel], TransferPlan],
+    placement: Placement,
+    experts: GroupedExperts,
+) -> Trial:
+    plan = plan_of(cost)
+    return Trial(
+        functools.partial(execute, plan, placement, experts), lambda cost: model(cost).plan_seconds(plan)[index]
+    )
+
+
+def computations(experts: GroupedExperts, groups: ProcessGroupCollection, seed: int) -> Iterator[Case]:
     """Yield forward and backward passes for loads that are uneven over ranks and over their slots."""
     rank, num_ranks = groups.ep.rank(), groups.ep.size()
-    for label, counts_DE in _loads(experts.config, num_ranks, COMPUTED_TOKENS):
+    for label, counts_DE in _loads(experts.config, num_ranks, COMPUTED_TOKENS, seed):
         tokens_by_rank = counts_DE.sum(0).reshape(num_ranks, -1)
         passes = slot_passes(experts, torch.from_numpy(tokens_by_rank[rank]))
         tokens_D = tokens_by_rank.sum(1)
@@ -179,14 +214,16 @@ def computations(experts: GroupedExperts, groups: ProcessGroupCollection) -> Ite
         yield Case(
             "forward",
             label,
-            lambda cost, tokens_D=tokens_D: cost.forward_seconds(_longest(cost, tokens_D)),
-            lambda _, passes=passes: passes.forward,
+            lambda _, passes=passes, tokens_D=tokens_D: Trial(
+                passes.forward, lambda cost: cost.forward_seconds(_longest(cost, tokens_D))
+            ),
         )
         yield Case(
             "backward",
             label,
-            lambda cost, tokens_D=tokens_D: cost.backward_seconds(_longest(cost, tokens_D)),
-            lambda _, passes=passes: passes.backward,
+            lambda _, passes=passes, tokens_D=tokens_D: Trial(
+                passes.backward, lambda cost: cost.backward_seconds(_longest(cost, tokens_D))
+            ),
         )
 
 

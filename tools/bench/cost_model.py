@@ -1,12 +1,14 @@
 """Measures the error of the cost model's times, with sizes that its profile was not fitted to.
 
-    python tools/bench/cost_model.py [--ranks 4] [--node-size 4] [--rounds 5] [flags of the run ...]
+    python tools/bench/cost_model.py [--ranks 4] [--node-size 4] [--rounds 5] [--seed 1] [flags of the run ...]
 
-Every round measures a ClusterProfile of this machine, and then the operations themselves: exchanges of uneven loads,
-Trans and Agg of random placements with experts of several sizes, and computation of uneven loads. Trans and Agg are
-executed along the routes that a run would choose by the profile, and along chains. Sizes are between and
-beyond the fitted ones. A time is the slowest rank's, and the median over `--repeats`; all cases take turns. Links are
-this machine's own; no slower network is emulated.
+A ClusterProfile of this machine is measured before and after every round. A round measures the operations themselves:
+exchanges of uneven loads, Trans and Agg of random placements with experts of several sizes, and computation of uneven
+loads. Trans and Agg are executed along the routes that a run would choose by the profile before the round, and along
+chains. A prediction is the mean of those by both profiles, because the machine is faster at some times than at others.
+Sizes are between and beyond the fitted ones, and drawn by `--seed` like loads and placements. A time is the slowest
+rank's, the interquartile mean over `--repeats`, or over as many as take `--patience` seconds; all cases take turns.
+Links are this machine's own; no slower network is emulated.
 
 Every rank needs its own core: a rank that waits for a heavier one on the same core makes that one faster, which a model
 of the busiest rank cannot predict.
@@ -42,13 +44,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="also the expert-parallel size")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="profiles, each followed by all cases")
-    parser.add_argument("--repeats", type=int, default=9, help="runs of each case in a round")
+    parser.add_argument("--repeats", type=int, default=9, help="minimum number of runs of each case in a round")
+    parser.add_argument("--patience", type=float, default=0.15, help="seconds for which short cases are run")
+    parser.add_argument("--seed", type=int, default=1, help="of sizes, loads and placements")
     ranks.add_worker_option(parser)
     args, extra = parser.parse_known_args()
     if args.worker:
         return ranks.work(args.worker, _measure)
     flags = f"{COMMON} {' '.join(extra)} --expert-model-parallel-size {args.ranks}"
-    task = {"flags": flags, "node_size": args.node_size or args.ranks, "rounds": args.rounds, "repeats": args.repeats}
+    task = {name: getattr(args, name) for name in ("rounds", "repeats", "patience", "seed")}
+    task |= {"flags": flags, "node_size": args.node_size or args.ranks}
     with ranks.noise():
         result = ranks.job(__file__, args.ranks, task)
     cases = result["cases"]
