@@ -25,9 +25,9 @@ def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 class _Copy:
-    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor], done: torch.cuda.Event) -> None:
         # Kept, so that the result's memory is not used again before the copy
-        self.reader, self.result = reader, result
+        self.reader, self.result, self.done = reader, result, done
         # The host memory is pinned
         self.copy = result().to("cpu", non_blocking=True)
         reader.started += 1
@@ -36,7 +36,7 @@ class _Copy:
     def wait(self) -> torch.Tensor:
         reader = self.reader
         if self.number > reader.arrived:
-            reader.done.synchronize()
+            self.done.synchronize()
             reader.arrived = reader.started
         return self.copy
 
@@ -45,9 +45,8 @@ class HostReader:
     """Brings small results of a device to the host while the device does what is queued after them."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.done = torch.cuda.Event() if torch.cuda.is_available() else None
-        """Recorded after every copy; the copies arrive in order."""
+        self._device = (torch.cuda.Stream(), torch.cuda.Event()) if torch.cuda.is_available() else None
+        """The stream of the copies, which arrive in order, and the event that is recorded after each."""
         self.started = self.arrived = 0
         """Number of copies that have started, and of those that the host has waited for."""
 
@@ -58,14 +57,15 @@ class HostReader:
             result: returns the tensor. On CUDA, it is called on a stream of its own, and lets this stream wait for the
                 collective that makes the tensor. Where there is no CUDA, it is called once, when the result is needed.
         """
-        if self._stream is None:
+        if self._device is None:
             return functools.cache(result)
+        stream, done = self._device
         # As torch.cuda.stream does, but in less time, for which the device may have nothing to do
         before = torch.cuda.current_stream()
-        torch.cuda.set_stream(self._stream)
+        torch.cuda.set_stream(stream)
         try:
-            copy = _Copy(self, result)
-            self.done.record(self._stream)
+            copy = _Copy(self, result, done)
+            done.record(stream)
         finally:
             torch.cuda.set_stream(before)
         return copy.wait

@@ -108,16 +108,7 @@ def _cut(
             if host - 1 == own:
                 received_DS[:, physical_N[n] % slots] = counts_DE[:, alone_N[n]]
     first_H[host:] = wholes
-    # Differences of sums: a loop over each host's few experts would take longer
-    until_W = np.empty(wholes + 1, np.int64)
-    for rank in range(ranks):
-        total, counts_E, splits_H = 0, counts_DE[rank], splits_DH[rank]
-        for w in range(wholes):
-            until_W[w] = total
-            total += counts_E[experts_W[w]]
-        until_W[wholes] = total
-        for host in range(ranks):
-            splits_H[host] = until_W[first_H[host + 1]] - until_W[first_H[host]]
+    _add_up(counts_DE, experts_W[:wholes], first_H, splits_DH)
     m = 0
     for n in range(len(physical_N)):
         if alone_N[n] < 0:
@@ -129,6 +120,23 @@ def _cut(
             m += 1
     stays = table_2N.shape[1] == 0 or _write_blocks(sizes_N, by_physical_N, table_2N, ends)
     return splits_DH[own].sum(), stays, splits_DH, received_DS
+
+
+@compiled(None)
+def _add_up(counts_DE: np.ndarray, experts_W: np.ndarray, first_H: np.ndarray, splits_DH: np.ndarray) -> None:
+    """Set the rows from each source to each host: those for `experts_W[first_H[host] : first_H[host + 1]]`.
+
+    They are differences of sums, because a loop over each host's few experts takes longer.
+    """
+    until_W = np.empty(len(experts_W) + 1, np.int64)
+    for rank in range(len(splits_DH)):
+        total, counts_E, splits_H = 0, counts_DE[rank], splits_DH[rank]
+        for w, expert in enumerate(experts_W):
+            until_W[w] = total
+            total += counts_E[expert]
+        until_W[len(experts_W)] = total
+        for host in range(len(splits_H)):
+            splits_H[host] = until_W[first_H[host + 1]] - until_W[first_H[host]]
 
 
 @compiled(None)

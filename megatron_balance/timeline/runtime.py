@@ -282,8 +282,7 @@ class Balancer:
         for action in actions:
             if action.operation is not Operation.PLAN:
                 self._wait_for_transfer(action)
-        plans = [action for action in actions if action.operation is Operation.PLAN]
-        if plans:
+        if plans := [action for action in actions if action.operation is Operation.PLAN]:
             with record_function("Plan"):
                 self._wait_for_plans(plans)
 
