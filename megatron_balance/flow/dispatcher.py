@@ -148,7 +148,7 @@ class AllToAllDispatcher(Dispatcher):
                 weights_to_hosts(tokens_CDP[:, parallel.source].reshape(len(tokens_CDP), hosts, -1)),
             ]
             there, back, to_hosts, to_chunks = gathers([one for move in moves for one in (move, move.back)], device)
-            moved = {"weights_to_hosts": to_hosts, "weights_to_chunks": to_chunks}
+            moved |= {"weights_to_hosts": to_hosts, "weights_to_chunks": to_chunks}
         elif not self._in_place(plan.placement):
             (there,) = gathers([sending(plan.placement, tokens_CDP[:, parallel.members])], device)
         if parallel.splits_rows:
