@@ -5,9 +5,11 @@ of Python to the bit: sums keep their order. A loop does not hold Python's globa
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
 from functools import cached_property
-from typing import Generic, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -29,11 +31,18 @@ class Compiled(Generic[Arguments, Result]):
         # Importing numba takes a quarter of a second, and most commands need no loop
         import numba
 
+        code: Any = numba.njit(nogil=True)(self._function)
         try:
-            return numba.njit(self._signature, cache=True, nogil=True)(self._function)
+            code.enable_caching()
         except RuntimeError:
-            # No directory for the code can be written
-            return numba.njit(self._signature, nogil=True)(self._function)
+            """No directory for the code can be written."""
+        else:
+            # numba compiles again if the loop's own file has changed, but the code contains loops of other files
+            code._cache._cache_file._source_stamp = _digest()
+        if self._signature is not None:
+            code.compile(self._signature)
+            code.disable_compile()
+        return code
 
     @property
     def _numba_type_(self) -> object:
@@ -44,6 +53,13 @@ class Compiled(Generic[Arguments, Result]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         return self._code(*args, **kwargs)
+
+
+@functools.cache
+def _digest() -> str:
+    """Return a digest of all files of this package that have loops."""
+    texts = (path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+    return hashlib.sha256(b"".join(text for text in texts if b"@compiled(" in text)).hexdigest()
 
 
 def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -32,14 +33,50 @@ def test_loops_may_call_each_other() -> None:
 
 
 def test_code_that_cannot_be_kept_is_compiled_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
-    def njit(*args: object, cache: bool = False, **options: object) -> object:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return original(*args, **options)
+    def refuse(self: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
 
-    original = numba.njit
-    monkeypatch.setattr(numba, "njit", njit)
+    monkeypatch.setattr(type(numba.njit(larger.__wrapped__)), "enable_caching", refuse)
     assert compiled("int64(int64, int64)")(larger.__wrapped__)(2, 5) == 5
+
+
+CALLEE = """
+from megatron_balance.device.compiled import compiled
+
+@compiled(None)
+def given(x):
+    return x + {}
+"""
+CALLER = """
+import sys
+from megatron_balance.device import compiled
+
+compiled._digest = lambda: sys.argv[1]
+from callee import given
+
+@compiled.compiled("int64(int64)")
+def called(x):
+    return given(x)
+
+print(called(0))
+"""
+
+
+def test_kept_code_is_not_used_if_a_file_with_loops_has_changed(tmp_path: Path) -> None:
+    """The code of a loop contains the loops that it calls."""
+    (tmp_path / "caller.py").write_text(CALLER + "\n")
+
+    def result(added: int, digest: str) -> str:
+        (tmp_path / "callee.py").write_text(CALLEE.format(added))
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        command = [sys.executable, "-B", "-c", "import caller", digest]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+        ).stdout.strip()
+
+    assert result(1, "one") == "1"
+    assert result(2, "one") == "1", "the code was not kept"
+    assert result(2, "two") == "2"
 
 
 def test_listing_policies_imports_no_numba() -> None:

@@ -1,6 +1,6 @@
 """Compares the policies' plans for each synthetic workload: quality, planning time, and distance from the optimum.
 
-    python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR] [--part plans optimum]
+    OMP_NUM_THREADS=1 python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR] [--part plans optimum]
 
 Every policy is evaluated with its own split of tokens. Planning time is CPU time of this process; layer times are those
 of the cost model, for the built-in cluster with nodes of eight. Measures of the ranks' loads: max/mean is FlexMoE's
