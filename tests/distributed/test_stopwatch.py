@@ -1,0 +1,149 @@
+"""The stopwatch and its operations on real ranks: what they send, and how often and in which order they are timed."""
+
+import functools
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.measure.rounds import Load
+from megatron_balance.measure.stopwatch import OPERATIONS, TRANSFERS, GroupBench, Stopwatch
+
+
+def record_traffic() -> dict[str, tuple[int, int]]:
+    """Return the bytes that this rank sends and receives in each collective on a buffer of 1200 bytes."""
+    buffer = torch.zeros(300)
+    traffic = {}
+    with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
+        OPERATIONS["all_to_all"](dist.group.WORLD, buffer, 1)()
+        messages = {
+            verb: [one for one in call.call_args.args[0] if one.op is verb] for verb in (dist.isend, dist.irecv)
+        }
+        traffic["all_to_all"] = tuple(sum(one.tensor.nbytes for one in some) for some in messages.values())
+        others = {rank: 400 for rank in range(4) if rank != dist.get_rank()}
+        assert all({one.peer: one.tensor.nbytes for one in some} == others for some in messages.values())
+    with mock.patch.object(dist, "all_gather_into_tensor") as call:
+        OPERATIONS["all_gather"](dist.group.WORLD, buffer, 1)()
+        traffic["all_gather"] = (call.call_args.args[1].nbytes, call.call_args.args[0].nbytes)
+    with mock.patch.object(dist, "batch_isend_irecv") as call:
+        for step in (1, 2):
+            OPERATIONS["p2p"](dist.group.WORLD, buffer, step)()
+            send, receive = call.call_args.args[0]
+            traffic["p2p"] = (send.tensor.nbytes, receive.tensor.nbytes)
+            assert (send.peer, receive.peer) == ((dist.get_rank() + step) % 4, (dist.get_rank() - step) % 4)
+        call.reset_mock()
+        OPERATIONS["one_way"](dist.group.WORLD, buffer, 2)()
+        (one,) = call.call_args.args[0]
+        assert (one.op, one.peer) == ((dist.isend, dist.get_rank() + 2), (dist.irecv, dist.get_rank() - 2))[
+            dist.get_rank() // 2
+        ]
+        call.reset_mock()
+        OPERATIONS["one_way"](dist.group.WORLD, buffer, 3)()
+        assert [one.peer for call in call.call_args_list for one in call.args[0]] == {0: [3], 3: [0]}.get(
+            dist.get_rank(), []
+        )
+    return traffic
+
+
+def test_bytes_are_those_of_the_definition(ranks) -> None:
+    expected = {"all_to_all": (1200, 1200), "all_gather": (300, 1200), "p2p": (1200, 1200)}
+    assert ranks(4).run(record_traffic) == [expected] * 4
+
+
+def transfers_move_everything() -> None:
+    """Trans copies what each rank owns to its guests, and Agg adds the guests' sums up and empties them."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for step, wanted in ((1, Load(3, 2, 0)), (1, Load(1, 5, 0)), (2, Load(2, 1, 0))):
+        slots = [
+            [torch.arange(float(size)) + 1000 * rank + 100 * slot for size in (50, 3, 101)]
+            for slot in range(2 * wanted.experts)
+        ]
+        owned, guests = slots[: wanted.experts], slots[wanted.experts :]
+        before = [[tensor.clone() for tensor in expert] for expert in owned]
+        TRANSFERS["trans"](group, step, wanted, slots)()
+        # Every guest is another rank's expert, and each is somewhere
+        found = [int(tensor[0]) for guest in guests for tensor in guest]
+        assert all(int(guest[0][0]) // 1000 != rank for guest in guests)
+        everywhere = [None] * 4
+        dist.all_gather_object(everywhere, found)
+        expected = [1000 * rank + 100 * index for rank in range(4) for index in range(wanted.experts) for _ in range(3)]
+        assert sorted(itertools.chain.from_iterable(everywhere)) == expected  # pyright: ignore
+        TRANSFERS["agg"](group, step, wanted, slots)()
+        for expert, copies in zip(owned, before, strict=True):
+            assert all(torch.equal(tensor, 2 * one) for tensor, one in zip(expert, copies, strict=True))
+        assert not any(tensor.any() for guest in guests for tensor in guest)
+
+
+def test_transfers_move_everything_once(ranks) -> None:
+    ranks(4).run(transfers_move_everything)
+
+
+def orders() -> list[list[int]]:
+    """Return the order of the calls in each of four repeats, after the first call of each."""
+    found: list[int] = []
+    stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 4)
+    calls = [functools.partial(found.append, index) for index in range(8)]
+    stopwatch.typical(calls)
+    stopwatch.typical(calls, 2)
+    return [found[first : first + 8] for first in range(0, 80, 8)]
+
+
+def test_no_call_always_follows_the_same_one(ranks) -> None:
+    first, *others = ranks(2).run(orders)
+    assert others == [first]
+    assert all(sorted(order) == [*range(8)] for order in first)
+    assert len(set(map(tuple, first[1:5]))) == 4
+    for order in first[6:]:
+        assert all(after == before + 1 for before, after in zip(order[::2], order[1::2], strict=True))
+
+
+def turns() -> tuple[list[int], list[float]]:
+    """Return the order of a long and two short calls, and their times, by a clock that shows what a call returns."""
+    found: list[int] = []
+
+    def call(index: int, seconds: float) -> float:
+        found.append(index)
+        # Both ranks have to repeat a call as often
+        return seconds if dist.get_rank() == 1 else 1e-3
+
+    stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 2, patience=0.08)
+    with mock.patch.object(Stopwatch, "_seconds", lambda self, call: call()):
+        return found, stopwatch.typical([functools.partial(call, *each) for each in enumerate((0.08, 0.004, 1e-4))])
+
+
+def test_short_calls_are_repeated_more_often(ranks) -> None:
+    (order, times), other = ranks(2).run(turns)
+    assert other == (order, times) and times == pytest.approx([0.08, 0.004, 0.001])
+    # Each is called once before, and once more to find out how long it takes
+    assert order[:6] == [0, 1, 2] * 2
+    repeats = order[6:]
+    assert [repeats.count(index) for index in range(3)] == [2, 20, 80]
+    first, last = (index for index, one in enumerate(repeats) if one == 0)
+    assert last - first > len(repeats) / 3
+
+
+def batches() -> dict[int, tuple[set[int], int]]:
+    """Return, by the number of messages of a batch, the ranks that get one, and the messages that this rank sends."""
+    bench = GroupBench(
+        stopwatch=Stopwatch(dist.group.WORLD, torch.device("cpu"), 1),
+        groups={(0, 1, 2, 3): dist.group.WORLD},
+        passes=mock.Mock(),
+        dtype=torch.float32,
+        node_size=2,
+    )
+    bench.send((0, 1, 2, 3), [1, 7])
+    found = {}
+    with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
+        for count in (2, 7):
+            bench.send((0, 1, 2, 3), [count])
+            sent = [one for one in call.call_args.args[0] if one.op is dist.isend]
+            received = [one for one in call.call_args.args[0] if one.op is dist.irecv]
+            assert len(received) == count and {one.tensor.nbytes for one in sent} == {256}
+            found[count] = {(one.peer - dist.get_rank()) % 4 for one in sent}, len(sent)
+    return found
+
+
+def test_batches_of_messages(ranks) -> None:
+    assert ranks(4).run(batches) == [{2: ({1, 2}, 2), 7: ({1, 2, 3}, 7)}] * 4
