@@ -4,12 +4,16 @@ Machine code is kept on disk, next to the loop's module or in the user's cache, 
 of Python to the bit: sums keep their order. A loop does not hold Python's global lock.
 """
 
+import contextlib
 import functools
 import hashlib
+import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
+
+_IMPORTED = re.compile(rb"^from megatron_balance\.([\w.]+) import", re.MULTILINE)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -32,12 +36,10 @@ class Compiled(Generic[Arguments, Result]):
         import numba
 
         code: Any = numba.njit(nogil=True)(self._function)
-        try:
+        # numba raises this error where it can write to no directory; the code is then not kept
+        with contextlib.suppress(RuntimeError):
             code.enable_caching()
-        except RuntimeError:
-            """No directory for the code can be written."""
-        else:
-            # numba compiles again if the loop's own file has changed, but the code contains loops of other files
+            # By itself, numba compiles again only if the loop's own file has changed, but the code contains other loops
             code._cache._cache_file._source_stamp = _digest()
         if self._signature is not None:
             code.compile(self._signature)
@@ -57,9 +59,16 @@ class Compiled(Generic[Arguments, Result]):
 
 @functools.cache
 def _digest() -> str:
-    """Return a digest of all files of this package that have loops."""
-    texts = (path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-    return hashlib.sha256(b"".join(text for text in texts if b"@compiled(" in text)).hexdigest()
+    """Return a digest of the files of this package that have loops, and of those that these import from.
+
+    Kept code contains the loops that a loop calls, and the values of constants.
+    """
+    root = Path(__file__).parents[1]
+    texts = [text for path in sorted(root.rglob("*.py")) if b"@compiled(" in (text := path.read_bytes())]
+    names = sorted({name for text in texts for name in _IMPORTED.findall(text)})
+    files = (root.joinpath(*name.decode().split(".")).with_suffix(".py") for name in names)
+    texts += [file.read_bytes() for file in files if file.is_file()]
+    return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
