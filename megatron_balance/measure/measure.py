@@ -269,7 +269,7 @@ def _measured(
 
 
 def _middles(calls: Sequence[Callable[[], Sequence]], passes: int) -> list[np.ndarray]:
-    """Return the `middle` of what functions return in each pass; all of them are called in each."""
+    """Call all functions in each pass; return the `middle` of each one's results over the passes."""
     found = [[call() for call in calls] for _ in range(passes)]
     return [middle(np.array(results)) for results in zip(*found, strict=True)]
 
