@@ -208,7 +208,8 @@ def planning_ms(name: str, load: Load, slots: int, cluster: Cluster) -> tuple[fl
     planned = planner.plan(load.counts_DE, current, costs[1])
     return (
         *(_fastest(lambda cost=cost: planner.plan(load.counts_DE, current, cost)) for cost in costs),
-        _fastest(lambda: costs[1].transport.plan(planned)),
+        # A model keeps the messages that it has chosen
+        _fastest(lambda: dataclasses.replace(costs[1].transport).plan(planned)),
     )
 
 
