@@ -191,8 +191,9 @@ def _seconds(
     for b in range(loads_FBD.shape[1]):
         longest, most_near, most_far, coded = 0.0, 0.0, 0.0, 0.0
         for first in range(0, ranks, size):
-            sent, received = 0.0, 0.0
-            for d in range(first, min(first + size, ranks)):
+            last = min(first + size, ranks)
+            sent, received, node_near, total_near = 0.0, 0.0, 0.0, 0.0
+            for d in range(first, last):
                 tokens = loads_FBD[0, b, d] + more_FBD[0, b, d]
                 near_out, near_in = loads_FBD[1, b, d] + more_FBD[1, b, d], loads_FBD[2, b, d] + more_FBD[2, b, d]
                 far_out, far_in = loads_FBD[3, b, d] + more_FBD[3, b, d], loads_FBD[4, b, d] + more_FBD[4, b, d]
@@ -201,9 +202,11 @@ def _seconds(
                 exchanged = 4 * max(price_P[NEAR] * near, price_P[FAR] * far)
                 work_BD[b, d] = exchanged + tokens * per_token_D[d]
                 longest = max(longest, tokens / rate_D[d])
-                most_near, most_far = max(most_near, near), max(most_far, far)
+                node_near, total_near, most_far = max(node_near, near), total_near + near, max(most_far, far)
                 coded = max(coded, near_out + far_out, near_in + far_in)
                 sent, received = sent + far_out, received + far_in
+            # See `Network.near_seconds`
+            most_near = max(most_near, price_P[NEAR_WAY] * node_near, total_near / (last - first))
             most_far = max(most_far, _busiest(sent, received, price_P[FAR_WAY]) / price_P[ADAPTERS])
         exchanging += max(price_P[NEAR] * most_near, price_P[FAR] * most_far) + price_P[CODING] * coded
         computed += longest

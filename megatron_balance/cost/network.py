@@ -4,7 +4,7 @@ The ranks of a node exchange messages over its fabric. Messages to other nodes u
 its ranks share. A batch of messages takes a launch, a little for each message of its busiest rank, and the time in
 which its busiest resource carries its bytes:
 
-    a rank's link into the fabric     bytes within the node, each way
+    a rank's link into the fabric     bytes within the node, each way; less if ranks take turns, see `near_seconds`
     a rank's share of an adapter      bytes to and from other nodes, each way
     all adapters of a node            the same bytes of all ranks of the node, each way
 
@@ -109,9 +109,25 @@ class Network:
         near_2XD = np.stack([near_XDD.sum(-1), near_XDD.sum(-2)]) - diagonal_XD
         return Crossing(near_2XD, total_2XD - near_2XD)
 
+    def near_seconds(self, bytes_: Crossing) -> np.ndarray:
+        """Return [..., D] the seconds in which the fabric of each rank's node carries the rank's bytes.
+
+        Where the directions of a link take turns, so do the ranks of a node, because they share what limits them, such
+        as memory. A node whose ranks have less than its busiest one then takes the time of their mean, but at least
+        `one_way` of that of the busiest one.
+        """
+        busy_XD = self.near.beta * self.near.busiest(*bytes_.near_2XD)
+        one_way = self.near.one_way
+        if one_way == 1:
+            return busy_XD
+        most_XN = np.maximum.reduceat(busy_XD, self.first_N, axis=-1)
+        mean_XN = np.add.reduceat(busy_XD, self.first_N, axis=-1) / np.bincount(self.node_D)
+        share_XN = np.divide(mean_XN, most_XN, out=np.ones_like(most_XN), where=most_XN > 0)
+        return busy_XD * np.maximum(share_XN, one_way)[..., self.node_D]
+
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
         """Return [...] the seconds in which the busiest resource carries these bytes."""
-        seconds = self.near.beta * self.near.busiest(*bytes_.near_2XD).max(-1)
+        seconds = self.near_seconds(bytes_).max(-1)
         if len(self.first_N) == 1:
             return seconds
         far = self.far.busiest(*bytes_.far_2XD).max(-1)

@@ -141,7 +141,7 @@ class TeamNetwork:
         """Return the work of stages whose bytes cross links one after another; all shards of a host do the same."""
         network, shards = self.network, len(self.ranks_D) // crossing.near_2XD.shape[-1]
         crossing = Crossing(*(amounts_2XD.repeat(shards, -1) for amounts_2XD in crossing))
-        near_D = network.near.beta * network.near.busiest(*crossing.near_2XD)
+        near_D = network.near_seconds(crossing)
         far_D = network.far.beta * network.far.busiest(*crossing.far_2XD)
         node_2XN = np.add.reduceat(crossing.far_2XD, network.first_N, axis=-1)
         node_N = network.far.beta / network.adapters * network.far.busiest(*node_2XN)

@@ -54,6 +54,10 @@ class Operation(StrEnum):
     """Experts and their optimizer state travel to new owners after the optimizer's step; no schedule contains this."""
 
 
+EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
+"""Computations of the MoE layer itself."""
+
+
 class Action(NamedTuple):
     """One operation of one block."""
 

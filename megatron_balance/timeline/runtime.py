@@ -41,13 +41,10 @@ from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.ownership import moves
-from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
+from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.layer_state import LayerState, Load
 from megatron_balance.timeline.planner import Asked, Plan, Planner
-
-EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
-"""Computations of the MoE layer itself."""
 
 
 class Balancer:
@@ -219,14 +216,14 @@ class Balancer:
             self._record_computation(*self._now, now)
         started = step.planning + step.communication
         if step.waits:
-            self._wait([action for action in step.waits if action not in started])
+            now = self._wait([action for action in step.waits if action not in started], now)
         for action in started:
             self._start(action)
         if not computation.is_forward:
             self._planner.begin()
-        if step.waits:
-            self._wait([action for action in step.waits if action in started])
-        self._now = computation, clock.mark() if started or step.waits else now
+        if started:
+            now = self._wait([action for action in step.waits if action in started], clock.mark())
+        self._now = computation, now
 
     def _start(self, action: Action) -> None:
         state = self.layers[action.block]
@@ -278,48 +275,52 @@ class Balancer:
             counts_BDE = (total_BDE.cpu().numpy() + ranks // 2) // ranks
         state.observe(counts_BDE)
 
-    def _wait(self, actions: Sequence[Action]) -> None:
+    def _wait(self, actions: Sequence[Action], start: clock.Mark) -> clock.Mark:
+        """Wait from `start` on; return the mark of the end, because each mark costs the host time."""
         for action in actions:
             if action.operation is not Operation.PLAN:
-                self._wait_for_transfer(action)
+                start = self._wait_for_transfer(action, start)
         if plans := [action for action in actions if action.operation is Operation.PLAN]:
             with record_function("Plan"):
-                self._wait_for_plans(plans)
+                start = self._wait_for_plans(plans, start)
+        return start
 
-    def _wait_for_transfer(self, action: Action) -> None:
-        """Wait for a Trans or an Agg, or for a part of one."""
-        state, work = self.layers[action.block], self._started.pop(action)
+    def _wait_for_transfer(self, action: Action, start: clock.Mark) -> clock.Mark:
+        """Wait for a Trans or an Agg, or for a part of one, from `start` on; return the mark of the end."""
+        state, work, end = self.layers[action.block], self._started.pop(action), start
         if work is not None:
-            start = clock.mark()
             began, ended = work.wait()
+            end = clock.mark()
             if state.part(action).rounds:
-                self._record_wait(action, start)
+                self._record_wait(action, start, end)
                 state.spans.append((action.operation, (began, ended)))
                 sent = state.sent_bytes(action, self.group.rank()) if self.timeline is not None else 0
                 self._record("communication", action, began, ended, issued=work.issued, num_bytes=sent)
-        if action.part < action.parts:
-            return
-        # The optimizer steps after every Agg, and makes the guests' weights stale
-        state.fresh = action.operation is Operation.TRANS
-        if action.operation is Operation.AGG:
-            self.aggregated(action.block)
+        if action.part == action.parts:
+            # The optimizer steps after every Agg, and makes the guests' weights stale
+            state.fresh = action.operation is Operation.TRANS
+            if action.operation is Operation.AGG:
+                self.aggregated(action.block)
+        return end
 
-    def _wait_for_plans(self, actions: Iterable[Action]) -> None:
+    def _wait_for_plans(self, actions: Iterable[Action], start: clock.Mark) -> clock.Mark:
         """Wait for plans, and adopt those on which all deciding ranks agree, even if one of them plans for long."""
         due = {action: asked for action in actions if (asked := self._plans.pop(action)) is not None}
         if not due:
-            return
-        plans, deadline, start = {}, self._planner.deadline(), clock.mark()
+            return start
+        plans, deadline = {}, self._planner.deadline()
         for action, asked in due.items():
             if asked.plan is not None:
                 plans[action.block] = plan = self._planner.result(asked, deadline)
-                self._record_wait(action, start)
+                start, before = clock.mark(), start
+                self._record_wait(action, before, start)
                 self._record("planning", action, plan.start, plan.end)
-                start = clock.mark()
         outcomes = self.agreement.reach(plans, {action.block: asked.question for action, asked in due.items()})
-        self._record_wait(next(iter(due)), start)
+        end = clock.mark()
+        self._record_wait(next(iter(due)), start, end)
         for number, outcome in outcomes.items():
             self._conclude(number, self.layers[number], outcome)
+        return end
 
     def _conclude(self, number: int, state: LayerState, outcome: Outcome) -> None:
         plan, placement = outcome.plan, outcome.plan.decision.placement
@@ -351,8 +352,7 @@ class Balancer:
             self.layers[computation.block].spans.append((computation.operation, (start, end)))
         self._record("computation", computation, start, end)
 
-    def _record_wait(self, action: Action, start: clock.Mark) -> None:
-        end = clock.mark()
+    def _record_wait(self, action: Action, start: clock.Mark, end: clock.Mark) -> None:
         self.layers[action.block].waits.append((action.operation, (start, end)))
         self._record("waits", action, start, end)
 

@@ -67,6 +67,18 @@ def test_directions_that_slow_each_other_down() -> None:
     assert net.batch_seconds(sent(5, (0, 2, 7), (1, 3, 5), (2, 1, 5))) == pytest.approx(1050 + far)
 
 
+def test_ranks_that_take_turns() -> None:
+    net = network(8, 4, 1, turns=True)
+    assert net.batch_seconds(sent(8, (0, 1, 8), (1, 0, 8), (2, 3, 4), (3, 2, 4))) == pytest.approx(110 + (8 + 4) / 2)
+    # At least half of the busiest rank's time
+    assert net.batch_seconds(sent(8, (0, 1, 8), (1, 0, 8))) == pytest.approx(110 + 8 / 2)
+    # The other node has as much in all, and its ranks have the same
+    even = [(i, j, 4) for i, j in ((4, 5), (5, 4), (6, 7), (7, 6))]
+    assert net.batch_seconds(sent(8, (0, 1, 8), (1, 0, 8), *even)) == pytest.approx(110 + 4)
+    alone = network(8, 4, 1)
+    assert alone.batch_seconds(sent(8, (0, 1, 8), (1, 0, 8), (2, 3, 4), (3, 2, 4))) == pytest.approx(110 + 8)
+
+
 def by_loop(net: Network, bytes_DD: np.ndarray) -> float:
     """Return what `byte_seconds` does, one resource at a time."""
     ranks, seconds = range(net.num_ranks), [0.0]
@@ -81,10 +93,11 @@ def by_loop(net: Network, bytes_DD: np.ndarray) -> float:
     pairs = [(i, j, bytes_DD[i, j]) for i in ranks for j in ranks if i != j]
     near = [pair for pair in pairs if node(pair[0]) == node(pair[1])]
     far = [pair for pair in pairs if node(pair[0]) != node(pair[1])]
-    for rank in ranks:
-        for link, some in ((net.near, near), (net.far, far)):
-            seconds.append(on(link, [sum(p[2] for p in some if p[end] == rank) for end in (0, 1)]))
+    busy = [on(net.near, [sum(p[2] for p in near if p[end] == rank) for end in (0, 1)]) for rank in ranks]
+    seconds += [on(net.far, [sum(p[2] for p in far if p[end] == rank) for end in (0, 1)]) for rank in ranks]
     for number in {*map(node, ranks)}:
+        members = [busy[rank] for rank in ranks if node(rank) == number]
+        seconds.append(max(net.near.one_way * max(members), sum(members) / len(members)))
         seconds.append(on(net.far, [sum(p[2] for p in far if node(p[end]) == number) for end in (0, 1)]) / net.adapters)
     return max(seconds)
 

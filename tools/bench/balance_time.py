@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--policy", nargs="+", default=["pro_prophet"], help="values of --balance-policy")
     parser.add_argument("--workload", nargs="+", choices=NAMES, default=["balanced", "hot_experts"])
     parser.add_argument("--overlap", choices=("none", "blockwise"), default="none", help="with the policies")
+    parser.add_argument("--ownership", choices=("fixed", "transfer"), default="fixed", help="with the policies")
     parser.add_argument("--load", choices=("predicted", "exact"), default="predicted")
     parser.add_argument("--profile", default="builtin", help="builtin, auto (measured once for all jobs) or a path")
     parser.add_argument("--repeats", type=int, default=3, help="jobs per workload")
@@ -57,7 +58,7 @@ def main() -> int:
         # `auto` keeps its measurement in the checkpoints' directory
         common = f"{COMMON} {' '.join(extra)} --expert-model-parallel-size {args.ranks} --save {directory}"
         balance = f"--balance-load {args.load} --balance-profile {args.profile} --balance-overlap {args.overlap} "
-        balance += "--balance-policy"
+        balance += f"--balance-ownership {args.ownership} --balance-policy"
         for workload in args.workload:
             forced = f"{common} --moe-router-force-workload {workload}"
             flags = {BASELINE: forced, AGAIN: forced, EVEN: f"{common} --moe-router-force-workload balanced"}
