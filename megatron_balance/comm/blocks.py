@@ -2,7 +2,7 @@
 
 A block is a run of consecutive rows that stay together, such as the rows of one source for one slot. The host knows all
 sizes, so it decides where every block goes. A device gets two numbers per block, and all moves of one layer in one
-copy; it then finds the row at each place by itself. Nothing waits for the device.
+copy; a kernel then finds the row for each place. Without Triton, it gets these rows. Nothing waits for the device.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_balance.device.compiled import compiled
-from megatron_balance.device.host_memory import to_device
+from megatron_balance.device.host_memory import staging, to_device
 from megatron_balance.kernels import of_rows
 
 
@@ -111,19 +111,23 @@ def gathers(moves: Sequence[Move], device: torch.device) -> list[Gather]:
     return [STAYS if index_R is None else _ByIndex(index_R) for index_R in _indices(moves, device)]
 
 
-def needs_ends(device: torch.device) -> bool:
-    """Return what `gather_of` needs of each block: whether it is its end, or its size."""
-    return of_rows(device) is not None
+def gather_room(blocks: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Return int32 `staging` memory that `gather_of` takes, uninitialized.
+
+    [2, blocks] where a kernel finds the row for each place, [1, rows] where there is none.
+    """
+    return staging((2, blocks) if of_rows(device) is not None else (1, rows), torch.int32, device)
 
 
-def gather_of(table_2N: torch.Tensor, rows: int, device: torch.device) -> Gather:
+def gather_of(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
     """Return what moves rows on a device.
 
     Args:
-        table_2N: int32 in `staging` memory, about blocks in their new order; some may be empty. Row 0 has how many rows
-            a block comes from behind its place, row 1 the place where it ends or, unless `needs_ends`, its size.
+        room: from `gather_room`. [2, N] is about blocks in their new order, some of which may be empty: row 0 has how
+            many rows a block comes from behind its place, row 1 the place where it ends. [1, R] has the row for each
+            place.
     """
-    return _ByIndex(_indexed(table_2N.to(device, non_blocking=True), rows))
+    return _ByIndex(_indexed(room.to(device, non_blocking=True), rows))
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
@@ -145,36 +149,39 @@ def _stays(sizes_N: np.ndarray, order_N: np.ndarray) -> bool:
 
 def _indices(moves: Sequence[Move], device: torch.device) -> list[torch.Tensor | None]:
     """Return the index of each move, int32; None for one after which every row is in its place."""
-    table_2N = np.empty((2, sum(len(move.order_N) for move in moves)), dtype=np.int32)
-    used, total, lengths, ends = 0, 0, list[int](), needs_ends(device)
+    by_block = of_rows(device) is not None
+    places = sum(len(move.order_N) if by_block else int(move.sizes_N.sum()) for move in moves)
+    room = np.empty((2 if by_block else 1, places), dtype=np.int32)
+    used, total, lengths = 0, 0, list[int]()
     for move in moves:
-        blocks, rows = _write(*move, table_2N, ends, used, total)
+        blocks, rows = write_blocks(*move, room, used, total)
         used, total = used + blocks, total + rows
         lengths.append(rows)
     if not used:
         return [None] * len(moves)
-    index_R = _indexed(to_device(torch.from_numpy(table_2N[:, :used].copy()), device), total)
+    room = torch.from_numpy(room[:, : used if by_block else total].copy())
+    index_R = _indexed(to_device(room, device), total)
     if len(moves) == 1:
         return [index_R]
     return [part if rows else None for part, rows in zip(index_R.split(lengths), lengths, strict=True)]
 
 
-def _indexed(table_2N: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows] int32: for each place, the row that moves there, by a table of `gather_of` on the device."""
-    (shift_N, last_N), kernels = table_2N.unbind(), of_rows(table_2N.device)
-    if kernels is None:
-        return block_index(shift_N, last_N, rows)
-    return kernels.block_index(last_N, shift_N, rows)
+def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return [rows] int32: for each place, the row that moves there, by a `gather_room` on the device."""
+    if len(room) == 1:
+        return room[0]
+    (shift_N, end_N), kernels = room.unbind(), of_rows(room.device)
+    assert kernels is not None, "a room has no blocks without kernels"
+    return kernels.block_index(end_N, shift_N, rows)
 
 
-@compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], boolean, int64, int64)")
-def _write(
-    sizes_N: np.ndarray, order_N: np.ndarray, table_2N: np.ndarray, ends: bool, at: int, before: int
-) -> tuple[int, int]:
-    """Write a move's non-empty blocks, in their new order, into a table for `gather_of`, from column `at` on.
+@compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
+def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
+    """Write a move's non-empty blocks, in their new order, into a `gather_room`.
 
     Args:
-        before: number of rows of the moves before this one.
+        at: number of blocks of the moves before this one.
+        before: number of rows of these moves.
 
     Returns:
         the number of blocks and of rows; 0 and 0 if every row is in its place.
@@ -185,18 +192,15 @@ def _write(
         rows += sizes_N[block]
     end, last, place, stays = before, -1, at, True
     for block in order_N:
-        size = sizes_N[block]
+        size, start = sizes_N[block], start_N[block]
         if size > 0:
             stays &= block > last
+            if len(room) == 1:
+                for row in range(size):
+                    room[0, end + row] = start + row
             end += size
-            table_2N[0, place] = start_N[block] + size - end
-            table_2N[1, place] = end if ends else size
+            if len(room) == 2:
+                room[0, place], room[1, place] = start + size - end, end
             last = block
             place += 1
     return (0, 0) if stays else (place - at, rows)
-
-
-def block_index(shift_N: torch.Tensor, sizes_N: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows] int32: the number of each row plus the shift of its block; `rows` is the sum of the sizes."""
-    shift_R = shift_N.repeat_interleave(sizes_N, output_size=rows)
-    return shift_R.add_(torch.arange(rows, dtype=torch.int32, device=shift_N.device))

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_balance.comm.blocks import STAYS, Gather, gather_of, needs_ends
+from megatron_balance.comm.blocks import STAYS, Gather, gather_of, gather_room, write_blocks
 from megatron_balance.device.compiled import compiled
-from megatron_balance.device.host_memory import staging
 from megatron_balance.flow.plan import DispatchPlan, sent_to_hosts
 
-_NO_TABLE = torch.empty((2, 0), dtype=torch.int32)
+_NO_ROOM = torch.empty((0, 0), dtype=torch.int32)
 
 
 class Cut(NamedTuple):
@@ -39,20 +38,20 @@ def cut(plan: DispatchPlan, rank: int, device: torch.device) -> Cut:
     Args:
         device: where the rows are.
     """
-    tables = plan.placement.tables
-    table_2N = _NO_TABLE if tables.in_place else staging((2, len(tables.physical_N)), torch.int32, device)
-    rows, stays, splits_DH, received_DS = _cut(
-        plan.counts_DE.numpy(),
+    tables, counts_DE = plan.placement.tables, plan.counts_DE.numpy()
+    rows = int(counts_DE[rank].sum())
+    room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), rows, device)
+    stays, splits_DH, received_DS = _cut(
+        counts_DE,
         *tables.hosting,
         *plan.rules,
         tables.physical_N,
         tables.slots_per_rank,
         tables.by_physical_N,
         rank,
-        table_2N.numpy(),
-        needs_ends(device),
+        room.numpy(),
     )
-    return Cut(rows, splits_DH, received_DS, STAYS if stays else gather_of(table_2N, rows, device))
+    return Cut(rows, splits_DH, received_DS, STAYS if stays else gather_of(room, rows, device))
 
 
 def prepare_cuts() -> None:
@@ -61,8 +60,8 @@ def prepare_cuts() -> None:
 
 
 @compiled(
-    "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
-    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, int32[:, ::1], boolean)"
+    "Tuple((boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
+    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, int32[:, ::1])"
 )
 def _cut(
     counts_DE: np.ndarray,
@@ -76,12 +75,11 @@ def _cut(
     slots: int,
     by_physical_N: np.ndarray,
     own: int,
-    table_2N: np.ndarray,
-    ends: bool,
-) -> tuple[int, bool, np.ndarray, np.ndarray]:
-    """Return the numbers of a `Cut`, and whether every row is in its place; fill the table for `gather_of` with `ends`.
+    room: np.ndarray,
+) -> tuple[bool, np.ndarray, np.ndarray]:
+    """Return whether every row is in its place, and the arrays of a `Cut`; fill the room for `gather_of`.
 
-    If the table is empty, every row is in its place.
+    If there is no room, every row is in its place.
     """
     ranks, experts = counts_DE.shape
     sent_MD = sent_to_hosts(counts_DE, first_E, host_N, share_N, primary_E, node_size, local_first)
@@ -118,8 +116,13 @@ def _cut(
             if host == own:
                 received_DS[:, physical_N[n] % slots] = sent_MD[m]
             m += 1
-    stays = table_2N.shape[1] == 0 or _write_blocks(sizes_N, by_physical_N, table_2N, ends)
-    return splits_DH[own].sum(), stays, splits_DH, received_DS
+    if len(room) == 0:
+        return True, splits_DH, received_DS
+    blocks, rows = write_blocks(sizes_N, by_physical_N, room, 0, 0)
+    if len(room) == 2:
+        # The rest of the table has empty blocks
+        room[0, blocks:], room[1, blocks:] = 0, rows
+    return blocks == 0, splits_DH, received_DS
 
 
 @compiled(None)
@@ -137,22 +140,3 @@ def _add_up(counts_DE: np.ndarray, experts_W: np.ndarray, first_H: np.ndarray, s
         until_W[len(experts_W)] = total
         for host in range(len(splits_H)):
             splits_H[host] = until_W[first_H[host + 1]] - until_W[first_H[host]]
-
-
-@compiled(None)
-def _write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, table_2N: np.ndarray, ends: bool) -> bool:
-    """Fill the table for `gather_of`; return whether every row is in its place."""
-    start_N, at = np.empty_like(sizes_N), 0
-    for n in range(len(sizes_N)):
-        start_N[n] = at
-        at += sizes_N[n]
-    end, last, stays = 0, -1, True
-    for place, n in enumerate(order_N):
-        size = sizes_N[n]
-        table_2N[0, place] = start_N[n] - end
-        end += size
-        table_2N[1, place] = end if ends else size
-        if size > 0:
-            stays &= n > last
-            last = n
-    return stays

@@ -4,11 +4,11 @@ from unittest import mock
 
 import torch
 
-from megatron_balance.comm import blocks
 from megatron_balance.flow import rows
 from megatron_balance.kernels import fit as kernel
 from megatron_balance.kernels import rows as kernels
 from megatron_balance.planning.fit import BUSIEST, PARTS
+from tests.block_index import block_index
 from tests.unit.test_fit import fitted
 
 
@@ -93,7 +93,7 @@ def blocks_equal(sizes: list[int], seed: int, device: str) -> None:
     ends_N = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
     shift_N = torch.randint(-100, 100, ends_N.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     found = kernels.block_index(ends_N.to(device), shift_N.to(device), sum(sizes))
-    expected = blocks.block_index(shift_N, torch.tensor(sizes, dtype=torch.int32), sum(sizes))
+    expected = block_index(shift_N, torch.tensor(sizes, dtype=torch.int32), sum(sizes))
     assert found.dtype == expected.dtype == torch.int32 and torch.equal(found.cpu(), expected)
 
 

@@ -18,6 +18,7 @@ from megatron_balance.flow.chunks.pipeline import sums_by_host
 from megatron_balance.flow.plan import Split, make_dispatch_plan
 from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
+from tests.block_index import block_index
 from tests.operators import Operators
 from tests.unit.placements import placements
 
@@ -237,31 +238,37 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
 
 @settings(max_examples=200)
 @given(placements(), st.integers(0, 12), st.sampled_from(["local_first", "proportional"]), st.booleans(), st.randoms())
-def test_one_loop_finds_the_same(placement: Placement, tokens: int, split: Split, ends: bool, random: Random) -> None:
+def test_one_loop_finds_the_same(
+    placement: Placement, tokens: int, split: Split, by_block: bool, random: Random
+) -> None:
     ranks, generator = placement.num_ranks, torch.Generator().manual_seed(random.randrange(10**6))
     counts_DE = torch.randint(0, 1 + tokens, (ranks, placement.num_experts), generator=generator)
     plan = make_dispatch_plan(counts_DE, placement, split, random.choice([None, *range(1, ranks + 1)]))
-    rank, tables = random.randrange(ranks), []
+    rank = random.randrange(ranks)
 
-    def gather(table_2N: torch.Tensor, rows: int, device: torch.device) -> Gather:
-        shift_N, last_N = table_2N.clone()
-        tables.append(last_N)
-        sizes_N = last_N.diff(prepend=torch.zeros_like(last_N[:1])) if ends else last_N
-        return gather_of(torch.stack([shift_N, sizes_N]), rows, device)
+    def room(blocks: int, rows: int, device: torch.device) -> torch.Tensor:
+        return torch.full((2, blocks) if by_block else (1, rows), -1, dtype=torch.int32, device=device)
+
+    def gather(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
+        if not by_block:
+            return gather_of(room, rows, device)
+        shift_N, end_N = room
+        assert int(end_N[-1]) == rows
+        sizes_N = end_N.diff(prepend=torch.zeros_like(end_N[:1]))
+        return gather_of(block_index(shift_N, sizes_N, rows)[None], rows, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "needs_ends", lambda device: ends)
+        patch.setattr(cutting, "gather_room", room)
         patch.setattr(cutting, "gather_of", gather)
         found = cutting.cut(plan, rank, CPU)
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
-    assert found.rows == len(rows)
+    assert found.rows == len(rows) == int(found.splits_DH[rank].sum())
     assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
     assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, ranks)[0])
     assert np.array_equal(found.received_DS, plan.received_DS(rank).numpy())
     assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
-    assert not (ends and tables) or int(tables[0][-1]) == len(rows)
 
 
 def test_sums_do_not_depend_on_hosts_and_chunks() -> None:
