@@ -17,7 +17,8 @@ def peak_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # The system updates the peak more rarely than the size
+    return max(allocated_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def line(with_device: bool) -> str:
