@@ -1,5 +1,6 @@
 """Memory of this rank: that of its device, or, without CUDA, that of its process."""
 
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -60,7 +61,9 @@ def record_history(when_full: Path) -> None:
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
 
     def observe(device: int, allocation: int, of_device: int, free: int) -> None:
-        write_history(when_full)
+        # The error to report is that of the allocation
+        with contextlib.suppress(OSError):
+            write_history(when_full)
 
     torch._C._cuda_attach_out_of_memory_observer(observe)
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerAction, profile, tensorboard_trace_handler
@@ -98,6 +98,7 @@ class CudaProfiler:
 
     def __init__(self, config: ProfilingConfig, done: int) -> None:
         self._config = config
+        self._cuda: Any = torch.cuda.cudart()
         self._open = contextlib.ExitStack()
         self._started = False
         self.after_step(done)
@@ -105,7 +106,7 @@ class CudaProfiler:
     def after_step(self, iteration: int) -> None:
         """Start or stop, if it is time to."""
         if iteration == self._config.profile_step_start:
-            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+            torch.cuda.check_error(self._cuda.cudaProfilerStart())
             self._open.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
             self._started = True
         elif iteration == self._config.profile_step_end:
@@ -114,6 +115,6 @@ class CudaProfiler:
     def close(self) -> None:
         """Stop, unless it has stopped already."""
         if self._started:
-            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+            torch.cuda.check_error(self._cuda.cudaProfilerStop())
             self._open.close()
             self._started = False

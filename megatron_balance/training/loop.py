@@ -12,7 +12,6 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.timers import Timers
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
 from megatron.core.utils import get_attr_wrapped_model
@@ -267,7 +266,7 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
 
 
 def forward_step(
-    data: Iterator[Batch], model: torch.nn.Module, timers: Timers | None = None
+    data: Iterator[Batch], model: torch.nn.Module, timers: Callable | None = None
 ) -> tuple[torch.Tensor, Callable]:
     """Run one microbatch through one model chunk; return the output and its loss function."""
     first, last = get_attr_wrapped_model(model, "pre_process"), get_attr_wrapped_model(model, "post_process")

@@ -1,10 +1,14 @@
 """What one watches: checks of its flags, profiles, memory, progress, garbage collection, Weights & Biases."""
 
+import contextlib
 import gc
 import json
+import pickle
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +126,42 @@ def test_a_trace_has_the_iterations_and_our_spans(tmp_path: Path) -> None:
     names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
     assert {"iteration 3", "iteration 4", "ProfilerStep#3", "ProfilerStep#4", "aten::mm"} <= names
     assert not {"iteration 2", "iteration 5", "ProfilerStep#2", "ProfilerStep#5"} & names
+
+
+def test_the_profiler_around_the_process_starts_and_stops_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    cuda = SimpleNamespace(
+        cudaProfilerStart=lambda: calls.append("start"), cudaProfilerStop=lambda: calls.append("stop")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda record_shapes: contextlib.nullcontext())
+    config = ProfilingConfig(profile=True, profile_step_start=2, profile_step_end=4)
+    profiler = build_profiler(config, None, rank=0, done=0)
+    assert profiler is not None
+    for iteration in range(1, 6):
+        profiler.after_step(iteration)
+        calls.append(str(iteration))
+    profiler.close()
+    assert calls == ["1", "start", "2", "3", "stop", "4", "5"]
+    calls.clear()
+    resumed = build_profiler(config, None, rank=0, done=2)
+    assert resumed is not None
+    resumed.close()
+    assert calls == ["start", "stop"]
+
+
+def test_a_history_of_memory_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    observers: list[Callable] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: None)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    memory.record_history(tmp_path / "oom.pickle")
+    memory.write_history(tmp_path / "snapshot.pickle")
+    for observe in observers:
+        observe(0, 1, 2, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["oom.pickle", "snapshot.pickle"]
+    assert pickle.loads((tmp_path / "oom.pickle").read_bytes()) == {"segments": []}
 
 
 def test_a_trace_that_cannot_be_written_does_not_stop_training(tmp_path: Path, caplog) -> None:
