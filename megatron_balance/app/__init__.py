@@ -1,6 +1,7 @@
 """The programs that a user starts.
 
 launch       pretrain: from a command line to a finished run, on every rank
+watching     what a run shows besides its log line: profiles, memory, progress
 facts        what all ranks of a job must share, compared before anything is built
 dry_run      a layout of any size, checked in one process
 memory       the activations that a dry run estimates

@@ -22,7 +22,7 @@ MAY_DIFFER = {
     "balance_log_dir": "each rank writes to its own files",
     "balance_timeline": "each rank writes to its own file",
     "moe_routing_trace_path": "each rank writes to its own file",
-    "tensorboard_dir": "one rank writes",
+    **dict.fromkeys(("tensorboard_dir", "wandb_save_dir", "memory_snapshot_path"), "one rank writes"),
     "data_cache_path": "every node may have its own caches of the same data",
     "num_workers": "only the loading time depends on it",
     "num_dataset_builder_threads": "only the indexing time depends on it",

@@ -36,13 +36,13 @@ from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import add_flags, flag_of
 from megatron_balance.config.flags import build as build_config
+from megatron_balance.config.log_config import LogConfig, ProfilingConfig
 from megatron_balance.config.run_config import (
     BalanceConfig,
     CheckpointConfig,
     CommConfig,
     DataConfig,
     LaunchConfig,
-    LogConfig,
     ModelConfig,
     RunConfig,
     SchedulerConfig,
@@ -322,5 +322,6 @@ def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> Ru
         checkpoint=CheckpointConfig(save=values.get("save"), load=values.get("load")),
         scheduler=SchedulerConfig(),
         log=build_config(LogConfig, values),
+        profiling=ProfilingConfig(),
         launch=build_config(LaunchConfig, values),
     )

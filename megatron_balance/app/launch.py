@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.app import facts
 from megatron_balance.app.dry_run import dry_run
+from megatron_balance.app.watching import build_progress_log, watching
 from megatron_balance.build.balancer import calibrated_job, patience
 from megatron_balance.build.run import build_run
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.save_directory import SaveDirectory
 from megatron_balance.cli.arguments import Parsed, parse_args
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.device import quiet
 from megatron_balance.device.machine import Machine
 from megatron_balance.job import job, limits
 from megatron_balance.job.collectives import Collectives
@@ -56,6 +58,8 @@ def pretrain(argv: list[str]) -> None:
         config = asked.config
         if config.launch.dry_run:
             return dry_run(config, asked.parsed.notices, asked.topology)
+        if config.log.logging_level is not None:
+            quiet.show_logs(config.log.logging_level)
         torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
         store = _join(launch, asked)
     stopping, timeout = Stopping(config.train), config.launch.distributed_timeout_minutes * 60
@@ -78,7 +82,8 @@ def pretrain(argv: list[str]) -> None:
                 run, log, checkpoints = _prepare(asked, guard, held)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
-            with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as after_step:
+            with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as record, watching(run) as watch:
+                after_step = functools.partial(_each, (record, watch))
                 train(run, log, checkpoints=checkpoints, stopping=stopping, after_step=after_step)
         if recorder is not None and run.progress.iteration > resumed_at:
             log.message(recorder.table(run.groups))
@@ -149,6 +154,7 @@ def _prepare(asked: _Asked, guard: HangGuard, held: SaveDirectory) -> tuple[Run,
     checkpoints = Checkpoints(run, log, patience=patience(minutes), save_directory=held)
     checkpoints.prepare()
     checkpoints.load()
+    checkpoints.progress = build_progress_log(run, log)
     record = None if run.balancer is None else run.balancer.record
     if record is not None and record.last < run.length.iterations:
         flag = f"--balance-calibrate {record.path}"
@@ -211,6 +217,11 @@ def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
         for record in (trace, loads, factors, timeline):
             if record is not None:
                 record.flush(last=True)
+
+
+def _each(functions: Iterable[Callable[[StepReport], None]], report: StepReport) -> None:
+    for function in functions:
+        function(report)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
@@ -254,6 +255,8 @@ def connect_hooks(wiring: Wiring, model: list[DistributedDataParallel], optimize
     """Set the hooks that megatron-core's schedules read from the transformer config."""
     config, hooks = wiring.config, wiring.config.transformer
     hooks.grad_scale_func = optimizer.scale_loss
+    if config.log.timing_log_level:
+        hooks.timers = config.optimizer.timers = Timers(config.log.timing_log_level, config.log.timing_log_option)
     hooks.finalize_model_grads_func = finalizer(wiring.dispatch, finalize_model_grads)
     if config.ddp.overlap_grad_reduce:
         hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])

@@ -34,6 +34,7 @@ from megatron_balance.checkpoint.writer import (
 from megatron_balance.files.writing import writing
 from megatron_balance.job.errors import CheckpointError, gather, outcome, raise_everywhere
 from megatron_balance.job.groups import on_first_rank
+from megatron_balance.observe.progress_log import ProgressLog
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.run import Run
 
@@ -47,6 +48,8 @@ class _Save:
     """A save in flight."""
 
     iteration: int
+    samples: int
+    """Consumed at this iteration."""
     staged: Path
     start: float
     writer: PartWriter | None = None
@@ -65,6 +68,9 @@ class Checkpoints:
 
     save_directory: InitVar[SaveDirectory | None] = None
     """Directory to save to; default: `--save`, which `prepare` or the first save takes."""
+
+    progress: ProgressLog | None = None
+    """File that gets a line for each checkpoint; None on all ranks but one, and unless it is asked for."""
 
     in_flight: _Save | None = None
     saved_iteration: int | None = None
@@ -122,7 +128,7 @@ class Checkpoints:
     def _start(self, directory: CheckpointDirectory, iteration: int) -> _Save:
         start = time.perf_counter()
         staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
-        save = _Save(iteration, staged, start)
+        save = _Save(iteration, self.run.progress.consumed_samples, staged, start)
         with self._removing_on_failure(save):
             reason = write_obstacle(staged)
             raise_everywhere(OSError(reason) if reason else None)
@@ -209,6 +215,8 @@ class Checkpoints:
         self.log.message(
             f"  successfully saved checkpoint from iteration {save.iteration:7d} to {directory.root} ({seconds:.2f} s)"
         )
+        if self.progress is not None:
+            self.progress.saved(save.iteration, save.samples)
         if pruned:
             self.log.message(f"  deleted checkpoints of iterations {', '.join(map(str, pruned))}")
 

@@ -23,10 +23,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.checks import Layout, check
+from megatron_balance.cli.data_args import data_in_files
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
 from megatron_balance.cli.parser import Parser
 from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.cli.yaml_file import read_flags
+from megatron_balance.config import log_config
 from megatron_balance.config import run_config as ours
 from megatron_balance.config.flags import add_flags, build, field_docs, flag_names
 from megatron_balance.device.machine import Machine
@@ -102,6 +104,11 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_false",
         "default": True,
     },
+    "barrier_with_L1_time": {
+        "help": "Wait for all ranks before and after what --timing-log-level 1 times.",
+        "action": "store_false",
+        "default": True,
+    },
     "align_param_gather": {"arg_names": ["--no-align-param-gather"], "action": "store_false", "default": True},
     "average_in_collective": {"arg_names": ["--ddp-average-in-collective"]},
     "pad_buckets_for_high_nccl_busbw": {"arg_names": ["--ddp-pad-buckets-for-high-nccl-busbw"]},
@@ -124,7 +131,8 @@ GROUPS = (
     ("learning rate and weight decay", ours.SchedulerConfig),
     ("data", ours.DataConfig),
     ("tokenizer", ours.TokenizerConfig),
-    ("logging", ours.LogConfig),
+    ("logging", log_config.LogConfig),
+    ("profiling", log_config.ProfilingConfig),
     ("processes", ours.LaunchConfig),
     ("expert balancing (megatron_balance)", ours.BalanceConfig),
     ("expert communication (megatron_balance)", ours.CommConfig),
@@ -212,6 +220,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
         vars(args).update({name: saved_flags.as_flag(actions[name], saved[name]) for name in taken})
     _check_finite(parser, args)
     values = vars(args)
+    values |= data_in_files(values)
     layout, notices = check(values, given, machine)
     try:
         return Parsed(_run_config(values, layout), _without_effect(given) + notices, _as_written(parser, values))
@@ -334,7 +343,8 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
         train=build(ours.TrainConfig, values, global_batch_size=layout.global_batch_size),
         checkpoint=build(ours.CheckpointConfig, values),
         scheduler=build(ours.SchedulerConfig, values),
-        log=build(ours.LogConfig, values),
+        log=build(log_config.LogConfig, values),
+        profiling=build(log_config.ProfilingConfig, values),
         launch=build(ours.LaunchConfig, values, distributed_backend=layout.backend),
     )
 

@@ -11,6 +11,7 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
+from megatron_balance.cli.watch_checks import watching
 from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.machine import Machine
@@ -28,6 +29,7 @@ AT_LEAST_ONE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
+    "log_memory_interval",
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
     *("max_consecutive_bad_iterations", "balance_interval", "moe_comm_refit_interval"),
 )
@@ -107,6 +109,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     _available(values, given, notices)
     backend, impl = backends(values, given, machine, notices)
     connections(values, machine, notices)
+    watching(values, machine, notices)
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
     virtual = _virtual_pipeline_size(values)
@@ -161,9 +164,11 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
     """Raise ValueError for balancing flags that have no effect; add a notice for other flags without effect."""
     refuse_idle(values, given)
     for name, condition in NO_EFFECT_WITHOUT.items():
-        needed, _, value = condition.partition(" ")
-        if name in given and (values[needed] != value if value else not values[needed]):
-            notices.append(f"{flag_of(name)} has no effect without {flag_of(needed)} {value}".rstrip())
+        fields, _, value = condition.partition(" ")
+        needed = fields.split("|")
+        if name in given and not any(values[one] == value if value else values[one] for one in needed):
+            alternatives = " or ".join(map(flag_of, needed))
+            notices.append(f"{flag_of(name)} has no effect without {alternatives} {value}".rstrip())
     positions = values["position_embedding_type"]
     if "--no-position-embedding" in given and positions != "rope":
         raise ValueError(

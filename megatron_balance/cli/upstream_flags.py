@@ -31,15 +31,8 @@ ACCEPTED = {
     "--no-create-attention-mask-in-dataloader": "is always in effect: attention is causal by construction",
     "--dataloader-type single": "is always in effect: samples are read once, in order",
     "--disable-gloo-process-groups": "is always in effect: only --distributed-backend's groups are created",
-    **dict.fromkeys(
-        ("--manual-gc", "--manual-gc-interval N", "--no-manual-gc-eval", "--disable-manual-gc-eval"),
-        "has no effect; Python's own garbage collection stays on",
-    ),
     "--train-sync-interval N": "has no effect; host and device synchronize in every iteration",
     "--empty-unused-memory-level 0": "is always in effect: the allocator keeps its memory",
-    **dict.fromkeys(
-        ("--timing-log-level 0", "--no-barrier-with-level-1-timing"), "is always in effect: no timers are kept"
-    ),
     "--rerun-mode disabled": "is always in effect: no iteration is run twice",
     "--disable-msc": "is always in effect: files are plain files",
     "--no-one-logger": "is always in effect: nothing is sent to one-logger",
@@ -105,8 +98,7 @@ REFUSED = {
     "upcycling is not supported": "--moe-use-upcycling --moe-upcycling-granularity",
     "fill-in-the-middle data is not supported": "--fim-*",
     "documents that share a sample are not masked from each other; leave it out": "--reset-attention-mask",
-    "name the data with --data-path or --train-data-path, --valid-data-path and --test-data-path": """
-        --data-args-path --per-split-data-args-path --per-dataset-sequences-path""",
+    "the data files themselves are read; leave it out": "--per-dataset-sequences-path",
     "object storage is not supported; copy the data to a file system": "--object-storage-cache-path",
     "all validation data is one blend, from which --eval-iters batches are drawn": """
         --full-validation --multiple-validation-sets""",
@@ -157,12 +149,7 @@ REFUSED = {
     "use --tokenizer-special-tokens": "--tiktoken-special-tokens --vocab-extra-ids",
     "use --make-vocab-size-divisible-by": "--padded-vocab-size",
     # Planned
-    "not available yet": """
-        --moe-router-force-biased --moe-per-layer-logging
-        --profile --profile-* --use-pytorch-profiler --record-memory-history --memory-snapshot-path
-        --log-num-zeros-in-grad --log-params-norm --log-max-attention-logit --log-progress --log-memory-*
-        --log-device-memory-used --log-timers-to-tensorboard --timing-log-option --logging-level""",
-    "not available yet; use --tensorboard-dir": "--wandb-*",
+    "not available yet": "--moe-router-force-biased --log-max-attention-logit",
 }  # fmt: skip
 """Reason -> the flags that are refused for this reason; `*` matches any ending."""
 
@@ -232,19 +219,28 @@ NO_EFFECT_WITHOUT = {
     **dict.fromkeys(("moe_shared_expert_gate", "moe_shared_expert_overlap"), "moe_shared_expert_intermediate_size"),
     "eval_iters": "eval_interval",
     "exit_signal": "exit_signal_handler",
+    "manual_gc_interval": "manual_gc",
+    "tensorboard_queue_size": "tensorboard_dir",
     **dict.fromkeys(
-        ("tensorboard_log_interval", "tensorboard_queue_size", "log_validation_ppl_to_tensorboard",
-         "log_world_size_to_tensorboard"),
-        "tensorboard_dir",
+        ("tensorboard_log_interval", "log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard",
+         "log_memory_to_tensorboard", "moe_per_layer_logging"),
+        "tensorboard_dir|wandb_project",
     ),
+    **dict.fromkeys(("wandb_exp_name", "wandb_save_dir", "wandb_entity"), "wandb_project"),
+    **dict.fromkeys(("log_timers_to_tensorboard", "timing_log_option"), "timing_log_level"),
+    **dict.fromkeys(("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"), "profile"),
+    "memory_snapshot_path": "record_memory_history",
     **dict.fromkeys(
-        ("save_interval", "keep_last", "save_retain_interval", "async_save", "no_save_optim", "no_save_rng"), "save"
+        ("save_interval", "keep_last", "save_retain_interval", "async_save", "no_save_optim", "no_save_rng",
+         "log_progress"),
+        "save",
     ),
     **dict.fromkeys(
         ("ckpt_step", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "ckpt_fully_parallel_load"), "load"
     ),
 }  # fmt: skip
-"""Field -> the field, or field and value, without which its flag has no effect; a notice reports this."""
+"""Field -> the field, or field and value, or alternative fields, without which its flag has no effect; a notice
+reports this."""
 
 
 @functools.cache

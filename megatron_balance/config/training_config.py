@@ -92,6 +92,13 @@ class DataConfig:
     num_workers: int = 2
     """Number of data loader worker processes per rank."""
 
+    data_args_path: str | None = None
+    """File with the words of --data-path, for blends that are too long for a command line."""
+
+    per_split_data_args_path: str | None = None
+    """JSON file with the blends of --train-data-path, --valid-data-path and --test-data-path under the keys train,
+    valid and test, each a list or a text."""
+
     eod_mask_loss: bool = False
     """Exclude end-of-document tokens from the loss."""
 
@@ -158,6 +165,16 @@ class TrainConfig:
 
     max_consecutive_bad_iterations: int = 3
     """Exit after this many consecutive iterations whose loss or gradient was NaN or infinite."""
+
+    manual_gc: bool = False
+    """Collect Python's garbage only at the start, every --manual-gc-interval iterations and around evaluations, on all
+    ranks at once."""
+
+    manual_gc_interval: int = 0
+    """Number of iterations between garbage collections with --manual-gc; 0: none."""
+
+    manual_gc_eval: bool = True
+    """With --manual-gc, do not collect garbage before and after each evaluation."""
 
     eval_interval: int | None = None
     """Number of iterations between validations; default: no validation."""
@@ -282,38 +299,3 @@ class SchedulerConfig:
         False, arg_names=["--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"]
     )
     """When resuming, take the schedule from the checkpoint instead of the flags."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """What a run prints and records."""
-
-    log_interval: int = 100
-    """Number of iterations between log lines."""
-
-    log_throughput: bool = False
-    """Add the throughput in TFLOP/s per GPU to the log line."""
-
-    log_tokens_per_expert: bool = False
-    """After training, print how many tokens each expert of each MoE layer computed in the last iteration."""
-
-    moe_routing_trace_path: str | None = None
-    """Directory for the experts chosen by every token, as JSON lines, one file per rank."""
-
-    tensorboard_dir: str | None = None
-    """Directory for TensorBoard events."""
-
-    tensorboard_log_interval: int = 1
-    """Number of iterations between TensorBoard points."""
-
-    tensorboard_queue_size: int = 1000
-    """Number of TensorBoard events that are kept in memory before they are written."""
-
-    log_loss_scale_to_tensorboard: bool = True
-    """Do not write the loss scale to TensorBoard."""
-
-    log_validation_ppl_to_tensorboard: bool = False
-    """Write the validation perplexity to TensorBoard."""
-
-    log_world_size_to_tensorboard: bool = False
-    """Write the number of processes to TensorBoard."""

@@ -7,6 +7,7 @@ norm, attention   modules that megatron-core lacks, alone or without Transformer
 side_stream       a CUDA stream, or a thread, for work that overlaps with computation
 host_memory       copies to and from the host that let both go on
 clock             points in time on the device
+memory            how much memory a rank has in use
 copies            copies between host and device for which nobody waits
 compiled          loops in machine code
 quiet             silence messages that need no action

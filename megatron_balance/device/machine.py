@@ -33,6 +33,8 @@ class Machine:
     """apex's extension modules that are missing from its build."""
     unfit: str | None = None
     """Why the installed Transformer Engine does not meet megatron-core's requirements; None if it does."""
+    wandb: bool = False
+    """Whether the package wandb is installed."""
     connections: str = ""
     """CUDA_DEVICE_MAX_CONNECTIONS: number of queues to a GPU, read by CUDA when it starts; empty: its default."""
 
@@ -52,6 +54,8 @@ class Machine:
             apex=apex,
             unbuilt=unbuilt,
             unfit=unfit,
+            # A directory of this name, which wandb itself creates, can be imported too
+            wandb=_version_of("wandb") is not None,
             connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         )
 
@@ -59,7 +63,7 @@ class Machine:
         """Return the machine that a dry run assumes: with CUDA and NVIDIA's packages, unless the backend is gloo."""
         if self.cuda or backend == "gloo":
             return self
-        return Machine(self.world_size, cuda=True, transformer_engine=True, apex=True)
+        return Machine(self.world_size, cuda=True, transformer_engine=True, apex=True, wandb=True)
 
     def fuses(self, name: str) -> bool:
         """Return whether the machine has apex's kernels for `name`, a key of `KERNELS`."""

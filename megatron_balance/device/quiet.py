@@ -1,6 +1,7 @@
 """Silence messages of megatron-core and torch that every run would print and that need no action."""
 
 import logging
+import sys
 import warnings
 
 EXPECTED_WARNINGS = (
@@ -37,6 +38,13 @@ EXPECTED_LOGS = {
     # The state machine that re-runs suspicious steps is off
     "megatron.core.rerun_state_machine": "",
 }
+
+
+def show_logs(level: int) -> None:
+    """Print the messages of Python's loggers from this level on, without those of torch.distributed, as Megatron-LM."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(lambda record: not record.name.startswith("torch.distributed"))
+    logging.basicConfig(level=level, handlers=[handler], format="%(message)s")
 
 
 def silence_expected_warnings() -> None:

@@ -7,6 +7,9 @@ load_log          files of load matrices and placements (--balance-log-dir)
 routing_trace     files of every token's experts (--moe-routing-trace-path)
 trace             files for Perfetto with the activities of each stream (--balance-timeline)
 scalars           TensorBoard event files
+wandb_run         the same numbers in Weights & Biases (--wandb-project)
+progress_log      file of what the jobs of a run have done (--log-progress)
+profiler          profiles of some iterations (--profile)
 profiling         spans for torch's profiler
 optional          writing of all these files: a failure is a warning and never stops training
 """

@@ -13,7 +13,7 @@ from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.model import balance_gain, balance_ratio
 from megatron_balance.device import copies
 
-PERCENTILES = (50, 90)
+PERCENTILES = (50, 75, 90, 95)
 """Percentiles over layers that TensorBoard shows."""
 
 LARGEST_GAIN = 1000.0
@@ -59,6 +59,11 @@ class LayerReport(NamedTuple):
     prediction_error: float
     """Fraction of tokens that were predicted for the wrong expert or source (`predictor.prediction_error`)."""
 
+    expert_load_min: float = 1.0
+    expert_load_max: float = 1.0
+    expert_load_std: float = 0.0
+    """Tokens of the layer's experts over their mean: the least, the most, and the standard deviation."""
+
     experts_moved: float = 0.0
     """Number of experts that changed their owner after the iteration."""
 
@@ -96,6 +101,14 @@ def evenness(before_BD: np.ndarray, after_BD: np.ndarray) -> tuple[float, float,
     """
     gain = min(balance_gain(before_BD.sum(0), after_BD.sum(0)), LARGEST_GAIN)
     return balance_ratio(before_BD), balance_ratio(after_BD), gain
+
+
+def spread(tokens_E: np.ndarray) -> tuple[float, float, float]:
+    """Return `expert_load_min`, `expert_load_max` and `expert_load_std` for the tokens per expert."""
+    mean = tokens_E.mean()
+    if not mean:
+        return 1.0, 1.0, 0.0
+    return float(tokens_E.min() / mean), float(tokens_E.max() / mean), float(tokens_E.std() / mean)
 
 
 def sum_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> torch.Tensor:

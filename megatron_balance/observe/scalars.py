@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 # protobuf creates these classes when the modules are imported
@@ -39,6 +40,11 @@ class Scalars:
             self._file.write()
         except OSError as error:
             raise ValueError(f"{flag}: {cleaned(error)}; choose a writable directory") from error
+
+    def add_scalars(self, values: Mapping[str, float], iteration: int) -> None:
+        """Add several numbers of one iteration, by their tags."""
+        for name, value in values.items():
+            self.add_scalar(name, value, iteration)
 
     def add_scalar(self, name: str, value: float, iteration: int) -> None:
         """Add a number; write all of them if the queue is full or FLUSH_SECONDS have passed."""

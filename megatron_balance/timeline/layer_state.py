@@ -17,7 +17,7 @@ from megatron_balance.cost.model import Overlap, owners
 from megatron_balance.cost.sending import SendingModel
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
-from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness
+from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness, spread
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Manager
@@ -226,6 +226,7 @@ class LayerState:
         before_FBD, after_FBD = (cost.loads(counts_BDE, placement) for placement in (self._initial, last.placement))
         after_BD = after_FBD[COMPUTED]
         before, after, gain = evenness(before_FBD[COMPUTED], after_BD)
+        least, most, deviation = spread(last.counts_BDE.sum((0, 1)))
         # The plan has chosen these routes, without calibration
         sending = self.manager.cost.sending(last.placement)
         time = cost.time_of(*cost.work_of(after_FBD), factors.trans * sending.trans, factors.agg * sending.agg)
@@ -240,6 +241,9 @@ class LayerState:
             ratio_before=before,
             ratio_after=after,
             rb=gain,
+            expert_load_min=least,
+            expert_load_max=most,
+            expert_load_std=deviation,
             predicted_seconds=float(time.total),
             measured_seconds=exchanging + computing + waited[Operation.TRANS] + waited[Operation.AGG],
             predicted_exchange_seconds=float(time.all_to_all),

@@ -11,6 +11,7 @@ schedule          batch size, learning rate and weight decay over the run
 loss_guard        detection of a NaN or an infinity before the optimizer's step
 fault_search      search for its source: rank, layer, expert
 optimizer_step    the optimizer's step in two parts, between which the host decides
+collection        Python's garbage collection at chosen times
 stopping          early end by signal, time limit or iteration
 logging           Megatron's log line, TensorBoard, evaluation results
 optimizer_state   the tensors that optimizers keep for a parameter

@@ -1,29 +1,56 @@
-"""Output of a run: Megatron's log line, TensorBoard and evaluation results."""
+"""Output of a run: Megatron's log line, TensorBoard, Weights & Biases and evaluation results."""
 
+import dataclasses
 import datetime
 import math
+import os
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.device import memory
 from megatron_balance.observe.balance import calibration_field, log_fields, tensorboard_scalars
 from megatron_balance.profile.flops import attended_width, attention_weights
 from megatron_balance.training.progress import Progress, StepReport
 
-if TYPE_CHECKING:
-    from megatron_balance.observe.scalars import Scalars
+TIMERS = {
+    1: (
+        *("forward-backward", "layernorm-grads-all-reduce", "embedding-grads-all-reduce", "all-grads-sync"),
+        *("params-all-gather", "optimizer-copy-to-main-grad", "optimizer-unscale-and-check-inf"),
+        *("optimizer-clip-main-grad", "optimizer-count-zeros", "optimizer-inner-step"),
+        *("optimizer-copy-main-to-model-params", "optimizer"),
+    ),
+    2: (
+        *("batch-generator", "forward-compute", "backward-compute"),
+        *("forward-recv", "forward-send", "backward-recv", "backward-send", "forward-send-forward-recv"),
+        *("forward-send-backward-recv", "backward-send-forward-recv", "backward-send-backward-recv"),
+        "forward-backward-send-forward-backward-recv",
+    ),
+}
+"""Names of the timers of megatron-core and of the loop, by the level that switches them on."""
+
+
+class Writer(Protocol):
+    """What records numbers by Megatron's tags."""
+
+    def add_scalars(self, values: Mapping[str, float], iteration: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RunLog:
-    """Log of a run, printed and recorded in TensorBoard on the last rank, which has the last pipeline stage's loss.
+    """Log of a run, printed and recorded on the last rank, which has the last pipeline stage's loss.
+
+    Attributes:
+        writers: TensorBoard and Weights & Biases, as far as flags ask for them; empty on all other ranks.
 
     Raises:
-        ValueError: TensorBoard's directory cannot be written to; raised on the last rank.
+        ValueError: one of them cannot be started; raised on the last rank.
     """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
@@ -31,7 +58,7 @@ class RunLog:
         self.iterations = iterations
         self.flops_per_sample = flops_per_sample(config, vocab_size)
         self.prints = dist.get_rank() == dist.get_world_size() - 1
-        self.writer = _tensorboard(config) if self.prints else None
+        self.writers = _writers(config) if self.prints else []
         self._since_line: list[StepReport] = []
 
     def message(self, text: str) -> None:
@@ -42,11 +69,13 @@ class RunLog:
     def step(self, report: StepReport, progress: Progress) -> None:
         """Record an iteration, and print the log line every `--log-interval` iterations."""
         self._since_line.append(report)
-        if self.writer is not None and report.iteration % self.config.log.tensorboard_log_interval == 0:
-            self._record(report, self.writer)
+        if self.writers and report.iteration % self.config.log.tensorboard_log_interval == 0:
+            self._record(self._scalars(report), report.iteration)
         if report.iteration % self.config.log.log_interval == 0:
             self.message(self._line(progress))
             self._since_line = []
+            if self.config.transformer.timers is not None:
+                self._times(self.config.transformer.timers, report.iteration)
 
     def evaluation(self, name: str, progress: Progress, losses: dict[str, float]) -> None:
         """Print and record the result of a validation or test."""
@@ -54,15 +83,29 @@ class RunLog:
             f" {key} value: {value:.6E} | {key} PPL: {math.exp(min(20, value)):.6E} |" for key, value in losses.items()
         )
         self.message(f" {name} loss at iteration {progress.iteration} |{parts}")
-        if self.writer is not None:
-            for key, value in losses.items():
-                self.writer.add_scalar(f"{key} {name}", value, progress.iteration)
-                if self.config.log.log_validation_ppl_to_tensorboard:
-                    self.writer.add_scalar(f"{key} {name} ppl", math.exp(min(20, value)), progress.iteration)
+        scalars = {f"{key} {name}": value for key, value in losses.items()}
+        if self.config.log.log_validation_ppl_to_tensorboard:
+            scalars |= {f"{key} {name} ppl": math.exp(min(20, value)) for key, value in losses.items()}
+        self._record(scalars, progress.iteration)
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        for writer in self.writers:
+            writer.close()
+
+    def _record(self, scalars: Mapping[str, float], iteration: int) -> None:
+        for writer in self.writers:
+            writer.add_scalars(scalars, iteration)
+
+    def _times(self, timers: Any, iteration: int) -> None:
+        """Print and record the times of `--timing-log-level`, which all ranks gather."""
+        interval = self.config.log.log_interval
+        names = [name for level in range(1, self.config.log.timing_log_level + 1) for name in TIMERS[level]]
+        if self.config.log.log_timers_to_tensorboard:
+            times = timers._get_global_min_max_time(names, reset=False, barrier=False, normalizer=interval)
+            self._record({f"{name}-time": longest for name, (_, longest) in times.items()}, iteration)
+        text = timers.get_all_timers_string(names, normalizer=interval)
+        if text is not None:
+            self.message(text)
 
     def _line(self, progress: Progress) -> str:
         """Format Megatron's log line; scrapers parse its fields."""
@@ -82,6 +125,10 @@ class RunLog:
         line += f" loss scale: {last.loss_scale:.1f} |"
         if last.grad_norm is not None:
             line += f" grad norm: {last.grad_norm:.3f} |"
+        if last.num_zeros is not None:
+            line += f" num zeros: {last.num_zeros} |"
+        if last.params_norm is not None:
+            line += f" params norm: {last.params_norm:.3f} |"
         line += f" number of skipped iterations: {progress.skipped_iterations:3d} |"
         line += f" number of nan iterations: {progress.nan_iterations:3d} |"
         progress.skipped_iterations = progress.nan_iterations = 0
@@ -92,7 +139,8 @@ class RunLog:
             line += log_fields([report.balance for report in reported], lengths) + calibration_field(last.calibration)
         return line
 
-    def _record(self, report: StepReport, writer: "Scalars") -> None:
+    def _scalars(self, report: StepReport) -> dict[str, float]:
+        """Return an iteration's numbers by Megatron's tags; in `moe/{name}_layer_{i}`, the first layer is number 0."""
         scalars = {
             **report.losses,
             "batch-size": report.global_batch_size,
@@ -107,23 +155,62 @@ class RunLog:
             scalars["loss-scale"] = report.loss_scale
         if self.config.log.log_world_size_to_tensorboard:
             scalars["world-size"] = dist.get_world_size()
+        if report.num_zeros is not None:
+            scalars["num-zeros"] = report.num_zeros
+        if report.params_norm is not None:
+            scalars["params-norm"] = report.params_norm
+        if self.config.log.log_memory_to_tensorboard:
+            scalars |= memory.scalars()
+        for name, losses in report.layer_losses.items():
+            scalars |= {f"moe/{name}_layer_{layer}": loss for layer, loss in enumerate(losses)}
         if report.balance:
             scalars |= tensorboard_scalars(report.balance, report.calibration)
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, report.iteration)
+        return scalars
 
     def _throughput(self, report: StepReport, seconds: float) -> float:
         """Return the model's TFLOP/s per device."""
         return self.flops_per_sample * report.global_batch_size / seconds / dist.get_world_size() / 1e12
 
 
-def _tensorboard(config: RunConfig) -> "Scalars | None":
-    directory = config.log.tensorboard_dir
-    if directory is None:
-        return None
-    from megatron_balance.observe.scalars import Scalars
+def _writers(config: RunConfig) -> list[Writer]:
+    writers: list[Writer] = []
+    if config.log.tensorboard_dir is not None:
+        from megatron_balance.observe.scalars import Scalars
 
-    return Scalars(Path(directory), config.log.tensorboard_queue_size)
+        writers.append(Scalars(Path(config.log.tensorboard_dir), config.log.tensorboard_queue_size))
+    if config.log.wandb_project is not None:
+        writers.append(_wandb(config, config.log.wandb_project))
+    return writers
+
+
+def _wandb(config: RunConfig, project: str) -> Writer:
+    from megatron_balance.observe.wandb_run import WandbRun
+
+    log, save = config.log, config.checkpoint.save
+    directory = log.wandb_save_dir or f"{save}/wandb"
+    # Which job of a chain this is, as Megatron-LM tells wandb
+    job = {"slurm_job_name": os.environ.get("SLURM_JOB_NAME", "N/A")}
+    return WandbRun(
+        project,
+        name=log.wandb_exp_name,
+        entity=log.wandb_entity,
+        directory=Path(directory),
+        settings=plain_settings(config) | job,
+    )
+
+
+def plain_settings(config: RunConfig) -> dict[str, Any]:
+    """Return all settings that are numbers, texts, switches, or lists of them, by field name."""
+    parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
+    settings = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
+    return {
+        name: value
+        for name, value in settings.items()
+        if all(
+            one is None or isinstance(one, str | bool | int | float)
+            for one in (value if isinstance(value, list | tuple) else [value])
+        )
+    }
 
 
 def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
@@ -156,12 +243,3 @@ def moe_layer_pattern(config: TransformerConfig) -> list[int]:
     if isinstance(config.moe_layer_freq, int):
         return [int(layer % config.moe_layer_freq == 0) for layer in range(config.num_layers)]
     return list(config.moe_layer_freq)
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak device memory of this rank, or, on a CPU, the peak resident size of the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

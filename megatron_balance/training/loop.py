@@ -1,8 +1,10 @@
 """The training loop, which runs megatron-core's schedules, optimizer and scheduler in each iteration."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,14 +12,15 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.calibration import UNCALIBRATED
-from megatron_balance.device import clock
+from megatron_balance.device import clock, copies
 from megatron_balance.observe.profiling import record_function
-from megatron_balance.training import optimizer_step
+from megatron_balance.training import collection, optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog
@@ -59,7 +62,7 @@ def train(
     if progress.iteration >= run.length.iterations:
         log.message(f"nothing to train: the run is at iteration {progress.iteration} of {run.length.iterations}")
     while progress.iteration < run.length.iterations:
-        queued = queue_step(run, with_balance=_reports_balance(run.config, progress.iteration + 1))
+        queued = queue_step(run, read=_is_read(run.config, progress.iteration + 1))
         last = progress.iteration == run.length.iterations
         complete = reports.add(queued)
         if last or _is_due(progress.iteration, _moments(run.config)):
@@ -93,14 +96,15 @@ def train_step(run: Run) -> StepReport:
     return report
 
 
-def queue_step(run: Run, with_balance: bool = True) -> Queued:
+def queue_step(run: Run, read: bool = True) -> Queued:
     """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step.
 
     The host waits for the device once, before the step: it reads the losses, the gradient norm, and whether one of them
     is NaN or infinite.
 
     Args:
-        with_balance: whether there is a report of its balance, if there is a policy.
+        read: whether somebody reads the numbers about this iteration that cost time: its balance, if there is a
+            policy, and those that flags ask for.
     """
     progress, start = run.progress, clock.mark()
     run.position.enter("forward-backward", progress.iteration + 1)
@@ -115,13 +119,16 @@ def queue_step(run: Run, with_balance: bool = True) -> Queued:
     repeat = functools.partial(_forward_backward, run, microbatches=run.batches.get(), forward_only=True)
     reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
     run.position.enter("optimizer")
-    known = _known(run, reports)
+    known = _known(run, reports, read)
     fault = None
     if known.bad:
         fault = run.guard.fault(reports, repeat)
         clear_aux_losses_tracker()
-    with record_function("optimizer"):
-        stepped, grad_norm = (False, None) if fault else optimizer_step.step(run.optimizer, known.squared_norms)
+    with record_function("optimizer"), _timed(run.config, "optimizer"):
+        step = functools.partial(optimizer_step.step, run.optimizer, known.squared_norms, known.zeros)
+        stepped, grad_norm, num_zeros = (False, None, None) if fault else step()
+    params = read and run.config.log.log_params_norm
+    squares = copies.to_host(optimizer_step.squared_parameter_norms(run.optimizer)) if params else None
     if run.balancer is not None:
         run.balancer.transfer_owners()
     if stepped:
@@ -143,9 +150,12 @@ def queue_step(run: Run, with_balance: bool = True) -> Queued:
         skipped=not stepped,
         calibration=UNCALIBRATED if run.balancer is None else run.balancer.factors,
         fault=fault,
+        num_zeros=num_zeros,
+        layer_losses=known.layer_losses,
     )
+    with_balance = read or run.config.balance.balance_calibrate == "on"
     balance = run.balancer.finished() if run.balancer is not None and with_balance else None
-    return Queued(report, start, clock.mark(), balance)
+    return Queued(report, start, clock.mark(), balance, squares)
 
 
 class Known(NamedTuple):
@@ -157,23 +167,39 @@ class Known(NamedTuple):
     """As in StepReport."""
     squared_norms: list[float]
     """See `optimizer_step.squared_norms`."""
+    zeros: list[float] | None
+    """See `optimizer_step.zeros`; None: not counted in this iteration."""
+    layer_losses: dict[str, list[float]]
+    """As in StepReport."""
 
 
-def _known(run: Run, reports: LossReports) -> Known:
-    """Wait for the device and read from it, together, all that the host needs to know."""
+def _known(run: Run, reports: LossReports, read: bool) -> Known:
+    """Wait for the device and read from it, together, all that the host needs to know.
+
+    Args:
+        read: as for `queue_step`.
+    """
     bad = run.guard.evidence(reports)
     norms = optimizer_step.squared_norms(run.optimizer)
-    losses = _mean_losses(reports, run.groups) | _auxiliary_losses(run)
-    numbers = torch.cat([value.reshape(1).float() for value in (bad, *norms, *losses.values())]).tolist()
-    middle = 1 + len(norms)
-    return Known(numbers[0] > 0, dict(zip(losses, numbers[middle:], strict=True)), numbers[1:middle])
+    count = read and run.config.optimizer.log_num_zeros_in_grad
+    zeros = optimizer_step.zeros(run.optimizer) if count else []
+    losses = _mean_losses(reports, run.groups)
+    auxiliary, by_layer = _auxiliary_losses(run, by_layer=read and run.config.transformer.moe_per_layer_logging)
+    losses |= auxiliary
+    parts = [[bad], norms, zeros, losses.values(), by_layer.values()]
+    numbers = iter(torch.cat([value.reshape(-1).float() for part in parts for value in part]).tolist())
+    return Known(
+        bad=next(numbers) > 0,
+        squared_norms=list(islice(numbers, len(norms))),
+        zeros=list(islice(numbers, len(zeros))) if count else None,
+        losses={name: next(numbers) for name in losses},
+        layer_losses={name: list(islice(numbers, len(values))) for name, values in by_layer.items()},
+    )
 
 
-def _reports_balance(config: RunConfig, iteration: int) -> bool:
-    """Return whether somebody uses the report of an iteration's balance: it costs the host time and a collective."""
-    log = config.log
-    intervals = (log.log_interval, log.tensorboard_log_interval if log.tensorboard_dir is not None else None)
-    return config.balance.balance_calibrate == "on" or _is_due(iteration, intervals)
+def _is_read(config: RunConfig, iteration: int) -> bool:
+    """Return whether the log line, TensorBoard or Weights & Biases shows an iteration."""
+    return _is_due(iteration, (config.log.log_interval, config.log.record_interval))
 
 
 def _moments(config: RunConfig) -> tuple[int | None, ...]:
@@ -192,11 +218,30 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
     for chunk in run.model:
         chunk.eval()
     microbatches = run.config.train.global_batch_size // (run.config.train.micro_batch_size * run.groups.dp.size())
-    reports = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
+    with collection.around_evaluation(run.config.train), _without_timers(run.config):
+        reports = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
     for chunk in run.model:
         chunk.train()
     clear_aux_losses_tracker()
     return {name: value.item() for name, value in _mean_losses(reports, run.groups).items()}
+
+
+@contextlib.contextmanager
+def _timed(config: RunConfig, name: str) -> Iterator[None]:
+    """Time what happens once in an iteration, if `--timing-log-level` is at least 1."""
+    timers: Any = config.transformer.timers
+    if timers is not None:
+        timers(name, log_level=1).start(barrier=config.transformer.barrier_with_L1_time)
+    yield
+    if timers is not None:
+        timers(name).stop()
+
+
+@contextlib.contextmanager
+def _without_timers(config: RunConfig) -> Iterator[None]:
+    timers, config.transformer.timers = config.transformer.timers, None
+    yield
+    config.transformer.timers = timers
 
 
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
@@ -207,7 +252,7 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
 
     def counted_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         run.position.advance()
-        return forward_step(data, model)
+        return forward_step(data, model, config.timers)
 
     return get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(
         forward_step_func=counted_forward_step,
@@ -220,10 +265,16 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
     )
 
 
-def forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+def forward_step(
+    data: Iterator[Batch], model: torch.nn.Module, timers: Callable | None = None
+) -> tuple[torch.Tensor, Callable]:
     """Run one microbatch through one model chunk; return the output and its loss function."""
     first, last = get_attr_wrapped_model(model, "pre_process"), get_attr_wrapped_model(model, "post_process")
+    if timers is not None:
+        timers("batch-generator", log_level=2).start()
     batch = next(data) if first or last else {}
+    if timers is not None:
+        timers("batch-generator").stop()
     output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
     return output, functools.partial(token_loss, batch.get("loss_mask"))
 
@@ -257,15 +308,21 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
     return means
 
 
-def _auxiliary_losses(run: Run) -> dict[str, torch.Tensor]:
-    """Return megatron-core's auxiliary losses, averaged over the MoE layers, and clear its tracker."""
+def _auxiliary_losses(run: Run, by_layer: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return megatron-core's auxiliary losses, averaged over the MoE layers, and clear its tracker.
+
+    Args:
+        by_layer: whether to return the losses [num_layers] of each layer, too; 0 for dense ones.
+    """
     config = run.config.transformer
     if config.num_moe_experts is None:
-        return {}
+        return {}, {}
     totals: dict[str, torch.Tensor] = {}
+    layers = _LayerLosses(1 / run.batches.get())
     track_moe_metrics(
-        loss_scale=1 / run.batches.get(),
+        loss_scale=layers.scale,
         iteration=run.progress.iteration + 1,
+        writer=layers if by_layer else None,
         total_loss_dict=totals,
         # All pipeline stages must reduce the same names, even a stage without an MoE layer
         force_initialize=True,
@@ -274,7 +331,25 @@ def _auxiliary_losses(run: Run) -> dict[str, torch.Tensor]:
         moe_layer_freq=config.moe_layer_freq,
         pg_collection=run.groups,
     )
-    return totals
+    return totals, layers.losses
+
+
+class _LayerLosses:
+    """Stand-in for TensorBoard's writer, which megatron-core calls when it has reduced losses and not yet cleared them.
+
+    megatron-core's own `per_layer_logging` waits for the device.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.losses: dict[str, torch.Tensor] = {}
+
+    def add_scalar(self, name: str, value: torch.Tensor, iteration: int) -> None:
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
+            values = moe_utils.get_moe_metrics_tracker().metrics[name].values  # pyright: ignore
+        else:
+            values = moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]
+        self.losses[name] = values.float() * self.scale
 
 
 def _auxiliary_loss_names(balancing: str | list[str], z_loss: float | None) -> list[str]:

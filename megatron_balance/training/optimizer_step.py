@@ -6,12 +6,14 @@ and reads them together. So it computes the norm first, and hands it to the step
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 
 def scales_losses(optimizer: MegatronOptimizer) -> bool:
@@ -30,38 +32,83 @@ def squared_norms(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
         return []
     whole: Any = optimizer
     whole.prepare_grads()
-    parts = _parts(optimizer)
-    together = [parts] if whole.grads_states_parallel_group_is_shared() else [[part] for part in parts]
-    return [
-        _squared_norm(
-            [gradient for part in some for gradient in _gradients(part)], some[0].get_grad_stats_parallel_group()
-        )
-        for some in together
-    ]
+    return [_squared_norm(_all(_gradients, some), group) for some, group in _together(optimizer)]
 
 
-def step(optimizer: MegatronOptimizer, squares: Sequence[float]) -> tuple[bool, float | None]:
-    """Step the optimizer; return whether it did, and the gradient norm.
+@torch.no_grad()
+def zeros(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """Return the numbers [1] of zeros in the gradients of the model's parts, for `step`.
+
+    All ranks call this after `squared_norms`. It does not wait for the device. Clipping, which follows, keeps zeros. If
+    losses are scaled, it does nothing and returns nothing.
+    """
+    return [] if scales_losses(optimizer) else [_zeros(*part) for part in _together(optimizer)]
+
+
+@torch.no_grad()
+def squared_parameter_norms(optimizer: MegatronOptimizer) -> torch.Tensor:
+    """Return the squared norms [parts] of the parameters of the model's parts; all ranks call this after the step.
+
+    It does not wait for the device. In half precision, these are the main parameters.
+    """
+    return torch.cat([_squared_norm(_all(_parameters, some), group) for some, group in _together(optimizer)])
+
+
+def step(
+    optimizer: MegatronOptimizer, squares: Sequence[float], zeros: Sequence[float] | None = None
+) -> tuple[bool, float | None, float | None]:
+    """Step the optimizer; return whether it did, the gradient norm, and the number of zeros in the gradients.
 
     Args:
         squares: what `squared_norms` returned in this iteration, on the host.
+        zeros: what `zeros` returned, on the host; None: zeros are not counted.
     """
     whole: Any = optimizer
-    if scales_losses(optimizer):
-        stepped, norm, _ = whole.step()
-        return stepped, norm
-    norm = squares[0] ** 0.5 if len(squares) == 1 else math.sqrt(sum((square**0.5) ** 2 for square in squares))
-    whole.prepare_grads, whole.get_grad_norm = lambda: False, lambda: norm
+    given: dict[str, Any] = {}
+    if not scales_losses(optimizer):
+        norm = squares[0] ** 0.5 if len(squares) == 1 else math.sqrt(sum((square**0.5) ** 2 for square in squares))
+        given = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
+    # With scaled losses, megatron-core counts zeros itself, and waits for them
+    if zeros is None or given:
+        count = None if zeros is None else sum(zeros)
+        given["count_zeros"] = lambda: count
+    vars(whole).update(given)
     try:
-        stepped, norm, _ = whole.step()
+        stepped, norm, counted = whole.step()
     finally:
-        del whole.prepare_grads, whole.get_grad_norm
-    return stepped, norm
+        for name in given:
+            delattr(whole, name)
+    # Where nobody asks for zeros, some optimizers return 0
+    return stepped, norm, None if zeros is None else counted
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     whole: Any = optimizer
     return whole.chained_optimizers
+
+
+def _together(optimizer: MegatronOptimizer) -> list[tuple[list[Any], dist.ProcessGroup]]:
+    """Return the parts whose statistics are summed together, with the group that sums them."""
+    whole: Any = optimizer
+    parts = _parts(optimizer)
+    together = [parts] if whole.grads_states_parallel_group_is_shared() else [[part] for part in parts]
+    return [(some, some[0].get_grad_stats_parallel_group()) for some in together]
+
+
+def _all(tensors: Callable[[Any], list[torch.Tensor]], parts: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def _parameters(part: Any) -> list[torch.Tensor]:
+    """Return the parameters that count on this rank, by the rule for gradients."""
+    # Since 0.19, megatron-core distinguishes the groups that hold copies of experts
+    names = ("tp_group", "expert_tp_group")
+    groups = {name: getattr(part, name) for name in names if hasattr(part, name)}
+    return [
+        parameter.detach()
+        for parameter in part.get_parameters()
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, **groups)
+    ]
 
 
 def _gradients(part: Any) -> list[torch.Tensor]:
@@ -71,13 +118,22 @@ def _gradients(part: Any) -> list[torch.Tensor]:
     return part.get_main_grads_for_grad_norm()
 
 
-def _squared_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the square [1] of the norm of all ranks' gradients, as `clip_grads.get_grad_norm_fp32` computes it."""
+def _zeros(parts: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the number [1] of zeros in all ranks' gradients, as `clip_grads.count_zeros_fp32` counts them."""
+    total = torch.zeros(1, device=torch.cuda.current_device())
+    for gradient in _all(_gradients, parts):
+        total += gradient.numel() - torch.count_nonzero(gradient)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _squared_norm(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the square [1] of the norm of all ranks' tensors, as `clip_grads.get_grad_norm_fp32` computes it."""
     device = torch.cuda.current_device()
     norm = torch.zeros(1, device=device)
-    if gradients:
+    if tensors:
         overflow = torch.zeros(1, dtype=torch.int, device=device)
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [tensors], False)
     square = norm**2.0
     dist.all_reduce(square, group=group)
     return square

@@ -36,6 +36,16 @@ class StepReport:
     skipped: bool
     """Whether the optimizer did not step (fp16 overflow, or a fault)."""
 
+    num_zeros: float | None = None
+    """Number of zeros in the gradients; None unless it is asked for (`--log-num-zeros-in-grad`)."""
+
+    params_norm: float | None = None
+    """Norm of all parameters after the step; None until the device has finished it, and unless it is asked for
+    (`--log-params-norm`)."""
+
+    layer_losses: dict[str, list[float]] = field(default_factory=dict)
+    """Auxiliary losses of every layer of the model, by name; empty unless asked for (`--moe-per-layer-logging`)."""
+
     seconds: float = math.nan
     """Time of the iteration on the device; NaN until the device has finished it."""
 

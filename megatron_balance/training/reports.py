@@ -3,15 +3,16 @@
 The host waits for the device once in each iteration, before the optimizer's step. So when an iteration has been queued,
 the device has finished the one before:
 
-| iteration queued | report of iteration j                                                         |
-|------------------|-------------------------------------------------------------------------------|
-| j                | has what the host knew before the step                                        |
-| j + 1            | gets its time; with balance, adding up all ranks' reports is queued           |
-| j + 2            | gets its balance, which also calibrates the iterations that begin from now on |
+| iteration queued | report of iteration j                                                                       |
+|------------------|---------------------------------------------------------------------------------------------|
+| j                | has what the host knew before the step                                                      |
+| j + 1            | gets its time and the norm of parameters; with balance, adding up ranks' reports is queued  |
+| j + 2            | gets its balance, which also calibrates the iterations that begin from now on               |
 
 `wait` completes all reports at once.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,6 +33,8 @@ class Queued(NamedTuple):
     end: clock.Mark
     balance: Callable[[], dict[int, LayerReport]] | None
     """Returns this rank's part of the report of its balance; None: there is no such report."""
+    squared_params: torch.Tensor | None = None
+    """Squared norms of the parts of the model, in host memory when the device has finished; None: not asked for."""
 
 
 class Reports:
@@ -62,8 +65,10 @@ class Reports:
         """Read the times of the iteration that was added last, which the device has finished."""
         if self._queued is None:
             return
-        (report, start, end, balance), self._queued = self._queued, None
+        (report, start, end, balance, squares), self._queued = self._queued, None
         table = None if balance is None else sum_over_ranks(balance(), self.num_layers)
+        if squares is not None:
+            report = replace(report, params_norm=math.sqrt(sum(squares.tolist())))
         self._timed = replace(report, seconds=clock.seconds(start, end)), table
 
     def _completed(self) -> list[StepReport]:

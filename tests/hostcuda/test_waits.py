@@ -7,11 +7,14 @@ import torch
 
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.training.run import Run
+from tests.hostcuda.runs import watched
 from tests.hostcuda.waits import (
     CASES,
     COLUMNS,
     GOLDEN,
     KINDS,
+    OPTIMIZER,
+    PLAIN,
     SIZES,
     WORLD_SIZE,
     counted,
@@ -50,6 +53,15 @@ def test_the_host_waits_as_often_and_queues_as_much_as_it_did(device_ranks, name
     case = CASES[name]
     expected = {kind: golden(kind, name).read_text() for kind in KINDS}
     assert texts(device_ranks(WORLD_SIZE, case.machine), case) == expected
+
+
+def test_what_flags_ask_for_is_read_without_another_wait(device_ranks) -> None:
+    plain = f"{PLAIN} --bf16 {OPTIMIZER}"
+    asked = "--log-params-norm --log-num-zeros-in-grad --moe-per-layer-logging"
+    ranks = device_ranks(WORLD_SIZE)
+    usual, more = (ranks.run(watched, f"{plain} {flags}", 2)[0] for flags in ("", asked))
+    assert more.synchronizations == usual.synchronizations and not more.complaints
+    assert more.curve == usual.curve
 
 
 def test_one_more_wait_and_kernel_are_noticed(device_ranks) -> None:

@@ -224,6 +224,8 @@ ANSWERS: dict[str, Any] = {
     "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
     "max_memory_allocated": lambda device=None: 0,
     "memory_allocated": lambda device=None: 0,
+    "max_memory_reserved": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0,
     "set_device": _does_nothing(),
     "set_rng_state": _set_rng_state,
     "set_stream": set_stream,

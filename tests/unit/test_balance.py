@@ -76,7 +76,7 @@ def test_tensorboard_scalars() -> None:
     found = [scalars.pop(f"moe/calibration_{name}") for name in ("exchange", "experts", "trans", "agg")]
     assert found == [1.5, 2.5, 3.5, 4.5]
     names = [f"moe/{name}" for name in LayerReport._fields]
-    suffixes = [f"_layer_{layer - 1}" for layer in reports] + ["_p50", "_p90"]
+    suffixes = [f"_layer_{layer - 1}" for layer in reports] + ["_p50", "_p75", "_p90", "_p95"]
     assert scalars.keys() == {f"{name}{suffix}" for name in names for suffix in suffixes}
     assert scalars["moe/ratio_after_layer_3"] == 3.0
     assert (scalars["moe/ratio_after_p50"], scalars["moe/ratio_after_p90"]) == (7.0, 11.0)

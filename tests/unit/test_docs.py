@@ -39,6 +39,7 @@ THEIR_FLAGS = {
     *("--nodes", "--requeue", "--signal"),  # SLURM
     *("--target", "--build-arg", "--rm", "--gpus", "--ipc"),  # Docker
     "--no-build-isolation",  # pip
+    *("--capture-range", "--capture-range-end"),  # nsys
 }
 
 OUR_CLASS = re.compile(r"[A-Z][a-z]+[A-Z]\w+(\.\w+)?|[A-Z][a-z]+\.[a-z_]\w+")

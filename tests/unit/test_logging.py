@@ -196,7 +196,7 @@ def test_evaluation(single_rank: None, capsys: pytest.CaptureFixture[str]) -> No
 def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
     log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} --tensorboard-log-interval 2"), 5, 128)
     recorded: list[tuple[str, int]] = []
-    log.writer.add_scalar = lambda name, value, iteration: recorded.append((name, iteration))
+    log.writers[0].add_scalar = lambda name, value, iteration: recorded.append((name, iteration))
     for iteration in (1, 2, 3):
         log.step(report(iteration), Progress())
     log.close()
@@ -207,13 +207,13 @@ def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
 def test_tensorboard_has_every_layers_balance(single_rank: None, tmp_path: Path) -> None:
     log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'}"), 5, 128)
     recorded: dict[str, tuple[float, int]] = {}
-    log.writer.add_scalar = lambda name, value, iteration: recorded.update({name: (value, iteration)})
+    log.writers[0].add_scalar = lambda name, value, iteration: recorded.update({name: (value, iteration)})
     log.step(report(2), Progress())
     assert not any(name.startswith("moe/") for name in recorded)
     log.step(report(3, balance={1: balance(), 3: balance(ratio_after=1.75)}), Progress())
     log.close()
     ours = {name: value for name, value in recorded.items() if name.startswith("moe/")}
-    suffixes = ("layer_0", "layer_2", "p50", "p90")
+    suffixes = ("layer_0", "layer_2", "p50", "p75", "p90", "p95")
     assert {ours.pop(f"moe/calibration_{name}") for name in Factors._fields} == {(1.0, 3)}
     assert ours.keys() == {f"moe/{name}_{suffix}" for name in LayerReport._fields for suffix in suffixes}
     assert [ours[f"moe/ratio_after_{suffix}"] for suffix in suffixes[:3]] == [(1.25, 3), (1.75, 3), (1.5, 3)]
@@ -224,7 +224,7 @@ def test_tensorboard_keys_on_demand(single_rank: None, tmp_path: Path) -> None:
     flags = "--no-log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard"
     log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} {flags}"), 5, 128)
     recorded: dict[str, float] = {}
-    log.writer.add_scalar = lambda name, value, iteration: recorded.update({name: value})
+    log.writers[0].add_scalar = lambda name, value, iteration: recorded.update({name: value})
     log.step(report(1), Progress())
     log.evaluation("validation", Progress(iteration=1), {"lm loss": 2.0})
     log.close()
@@ -239,7 +239,7 @@ def test_only_the_last_rank_speaks(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     log = RunLog(run_config(f"--tensorboard-dir {tmp_path}"), 5, 128)
     assert printed(log, [report(2)], Progress(), capsys) == []
-    assert log.writer is None
+    assert log.writers == []
 
 
 ATTENTION = 4 * 8 * 8

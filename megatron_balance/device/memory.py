@@ -1,0 +1,80 @@
+"""Memory of this rank: that of its device, or, without CUDA, that of its process."""
+
+import contextlib
+import os
+import pickle
+from pathlib import Path
+
+import torch
+
+MEGABYTE = 1024 * 1024
+HISTORY_EVENTS = 100_000
+"""Number of allocations and releases that a memory history keeps."""
+
+
+def peak_bytes() -> int:
+    """Return the peak of the memory that tensors take on the device, or, on a CPU, of the resident size."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    # The system updates the peak more rarely than the size
+    return max(allocated_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def line(with_device: bool) -> str:
+    """Return Megatron's report of memory; on a CPU, `allocated` is the resident size, and nothing is reserved.
+
+    Args:
+        with_device: whether to add the memory of the device that all processes use.
+    """
+    sizes = {"allocated": allocated_bytes(), "max allocated": peak_bytes()}
+    if torch.cuda.is_available():
+        sizes |= {"reserved": torch.cuda.memory_reserved(), "max reserved": torch.cuda.max_memory_reserved()}
+        if with_device:
+            free, total = torch.cuda.mem_get_info()
+            sizes["total device memory used"] = total - free
+    return "memory (MB)" + "".join(f" | {name}: {size / MEGABYTE:.2f}" for name, size in sizes.items())
+
+
+def scalars() -> dict[str, float]:
+    """Return the memory of this rank by Megatron's tags of TensorBoard; on a CPU, the resident size alone."""
+    sizes = {"mem-allocated-bytes": allocated_bytes(), "mem-max-allocated-bytes": peak_bytes()}
+    if torch.cuda.is_available():
+        statistics = torch.cuda.memory_stats()
+        sizes["mem-reserved-bytes"] = statistics["reserved_bytes.all.current"]
+        sizes["mem-allocated-count"] = statistics["allocation.all.current"]
+    return {name: float(size) for name, size in sizes.items()}
+
+
+def allocated_bytes() -> int:
+    """Return the memory that tensors take on the device, or, on a CPU, the resident size."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def record_history(when_full: Path) -> None:
+    """Record all later allocations on the device; write them to `when_full` if an allocation fails."""
+    torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
+
+    def observe(device: int, allocation: int, of_device: int, free: int) -> None:
+        # The error to report is that of the allocation
+        with contextlib.suppress(OSError):
+            write_history(when_full)
+
+    torch._C._cuda_attach_out_of_memory_observer(observe)
+
+
+def write_history(path: Path) -> None:
+    """Write what `record_history` has recorded.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("wb") as file:
+        pickle.dump(torch.cuda.memory._snapshot(), file)
+    os.replace(unfinished, path)

@@ -1,0 +1,67 @@
+"""Numbers in Weights & Biases, which is offline: what its own file holds."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_balance.observe.wandb_run import WandbRun
+
+pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs the package wandb")
+
+BLOCK, FILE_HEADER, HEADER = 32768, 7, 7
+FULL, LAST = 1, 4
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Yield the records of a .wandb file, which is a log in LevelDB's format after a header of its own."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, at, whole = path.read_bytes(), FILE_HEADER, b""
+    while at + HEADER <= len(content):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + HEADER : at + HEADER + size]
+        at += HEADER + size
+        if kind in (FULL, LAST):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+def history(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the settings of a run, and its numbers by step, without those of wandb itself."""
+    settings, rows = {}, []
+    for record in records(path):
+        if record.HasField("run"):
+            settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("history"):
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            rows.append({key: value for key, value in row.items() if not key.startswith("_")})
+    return settings, rows
+
+
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = WandbRun("moe", name="small", entity=None, directory=tmp_path / "new", settings={"num_layers": 2})
+    run.add_scalars({"lm loss": 2.5, "moe/z_loss_layer_1": 0.5}, 1)
+    run.add_scalars({"lm loss validation": 3.5}, 1)
+    run.add_scalars({"lm loss": 1.5}, 2)
+    run.close()
+    (path,) = tmp_path.glob("new/wandb/offline-run-*/run-*.wandb")
+    settings, rows = history(path)
+    assert settings["num_layers"] == 2
+    assert rows == [{"lm loss": 2.5, "moe/z_loss_layer_1": 0.5, "lm loss validation": 3.5}, {"lm loss": 1.5}]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--wandb-project moe: .*Not a directory"):
+        WandbRun("moe", name=None, entity=None, directory=tmp_path / "file" / "new", settings={})

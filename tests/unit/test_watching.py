@@ -1,0 +1,241 @@
+"""What one watches: checks of its flags, profiles, memory, progress, garbage collection, Weights & Biases."""
+
+import contextlib
+import gc
+import json
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerAction
+
+from megatron_balance.app.watching import memory_is_due
+from megatron_balance.cli.arguments import Parsed, parse_args
+from megatron_balance.cli.checks import Machine
+from megatron_balance.config.log_config import LogConfig, ProfilingConfig
+from megatron_balance.config.training_config import TrainConfig
+from megatron_balance.device import memory
+from megatron_balance.observe.balance import spread
+from megatron_balance.observe.profiler import TorchProfiler, action, build_profiler
+from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.progress_log import ProgressLog, first_job
+from megatron_balance.training import collection
+from tests.unit.test_logging import FLAGS
+
+CPU = Machine(world_size=2, cuda=False, transformer_engine=False, apex=False, wandb=True)
+DATA = "--data-path a"
+
+
+def parsed(flags: str, machine: Machine = CPU) -> Parsed:
+    return parse_args(f"{FLAGS} {flags}".split(), machine)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--profile", "--profile: starts CUDA's profiler; on a CPU, also give --use-pytorch-profiler"),
+        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler: also give --tensorboard-dir"),
+        ("--profile --profile-step-start 5 --profile-step-end 5", "--profile-step-start 5 --profile-step-end 5: give"),
+        ("--record-memory-history", "--record-memory-history: records memory of a CUDA device"),
+        ("--log-memory-interval 3", "--log-memory-interval 3: must be a multiple of --log-interval 2"),
+        ("--manual-gc --manual-gc-interval -1", "--manual-gc-interval -1: give 0"),
+        ("--wandb-project p", "--wandb-project p: also give --wandb-save-dir or --save"),
+        ("--wandb-project p --save s --wandb-exp-name=", "--wandb-exp-name: is empty"),
+    ],
+)
+def test_mistakes(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parsed(flags)
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(ValueError, match="needs the package wandb; pip install wandb"):
+        parsed("--wandb-project p --save s", replace(CPU, wandb=False))
+
+
+@pytest.mark.parametrize(
+    ("flags", "notice"),
+    [
+        ("--moe-per-layer-logging", "has no effect without --tensorboard-dir or --wandb-project"),
+        ("--log-timers-to-tensorboard", "has no effect without --timing-log-level"),
+        ("--profile-step-end 20", "has no effect without --profile"),
+        ("--log-progress", "has no effect without --save"),
+        ("--wandb-entity e", "has no effect without --wandb-project"),
+        ("--log-device-memory-used", "has no effect without CUDA"),
+        ("--profile --use-pytorch-profiler --tensorboard-dir t --profile-ranks 0 7", "no such rank among 2"),
+    ],
+)
+def test_notices(flags: str, notice: str) -> None:
+    assert [text for text in parsed(flags).notices if notice in text]
+
+
+def test_weights_and_biases_are_enough() -> None:
+    used = parsed("--log-memory-to-tensorboard --tensorboard-log-interval 3 --wandb-project p --save s")
+    assert not any("has no effect" in text for text in used.notices)
+    assert used.config.log.record_interval == 3 and parsed("").config.log.record_interval is None
+
+
+def test_data_in_files(tmp_path: Path) -> None:
+    blend, splits = tmp_path / "blend.txt", tmp_path / "splits.json"
+    blend.write_text("0.3 code\n0.7 english\n")
+    splits.write_text(json.dumps({"train": ["0.5", "a", 0.5, "b"], "valid": "c d", "test": []}))
+    plain = FLAGS.replace("--mock-data", "")
+    data = parse_args(f"{plain} --data-args-path {blend}".split(), CPU).config.data
+    assert data.data_path == ["0.3", "code", "0.7", "english"]
+    data = parse_args(f"{plain} --per-split-data-args-path {splits}".split(), CPU).config.data
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
+        ["0.5", "a", "0.5", "b"],
+        ["c", "d"],
+        [],
+    )
+    for flags, message in (
+        (f"--data-path x --data-args-path {blend}", "--data-args-path and --data-path: give one of them"),
+        (f"--data-args-path {tmp_path / 'none'}", "--data-args-path"),
+        (f"--per-split-data-args-path {blend}", "--per-split-data-args-path"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_args(f"{plain} {flags}".split(), CPU)
+    splits.write_text(json.dumps({"train": [["a"]]}))
+    with pytest.raises(ValueError, match=r"train is .*give a list, or a text"):
+        parse_args(f"{plain} --per-split-data-args-path {splits}".split(), CPU)
+
+
+def test_steps_of_the_profiler_are_megatrons() -> None:
+    theirs = torch.profiler.schedule(wait=2, warmup=1, active=2, repeat=1)
+    assert [action(3, 5, 0, step) for step in range(1, 9)] == [theirs(step) for step in range(1, 9)]
+    assert [action(3, 5, 2, step) for step in range(1, 4)] == [theirs(step) for step in range(3, 6)]
+    assert action(0, 1, 0, 1) == ProfilerAction.NONE
+
+
+def test_a_trace_has_the_iterations_and_our_spans(tmp_path: Path) -> None:
+    config = ProfilingConfig(profile=True, use_pytorch_profiler=True, profile_step_start=3, profile_step_end=5)
+    assert build_profiler(config, str(tmp_path), rank=1, done=0) is None
+    profiler = build_profiler(config, str(tmp_path), rank=0, done=0)
+    assert isinstance(profiler, TorchProfiler)
+    for iteration in range(1, 7):
+        with record_function(f"iteration {iteration}"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        profiler.after_step(iteration)
+    profiler.close()
+    (path,) = tmp_path.glob("rank0.*.pt.trace.json")
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"iteration 3", "iteration 4", "ProfilerStep#3", "ProfilerStep#4", "aten::mm"} <= names
+    assert not {"iteration 2", "iteration 5", "ProfilerStep#2", "ProfilerStep#5"} & names
+
+
+def test_the_profiler_around_the_process_starts_and_stops_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    cuda = SimpleNamespace(
+        cudaProfilerStart=lambda: calls.append("start"), cudaProfilerStop=lambda: calls.append("stop")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda record_shapes: contextlib.nullcontext())
+    config = ProfilingConfig(profile=True, profile_step_start=2, profile_step_end=4)
+    profiler = build_profiler(config, None, rank=0, done=0)
+    assert profiler is not None
+    for iteration in range(1, 6):
+        profiler.after_step(iteration)
+        calls.append(str(iteration))
+    profiler.close()
+    assert calls == ["1", "start", "2", "3", "stop", "4", "5"]
+    calls.clear()
+    resumed = build_profiler(config, None, rank=0, done=2)
+    assert resumed is not None
+    resumed.close()
+    assert calls == ["start", "stop"]
+
+
+def test_a_history_of_memory_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    observers: list[Callable] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: None)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    memory.record_history(tmp_path / "oom.pickle")
+    memory.write_history(tmp_path / "snapshot.pickle")
+    for observe in observers:
+        observe(0, 1, 2, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["oom.pickle", "snapshot.pickle"]
+    assert pickle.loads((tmp_path / "oom.pickle").read_bytes()) == {"segments": []}
+
+
+def test_a_trace_that_cannot_be_written_does_not_stop_training(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    config = ProfilingConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2)
+    profiler = build_profiler(config, str(tmp_path / "file" / "traces"), rank=0, done=0)
+    assert profiler is not None
+    profiler.after_step(1)
+    assert "--use-pytorch-profiler" in caplog.text and "training continues" in caplog.text
+
+
+def test_when_memory_is_reported() -> None:
+    def due(done: int, **settings: int) -> list[int]:
+        return [one for one in range(done + 1, done + 13) if memory_is_due(one, done, LogConfig(**settings))]
+
+    assert due(0, log_interval=5) == [1, 5]
+    assert due(0, log_interval=1) == [1, 2]
+    assert due(7, log_interval=4) == [8, 12]
+    assert due(0, log_interval=2, log_memory_interval=4) == [1, 2, 4, 8, 12]
+
+
+def test_the_line_of_memory() -> None:
+    assert re.fullmatch(r"memory \(MB\) \| allocated: \d+\.\d\d \| max allocated: \d+\.\d\d", memory.line(True))
+    assert memory.scalars().keys() == {"mem-allocated-bytes", "mem-max-allocated-bytes"}
+    assert 0 < memory.allocated_bytes() <= memory.peak_bytes() * 1.1
+
+
+def test_progress(tmp_path: Path) -> None:
+    def job(samples: int) -> ProgressLog:
+        log = ProgressLog(tmp_path, flops_per_sample=1e12, tokens_per_sample=1000, world_size=2)
+        log.start(samples)
+        return log
+
+    job(0).saved(5, 10_000)
+    job(10_000).saved(7, 20_000)
+    lines = [line.split("\t") for line in (tmp_path / "progress.txt").read_text().splitlines()]
+    assert [line[3] for line in lines] == ["Starting job", "Saved checkpoint"] * 2
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", line[0]) and line[2] == "# GPUs: 2" for line in lines)
+    assert lines[3][4] == "Iteration: 7"
+    assert lines[3][7:] == ["Floating-point operations: 2.00e+16", "Tokens (in billions): 0.02"]
+    assert re.fullmatch(r"Cumulative throughput: \d+\.\d TFLOP/s/GPU", lines[3][6])
+
+
+def test_the_first_job_of_this_size() -> None:
+    def line(time: str, ranks: int, *rest: str) -> str:
+        return "\t".join([f"2026-01-01 00:00:{time}", "Job ID: ", f"# GPUs: {ranks}", *rest])
+
+    saved = ("Saved checkpoint", "", "", "", "Floating-point operations: 5.00e+15")
+    start = ("Starting job",)
+    lines = [line("01", 2, *start), line("02", 4, *start), line("03", 4, *saved), "torn", line("04", 2, *start)]
+    found = first_job("\n".join([*lines, line("05", 2, *start)]), 2)
+    assert found is not None and found[1] == 5e15
+    assert found == first_job("\n".join(lines), 2) and first_job("", 2) is None
+
+
+def test_garbage_is_collected_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    settings = TrainConfig(manual_gc=True, manual_gc_interval=2)
+    with collection.at_chosen_times(settings):
+        assert not gc.isenabled() and collected == [2]
+        for iteration in (1, 2, 3):
+            collection.after_step(settings, iteration)
+        with collection.around_evaluation(settings):
+            assert collected == [2, 2, 2]
+    assert gc.isenabled() and collected == [2, 2, 2, 0]
+    with collection.around_evaluation(replace(settings, manual_gc_eval=False)):
+        collection.after_step(TrainConfig(), 2)
+    with collection.at_chosen_times(TrainConfig()):
+        assert gc.isenabled() and len(collected) == 4
+
+
+def test_spread_of_experts() -> None:
+    import numpy as np
+
+    assert spread(np.array([1, 1, 4, 2])) == (0.5, 2.0, pytest.approx(1.5**0.5 / 2))
+    assert spread(np.zeros(4)) == (1.0, 1.0, 0.0)
