@@ -23,8 +23,8 @@ EXTRAS = ("hf", "zfp", "report", "dev")
 """Extras of pyproject.toml that need no GPU."""
 
 HEADER = """\
-# Versions of the CPU environment that CI tests, for `pip install --constraint`; pyproject.toml has the ranges that users
-# may choose from. Written by `python tools/lock_file.py`.
+# Versions of the CPU environment that CI tests, for `pip install --constraint`; pyproject.toml has the ranges that
+# users may choose from. Written by `python tools/lock_file.py`.
 """
 
 
