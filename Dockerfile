@@ -1,7 +1,9 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target cpu -t megatron-balance:cpu .      tests and small runs, anywhere
-#   docker build --target cuda -t megatron-balance:cuda .    Transformer Engine and NVIDIA's apex, for CUDA 13 drivers
+#   docker build --target cpu -t megatron-balance:cpu .              training on CPUs
+#   docker build --target cpu-develop -t megatron-balance:test .     the same, with the tests and all checks
+#   docker build --target cuda -t megatron-balance:cuda .            Transformer Engine and NVIDIA's apex, for CUDA 13
+#   docker build --target cuda-develop -t megatron-balance:gpu .     the same, with the tests and all checks
 #
 # requirements-ci.txt pins the Python packages. Versions of apt packages are not pinned, because Debian and Ubuntu keep
 # only the newest one:
@@ -15,7 +17,7 @@ WORKDIR /opt/megatron_balance
 COPY pyproject.toml requirements-ci.txt README.md LICENSE ./
 COPY scripts/setup.sh scripts/
 COPY megatron_balance megatron_balance
-RUN scripts/setup.sh
+RUN scripts/setup.sh run
 COPY . .
 RUN useradd --create-home --uid 1000 user && chown user: .
 USER 1000
@@ -23,16 +25,27 @@ ENV PATH=/opt/megatron_balance/.venv/bin:$PATH
 CMD ["python", "pretrain_gpt_moe.py", "--help"]
 
 
+FROM cpu AS cpu-develop
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+USER 0
+# The tests compile a device in host memory
+RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
+RUN scripts/setup.sh develop
+USER 1000
+CMD ["scripts/test.sh"]
+
+
 FROM nvidia/cuda:13.0.3-cudnn-devel-ubuntu24.04 AS cuda-base
+# Without libibverbs1 and ibverbs-providers, NCCL uses TCP where there is InfiniBand. Triton compiles with gcc and the
+# headers of Python when a run starts.
 RUN apt-get update \
-    && apt-get install --no-install-recommends -y git ninja-build python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/* \
-    && python3 -m venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
+    && apt-get install --no-install-recommends -y \
+        git ibverbs-providers libibverbs1 ninja-build python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megatron_balance
+ENV PATH=/opt/megatron_balance/.venv/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
 COPY requirements-ci.txt ./
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-RUN grep '^torch==' requirements-ci.txt | pip install -r /dev/stdin
+RUN python3 -m venv .venv && pip install --constraint requirements-ci.txt torch
 
 
 FROM cuda-base AS cuda-wheels
@@ -52,10 +65,20 @@ RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip wheel --no-build-isolation --no-deps --wh
 
 FROM cuda-base AS cuda
 COPY pyproject.toml README.md LICENSE ./
+COPY scripts/setup.sh scripts/
 COPY megatron_balance megatron_balance
+RUN scripts/setup.sh run
 RUN --mount=type=bind,from=cuda-wheels,source=/wheels,target=/wheels \
-    pip install -r requirements-ci.txt -e '.[hf]' /wheels/*.whl
+    pip install --constraint requirements-ci.txt /wheels/*.whl
 COPY . .
 # The image's user `ubuntu`, who needs write access to the volume for checkpoints
+RUN chown 1000: .
 USER 1000
 CMD ["python", "pretrain_gpt_moe.py", "--help"]
+
+
+FROM cuda AS cuda-develop
+USER 0
+RUN scripts/setup.sh develop
+USER 1000
+CMD ["tests/gpu_smoke.sh"]

@@ -5,7 +5,7 @@
 # --balance-* flags only in the second run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup.sh
+source scripts/setup.sh run
 
 DATA="data/quickstart"
 RUNS="runs/quickstart"

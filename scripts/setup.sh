@@ -1,25 +1,38 @@
 #!/usr/bin/env bash
-# Creates .venv in the checkout with everything that training and the tests need. A repeated run installs only if the
-# requirements have changed. Other scripts source this file, which sets PYTHON and TORCHRUN.
+# Creates .venv in the checkout.
+#
+#   scripts/setup.sh run        everything that training, conversion and reports need
+#   scripts/setup.sh develop    also everything that the tests and checks need
+#
+# requirements-ci.txt fixes the versions. A repeated run installs only if the requirements have changed. Other scripts
+# source this file, which sets PYTHON and TORCHRUN.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${ROOT}/.venv"
-STAMP="${VENV}/requirements.installed"
+
+case "${1:-}" in
+    run) EXTRAS=hf,zfp,report STAMPS=("${VENV}/installed.run") ;;
+    develop) EXTRAS=hf,zfp,report,dev STAMPS=("${VENV}/installed.develop" "${VENV}/installed.run") ;;
+    *)
+        echo "usage: setup.sh run|develop" >&2
+        exit 2
+        ;;
+esac
 
 if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     echo "setup.sh: python3 must be 3.11 or newer" >&2
     exit 1
 fi
 
-if ! cat "${ROOT}/requirements-ci.txt" "${ROOT}/pyproject.toml" 2>/dev/null | cmp -s - "${STAMP}"; then
+if ! cat "${ROOT}/requirements-ci.txt" "${ROOT}/pyproject.toml" 2>/dev/null | cmp -s - "${STAMPS[0]}"; then
     echo "Installing into ${VENV} ..."
     [[ -x "${VENV}/bin/python" ]] || python3 -m venv "${VENV}"
+    INSTALL=("${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "${ROOT}/requirements-ci.txt")
     # Install the pinned torch first: packages that depend on torch would otherwise pull its newest build
-    "${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "${ROOT}/requirements-ci.txt")"
-    "${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -r "${ROOT}/requirements-ci.txt" -e "${ROOT}[hf,zfp,report,dev]"
-    cat "${ROOT}/requirements-ci.txt" "${ROOT}/pyproject.toml" >"${STAMP}"
+    "${INSTALL[@]}" torch
+    "${INSTALL[@]}" -e "${ROOT}[${EXTRAS}]"
+    cat "${ROOT}/requirements-ci.txt" "${ROOT}/pyproject.toml" | tee "${STAMPS[@]}" >/dev/null
 fi
 
 export PYTHON="${VENV}/bin/python"

@@ -2,7 +2,7 @@
 # Installs the requirements and runs every check: format, lint, types, tests. Arguments are passed to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup.sh
+source scripts/setup.sh develop
 source scripts/fetch.sh
 
 "${PYTHON}" -m ruff format --check .

@@ -4,7 +4,7 @@
 # which stays unchanged. Arguments are passed to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup.sh
+source scripts/setup.sh develop
 source scripts/fetch.sh
 
 MEGATRON_CORE=0.19.2

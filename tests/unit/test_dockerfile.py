@@ -16,10 +16,28 @@ TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 STAGES = tool.stages(TEXT)
 
 
+def runs(stage: str) -> list[str]:
+    """Return the commands of a stage."""
+    return [step.rest for step in STAGES[stage] if step.instruction == "RUN"]
+
+
 def test_stages() -> None:
-    assert list(STAGES) == ["cpu", "cuda-base", "cuda-wheels", "cuda"]
-    for stage in ("cpu", "cuda"):
-        assert [step.rest for step in STAGES[stage] if step.instruction == "USER"] == ["1000"]
+    assert list(STAGES) == ["cpu", "cpu-develop", "cuda-base", "cuda-wheels", "cuda", "cuda-develop"]
+    for stage in ("cpu", "cpu-develop", "cuda", "cuda-develop"):
+        assert [step.rest for step in STAGES[stage] if step.instruction == "USER"][-1] == "1000"
+
+
+def test_only_images_to_develop_have_the_checks() -> None:
+    for image in ("cpu", "cuda"):
+        assert "scripts/setup.sh run" in runs(image)
+        assert not any("develop" in step for step in runs(image))
+        develop = f"{image}-develop"
+        assert STAGES[develop][0].rest == f"{image} AS {develop}" and "scripts/setup.sh develop" in runs(develop)
+
+
+def test_nccl_finds_infiniband() -> None:
+    (installed,) = (step for step in runs("cuda-base") if "apt-get install" in step)
+    assert {"libibverbs1", "ibverbs-providers"} <= set(installed.split())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -31,9 +49,8 @@ def test_copied_files_exist(stage: str) -> None:
 
 def test_packages_are_the_tested_ones() -> None:
     """The Dockerfile does not repeat the pins of torch and megatron-core."""
-    assert "scripts/setup.sh" in [step.rest for step in STAGES["cpu"]]
-    assert any("^torch==" in step.rest and "requirements-ci.txt" in step.rest for step in STAGES["cuda-base"])
-    assert any("-r requirements-ci.txt" in step.rest for step in STAGES["cuda"])
+    installs = [step for stage in ("cuda-base", "cuda") for step in runs(stage) if "pip install" in step]
+    assert len(installs) == 2 and all("--constraint requirements-ci.txt" in step for step in installs)
     assert not re.search(r"\b(torch|megatron-core|numpy)==\d", TEXT)
 
 
@@ -50,6 +67,8 @@ def test_versions_are_pinned() -> None:
 def test_context_excludes_history_and_environments() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv", ".cache", "data"} <= set(ignored)
+    # The tests of an image read them
+    assert not {"Dockerfile", ".dockerignore"} & set(ignored)
     assert not re.search(r"(?i)(token|secret|password|api_key)", TEXT)
 
 

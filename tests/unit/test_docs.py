@@ -37,7 +37,7 @@ THEIR_FILES = {"pretrain_gpt.py"}
 THEIR_FLAGS = {
     *("--nproc-per-node", "--max-restarts", "--rdzv-id"),  # torchrun
     *("--nodes", "--requeue", "--signal"),  # SLURM
-    *("--target", "--build-arg", "--rm", "--gpus", "--ipc"),  # Docker
+    *("--target", "--build-arg", "--rm", "--gpus", "--ipc", "--device", "--network", "--ulimit"),  # Docker
     "--no-build-isolation",  # pip
     *("--capture-range", "--capture-range-end"),  # nsys
 }
@@ -73,7 +73,7 @@ def declared(paths: Iterable[Path]) -> set[str]:
 
 
 OUR_FLAGS = set(build_parser()._option_string_actions)
-TOOL_FLAGS = declared([*(ROOT / "tools").rglob("*.py"), ROOT / "tests" / "conftest.py"])
+TOOL_FLAGS = declared([*(ROOT / "tools").rglob("*.py"), ROOT / "tests/conftest.py", ROOT / "tests/page_commands.py"])
 CLASSES = {name: line for path in PACKAGE.rglob("*.py") for name, line in line_links.definitions(text_of(path)).items()}
 
 
