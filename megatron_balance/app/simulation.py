@@ -106,6 +106,11 @@ def _check(config: RunConfig) -> None:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
     if transformer.moe_token_dispatcher_type == "allgather":
         raise ValueError("--moe-token-dispatcher-type allgather: cannot be simulated; give alltoall")
+    if transformer.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {transformer.context_parallel_size}: the exchange of keys and values cannot be "
+            "simulated; give 1"
+        )
     if ":" in balance.balance_policy:
         raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
 

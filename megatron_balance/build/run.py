@@ -32,6 +32,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.attention import (
     LATENT_KEYS,
     AcrossHeadsSelfAttention,
+    ContextParallelAttention,
     LatentDotProductAttention,
     PlainQuerySelfAttention,
 )
@@ -241,9 +242,12 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
         layer.self_attention.module = AcrossHeadsSelfAttention
     if isinstance(shape, MLATransformerConfig) and shape.q_lora_rank is None:
         layer.self_attention.module = PlainQuerySelfAttention
-    if isinstance(shape, MLATransformerConfig) and attention.core_attention is DotProductAttention:
+    own = attention.core_attention is DotProductAttention
+    if isinstance(shape, MLATransformerConfig) and own:
         attention.core_attention = LatentDotProductAttention
         keys.update(LATENT_KEYS)
+    if shape.context_parallel_size > 1 and own:
+        attention.core_attention = ContextParallelAttention
     if parts(layer.mlp)[0] is MoELayer:
         # Keeps the checkpoint name that the norm before an MoE layer has with Transformer Engine
         keys.pop("pre_mlp_layernorm.", None)

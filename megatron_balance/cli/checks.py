@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_balance.checkpoint import saved_flags
-from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, fusions
+from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, context_parallelism, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
@@ -107,6 +107,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     _available(values, given, notices)
     backend, impl = backends(values, given, machine, notices)
     connections(values, machine, notices)
+    context_parallelism(values, machine, impl)
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
     virtual = _virtual_pipeline_size(values)
@@ -170,8 +171,6 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
             f"--no-position-embedding: goes with --position-embedding-type rope, not {positions}; leave it out, or use "
             "--position-embedding-type none for a model without positions"
         )
-    if values["context_parallel_size"] > 1:
-        raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
 
 
 def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
@@ -194,9 +193,11 @@ def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
 
 def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
     tensor, pipeline = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
-    if world_size % (tensor * pipeline):
+    context = values["context_parallel_size"]
+    if world_size % (tensor * pipeline * context):
+        flags = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
         raise ValueError(
-            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}: "
+            f"{flags}{f' x --context-parallel-size {context}' if context > 1 else ''}: "
             f"must divide the number of processes ({world_size}); change them or the number of processes"
         )
     expert = values["expert_model_parallel_size"] * (values["expert_tensor_parallel_size"] or tensor)
@@ -206,7 +207,7 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
             f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
             f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
         )
-    return world_size // (tensor * pipeline)
+    return world_size // (tensor * pipeline * context)
 
 
 def _model_shape(values: Mapping[str, Any]) -> None:
@@ -219,10 +220,16 @@ def _model_shape(values: Mapping[str, Any]) -> None:
         raise ValueError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
     if heads % tensor:
         raise ValueError(f"--num-attention-heads {heads}: must be a multiple of --tensor-model-parallel-size {tensor}")
-    if values["sequence_parallel"] and values["seq_length"] % tensor:
+    context = values["context_parallel_size"]
+    if context > 1 and values["seq_length"] % (2 * context):
         raise ValueError(
-            f"--seq-length {values['seq_length']}: with --sequence-parallel it must be a multiple of "
-            f"--tensor-model-parallel-size {tensor}"
+            f"--seq-length {values['seq_length']}: must be a multiple of 2 x --context-parallel-size {context}"
+        )
+    if values["sequence_parallel"] and values["seq_length"] % (tensor * context):
+        parallel = f"--tensor-model-parallel-size {tensor}"
+        parallel += f" x --context-parallel-size {context}" if context > 1 else ""
+        raise ValueError(
+            f"--seq-length {values['seq_length']}: with --sequence-parallel it must be a multiple of {parallel}"
         )
     for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         if isinstance(values[name], list) and len(values[name]) != values["num_layers"]:

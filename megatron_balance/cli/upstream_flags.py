@@ -75,13 +75,12 @@ REFUSED = {
         --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache --use-kitchen* --kitchen-*""",
     "CUDA graphs are not supported: the number of routed tokens changes from step to step": """
         --cuda-graph-* --enable-cuda-graph --external-cuda-graph --te-rng-tracker""",
-    "context parallelism is not supported yet; leave it out": """
-        --cp-comm-type --hybrid-context-parallel --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank
-        --create-all-gather-group""",
+    "it is for samples of different lengths, and all samples have --seq-length tokens; use --context-parallel-size": """
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank""",
     "FSDP is not supported; use --use-distributed-optimizer": """
-        --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-* --data-parallel-sharding-strategy
-        --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --suggested-communication-unit-size
-        --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
+        --create-all-gather-group --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-*
+        --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
+        --suggested-communication-unit-size --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
     "one instance of the distributed optimizer spans all data-parallel ranks; leave it out":
         "--num-distributed-optimizer-instances",
     "the first parameters are not gathered inside the optimizer's step; use --overlap-param-gather":

@@ -36,9 +36,10 @@ OTHER_FIELDS = {
         disable_bf16_reduced_precision_matmul fp16 moe_router_dtype moe_router_padding_for_fp8
         moe_router_padding_for_quantization""",
     "how tokens and gradients travel, and when": """
-        clone_scatter_output_in_embedding defer_embedding_wgrad_compute gradient_accumulation_fusion moe_deepep_num_sms
-        moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms moe_pad_expert_input_to_capacity
-        moe_shared_expert_overlap moe_token_dispatcher_type overlap_p2p_comm overlap_p2p_comm_warmup_flush
+        clone_scatter_output_in_embedding cp_comm_type defer_embedding_wgrad_compute gradient_accumulation_fusion
+        hierarchical_context_parallel_sizes moe_deepep_num_sms moe_enable_deepep moe_flex_dispatcher_backend
+        moe_hybridep_num_sms moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_token_dispatcher_type
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush
         wgrad_deferral_limit""",
     "what is kept for the backward pass": """
         distribute_saved_activations moe_layer_recompute recompute_granularity recompute_method recompute_modules
