@@ -20,6 +20,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.network import Network
+from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order, sequential
 from megatron_balance.flow.layer import BalancedMoELayer
@@ -312,5 +313,4 @@ def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
 
 def _moe_layers(chunk: torch.nn.Module) -> list[int]:
     """Return the numbers of a model chunk's MoE layers, ascending."""
-    layers = [module.layer_number for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
-    return [number for number in layers if number is not None]
+    return [number_of(module) for module in chunk.modules() if isinstance(module, BalancedMoELayer)]

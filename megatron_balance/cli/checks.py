@@ -25,7 +25,7 @@ REQUIRED = (
 
 AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
@@ -33,7 +33,7 @@ AT_LEAST_ONE = (
 )
 
 AT_MOST = {
-    "num_layers": 4096,
+    **dict.fromkeys(("num_layers", "mtp_num_layers"), 4096),
     "num_moe_experts": 1 << 16,
     **dict.fromkeys(("hidden_size", "num_attention_heads", "kv_channels"), 1 << 20),
     **dict.fromkeys(("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 1 << 24),
@@ -111,6 +111,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
     virtual = _virtual_pipeline_size(values)
+    if values["mtp_num_layers"]:
+        _prediction(values, virtual or 1)
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = _ffn_hidden_size(values)
     moe_ffn = check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=machine.cuda, notices=notices)
@@ -289,6 +291,30 @@ def _latent_attention(values: Mapping[str, Any]) -> None:
     for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
         if values[name]:
             raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
+
+
+def _prediction(values: Mapping[str, Any], virtual: int) -> None:
+    """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
+    flag, positions = f"--mtp-num-layers {values['mtp_num_layers']}", values["position_embedding_type"]
+    if positions == "learned_absolute":
+        raise ValueError(
+            f"--position-embedding-type {positions}: {flag} shifts tokens by a place; use rope (or none for a model "
+            "without positions)"
+        )
+    if values["recompute_granularity"] == "full" and (values["recompute_method"], values["recompute_num_layers"]) != (
+        *("uniform", 1),
+    ):
+        raise ValueError(
+            f"--recompute-method {values['recompute_method']} --recompute-num-layers {values['recompute_num_layers']}: "
+            f"with {flag} use --recompute-method uniform --recompute-num-layers 1"
+        )
+    ends = sum(values[f"account_for_{end}_in_pipeline_split"] for end in ("embedding", "loss"))
+    chunks = values["pipeline_model_parallel_size"] * virtual
+    if values["account_for_loss_in_pipeline_split"] and values["num_layers"] + ends == chunks:
+        raise ValueError(
+            f"--account-for-loss-in-pipeline-split: the last pipeline stage would have no layer, which {flag} copies; "
+            "leave it out"
+        )
 
 
 def _positions(values: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config.run_config import RunConfig
@@ -20,7 +21,7 @@ from megatron_balance.observe.profiling import record_function
 from megatron_balance.training import optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
-from megatron_balance.training.logging import RunLog
+from megatron_balance.training.logging import RunLog, moe_layer_pattern
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.reports import Queued, Reports
 from megatron_balance.training.run import Run
@@ -55,7 +56,7 @@ def train(
     """
     settings, progress = run.config.train, run.progress
     stopping = stopping or Stopping(settings)
-    reports = Reports(run.balancer, run.config.transformer.num_layers)
+    reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
     if progress.iteration >= run.length.iterations:
         log.message(f"nothing to train: the run is at iteration {progress.iteration} of {run.length.iterations}")
     while progress.iteration < run.length.iterations:
@@ -87,7 +88,7 @@ def train(
 
 def train_step(run: Run) -> StepReport:
     """Run one iteration, wait until the device has finished it, and return its complete report."""
-    reports = Reports(run.balancer, run.config.transformer.num_layers)
+    reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
     reports.add(queue_step(run))
     (report,) = reports.wait()
     return report
@@ -120,6 +121,7 @@ def queue_step(run: Run, with_balance: bool = True) -> Queued:
     if known.bad:
         fault = run.guard.fault(reports, repeat)
         clear_aux_losses_tracker()
+        _prediction_losses(run)
     with record_function("optimizer"):
         stepped, grad_norm = (False, None) if fault else optimizer_step.step(run.optimizer, known.squared_norms)
     if run.balancer is not None:
@@ -163,7 +165,7 @@ def _known(run: Run, reports: LossReports) -> Known:
     """Wait for the device and read from it, together, all that the host needs to know."""
     bad = run.guard.evidence(reports)
     norms = optimizer_step.squared_norms(run.optimizer)
-    losses = _mean_losses(reports, run.groups) | _auxiliary_losses(run)
+    losses = _mean_losses(reports, run.groups) | _auxiliary_losses(run) | _prediction_losses(run)
     numbers = torch.cat([value.reshape(1).float() for value in (bad, *norms, *losses.values())]).tolist()
     middle = 1 + len(norms)
     return Known(numbers[0] > 0, dict(zip(losses, numbers[middle:], strict=True)), numbers[1:middle])
@@ -224,7 +226,14 @@ def forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.T
     """Run one microbatch through one model chunk; return the output and its loss function."""
     first, last = get_attr_wrapped_model(model, "pre_process"), get_attr_wrapped_model(model, "post_process")
     batch = next(data) if first or last else {}
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        None,
+        labels=batch.get("labels"),
+        # Only multi-token prediction reads it
+        loss_mask=batch.get("loss_mask"),
+    )
     return output, functools.partial(token_loss, batch.get("loss_mask"))
 
 
@@ -263,6 +272,7 @@ def _auxiliary_losses(run: Run) -> dict[str, torch.Tensor]:
     if config.num_moe_experts is None:
         return {}
     totals: dict[str, torch.Tensor] = {}
+    layers = moe_layer_pattern(config)
     track_moe_metrics(
         loss_scale=1 / run.batches.get(),
         iteration=run.progress.iteration + 1,
@@ -270,10 +280,23 @@ def _auxiliary_losses(run: Run) -> dict[str, torch.Tensor]:
         # All pipeline stages must reduce the same names, even a stage without an MoE layer
         force_initialize=True,
         track_names=_auxiliary_loss_names(config.moe_router_load_balancing_type, config.moe_z_loss_coeff),
-        num_layers=config.num_layers,
-        moe_layer_freq=config.moe_layer_freq,
+        num_layers=len(layers),
+        moe_layer_freq=layers,
         pg_collection=run.groups,
     )
+    return totals
+
+
+def _prediction_losses(run: Run) -> dict[str, torch.Tensor]:
+    """Return the losses of multi-token prediction, averaged as megatron-core does, and clear its tracker.
+
+    They are means over the microbatches' means; empty except on the last pipeline stage.
+    """
+    totals: dict[str, torch.Tensor] = {}
+    if run.config.transformer.mtp_num_layers is not None and is_pp_last_stage(run.groups.pp):
+        MTPLossLoggingHelper.track_mtp_metrics(
+            loss_scale=1 / run.batches.get(), iteration=0, writer=None, total_loss_dict=totals
+        )
     return totals
 
 

@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_balance.device.versions import number_of
 from megatron_balance.job.groups import sequence_chunks
 from megatron_balance.workloads.synthetic import workload_choices
 
@@ -105,9 +106,8 @@ class ForcedChoices(RouterReplay):
         microbatches: Callable[[], int],
     ) -> None:
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
-        assert router.layer_number is not None
         self.router, self.part = router, part
-        self.workload, self.seed = workload.name, workload.seed + router.layer_number
+        self.workload, self.seed = workload.name, workload.seed + number_of(router)
         self.step, self.microbatches = step, microbatches
         self._calls: Counter[str] = Counter()
         self._calls_of_step: int | None = None

@@ -67,7 +67,7 @@ def test_attention_is_that_of_one_rank(ranks, world_size: int) -> None:
 
 EP2 = "--expert-model-parallel-size 2 --global-batch-size 8"
 LAYOUTS = {
-    "CP2": (2, f"{EP2} --context-parallel-size 2"),
+    "CP2": (2, f"{EP2} --context-parallel-size 2 --position-embedding-type rope"),
     "CP2xDP2-a2a": (4, f"{EP2} --context-parallel-size 2 --cp-comm-type a2a --use-distributed-optimizer"),
     "CP4xEP4": (4, "--expert-model-parallel-size 4 --context-parallel-size 4 --global-batch-size 8"),
     "CP2xTP2": (

@@ -47,7 +47,7 @@ OTHER_FIELDS = {
     "what weights are before the first step": "embedding_init_method_std init_method_std perform_initialization",
     "what the model is trained on or with, other than the data": """
         calculate_per_token_loss moe_aux_loss_coeff moe_input_jitter_eps moe_router_bias_update_rate
-        moe_router_load_balancing_type moe_z_loss_coeff""",
+        moe_router_load_balancing_type moe_z_loss_coeff mtp_loss_scaling_factor""",
     "synthetic loads and tests": "moe_router_force_load_balancing test_mode",
     "leave to run a tokenizer's code is given on this machine, never by a checkpoint": "trust_remote_code",
 }
