@@ -41,6 +41,7 @@ FEATURES = {
     "calibrated plans": Feature("--balance-policy top2 --balance-calibrate on --balance-log-dir unused"),
     "ownership": Feature("--balance-policy demi --balance-ownership transfer"),
     "distributed optimizer": Feature("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "context parallelism": Feature("--context-parallel-size 2"),
     "pipeline": Feature("--pipeline-model-parallel-size 2", learns=True),
     "interleaved pipeline": Feature(
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", learns=True
@@ -79,7 +80,8 @@ def _settings(flags: str) -> Iterator[tuple[str, str]]:
 
 def world_size(*names: str) -> int:
     """Return the number of ranks of a run with these features."""
-    return 8 if {"expert shards"} <= {*names} and any("pipeline" in name for name in names) else 4
+    wide = {"expert shards", "context parallelism"} & {*names}
+    return 8 if wide and any("pipeline" in name for name in names) else 4
 
 
 def refusal(*names: str) -> str | None:

@@ -42,6 +42,7 @@ GROUPS = (
     ("tensor parallel", "tp"),
     ("expert parallel", "ep"),
     ("expert tensor parallel", "expt_tp"),
+    ("context parallel", "cp"),
     ("data parallel", "dp"),
     ("expert data parallel", "expt_dp"),
     ("pipeline parallel", "pp"),

@@ -67,7 +67,7 @@ NOT_THERE = (
     *("external_cuda_graph", "optimizer_cuda_graph", "use_megatron_fsdp", "use_torch_fsdp2"),
     *("init_model_with_meta_device", "use_cpu_initialization", "data_parallel_random_init", "cpu_offloading"),
     *("fine_grained_activation_offloading", "overlap_param_gather_with_optimizer_step", "use_tp_pp_dp_mapping"),
-    *("context_parallel_size", "hybrid_context_parallel", "num_distributed_optimizer_instances"),
+    *("hybrid_context_parallel", "num_distributed_optimizer_instances"),
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "heterogeneous_layers_config_path", "perform_rl_step"),
     "spec",
 )

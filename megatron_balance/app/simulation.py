@@ -20,6 +20,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.network import Network
+from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order, sequential
 from megatron_balance.flow.layer import BalancedMoELayer
@@ -106,6 +107,11 @@ def _check(config: RunConfig) -> None:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
     if transformer.moe_token_dispatcher_type == "allgather":
         raise ValueError("--moe-token-dispatcher-type allgather: cannot be simulated; give alltoall")
+    if transformer.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {transformer.context_parallel_size}: the exchange of keys and values cannot be "
+            "simulated; give 1"
+        )
     if ":" in balance.balance_policy:
         raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
 
@@ -307,5 +313,4 @@ def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
 
 def _moe_layers(chunk: torch.nn.Module) -> list[int]:
     """Return the numbers of a model chunk's MoE layers, ascending."""
-    layers = [module.layer_number for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
-    return [number for number in layers if number is not None]
+    return [number_of(module) for module in chunk.modules() if isinstance(module, BalancedMoELayer)]

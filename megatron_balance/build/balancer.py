@@ -17,6 +17,7 @@ from megatron_balance.comm.ownership_transfer import OwnershipTransfer, Place
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
+from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split, prepare_plans
@@ -225,8 +226,7 @@ def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
     """Return a model chunk's MoE layers by layer number, ascending."""
     found: dict[int, BalancedMoELayer] = {}
     for layer in (module for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
-        assert layer.layer_number is not None
-        found[layer.layer_number] = layer
+        found[number_of(layer)] = layer
     return found
 
 
@@ -234,7 +234,7 @@ def _overlap(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.n
     """Return the computation between an MoE layer and the previous one, which can hide the layer's Trans and Agg."""
     chunk = next(chunk for chunk in model if number in _moe_layers(chunk))
     before = [other for other in _moe_layers(chunk) if other < number]
-    numbers = [module.layer_number for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    numbers = [number_of(module) for module in chunk.modules() if isinstance(module, TransformerLayer)]
     dense = sum(max(before, default=0) < other < number for other in numbers)
     length = config.model.seq_length
     assert length is not None

@@ -144,8 +144,7 @@ def measure_cluster(
     """
     transformer = copy.copy(config.transformer)
     transformer.perform_initialization = False
-    samples, length = config.train.micro_batch_size, config.model.seq_length
-    assert transformer.num_moe_experts is not None and samples is not None and length is not None
+    assert transformer.num_moe_experts is not None
     home, gemm = range(transformer.num_moe_experts // groups.ep.size()), expert_gemm(config.balance.moe_expert_gemm)
     experts = GroupedExperts(home, transformer, groups, gemm)
     device = experts.linear_fc1.weight.device
@@ -157,8 +156,7 @@ def measure_cluster(
     if (name := config.comm.moe_comm_codec) != "none":
         rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": device}
         codecs[name] = functools.partial(codec_passes, load_codec(name), **rows)
-    sequence = length // (groups.tp.size() if transformer.sequence_parallel else 1)
-    load = max(MINIMAL_LOAD, samples * sequence * transformer.moe_router_topk)
+    load = max(MINIMAL_LOAD, layer_shape(config, groups).tokens * transformer.moe_router_topk)
     profile = measure(
         groups.ep,
         world(),

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.timers import Timers
@@ -33,6 +33,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.attention import (
     LATENT_KEYS,
     AcrossHeadsSelfAttention,
+    ContextParallelAttention,
     LatentDotProductAttention,
     PlainQuerySelfAttention,
 )
@@ -161,6 +162,7 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
         rotary_base=config.model.rotary_base,
         rope_scaling=config.model.use_rope_scaling,
         rope_scaling_factor=config.model.rope_scaling_factor,
+        mtp_block_spec=_prediction_spec(wiring, block, stage),
         seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
         pg_collection=groups,
         vp_stage=stage,
@@ -197,6 +199,23 @@ def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlo
     lacking = (WrappedTorchNorm,) if shape.normalization == "LayerNorm" else (WrappedTorchNorm, FusedLayerNorm)
     norm: Any = TorchNorm if block.layer_norm in lacking else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: int | None) -> ModuleSpec | None:
+    """Return megatron-core's spec of multi-token prediction, whose layers are like the last one of `block`.
+
+    Returns:
+        None except in the last pipeline stage of a run with `--mtp-num-layers`.
+    """
+    config = wiring.config.transformer
+    if config.mtp_num_layers is None:
+        return None
+    engine = config.transformer_impl == "transformer_engine"
+    spec: Any = get_gpt_mtp_block_spec(config, block, engine, vp_stage=stage, pp_rank=wiring.groups.pp.rank())
+    for layer in () if spec is None or engine else spec.layer_specs:
+        for name in ("enorm", "hnorm", "layer_norm"):
+            setattr(layer.submodules, name, block.layer_norm)
+    return spec
 
 
 def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
@@ -242,9 +261,12 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
         layer.self_attention.module = AcrossHeadsSelfAttention
     if isinstance(shape, MLATransformerConfig) and shape.q_lora_rank is None:
         layer.self_attention.module = PlainQuerySelfAttention
-    if isinstance(shape, MLATransformerConfig) and attention.core_attention is DotProductAttention:
+    own = attention.core_attention is DotProductAttention
+    if isinstance(shape, MLATransformerConfig) and own:
         attention.core_attention = LatentDotProductAttention
         keys.update(LATENT_KEYS)
+    if shape.context_parallel_size > 1 and own:
+        attention.core_attention = ContextParallelAttention
     if parts(layer.mlp)[0] is MoELayer:
         # Keeps the checkpoint name that the norm before an MoE layer has with Transformer Engine
         keys.pop("pre_mlp_layernorm.", None)

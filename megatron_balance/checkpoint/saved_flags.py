@@ -33,7 +33,7 @@ MODEL_FIELDS = (
     *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
     *("moe_router_enable_expert_bias", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
     *("moe_apply_probs_on_input", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-    *("attention_dropout", "hidden_dropout"),
+    *("attention_dropout", "hidden_dropout", "mtp_num_layers"),
 )
 """Fields that define the model. `--use-checkpoint-args` takes them from the checkpoint; resuming compares them."""
 

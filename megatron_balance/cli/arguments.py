@@ -69,6 +69,7 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
         "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
         "default": "aux_loss",
     },
+    "cp_comm_type": {"nargs": "+", "choices": ["p2p", "all_gather", "a2a", "a2a+p2p"], "default": ["p2p"]},
     "no_rope_freq": {"type": lambda text: parse_layer_frequency(text)},
     "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text)},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
@@ -371,6 +372,7 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         transformer_impl=layout.transformer_impl,
         moe_router_load_balancing_type=_single(values["moe_router_load_balancing_type"]),
         moe_aux_loss_coeff=_single(values["moe_aux_loss_coeff"]),
+        cp_comm_type=values["cp_comm_type"][0],
         batch_p2p_comm=not layout.overlap_p2p_comm,
         cuda_graph_scope=[],
         # gloo may still read an output while the schedule frees it; NCCL orders the two by streams

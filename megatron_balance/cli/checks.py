@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_balance.checkpoint import saved_flags
-from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, fusions
+from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, context_parallelism, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
 from megatron_balance.cli.watch_checks import watching
@@ -26,7 +26,7 @@ REQUIRED = (
 
 AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
     "log_memory_interval",
@@ -35,7 +35,7 @@ AT_LEAST_ONE = (
 )
 
 AT_MOST = {
-    "num_layers": 4096,
+    **dict.fromkeys(("num_layers", "mtp_num_layers"), 4096),
     "num_moe_experts": 1 << 16,
     **dict.fromkeys(("hidden_size", "num_attention_heads", "kv_channels"), 1 << 20),
     **dict.fromkeys(("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 1 << 24),
@@ -110,9 +110,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     backend, impl = backends(values, given, machine, notices)
     connections(values, machine, notices)
     watching(values, machine, notices)
+    context_parallelism(values, machine, impl)
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
     virtual = _virtual_pipeline_size(values)
+    if values["mtp_num_layers"]:
+        _prediction(values, virtual or 1)
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = _ffn_hidden_size(values)
     moe_ffn = check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=machine.cuda, notices=notices)
@@ -175,8 +178,6 @@ def _available(values: Mapping[str, Any], given: Collection[str], notices: list[
             f"--no-position-embedding: goes with --position-embedding-type rope, not {positions}; leave it out, or use "
             "--position-embedding-type none for a model without positions"
         )
-    if values["context_parallel_size"] > 1:
-        raise ValueError(f"--context-parallel-size {values['context_parallel_size']}: not supported yet; use 1")
 
 
 def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
@@ -199,9 +200,11 @@ def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
 
 def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
     tensor, pipeline = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
-    if world_size % (tensor * pipeline):
+    context = values["context_parallel_size"]
+    if world_size % (tensor * pipeline * context):
+        flags = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
         raise ValueError(
-            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}: "
+            f"{flags}{f' x --context-parallel-size {context}' if context > 1 else ''}: "
             f"must divide the number of processes ({world_size}); change them or the number of processes"
         )
     expert = values["expert_model_parallel_size"] * (values["expert_tensor_parallel_size"] or tensor)
@@ -211,7 +214,7 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
             f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
             f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
         )
-    return world_size // (tensor * pipeline)
+    return world_size // (tensor * pipeline * context)
 
 
 def _model_shape(values: Mapping[str, Any]) -> None:
@@ -224,10 +227,16 @@ def _model_shape(values: Mapping[str, Any]) -> None:
         raise ValueError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
     if heads % tensor:
         raise ValueError(f"--num-attention-heads {heads}: must be a multiple of --tensor-model-parallel-size {tensor}")
-    if values["sequence_parallel"] and values["seq_length"] % tensor:
+    context = values["context_parallel_size"]
+    if context > 1 and values["seq_length"] % (2 * context):
         raise ValueError(
-            f"--seq-length {values['seq_length']}: with --sequence-parallel it must be a multiple of "
-            f"--tensor-model-parallel-size {tensor}"
+            f"--seq-length {values['seq_length']}: must be a multiple of 2 x --context-parallel-size {context}"
+        )
+    if values["sequence_parallel"] and values["seq_length"] % (tensor * context):
+        parallel = f"--tensor-model-parallel-size {tensor}"
+        parallel += f" x --context-parallel-size {context}" if context > 1 else ""
+        raise ValueError(
+            f"--seq-length {values['seq_length']}: with --sequence-parallel it must be a multiple of {parallel}"
         )
     for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         if isinstance(values[name], list) and len(values[name]) != values["num_layers"]:
@@ -287,6 +296,30 @@ def _latent_attention(values: Mapping[str, Any]) -> None:
     for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
         if values[name]:
             raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
+
+
+def _prediction(values: Mapping[str, Any], virtual: int) -> None:
+    """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
+    flag, positions = f"--mtp-num-layers {values['mtp_num_layers']}", values["position_embedding_type"]
+    if positions == "learned_absolute":
+        raise ValueError(
+            f"--position-embedding-type {positions}: {flag} shifts tokens by a place; use rope (or none for a model "
+            "without positions)"
+        )
+    if values["recompute_granularity"] == "full" and (values["recompute_method"], values["recompute_num_layers"]) != (
+        *("uniform", 1),
+    ):
+        raise ValueError(
+            f"--recompute-method {values['recompute_method']} --recompute-num-layers {values['recompute_num_layers']}: "
+            f"with {flag} use --recompute-method uniform --recompute-num-layers 1"
+        )
+    ends = sum(values[f"account_for_{end}_in_pipeline_split"] for end in ("embedding", "loss"))
+    chunks = values["pipeline_model_parallel_size"] * virtual
+    if values["account_for_loss_in_pipeline_split"] and values["num_layers"] + ends == chunks:
+        raise ValueError(
+            f"--account-for-loss-in-pipeline-split: the last pipeline stage would have no layer, which {flag} copies; "
+            "leave it out"
+        )
 
 
 def _positions(values: Mapping[str, Any]) -> int:

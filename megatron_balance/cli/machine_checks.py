@@ -1,5 +1,6 @@
 """Checks of flags against the machine: its backend, its packages and their kernels. Called by checks.py."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -38,6 +39,43 @@ def backends(
         notices.append("no Transformer Engine here: --transformer-impl local")
     _packages(values, machine, impl)
     return backend, impl
+
+
+def context_parallelism(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
+    """Raise ValueError for a context parallelism that this machine's attention does not compute."""
+    context, (kind, *others) = values["context_parallel_size"], values["cp_comm_type"]
+    flag = f"--context-parallel-size {context}"
+    if {kind} != {kind, *others}:
+        # megatron-core 0.16 gives each layer the entry of the layer after it
+        words = " ".join([kind, *others])
+        raise ValueError(
+            f"--cp-comm-type {words}: entries that differ between layers are not supported; give one for all"
+        )
+    if context == 1:
+        return
+    if machine.cuda and impl == "local":
+        raise ValueError(
+            f"{flag}: on CUDA, only Transformer Engine's attention has context parallelism; use --transformer-impl "
+            f"transformer_engine ({INSTALL}), or leave it out"
+        )
+    sizes = values["hierarchical_context_parallel_sizes"]
+    if kind == "a2a+p2p" and not sizes:
+        raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
+    if sizes and math.prod(sizes) != context:
+        written = " ".join(map(str, sizes))
+        raise ValueError(f"--hierarchical-context-parallel-sizes {written}: their product must be {flag}")
+    tensor, heads = values["tensor_model_parallel_size"], values["num_attention_heads"]
+    groups = values["num_query_groups"] if values["group_query_attention"] else heads
+    for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
+        if kind == "a2a" and count % (tensor * context):
+            raise ValueError(
+                f"{flag_of(name)} {count}: with --cp-comm-type a2a it must be a multiple of "
+                f"--tensor-model-parallel-size {tensor} x {flag}; or use --cp-comm-type p2p"
+            )
+    if kind == "a2a" and impl == "local" and values["softmax_type"] != "vanilla":
+        raise ValueError(
+            f"--softmax-type {values['softmax_type']}: with --cp-comm-type a2a it needs Transformer Engine; use p2p"
+        )
 
 
 def connections(values: Mapping[str, Any], machine: Machine, notices: list[str]) -> None:

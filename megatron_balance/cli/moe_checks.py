@@ -150,11 +150,11 @@ def _schedule(
             f"{values['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
             "--moe-parallel-schedule s1"
         )
-    if schedule in ("s1", "auto") and same_tokens and values["seq_length"] % tensor:
-        raise ValueError(
-            f"--seq-length {values['seq_length']}: with {flag} it must be a multiple of "
-            f"--tensor-model-parallel-size {tensor}"
-        )
+    context = values["context_parallel_size"]
+    if schedule in ("s1", "auto") and same_tokens and values["seq_length"] % (tensor * context):
+        parallel = f"--tensor-model-parallel-size {tensor}"
+        parallel += f" x --context-parallel-size {context}" if context > 1 else ""
+        raise ValueError(f"--seq-length {values['seq_length']}: with {flag} it must be a multiple of {parallel}")
     if "moe_parallel_saa" in given and schedule not in ("s2", "auto"):
         raise ValueError(f"--no-moe-parallel-saa: has no effect with {flag}; leave it out")
     if schedule in ("megatron", "baseline") and same_tokens:

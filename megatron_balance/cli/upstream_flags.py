@@ -61,20 +61,18 @@ REFUSED = {
         --mask-factor --mask-type --no-data-sharding --num-channels --num-classes --patch-dim --swin-* --vision-*
         --sample-rate""",
     # Parts of megatron-core and of Megatron-LM that are not wired up
-    "multi-token prediction is not supported": "--mtp-*",
     "latent experts are not supported": "--moe-latent-size",
     "8- and 4-bit training is not supported; use --bf16": """
         --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-* --te-precision-*
         --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache --use-kitchen* --kitchen-*""",
     "CUDA graphs are not supported: the number of routed tokens changes from step to step": """
         --cuda-graph-* --enable-cuda-graph --external-cuda-graph --te-rng-tracker""",
-    "context parallelism is not supported yet; leave it out": """
-        --cp-comm-type --hybrid-context-parallel --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank
-        --create-all-gather-group""",
+    "it is for samples of different lengths, and all samples have --seq-length tokens; use --context-parallel-size": """
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank""",
     "FSDP is not supported; use --use-distributed-optimizer": """
-        --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-* --data-parallel-sharding-strategy
-        --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --suggested-communication-unit-size
-        --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
+        --create-all-gather-group --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-*
+        --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
+        --suggested-communication-unit-size --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
     "one instance of the distributed optimizer spans all data-parallel ranks; leave it out":
         "--num-distributed-optimizer-instances",
     "the first parameters are not gathered inside the optimizer's step; use --overlap-param-gather":
@@ -125,7 +123,7 @@ REFUSED = {
         --config-logger-dir""",
     "the order of ranks is tensor, expert, data, pipeline": "--use-tp-pp-dp-mapping",
     "stages have equal depth; --decoder-first- and --decoder-last-pipeline-num-layers change the first and last one":
-        "--pipeline-model-parallel-layout",
+        "--pipeline-model-parallel-layout --mtp-standalone",
     "process groups are created at the start, with one timeout: --distributed-timeout-minutes": """
         --lazy-mpu-init --distributed-timeout-seconds-after-init""",
     "workers of the data loader get no handler; send the signal to the launcher's children only":
@@ -160,7 +158,8 @@ NEWER = """
     --megatron-fsdp-* --mlp-chunks-for-training --moe-expert-rank-capacity-factor --moe-flex-dispatcher-num-sms
     --moe-hybridep-num-blocks-* --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-* --moe-mlp-glu-*
     --moe-ncclep-* --moe-paged-stash* --moe-permute-fusion-into-hybridep --moe-router-quantile-balancing-ema
-    --moe-shared-expert-glu-* --moe-single-grouped-* --mup-* --num-buckets --optimizer-cuda-graph
+    --moe-shared-expert-glu-* --moe-single-grouped-* --mtp-detach-heads --mtp-hybrid-override-pattern
+    --mtp-use-repeated-layer --mup-* --num-buckets --optimizer-cuda-graph
     --overlap-dispatch-backward-* --param-name-patterns-* --soap-* --tensor-parallel-num-weight-shards
     --use-grouped-gemm-for-* --use-layer-wise-* --use-mup --use-transformer-engine-op-fuser
     --no-cuda-graph-* --disable-cuda-graph-* --no-dsa-* --disable-dsa-* --no-fsdp-* --disable-fsdp-* --no-soap-*
@@ -194,6 +193,7 @@ REFUSED_VALUES = {
 """Flag -> the choices of upstream's that are refused -> the reason."""
 
 NO_EFFECT_WITHOUT = {
+    "mtp_loss_scaling_factor": "mtp_num_layers",
     "num_query_groups": "group_query_attention",
     **dict.fromkeys(
         ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "no_rope_freq",

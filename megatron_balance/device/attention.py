@@ -1,8 +1,18 @@
-"""Attention that megatron-core lacks: norms across heads and, without Transformer Engine, latent attention's core."""
+"""Attention that megatron-core lacks: norms across heads and, without Transformer Engine, the core of latent attention
+and of context parallelism."""
 
+import copy
 import dataclasses
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -10,6 +20,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.device.norm import AcrossHeadsNorm
+from megatron_balance.job.groups import sequence_chunks
 
 
 class AcrossHeadsSelfAttention(SelfAttention):
@@ -48,6 +59,87 @@ class LatentDotProductAttention(DotProductAttention):
         super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+
+class ContextParallelAttention(LatentDotProductAttention):
+    """Core attention of sequences whose chunks are on several ranks; a stand-in for Transformer Engine's on a CPU.
+
+    With `a2a`, each rank computes the whole sequence for its part of the heads (DeepSpeed-Ulysses). Otherwise, each
+    rank computes its queries with the keys and values of all ranks. Transformer Engine passes these around a ring
+    (`p2p`), with a softmax that is updated in every step; here, they are gathered.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: Any,
+    ) -> None:
+        alone = copy.copy(config)
+        # The base class refuses any other size
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
+        self.config, self.cp_group, self.splits_heads = config, pg_collection.cp, cp_comm_type == "a2a"
+        if self.splits_heads:
+            self.hidden_size_per_partition //= self.cp_group.size()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the attended values of this rank's tokens, [s, b, heads times channels].
+
+        Args:
+            query: [s, b, heads, channels], the tokens of this rank's `sequence_chunks`, in that order.
+            key: like `query`, with a head for each query group; `value` as well.
+            attention_mask: unused: attention is causal.
+        """
+        if self.splits_heads:
+            query, key, value = (_whole_sequence(one, self.cp_group) for one in (query, key, value))
+            return _own_tokens(super().forward(query, key, value, None, *args, **kwargs), self.cp_group)
+        key, value = (_in_order(_gathered(one, self.cp_group), self.cp_group) for one in (key, value))
+        parts, length = [], len(query) // 2
+        for part, chunk in zip(
+            query.chunk(2), sequence_chunks(self.cp_group.rank(), self.cp_group.size()), strict=True
+        ):
+            seen = (chunk + 1) * length
+            mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).triu(seen - length + 1)
+            parts.append(super().forward(part, key[:seen], value[:seen], mask, *args, **kwargs))
+        return torch.cat(parts)
+
+
+def _gathered(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return all ranks' tensors, one after the other; gradients are summed over ranks."""
+    return gather_from_sequence_parallel_region(own, group=group)
+
+
+def _whole_sequence(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange [s / ranks, b, heads, channels] for [s, b, heads / ranks, channels], in the order of the sequence."""
+    tokens, samples, heads, channels = own.shape
+    exchanged = all_to_all_sp2hp(own.reshape(tokens * samples, -1), group)
+    return _in_order(exchanged.view(-1, samples, heads // group.size(), channels), group)
+
+
+def _own_tokens(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange the output [s, b, width / ranks] of a part of the heads for [s / ranks, b, width]."""
+    _, samples, width = whole.shape
+    chunks, ranks = whole.chunk(2 * group.size()), group.size()
+    by_rank = torch.cat([chunks[chunk] for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)])
+    return all_to_all_hp2sp(by_rank.view(-1, width), group).view(-1, samples, width * ranks)
+
+
+def _in_order(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the chunks of all ranks in the order of the sequence."""
+    chunks, ranks = by_rank.chunk(2 * group.size()), group.size()
+    held = [chunk for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)]
+    return torch.cat([chunks[held.index(chunk)] for chunk in range(2 * ranks)])
 
 
 LATENT_KEYS = {

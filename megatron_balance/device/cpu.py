@@ -10,6 +10,7 @@ entry point installs the replacements once if `torch.cuda.is_available()` is fal
 | `torch.cuda.Stream`, `Event`, `stream(...)`     | objects that never wait    | one stream: program order        |
 | `torch.cuda.{get,set}_rng_state`, `manual_seed` | the CPU generator          | dropout and init fork RNG states |
 | `device="cuda"` literals                        | `device="cpu"`             | optimizer, clipping, aux losses  |
+| `pin_memory=True`                               | nothing                    | rotary angles, context parallel  |
 | `tensor.type() == "torch.cuda.FloatTensor"`     | the CUDA name              | optimizers sort parameters by it |
 | `Tensor.cuda()`, `Module.cuda()`                | identity                   | everything is in host memory     |
 | CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
@@ -75,12 +76,13 @@ class _Event:
 
 
 def _on_cpu(factory: Callable) -> Callable:
-    """Return `factory` with any CUDA device replaced by the CPU."""
+    """Return `factory` with any CUDA device replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create

@@ -31,6 +31,7 @@ from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
+from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
@@ -75,14 +76,16 @@ class BalancedMoELayer(MoELayer):
         balance: BalanceConfig,
         exchange: TokenExchange,
         chunks: ChunkChoice | None = None,
+        is_mtp_layer: bool = False,
         **_: object,
     ) -> None:
         """`parallel`, `balance`, `exchange` and `chunks` come from the spec.
 
-        megatron-core 0.19 also passes `pg_collection` and other arguments, which are not used here.
+        megatron-core 0.19 also passes `is_mtp_layer`, and `pg_collection` and other arguments that are not used here.
         """
         groups = parallel.groups
         BaseMoELayer.__init__(self, config, layer_number, groups)
+        self.is_mtp_layer = is_mtp_layer
         assert config.num_moe_experts is not None
         self.parallel = parallel
         self.submodules = submodules
@@ -107,6 +110,7 @@ class BalancedMoELayer(MoELayer):
         """Of the passes that recomputation will repeat, in their order, which is that of the microbatches."""
 
         self.router = cast(Router, submodules.router(config=config, pg_collection=parallel.router_groups()))
+        self.router.is_mtp_layer = is_mtp_layer
         decide = self.router.routing
         self.router.routing = lambda logits, **options: decide(parallel.agree(logits), **options)
         self.dispatcher = self._build_dispatcher(exchange, chunks)
@@ -126,8 +130,8 @@ class BalancedMoELayer(MoELayer):
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
 
         def chunking(plan: DispatchPlan) -> Chunking:
-            assert chunks is not None and self.layer_number is not None, "a layer has its number before its first pass"
-            return chunks(self.layer_number, plan)
+            assert chunks is not None
+            return chunks(number_of(self), plan)
 
         return AllToAllDispatcher(self.config, self.parallel, exchange, None if chunks is None else chunking)
 

@@ -59,6 +59,15 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
     return size
 
 
+def sequence_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Return which of a sequence's 2 * ranks equal chunks a context-parallel rank holds, in its order.
+
+    A token attends to all earlier ones, so each rank gets a chunk from either end: the ranks then compute equally much.
+    Transformer Engine expects this order.
+    """
+    return rank, 2 * ranks - 1 - rank
+
+
 def world() -> dist.ProcessGroup:
     """Return the default process group: every rank of the job."""
     assert dist.group.WORLD is not None

@@ -20,6 +20,7 @@ def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
+        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         create_gloo_process_groups=False,

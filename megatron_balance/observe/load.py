@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_balance.device.versions import number_of
+
 
 class LoadRecorder:
     """Counts, for each MoE layer, the tokens routed to each expert in this rank's latest training forward pass.
@@ -24,8 +26,7 @@ class LoadRecorder:
     def _count(self, router: TopKRouter, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # With recomputation, the first pass runs without gradients; only the second is counted
         if router.training and torch.is_grad_enabled():
-            assert router.layer_number is not None
-            self.counts[router.layer_number] = output[1].detach().sum(0)
+            self.counts[number_of(router)] = output[1].detach().sum(0)
 
     def gather(self, groups: ProcessGroupCollection) -> dict[int, list[int]]:
         """Return the tokens per expert of every MoE layer of the model, over all ranks; every rank calls this."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_balance.device.versions import number_of
 from megatron_balance.observe.optional import AppendedFile
 
 _STEP = re.compile(rb'\{"step": (\d+), ')
@@ -87,12 +88,11 @@ class RoutingTrace:
         # With recomputation, the first pass runs without gradients; only the second is recorded
         if not (router.training and torch.is_grad_enabled()):
             return
-        assert router.layer_number is not None
         map_TE = output[1]
         # These tensors are small enough to keep until `flush`, and computing them does not wait for the device
         choices_TK = map_TE.int().topk(router.topk, dim=1).indices.sort(dim=1).values.int()
         complete = (map_TE.sum(1) == router.topk).all()
-        self._calls.append(_Call(self.step(), router.layer_number - 1, choices_TK, complete))
+        self._calls.append(_Call(self.step(), number_of(router) - 1, choices_TK, complete))
 
 
 def _cut(path: Path, first_step: int) -> int:

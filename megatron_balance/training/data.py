@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from megatron_balance.config.run_config import DataConfig, RunConfig
 from megatron_balance.files.reading import MIB, content_digest
 from megatron_balance.job.errors import gather
+from megatron_balance.job.groups import sequence_chunks
 from megatron_balance.training import data_files
 from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
@@ -212,7 +213,7 @@ def _iterate(
     consumed: Callable[[], int],
     repeat: bool,
 ) -> Iterator[Batch]:
-    """Yield the microbatches of this data-parallel rank on its device; start again at the end if `repeat`."""
+    """Yield this rank's microbatches, on its device; start again at the end if `repeat`."""
     step = config.train.micro_batch_size * groups.dp.size()
     position = consumed() % max(1, len(dataset) // step * step) if repeat else consumed()
     device = torch.cuda.current_device()
@@ -235,10 +236,23 @@ def _iterate(
         )
         for sample in loader:
             check_batch(sample, dataset, vocab_size)
-            yield {name: value.to(device, non_blocking=True) for name, value in sample.items()}
+            batch = {name: value.to(device, non_blocking=True) for name, value in sample.items()}
+            yield on_context_rank(batch, groups.cp.rank(), groups.cp.size())
         if not repeat:
             return
         position = 0
+
+
+def on_context_rank(batch: Batch, rank: int, ranks: int) -> Batch:
+    """Return a context-parallel rank's part [b, s / ranks] of each sequence; other tensors stay whole."""
+    if ranks == 1:
+        return batch
+
+    def part(whole: torch.Tensor) -> torch.Tensor:
+        chunks = whole.chunk(2 * ranks, 1)
+        return torch.cat([chunks[chunk] for chunk in sequence_chunks(rank, ranks)], 1)
+
+    return {name: part(value) if value.dim() > 1 else value for name, value in batch.items()}
 
 
 def batch_bytes(micro_batch_size: int, seq_length: int) -> int:

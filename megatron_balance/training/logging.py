@@ -223,7 +223,8 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
     hidden = transformer.hidden_size
     projections = 3 if transformer.gated_linear_unit else 2
     attention = attention_weights(transformer) + sequence * attended_width(transformer)
-    layers, moe_layers = transformer.num_layers, sum(moe_layer_pattern(transformer))
+    pattern, predictions = moe_layer_pattern(transformer), transformer.mtp_num_layers or 0
+    layers, moe_layers = len(pattern), sum(pattern)
     assert transformer.ffn_hidden_size is not None
     dense = projections * hidden * transformer.ffn_hidden_size
     sparse = 0
@@ -233,13 +234,20 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
         sparse = projections * hidden * (inner + (transformer.moe_shared_expert_intermediate_size or 0))
         sparse += hidden * transformer.num_moe_experts
     weights = layers * attention + (layers - moe_layers) * dense + moe_layers * sparse
-    return 6.0 * sequence * (weights + hidden * vocab_size)
+    # Each prediction projects a token's state and the next token's embedding to one state, and has the head's logits
+    weights += predictions * 2 * hidden**2 + (1 + predictions) * hidden * vocab_size
+    return 6.0 * sequence * weights
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[int]:
-    """Return 1 for every MoE layer and 0 for every dense layer."""
+    """Return 1 for every MoE layer and 0 for every dense layer.
+
+    Layers for multi-token prediction follow the decoder's, and are like the last of these.
+    """
     if config.num_moe_experts is None:
-        return [0] * config.num_layers
-    if isinstance(config.moe_layer_freq, int):
-        return [int(layer % config.moe_layer_freq == 0) for layer in range(config.num_layers)]
-    return list(config.moe_layer_freq)
+        decoder = [0] * config.num_layers
+    elif isinstance(config.moe_layer_freq, int):
+        decoder = [int(layer % config.moe_layer_freq == 0) for layer in range(config.num_layers)]
+    else:
+        decoder = list(config.moe_layer_freq)
+    return decoder + decoder[-1:] * (config.mtp_num_layers or 0)

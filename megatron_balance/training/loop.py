@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config.run_config import RunConfig
@@ -23,7 +24,7 @@ from megatron_balance.observe.profiling import record_function
 from megatron_balance.training import collection, optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
-from megatron_balance.training.logging import RunLog
+from megatron_balance.training.logging import RunLog, moe_layer_pattern
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.reports import Queued, Reports
 from megatron_balance.training.run import Run
@@ -58,7 +59,7 @@ def train(
     """
     settings, progress = run.config.train, run.progress
     stopping = stopping or Stopping(settings)
-    reports = Reports(run.balancer, run.config.transformer.num_layers)
+    reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
     if progress.iteration >= run.length.iterations:
         log.message(f"nothing to train: the run is at iteration {progress.iteration} of {run.length.iterations}")
     while progress.iteration < run.length.iterations:
@@ -90,7 +91,7 @@ def train(
 
 def train_step(run: Run) -> StepReport:
     """Run one iteration, wait until the device has finished it, and return its complete report."""
-    reports = Reports(run.balancer, run.config.transformer.num_layers)
+    reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
     reports.add(queue_step(run))
     (report,) = reports.wait()
     return report
@@ -124,6 +125,7 @@ def queue_step(run: Run, read: bool = True) -> Queued:
     if known.bad:
         fault = run.guard.fault(reports, repeat)
         clear_aux_losses_tracker()
+        _prediction_losses(run)
     with record_function("optimizer"), _timed(run.config, "optimizer"):
         step = functools.partial(optimizer_step.step, run.optimizer, known.squared_norms, known.zeros)
         stepped, grad_norm, num_zeros = (False, None, None) if fault else step()
@@ -185,7 +187,7 @@ def _known(run: Run, reports: LossReports, read: bool) -> Known:
     zeros = optimizer_step.zeros(run.optimizer) if count else []
     losses = _mean_losses(reports, run.groups)
     auxiliary, by_layer = _auxiliary_losses(run, by_layer=read and run.config.transformer.moe_per_layer_logging)
-    losses |= auxiliary
+    losses |= auxiliary | _prediction_losses(run)
     parts = [[bad], norms, zeros, losses.values(), by_layer.values()]
     numbers = iter(torch.cat([value.reshape(-1).float() for part in parts for value in part]).tolist())
     return Known(
@@ -275,7 +277,14 @@ def forward_step(
     batch = next(data) if first or last else {}
     if timers is not None:
         timers("batch-generator").stop()
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        None,
+        labels=batch.get("labels"),
+        # Only multi-token prediction reads it
+        loss_mask=batch.get("loss_mask"),
+    )
     return output, functools.partial(token_loss, batch.get("loss_mask"))
 
 
@@ -318,7 +327,7 @@ def _auxiliary_losses(run: Run, by_layer: bool) -> tuple[dict[str, torch.Tensor]
     if config.num_moe_experts is None:
         return {}, {}
     totals: dict[str, torch.Tensor] = {}
-    layers = _LayerLosses(1 / run.batches.get())
+    layers, pattern = _LayerLosses(1 / run.batches.get()), moe_layer_pattern(config)
     track_moe_metrics(
         loss_scale=layers.scale,
         iteration=run.progress.iteration + 1,
@@ -327,8 +336,8 @@ def _auxiliary_losses(run: Run, by_layer: bool) -> tuple[dict[str, torch.Tensor]
         # All pipeline stages must reduce the same names, even a stage without an MoE layer
         force_initialize=True,
         track_names=_auxiliary_loss_names(config.moe_router_load_balancing_type, config.moe_z_loss_coeff),
-        num_layers=config.num_layers,
-        moe_layer_freq=config.moe_layer_freq,
+        num_layers=len(pattern),
+        moe_layer_freq=pattern,
         pg_collection=run.groups,
     )
     return totals, layers.losses
@@ -350,6 +359,19 @@ class _LayerLosses:
         else:
             values = moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]
         self.losses[name] = values.float() * self.scale
+
+
+def _prediction_losses(run: Run) -> dict[str, torch.Tensor]:
+    """Return the losses of multi-token prediction, averaged as megatron-core does, and clear its tracker.
+
+    They are means over the microbatches' means; empty except on the last pipeline stage.
+    """
+    totals: dict[str, torch.Tensor] = {}
+    if run.config.transformer.mtp_num_layers is not None and is_pp_last_stage(run.groups.pp):
+        MTPLossLoggingHelper.track_mtp_metrics(
+            loss_scale=1 / run.batches.get(), iteration=0, writer=None, total_loss_dict=totals
+        )
+    return totals
 
 
 def _auxiliary_loss_names(balancing: str | list[str], z_loss: float | None) -> list[str]:

@@ -15,6 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_balance.device.versions import number_of
+from megatron_balance.job.groups import sequence_chunks
 from megatron_balance.workloads.synthetic import workload_choices
 
 
@@ -41,7 +43,11 @@ class BatchPart:
 
     sequence_rank: int = 0
     sequence_ranks: int = 1
-    """If tensor-parallel ranks route different tokens, each has an equal, contiguous part of every sequence."""
+    """If tensor-parallel ranks route different tokens, each has an equal, contiguous part of their tokens."""
+
+    context_rank: int = 0
+    context_ranks: int = 1
+    """Each context-parallel rank has its `sequence_chunks` of every sequence."""
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, seq_length: int, divided: bool) -> "BatchPart":
@@ -57,23 +63,29 @@ class BatchPart:
             data_ranks=groups.dp.size(),
             sequence_rank=sequence_rank,
             sequence_ranks=sequence_ranks,
+            context_rank=groups.cp.rank(),
+            context_ranks=groups.cp.size(),
         )
 
     def samples(self, tokens: int) -> int:
         """Return the number of samples in a microbatch of which this rank has `tokens` tokens."""
-        return tokens * self.sequence_ranks // self.seq_length
+        return tokens * self.sequence_ranks * self.context_ranks // self.seq_length
 
-    def token_ranges(self, microbatch: int, samples: int) -> list[range]:
-        """Return, for each sample of a microbatch, the indices of this rank's tokens in the global batch.
+    def tokens(self, microbatch: int, samples: int) -> np.ndarray:
+        """Return the indices [samples, S] of this rank's tokens of a microbatch in the global batch.
 
         Args:
             microbatch: index in the iteration, from 0.
             samples: `--micro-batch-size`.
         """
-        length = self.seq_length // self.sequence_ranks
+        positions_S = np.arange(self.seq_length)
+        if self.context_ranks > 1:
+            chunks = np.split(positions_S, 2 * self.context_ranks)
+            held = sequence_chunks(self.context_rank, self.context_ranks)
+            positions_S = np.concatenate([chunks[chunk] for chunk in held])
+        own_S = np.split(positions_S, self.sequence_ranks)[self.sequence_rank]
         first = (microbatch * self.data_ranks + self.data_rank) * samples
-        starts = [(first + i) * self.seq_length + self.sequence_rank * length for i in range(samples)]
-        return [range(start, start + length) for start in starts]
+        return np.arange(first, first + samples)[:, None] * self.seq_length + own_S
 
 
 class ForcedChoices(RouterReplay):
@@ -94,9 +106,8 @@ class ForcedChoices(RouterReplay):
         microbatches: Callable[[], int],
     ) -> None:
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
-        assert router.layer_number is not None
         self.router, self.part = router, part
-        self.workload, self.seed = workload.name, workload.seed + router.layer_number
+        self.workload, self.seed = workload.name, workload.seed + number_of(router)
         self.step, self.microbatches = step, microbatches
         self._calls: Counter[str] = Counter()
         self._calls_of_step: int | None = None
@@ -120,8 +131,7 @@ class ForcedChoices(RouterReplay):
 
     def _draw(self, step: int, microbatches: int, samples: int, num_experts: int, topk: int) -> np.ndarray:
         """Return this rank's choices in an iteration, [microbatches, T, K], in the smallest type that holds them."""
-        ranges = [self.part.token_ranges(microbatch, samples) for microbatch in range(microbatches)]
-        index_MBS = np.array([[np.arange(own.start, own.stop) for own in of] for of in ranges])
+        index_MBS = np.array([self.part.tokens(microbatch, samples) for microbatch in range(microbatches)])
         choices = workload_choices(
             self.workload,
             num_experts=num_experts,

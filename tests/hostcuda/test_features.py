@@ -12,7 +12,16 @@ ITERATIONS = 2
 
 PRECISIONS = {"bf16": "--bf16", "float32": ""}
 
-TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) and features.refusal(*pair) is None]
+NEED_ENGINE = {"context parallelism"}
+"""Features that need Transformer Engine, which rounds differently: test_program.py trains them."""
+
+FEATURES = [name for name in features.FEATURES if name not in NEED_ENGINE]
+
+TOGETHER = [
+    pair
+    for pair in features.PAIRS
+    if not features.alternatives(*pair) and features.refusal(*pair) is None and NEED_ENGINE.isdisjoint(pair)
+]
 
 
 @pytest.fixture
@@ -57,13 +66,13 @@ def test_features_at_once(check, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", features.FEATURES)
+@pytest.mark.parametrize("name", FEATURES)
 def test_features(check, name: str) -> None:
     check((name,), "bf16")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", features.FEATURES)
+@pytest.mark.parametrize("name", FEATURES)
 def test_features_in_float32(check, name: str) -> None:
     check((name,), "float32")
 

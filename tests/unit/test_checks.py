@@ -30,7 +30,32 @@ BAD = [
     ("--num-attention-heads 0", "--num-attention-heads 0", "at least 1"),
     ("--global-batch-size 0", "--global-batch-size 0", "at least 1"),
     ("--eval-interval 0", "--eval-interval 0", "at least 1"),
-    ("--context-parallel-size 2", "--context-parallel-size 2", "use 1"),
+    ("--context-parallel-size 3", "--context-parallel-size 3", "(8)", "change them"),
+    ("--context-parallel-size 8 --seq-length 24", "--seq-length 24", "multiple of 2 x --context-parallel-size 8"),
+    (
+        "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 20",
+        *("--seq-length 20", "--tensor-model-parallel-size 4 x --context-parallel-size 2"),
+    ),
+    (
+        "--context-parallel-size 8 --cp-comm-type a2a",
+        *("--num-attention-heads 4", "a2a", "--context-parallel-size 8", "--cp-comm-type p2p"),
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
+        *("--num-query-groups 2", "a2a", "--context-parallel-size 4", "--cp-comm-type p2p"),
+    ),
+    (
+        "--context-parallel-size 2 --cp-comm-type a2a --softmax-type learnable",
+        *("--softmax-type learnable", "a2a", "Transformer Engine", "use p2p"),
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+        *("--cp-comm-type a2a+p2p", "also give --hierarchical-context-parallel-sizes"),
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
+        *("--hierarchical-context-parallel-sizes 2 4", "--context-parallel-size 4"),
+    ),
     ("--distributed-backend nccl", "--distributed-backend nccl", "needs CUDA", "--distributed-backend gloo"),
     ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine", "--transformer-impl local"),
     ("--ddp-average-in-collective", "--ddp-average-in-collective", "gloo", "leave it out"),

@@ -79,7 +79,6 @@ def test_settings_reach_the_builders() -> None:
         ("", {"use_megatron_fsdp": True}, {}, "--use-megatron-fsdp True: .*use --use-distributed-optimizer"),
         ("", {"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2"),
         ("", {"spec": ["a", "b"]}, {}, r"--spec \['a', 'b'\]: not with"),
-        ("", {}, {"context_parallel_size": 2}, "--context-parallel-size 2: not with"),
         ("--moe-comm-node-size 3", {}, {}, "--moe-comm-node-size 3: choose 1 to 1"),
     ],
 )

@@ -36,9 +36,10 @@ OTHER_FIELDS = {
         disable_bf16_reduced_precision_matmul fp16 moe_router_dtype moe_router_padding_for_fp8
         moe_router_padding_for_quantization""",
     "how tokens and gradients travel, and when": """
-        clone_scatter_output_in_embedding defer_embedding_wgrad_compute gradient_accumulation_fusion moe_deepep_num_sms
-        moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms moe_pad_expert_input_to_capacity
-        moe_shared_expert_overlap moe_token_dispatcher_type overlap_p2p_comm overlap_p2p_comm_warmup_flush
+        clone_scatter_output_in_embedding cp_comm_type defer_embedding_wgrad_compute gradient_accumulation_fusion
+        hierarchical_context_parallel_sizes moe_deepep_num_sms moe_enable_deepep moe_flex_dispatcher_backend
+        moe_hybridep_num_sms moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_token_dispatcher_type
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush
         wgrad_deferral_limit""",
     "what is kept for the backward pass": """
         distribute_saved_activations moe_layer_recompute recompute_granularity recompute_method recompute_modules
@@ -46,7 +47,7 @@ OTHER_FIELDS = {
     "what weights are before the first step": "embedding_init_method_std init_method_std perform_initialization",
     "what the model is trained on or with, other than the data": """
         calculate_per_token_loss moe_aux_loss_coeff moe_input_jitter_eps moe_router_bias_update_rate
-        moe_router_load_balancing_type moe_z_loss_coeff""",
+        moe_router_load_balancing_type moe_z_loss_coeff mtp_loss_scaling_factor""",
     "what is logged": "barrier_with_L1_time moe_per_layer_logging",
     "synthetic loads and tests": "moe_router_force_load_balancing test_mode",
     "leave to run a tokenizer's code is given on this machine, never by a checkpoint": "trust_remote_code",

@@ -61,7 +61,10 @@ OTHER_TYPES = {
     "--window-size": "upstream evaluates the text; here it is parsed",
     "--distributed-timeout-minutes": "fractions of a minute too",
 }
-OTHER_CHOICES = {"--exit-signal": "upstream's are the numbers of one machine's signals"}
+OTHER_CHOICES = {
+    "--exit-signal": "upstream's are the numbers of one machine's signals",
+    "--cp-comm-type": "upstream accepts any name",
+}
 
 OURS = ("--dry-run", "--balance-*", "--moe-comm-*", "--no-moe-parallel-*", "--moe-router-force-*", "--moe-routing-*")
 """Patterns for flags of our own features; REFUSED may list these although upstream has no such flags."""

@@ -16,6 +16,24 @@ from ..module.base import TransformerEngineBaseModule
 MASKED = -10000.0
 
 
+class _Gathered(torch.autograd.Function):
+    """All ranks' tensors, one after the other; gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = own.new_empty(group.size() * len(own), *own.shape[1:])
+        dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = gradients[0].contiguous()
+        own = whole.new_empty(len(whole) // ctx.group.size(), *whole.shape[1:])
+        dist.reduce_scatter_tensor(own, whole, group=ctx.group)
+        return own, None
+
+
 def _without_extra_state(module: torch.nn.Module, incompatible_keys: Any) -> None:
     """Accept checkpoints without the state of 8-bit attention."""
     missing = incompatible_keys.missing_keys
@@ -50,8 +68,11 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         assert attention_type in AttnTypes, f"attention_type {attention_type} not supported"
-        if window_size is not None or cp_group is not None or softmax_type != "vanilla" or return_max_logit:
-            raise NotImplementedError("DotProductAttention: windows, context parallelism, softmax_type, max logits")
+        if window_size is not None or softmax_type != "vanilla" or return_max_logit:
+            raise NotImplementedError("DotProductAttention: windows, softmax_type, max logits")
+        if cp_group is not None and (cp_comm_type != "p2p" or cp_stream is None or not cp_global_ranks):
+            raise NotImplementedError("DotProductAttention: context parallelism needs p2p, a stream and the ranks")
+        self.cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
         self._set_tensor_parallelism(tp_group, tp_size)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         assert num_attention_heads % groups == 0, "The number of attention heads must be divisible by the GQA groups!"
@@ -102,6 +123,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         if kind not in ("causal", "no_mask", "arbitrary"):
             raise NotImplementedError(f"DotProductAttention with attn_mask_type {kind}")
         self._check(query_layer, key_layer, value_layer)
+        if self.cp_group is not None:
+            assert kind == "causal" and len(query_layer) % 2 == 0, "Sequence length per GPU needs to be divisible by 2!"
+            ranks = self.cp_group.size()
+            chunks = torch.arange(len(query_layer) * ranks, device=query_layer.device).chunk(2 * ranks)
+            held = [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
+            attention_mask = torch.cat(held)[None, :] > held[self.cp_group.rank()][:, None]
+            key_layer, value_layer = (_Gathered.apply(one, self.cp_group) for one in (key_layer, value_layer))
+            kind = "arbitrary"
         queries, batch, heads, _ = query_layer.shape
         keys = key_layer.shape[0]
         # megatron-core's own order: [batch times heads, sequence, channels]

@@ -1,0 +1,108 @@
+"""Context parallelism: its attention on a CPU, and training runs whose sequences are on several ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.device.attention import ContextParallelAttention
+from megatron_balance.job.groups import sequence_chunks
+from megatron_balance.job.layout import build_groups
+from tests.distributed import runs
+from tests.distributed.runs import deviation
+
+TOKENS, SAMPLES, HEADS, CHANNELS = 16, 3, 8, 4
+
+FORMS = {
+    "causal": {},
+    "window": {"window_size": (3, 0)},
+    "groups": {"num_query_groups": 4},
+    "sink": {"softmax_type": "learnable"},
+}
+"""Settings of attention, by name."""
+
+
+def attention_deviation(kind: str, form: dict) -> float:
+    """Return the largest difference from one rank's attention, of outputs and gradients, in double precision."""
+    ranks = dist.get_world_size()
+    shape = {"num_layers": 1, "hidden_size": HEADS * CHANNELS, "num_attention_heads": HEADS, "attention_dropout": 0.0}
+    config = TransformerConfig(**shape, params_dtype=torch.float64, context_parallel_size=ranks, **form)
+    alone = TransformerConfig(**shape, params_dtype=torch.float64, **form)
+    groups = build_groups(config, seed=1)
+    settings = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    ours = ContextParallelAttention(config, **settings, cp_comm_type=kind, pg_collection=groups)
+    whole = DotProductAttention(alone, **settings, pg_collection=groups)
+    if form.get("softmax_type"):
+        for one in (ours, whole):
+            torch.nn.init.ones_(one.softmax_offset)
+    generator = torch.Generator().manual_seed(2)
+    widths = (HEADS, alone.num_query_groups, alone.num_query_groups)
+    inputs, gradient = [
+        [torch.randn(TOKENS, SAMPLES, *rest, dtype=torch.float64, generator=generator) for rest in shapes]
+        for shapes in ([(heads, CHANNELS) for heads in widths], [(HEADS * CHANNELS,)])
+    ]
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        chunks = tensor.chunk(2 * ranks)
+        return torch.cat([chunks[chunk] for chunk in sequence_chunks(groups.cp.rank(), ranks)])
+
+    inputs = [one.requires_grad_() for one in inputs]
+    parts = [own(one.detach()).requires_grad_() for one in inputs]
+    expected, found = whole(*inputs, None), ours(*parts, None)
+    expected.backward(*gradient)
+    found.backward(own(*gradient))
+    pairs = [(found, own(expected)), *((part.grad, own(one.grad)) for part, one in zip(parts, inputs, strict=True))]
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_attention_is_that_of_one_rank(ranks, world_size: int) -> None:
+    kinds = [(kind, name) for kind in ("p2p", "all_gather", "a2a") for name in FORMS]
+    for kind, name in kinds:
+        if (kind, name) != ("a2a", "sink"):
+            assert max(ranks(world_size).run(attention_deviation, kind, FORMS[name])) < 1e-14, (kind, name)
+
+
+EP2 = "--expert-model-parallel-size 2 --global-batch-size 8"
+LAYOUTS = {
+    "CP2": (2, f"{EP2} --context-parallel-size 2 --position-embedding-type rope"),
+    "CP2xDP2-a2a": (4, f"{EP2} --context-parallel-size 2 --cp-comm-type a2a --use-distributed-optimizer"),
+    "CP4xEP4": (4, "--expert-model-parallel-size 4 --context-parallel-size 4 --global-batch-size 8"),
+    "CP2xTP2": (
+        4,
+        f"{EP2} --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear "
+        "--expert-tensor-parallel-size 1",
+    ),
+    "CP2xPP2": (4, f"{EP2} --context-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
+QUICK = ("CP2", "CP2xDP2-a2a")
+ITERATIONS = 3
+
+parametrized = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+
+
+@parametrized
+def test_runs_follow_megatrons_layer_and_the_whole_sequence(curve_of, length, name: str) -> None:
+    (world_size, flags), iterations = LAYOUTS[name], length(ITERATIONS)
+    ours, theirs = (curve_of(f"{flags} --moe-layer-impl {layer}", iterations, world_size) for layer in LAYERS)
+    assert deviation(ours, theirs) <= 1e-6
+    alone = flags.replace("--context-parallel-size", "--eval-iters")
+    assert deviation(ours, curve_of(alone, iterations, world_size)) <= 1e-6
+
+
+LAYERS = ("balanced", "megatron")
+
+
+@parametrized
+def test_policies_act_and_change_nothing(ranks, curve_of, profiles, name: str) -> None:
+    world_size, flags = LAYOUTS[name]
+    hot = f"{flags} --moe-router-force-workload hot_experts"
+    profile = profiles[4 if "parallel-size 4" in flags else 2]
+    policy = f"--balance-policy quota --balance-overlap blockwise --balance-profile {profile}"
+    (curve, hosts), *_ = ranks(world_size).run(runs.train_hosts, f"{hot} {policy}", ITERATIONS)
+    assert sum(added > 0 for added in hosts) >= ITERATIONS - 1
+    assert deviation(curve, curve_of(f"{hot} --moe-layer-impl megatron", ITERATIONS, world_size)) <= 1e-6
