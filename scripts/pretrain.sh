@@ -8,7 +8,7 @@
 # DATA_PATH is the output of preprocess_data.py without its suffix, or "mock". If a flag occurs twice, the last value
 # wins. Relative paths start at the root of the checkout. For several nodes, set NNODES, NODE_RANK, MASTER_ADDR,
 # MASTER_PORT and GPUS_PER_NODE on each of them; for SLURM, see scripts/slurm/pretrain.sbatch. With --dry-run, one
-# process checks the layout of all NNODES nodes.
+# process checks the layout of all NNODES nodes, by default on the nodes and the cluster that the layout names.
 set -euo pipefail
 
 if (($# < 4)); then
@@ -36,8 +36,19 @@ if ((TENSOR_PARALLEL > 1)) && [[ " $* " != *" --tp-comm-overlap "* ]]; then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 fi
 
-LAYOUT_GPUS="$(sed -n 's/^# GPUs per node: //p' "${LAYOUT}")"
-GPUS="${GPUS_PER_NODE:-${LAYOUT_GPUS:-${SLURM_GPUS_ON_NODE:-8}}}" NODES="${NNODES:-${SLURM_NNODES:-1}}"
+# Experts' rows change in number with every microbatch; segments that grow keep the GPU's memory in one piece
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}"
+
+# Prints what a comment of the layout says, such as "# Nodes: 4"
+layout_says() { sed -n "s/^# $1: //p" "${LAYOUT}"; }
+
+LAYOUT_GPUS="$(layout_says "GPUs per node")" DRY=() DEFAULT_NODES=1
+if [[ " $* " == *" --dry-run "* ]]; then
+    CLUSTER="$(layout_says Cluster)" DEFAULT_NODES="$(layout_says Nodes)"
+    [[ -z "${CLUSTER}" ]] || DRY=(--balance-profile "${CLUSTER}")
+fi
+GPUS="${GPUS_PER_NODE:-${LAYOUT_GPUS:-${SLURM_GPUS_ON_NODE:-8}}}"
+NODES="${NNODES:-${SLURM_NNODES:-${DEFAULT_NODES}}}"
 # By default torchrun kills its ranks 30 seconds after SIGTERM; saving a checkpoint may take longer
 DISTRIBUTED_ARGS=(
     --nproc-per-node "${GPUS}"
@@ -50,8 +61,10 @@ DISTRIBUTED_ARGS=(
 
 TOKENIZER=SentencePieceTokenizer
 [[ -d "${TOKENIZER_MODEL}" ]] && TOKENIZER=HuggingFaceTokenizer
+MOCK_ARGS=()
 if [[ "${DATA_PATH}" == mock ]]; then
-    DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size "${VOCAB_SIZE:-32000}")
+    DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer)
+    MOCK_ARGS=(--vocab-size "${VOCAB_SIZE:-32000}") # unless the model has one
 else
     DATA_ARGS=(--data-path "${DATA_PATH}" --split "99,1,0")
     DATA_ARGS+=(--tokenizer-type "${TOKENIZER}" --tokenizer-model "${TOKENIZER_MODEL}")
@@ -70,6 +83,7 @@ COMMON_ARGS=(
     --use-distributed-optimizer
     --overlap-grad-reduce
     --overlap-param-gather
+    --cross-entropy-loss-fusion
 )
 
 CHECKPOINT_ARGS=(
@@ -94,5 +108,5 @@ if [[ " $* " == *" --dry-run "* ]]; then
     export WORLD_SIZE=$((NODES * GPUS)) LOCAL_WORLD_SIZE="${GPUS}"
     LAUNCHER=("${PYTHON:-python}")
 fi
-exec "${LAUNCHER[@]}" pretrain_gpt_moe.py "@${MODEL}" "${DATA_ARGS[@]}" "${COMMON_ARGS[@]}" "@${LAYOUT}" \
-    "${CHECKPOINT_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"
+exec "${LAUNCHER[@]}" pretrain_gpt_moe.py "${MOCK_ARGS[@]}" "@${MODEL}" "${DATA_ARGS[@]}" "${COMMON_ARGS[@]}" \
+    "@${LAYOUT}" "${DRY[@]}" "${CHECKPOINT_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

@@ -36,7 +36,16 @@ YARN = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "deepseek_v2 groups": {
+        **LATENT,
+        **{"q_lora_rank": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 16.0},
+        **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    },
     "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v3 groups": {
+        **LATENT,
+        **{"q_lora_rank": None, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 3, "first_k_dense_replace": 2},
+    },
     "deepseek_v3 yarn": {**LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48, "rope_theta": 1e6},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},

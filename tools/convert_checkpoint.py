@@ -68,16 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(left: Path, right: Path) -> None:
-    """Raise ValueError unless two models have the same tensors, bit for bit."""
+    """Raise ValueError unless two models have the same tensors, bit for bit, without multi-token prediction."""
     import torch
 
+    from megatron_balance.convert.conversion import checked_model
     from megatron_balance.convert.safetensors_files import Weights
 
-    one, other = Weights(left), Weights(right)
-    unequal = sorted(one.shapes.keys() ^ other.shapes.keys())
-    unequal += [
-        name for name in one.shapes.keys() & other.shapes.keys() if not torch.equal(one.read(name), other.read(name))
-    ]
+    (model, one), other = checked_model(left), Weights(right)
+    names = {name for name in one.shapes if not name.startswith(model.prediction_layers)}
+    unequal = sorted(names ^ other.shapes.keys())
+    unequal += [name for name in names & other.shapes.keys() if not torch.equal(one.read(name), other.read(name))]
     if unequal:
         raise ValueError(f"differ after import and export: {', '.join(unequal[:20])}")
 

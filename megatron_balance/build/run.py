@@ -40,6 +40,7 @@ from megatron_balance.device.attention import (
 from megatron_balance.device.norm import TorchNorm
 from megatron_balance.flow.engine_gemm import expert_gemm
 from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.group_scores import score_groups
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.job.layout import build_groups
@@ -88,6 +89,8 @@ def build_run(
     length = run_length(config.train, groups.dp.size())
     batches = build_batch_schedule(config.train, groups.dp.size())
     force_workload(wiring, model, batches.get)
+    if config.model.moe_router_group_score_topk is not None:
+        score_groups(model, config.model.moe_router_group_score_topk)
     consumed = (lambda: progress.consumed_samples, lambda: progress.consumed_valid_samples)
     return Run(
         config=config,

@@ -30,7 +30,8 @@ MODEL_FIELDS = (
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "mla_down_proj_fusion",  # since megatron-core 0.19
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-    *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+    *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+    "moe_router_topk_scaling_factor",
     *("moe_router_enable_expert_bias", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
     *("moe_apply_probs_on_input", "moe_expert_capacity_factor", "moe_token_drop_policy"),
     *("attention_dropout", "hidden_dropout", "mtp_num_layers"),

@@ -71,6 +71,8 @@ def check_moe(
         _policy(values, given)
     if values["moe_router_force_workload"] != "none":
         _forced_workload(values)
+    if values["moe_router_num_groups"] and values["moe_router_group_score_topk"] is not None:
+        _group_scores(values)
     if values["moe_ffn_hidden_size"] is None:
         notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         return ffn_hidden_size
@@ -82,7 +84,8 @@ def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: 
     for name in NOT_BALANCED:
         if values.get(name):
             raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
-    if "moe_grouped_gemm" in given:
+    # megatron-core accepts the recomputation of moe_act only together with this flag
+    if "moe_grouped_gemm" in given and "moe_act" not in (values["recompute_modules"] or ()):
         notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")
 
 
@@ -315,6 +318,16 @@ def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
     if find_order(order) is None and chunks != "auto":
         flag = f"--moe-comm-order {order}"
         raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")
+
+
+def _group_scores(values: Mapping[str, Any]) -> None:
+    """Check what `--moe-router-group-score-topk` requires (flow/group_scores.py)."""
+    best, groups = values["moe_router_group_score_topk"], values["moe_router_num_groups"]
+    flag = f"--moe-router-group-score-topk {best}"
+    if not 1 <= best <= (size := values["num_moe_experts"] // groups):
+        raise ValueError(f"{flag}: choose 1 to {size}, the number of experts of each of {groups} groups")
+    if values["moe_router_fusion"]:
+        raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
 
 
 def _forced_workload(values: Mapping[str, Any]) -> None:

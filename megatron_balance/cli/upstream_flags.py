@@ -215,6 +215,7 @@ NO_EFFECT_WITHOUT = {
         "multi_latent_attention",
     ),
     "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
+    "moe_router_group_score_topk": "moe_router_num_groups",
     "moe_token_drop_policy": "moe_expert_capacity_factor",
     **dict.fromkeys(("moe_shared_expert_gate", "moe_shared_expert_overlap"), "moe_shared_expert_intermediate_size"),
     "eval_iters": "eval_interval",

@@ -225,6 +225,10 @@ class ModelConfig:
     qk_layernorm_across_heads: bool = False
     """Normalize queries and keys over all heads of a token together; --qk-layernorm normalizes each head separately."""
 
+    moe_router_group_score_topk: int | None = None
+    """Number of a group's best experts whose scores add up to the group's score, in group-limited routing: 1 in
+    DeepSeek-V2, 2 in DeepSeek-V3; default: --moe-router-topk / --moe-router-group-topk, rounded down."""
+
     swiglu: bool = False
     """Use SwiGLU (gated SiLU) instead of GELU."""
 

@@ -57,27 +57,53 @@ def _first_layers(config: Config) -> set[int]:
     return set(range(config["first_k_dense_replace"]))
 
 
+def _softmax_routing(config: Config) -> dict[str, Any]:
+    """Return the flags of DeepSeek-V2's router (its section 2.2)."""
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method {shown(method)}: choose 'greedy' or 'group_limited_greedy'")
+    return {
+        "moe-router-topk-scaling-factor": config["routed_scaling_factor"],
+        **(_groups(config, best=1) if method == "group_limited_greedy" else {}),
+    }
+
+
 def _sigmoid_routing(config: Config) -> dict[str, Any]:
     """Return the flags of DeepSeek-V3's router (its section 2.1.2)."""
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
-    flags = {
+    return {
         "moe-router-score-function": "sigmoid",
         "moe-router-topk-scaling-factor": config["routed_scaling_factor"],
+        **_groups(config, best=2),
     }
+
+
+def _groups(config: Config, best: int) -> dict[str, int]:
+    """Return the flags of group-limited routing; a group's score is the sum of its `best` highest experts' scores."""
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    experts, topk = _first_of(config, ROUTED), config["num_experts_per_tok"]
     if groups == 1:
-        return flags
-    if config["num_experts_per_tok"] != 2 * chosen:
+        return {}
+    if experts % groups or not best <= experts // groups:
+        raise ValueError(f"n_group {groups}: must divide n_routed_experts {experts} into groups of {best} or more")
+    if chosen > groups or chosen * (experts // groups) < topk:
         raise ValueError(
-            f"topk_group {chosen}: with num_experts_per_tok {config['num_experts_per_tok']}, megatron-core would not "
-            "score a group by its two best experts; only half of num_experts_per_tok is supported"
+            f"topk_group {chosen}: must be at most n_group {groups}, and the groups must have num_experts_per_tok "
+            f"{topk} experts or more"
         )
-    return flags | {"moe-router-num-groups": groups, "moe-router-group-topk": chosen}
+    flags = {"moe-router-num-groups": groups, "moe-router-group-topk": chosen}
+    # megatron-core's own score
+    return flags if topk // chosen == best else flags | {"moe-router-group-score-topk": best}
+
+
+def _first_of(config: Config, names: tuple[str, ...]) -> Any:
+    """Return the entry with the first of these names that is present."""
+    return config[next((name for name in names if name in config), names[0])]
 
 
 def _deepseek(**more: Any) -> Architecture:
     return Architecture(
         expert=GATED,
-        num_experts=("n_routed_experts", "num_local_experts"),
+        num_experts=ROUTED,
         shared_expert="mlp.shared_experts",
         shared_width=lambda config: (config["n_shared_experts"] or 0) * config["moe_intermediate_size"] or None,
         qk_norm="qk-layernorm",
@@ -88,18 +114,19 @@ def _deepseek(**more: Any) -> Architecture:
 
 
 GATED = ("gate_proj", "up_proj", "down_proj")
+ROUTED = ("n_routed_experts", "num_local_experts")
 
 ARCHITECTURES = {
     "deepseek_v2": _deepseek(
         normalized=lambda config: False,
-        routing=lambda config: {"moe-router-topk-scaling-factor": config["routed_scaling_factor"]},
-        required={"topk_method": "greedy", "norm_topk_prob": False},
+        routing=_softmax_routing,
+        required={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
     ),
     "deepseek_v3": _deepseek(
         expert_bias="mlp.gate.e_score_correction_bias",
         normalized=lambda config: True,
         routing=_sigmoid_routing,
-        required={"norm_topk_prob": True},
+        required={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1},
     ),
     "mixtral": Architecture(
         expert=("w1", "w3", "w2"),
@@ -172,7 +199,7 @@ class Model:
         self.heads = config["num_attention_heads"]
         self.groups = config.get("num_key_value_heads") or self.heads
         self.channels = config["v_head_dim"] if arch.latent else config.get("head_dim") or self.hidden // self.heads
-        self.experts = config[next((name for name in arch.num_experts if name in config), arch.num_experts[0])]
+        self.experts = _first_of(config, arch.num_experts)
         self.width = config[arch.expert_width]
         self.dense = arch.dense_layers(config)
         self.dense_width = config["intermediate_size"]
@@ -180,6 +207,9 @@ class Model:
         self.tied = bool(config.get("tie_word_embeddings", False))
         self.rotary_base = self.rope.get("rope_theta") or config["rope_theta"]
         self.normalized = arch.normalized(config)
+        further = range(self.layers, self.layers + (config.get("num_nextn_predict_layers") or 0))
+        self.prediction_layers = tuple(f"model.layers.{layer}." for layer in further)
+        """Prefixes of the tensors of multi-token prediction, which no piece contains."""
         # Raises if an entry that a flag needs is missing
         self.flags()
 

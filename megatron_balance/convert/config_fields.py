@@ -47,7 +47,7 @@ _SWITCH, _TEXT = OfType(bool, "true or false"), OfType(str, "a text")
 _OBJECT = OfType(dict, "an object", or_null=True)
 
 FIELDS: Mapping[str, Number | OfType] = {
-    **dict.fromkeys(("model_type", "hidden_act", "topk_method"), _TEXT),
+    **dict.fromkeys(("model_type", "hidden_act", "topk_method", "scoring_func"), _TEXT),
     **dict.fromkeys(("attention_bias", "norm_topk_prob", "qkv_bias", "tie_word_embeddings"), _SWITCH),
     "use_sliding_window": _SWITCH,
     "rope_scaling": _OBJECT,
@@ -56,6 +56,8 @@ FIELDS: Mapping[str, Number | OfType] = {
     "num_hidden_layers": Number(1, LAYERS),
     "first_k_dense_replace": Number(0, LAYERS),
     "decoder_sparse_step": Number(1, LAYERS),
+    "moe_layer_freq": Number(1, LAYERS),
+    "num_nextn_predict_layers": Number(0, LAYERS, or_null=True),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), Number(1, EXPERTS)),
     **dict.fromkeys(("num_experts_per_tok",), Number(1, EXPERTS)),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), Number(0, EXPERTS, or_null=True)),

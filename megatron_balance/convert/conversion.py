@@ -46,6 +46,7 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
     """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, with weights only.
 
     Args:
+        log: receives progress, and a line that ends in a newline if layers of multi-token prediction are left out.
         without: prefixes of the names of tensors to leave out.
 
     Raises:
@@ -54,6 +55,8 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
         OSError: `target` cannot be written. Partial output is removed.
     """
     model, weights = checked_model(source, without)
+    if left_out := [name for name in weights.shapes if name.startswith(model.prediction_layers)]:
+        log(f"{len(left_out)} tensors of multi-token prediction are left out: {', '.join(model.prediction_layers)}*\n")
     config = run_config(model, (target / HF_DIRECTORY).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
@@ -78,7 +81,8 @@ def checked_model(source: Path, without: Sequence[str] = ()) -> tuple[Model, Wei
     for prefix in without:
         if not any(name.startswith(prefix) for name in weights.shapes):
             raise ValueError(f"--without {prefix}: no tensor in {source} has a name with this prefix")
-    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(tuple(without))}
+    left_out = (*without, *model.prediction_layers)
+    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(left_out)}
     _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
     return model, weights
 

@@ -241,6 +241,57 @@ def test_tensors_that_are_to_be_left_out(models, tmp_path) -> None:
     assert tensors(tmp_path / "back").keys() == tensors(models("mixtral")).keys()
 
 
+def test_layers_of_multi_token_prediction_are_left_out_with_a_notice(models, tmp_path) -> None:
+    source, said = tmp_path / "source", list[str]()
+    shutil.copytree(models("deepseek_v3"), source)
+    reconfigure(num_nextn_predict_layers=1)(source)
+    further = {"model.layers.3.eh_proj.weight": torch.ones(2), "model.layers.3.mlp.gate.weight": torch.ones(2)}
+    changed(source, lambda all: all.update(further))
+    import_model(source, tmp_path / "there", said.append)
+    assert said[0] == "2 tensors of multi-token prediction are left out: model.layers.3.*\n"
+    export_model(tmp_path / "there", tmp_path / "back", quiet)
+    assert tensors(tmp_path / "back").keys() == tensors(models("deepseek_v3")).keys()
+    assert read_json(tmp_path / "back" / "config.json") == read_json(source / "config.json")
+    changed(source, lambda all: all.update({"model.layers.4.eh_proj.weight": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"not part of such a model: model.layers.4"):
+        import_model(source, tmp_path / "again", quiet)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("DeepSeek-V2", {"num-groups": "8", "group-topk": "3", "group-score-topk": "1", "topk-scaling-factor": "16.0"}),
+        ("DeepSeek-V2-Lite", {"topk-scaling-factor": "1.0"}),
+        (
+            "DeepSeek-V3",
+            {"score-function": "sigmoid", "num-groups": "8", "group-topk": "4", "topk-scaling-factor": "2.5"},
+        ),
+    ],
+)
+def test_group_limited_routing_becomes_flags(name: str, flags: dict[str, str]) -> None:
+    given = (flag.removeprefix("--moe-router-").partition("=") for flag in Model(PUBLISHED[name][1]).flags())
+    found = {flag: value for flag, _, value in given if value and not flag.startswith("--")}
+    assert found == flags | {"topk": str(PUBLISHED[name][1]["num_experts_per_tok"])}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("DeepSeek-V2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc': choose 'greedy' or 'group_limited_g"),
+        ("DeepSeek-V2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid': only 'softmax'"),
+        ("DeepSeek-V2", {"n_group": 7}, "n_group 7: must divide n_routed_experts 160"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func 'softmax': only 'sigmoid'"),
+        ("DeepSeek-V3", {"n_group": 256}, "n_group 256: must divide n_routed_experts 256 into groups of 2 or more"),
+        ("DeepSeek-V3", {"topk_group": 9}, "topk_group 9: must be at most n_group 8"),
+        ("DeepSeek-V3", {"n_group": 128, "topk_group": 3}, "the groups must have num_experts_per_tok 8 experts"),
+        ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq 2: only 1"),
+    ],
+)
+def test_other_routing_is_refused(name: str, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Model(PUBLISHED[name][1] | changes)
+
+
 class Hostile:
     def __reduce__(self) -> tuple:
         return (pytest.fail, ("the pickle was opened",))

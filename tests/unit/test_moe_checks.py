@@ -82,6 +82,10 @@ BAD = [
     ),
     ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap", "--moe-layer-impl balanced", "leave it out"),
     ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
+    (
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 3",
+        *("--moe-router-group-score-topk 3", "choose 1 to 2", "each of 4 groups"),
+    ),
     ("--use-te-activation-func", "--use-te-activation-func", "--moe-layer-impl balanced", "leave it out"),
     (f"{TOP2} --num-experts 12 --moe-router-topk 13", "--moe-router-topk 13", "1 to --num-experts 12"),
     (

@@ -11,25 +11,13 @@ import pytest
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.profile.cluster import read as read_cluster
+from tests.unit.layout_headers import MODELS, Header
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 SMOKE = ROOT / "tests" / "gpu_smoke.sh"
 SHELL = [*sorted(SCRIPTS.glob("*.sh")), *sorted(SCRIPTS.glob("slurm/*")), SMOKE, ROOT / ".ci" / "run"]
-
-NODES = {
-    **{f"moe_gpt_{size}": (4, 4) for size in ("s", "m", "l", "ds", "dm")},
-    **{f"ct_moe_{layers}": (8, 4) for layers in (12, 16, 20, 24)},
-    "gpt2_tiny_moe": (8, 4),
-    "gpt_moe_s": (4, 8),
-    "gpt_moe_l": (8, 8),
-    "gpt2_moe": (8, 4),
-    "transformer_xl_moe": (1, 4),
-    "mixtral_8x7b": (4, 8),
-    "qwen3_30b_a3b": (2, 8),
-    "tiny": (1, 4),
-}
-"""Nodes, and GPUs per node, of each model's layout."""
 
 
 @pytest.fixture
@@ -77,32 +65,36 @@ def test_kernels_start_in_order_only_for_tensor_parallelism(
 
 def parsed(flags: list[str], world_size: int, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(ROOT)
-    machine = Machine(world_size, cuda=True, transformer_engine=False, apex=False)
-    return parse_args(flags, machine).config
+    machine = Machine(world_size, cuda=True, transformer_engine=True, apex=False)
+    # Otherwise megatron-core looks for the kernels of this machine
+    return parse_args([*flags, "--dry-run"], machine).config
 
 
 def test_every_model_has_a_layout_and_a_script() -> None:
     models, layouts = (
         {path.stem for path in (ROOT / "configs" / kind).glob("*.args")} for kind in ("models", "layouts")
     )
-    assert models == set(NODES) == {path.stem.removeprefix("pretrain_") for path in SCRIPTS.glob("pretrain_*.sh")}
+    assert models == set(MODELS) == {path.stem.removeprefix("pretrain_") for path in SCRIPTS.glob("pretrain_*.sh")}
     assert layouts == {model if model in layouts else model.rpartition("_")[0] for model in models}
     for model in models:
         lines = (SCRIPTS / f"pretrain_{model}.sh").read_text().splitlines()
         assert lines == ["#!/usr/bin/env bash", f'exec "$(dirname "$0")/pretrain.sh" {model} "$@"']
 
 
-@pytest.mark.parametrize("model", NODES)
+@pytest.mark.parametrize("model", MODELS)
 def test_flags_parse_for_the_number_of_gpus(model: str, torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes, gpus = NODES[model]
-    script = SCRIPTS / f"pretrain_{model}.sh"
-    launch, flags = split(words(torchrun, script, "out put", "none", "mock", "--train-iters", "7", NNODES=str(nodes)))
-    assert launch["--nproc-per-node"] == str(gpus) and launch["--nnodes"] == str(nodes)
-    config = parsed(flags, nodes * gpus, monkeypatch)
+    header = Header.of(model)
+    script, nodes = SCRIPTS / f"pretrain_{model}.sh", str(header.nodes)
+    launch, flags = split(words(torchrun, script, "out put", "none", "mock", "--train-iters", "7", NNODES=nodes))
+    assert launch["--nproc-per-node"] == str(header.gpus) and launch["--nnodes"] == nodes
+    config = parsed(flags, header.nodes * header.gpus, monkeypatch)
     assert (config.checkpoint.save, config.checkpoint.load) == ("out put", "out put")
     assert config.train.train_iters == 7 and config.train.exit_signal_handler
     # Checkpoints can be resumed on any layout, and every rank owns an expert
     assert config.transformer.num_moe_experts % config.transformer.expert_model_parallel_size == 0
+    assert config.transformer.cross_entropy_loss_fusion
+    if header.cluster is not None:
+        assert read_cluster(header.cluster).gpus_per_node.value == header.gpus
 
 
 def test_a_layout_overrides_common_flags(torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
