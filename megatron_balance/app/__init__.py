@@ -1,6 +1,7 @@
 """The programs that a user starts.
 
 launch       pretrain: from a command line to a finished run, on every rank
+preflight    what a rank checks alone, before it joins: data, files and directories that flags name
 facts        what all ranks of a job must share, compared before anything is built
 dry_run      a layout of any size, checked in one process
 memory       the activations that a dry run estimates

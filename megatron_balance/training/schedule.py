@@ -1,6 +1,7 @@
 """Batch size, learning rate and weight decay over the course of a run, with megatron-core's schedulers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator, NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
@@ -98,7 +99,12 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
 
 
 def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, length: Length) -> OptimizerParamScheduler:
-    """Build the schedule of learning rate and weight decay, whose steps are samples.
+    """Build the schedule of learning rate and weight decay; see `scheduler_settings` for errors."""
+    return OptimizerParamScheduler(optimizer, **scheduler_settings(config, length))
+
+
+def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
+    """Return the settings of megatron-core's scheduler, whose steps are samples.
 
     Raises:
         ValueError: the settings contradict each other.
@@ -114,8 +120,7 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
     end_wd = weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
     max_lr, min_lr = _checked_rates(config, warmup, decay)
     _check_weight_decay(scheduler, start_wd, end_wd)
-    return OptimizerParamScheduler(
-        optimizer,
+    return dict(
         init_lr=scheduler.lr_warmup_init,
         max_lr=max_lr,
         min_lr=min_lr,
