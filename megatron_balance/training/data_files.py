@@ -53,7 +53,9 @@ def _meant(prefix: str) -> str:
     if suffix in (".idx", ".bin"):
         return f"give the prefix without {suffix}: {stem}"
     if os.path.isfile(prefix):
-        return f"{prefix} is a file itself; tokenize it with tools/preprocess_data.py, and give the prefix of its output"
+        return (
+            f"{prefix} is a file itself; tokenize it with tools/preprocess_data.py, and give the prefix of its output"
+        )
     if os.path.isfile(f"{prefix}_text_document.idx"):
         return f"did you mean {prefix}_text_document?"
     return "give the PREFIX of files PREFIX.idx and PREFIX.bin, which tools/preprocess_data.py writes"
