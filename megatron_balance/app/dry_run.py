@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_balance.app.capacity import GIB, read_cluster, verdict
 from megatron_balance.app.memory import Chunk, Tokens, chunk_activations, peak
 from megatron_balance.build.profiles import layer_shape, microbatch_tokens
 from megatron_balance.build.run import build_run
@@ -31,12 +33,11 @@ from megatron_balance.flow.device_dispatcher import most_rows
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology, imagined_job
 from megatron_balance.job.layout import destroy_groups
+from megatron_balance.profile.cluster import is_cluster
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Operation
 from megatron_balance.training.optimizer_state import allocate, optimizers, state_names
 from megatron_balance.training.run import Run
-
-GIB = 2**30
 
 GROUPS = (
     ("tensor parallel", "tp"),
@@ -50,9 +51,6 @@ GROUPS = (
 """Each group's name in the output, and its attribute in megatron-core's collection."""
 
 MOVES = (Operation.PLAN, Operation.TRANS, Operation.AGG)
-
-COLUMNS = ("parameters", "gradients", "optimizer", "guests", "activations", "total")
-"""Columns of the memory table."""
 
 LEGEND = """\
 parameters ... guests: on the first rank of each stage; other ranks may hold a smaller share of the optimizer.
@@ -87,16 +85,25 @@ class Stage:
     microbatches: int
     """Maximum number of microbatches whose activations the rank keeps at once, counted once per model chunk."""
 
+    @property
+    def uses(self) -> dict[str, int]:
+        """The bytes by use, in the order of the memory table."""
+        own = self.held
+        uses = {"parameters": own.parameters, "gradients": own.gradients, "optimizer": own.optimizer}
+        return {**uses, "guests": own.guests, "activations": self.activations}
+
 
 def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> None:
     """Print the groups, schedule and memory that this configuration has on `topology.world_size` processes.
 
     Raises:
-        ValueError: the configuration has a mistake that would end a real run.
+        ValueError: the configuration has a mistake that would end a real run, or does not fit `--cluster`.
     """
     if not cpu.installed():
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
     world_size, stages = topology.world_size, config.transformer.pipeline_model_parallel_size
+    flag = _cluster_flag(config)
+    cluster = flag and read_cluster(*flag, topology)
     _print(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
     _print(*(f"note: {notice}" for notice in (*notices, *_differences(config))))
     rows = []
@@ -107,6 +114,18 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
             rows.append(inspect(config, run))
             _print(_balancing(run))
     _print(*_memory(rows, world_size // stages))
+    if flag is None or cluster is None:
+        _print("To see whether it fits, give --cluster FILE, such as configs/clusters/h100.yaml.")
+    else:
+        _print(verdict([row.uses for row in rows], cluster, " ".join(flag)))
+
+
+def _cluster_flag(config: RunConfig) -> tuple[str, str] | None:
+    """Return `--cluster` and its file; by default `--balance-profile`, if its file describes a cluster."""
+    if config.launch.cluster is not None:
+        return "--cluster", config.launch.cluster
+    profile = config.balance.balance_profile
+    return ("--balance-profile", profile) if is_cluster(Path(profile)) else None
 
 
 @contextlib.contextmanager
@@ -134,7 +153,7 @@ def _differences(config: RunConfig) -> Iterator[str]:
     """Yield one sentence for each difference from a real run."""
     if config.balance.balance_profile == "auto":
         yield "--balance-profile auto: nothing is measured; the choices below are those of builtin"
-    yield "no checkpoint is read; of the data, a few places are checked in the files that exist on this machine"
+    yield "no checkpoint is read; the data's files are checked on this machine, their tokens in a few places"
 
 
 def held(run: Run) -> Held:
@@ -270,15 +289,14 @@ def _memory(rows: Sequence[Stage], ranks: int) -> list[str]:
     Args:
         ranks: number of ranks of each stage.
     """
-    names = "".join(f"{name:>13}" for name in COLUMNS)
+    names = "".join(f"{name:>13}" for name in (*rows[0].uses, "total"))
     lines = ["", "memory per rank, GiB (exact, except for activations: estimated, for even routing)"]
     lines.append(f"stage {'ranks':>12} {'layers (MoE)':>12} {'10^9 param.':>11}{names} {'microbatches':>13}")
     for number, stage in enumerate(rows):
-        own = stage.held
-        sizes = (own.parameters, own.gradients, own.optimizer, own.guests, stage.activations)
+        sizes = stage.uses.values()
         cells = "".join(f"{size / GIB:13.2f}" for size in (*sizes, sum(sizes)))
         where = f"{number * ranks}-{number * ranks + ranks - 1}" if ranks > 1 else f"{number}"
-        layers, billions = f"{stage.layers} ({stage.moe_layers})", own.count / 1e9
+        layers, billions = f"{stage.layers} ({stage.moe_layers})", stage.held.count / 1e9
         lines.append(f"{number:5} {where:>12} {layers:>12} {billions:11.3f}{cells} {stage.microbatches:13}")
     return [*lines, LEGEND]
 

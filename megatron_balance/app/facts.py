@@ -24,6 +24,7 @@ MAY_DIFFER = {
     "moe_routing_trace_path": "each rank writes to its own file",
     **dict.fromkeys(("tensorboard_dir", "wandb_save_dir", "memory_snapshot_path"), "one rank writes"),
     "data_cache_path": "every node may have its own caches of the same data",
+    "cluster": "only --dry-run reads it",
     "num_workers": "only the loading time depends on it",
     "num_dataset_builder_threads": "only the indexing time depends on it",
 }

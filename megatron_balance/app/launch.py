@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
-from megatron_balance.app import facts
+from megatron_balance.app import facts, preflight
 from megatron_balance.app.dry_run import dry_run
 from megatron_balance.app.watching import build_progress_log, watching
 from megatron_balance.build.balancer import calibrated_job, patience
@@ -34,8 +34,7 @@ from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.routing_trace import RoutingTrace
 from megatron_balance.observe.trace import Timeline
 from megatron_balance.planning.policy_process import PolicyProcess
-from megatron_balance.training.data import batch_bytes, prefixes_of
-from megatron_balance.training.data_files import check_samples
+from megatron_balance.training.data import batch_bytes
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import train
 from megatron_balance.training.loss_guard import PoisonedRun
@@ -117,7 +116,8 @@ def _asked(argv: list[str], launch: job.Launch) -> _Asked:
     # The policy's process imports and builds it while this rank does other work
     policy = _start_policy(config)
     tokenizer = build_tokenizer(config.tokenizer)
-    check_samples(prefixes_of(config.data), vocabulary(tokenizer, config.tokenizer))
+    notices = preflight.check(config, topology, launch.rank, vocabulary(tokenizer, config.tokenizer))
+    parsed.notices.extend(notices)
     if policy is not None:
         policy.ready(patience(config.launch.distributed_timeout_minutes))
     config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))

@@ -22,7 +22,7 @@ from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on
 from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measure, measure_parallel, measured_once
 from megatron_balance.measure.probes import codec_passes, expert_passes, schedule_call
 from megatron_balance.measure.stopwatch import Call, Stopwatch
-from megatron_balance.profile.cluster import Ranks, load_profile
+from megatron_balance.profile.cluster import Ranks, is_cluster, load_profile
 from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin
 from megatron_balance.profile.profile_file import load
 
@@ -57,14 +57,10 @@ class Profiles:
     def _read_or_measured(self) -> ClusterProfile:
         config, groups, num_ranks = self.config, self.groups, self.groups.ep.size()
         wanted, node_size, shards = config.balance.balance_profile, self.node_size(groups.ep), groups.expt_tp.size()
-        shape = _expert_shape(config, shards)
         if wanted == "builtin":
-            return builtin(num_ranks, node_size, *shape)
-        if wanted.endswith((".yaml", ".yml")):
-            ranks = Ranks(num_ranks, node_size, self.topology.node_size, shards)
-            return on_first_rank(lambda: load_profile(Path(wanted), ranks, *shape))
+            return builtin(num_ranks, node_size, *_expert_shape(config, shards))
         if wanted != "auto":
-            return on_first_rank(lambda: load(Path(wanted), num_ranks, node_size))
+            return on_first_rank(lambda: read_profile(config, self.topology))
         split = f"_tp_{groups.tp.size()}_etp_{shards}" if len(schedule_choices(config, groups)) > 1 else ""
         name = f"cluster_profile_{num_ranks}_in_nodes_of_{node_size}{split}.json"
         paths = [Path(directory) / name for directory in (config.checkpoint.save, config.checkpoint.load) if directory]
@@ -85,6 +81,22 @@ class Profiles:
         assert transformer.expert_tensor_parallel_size is not None
         ranks = transformer.expert_model_parallel_size * transformer.expert_tensor_parallel_size
         return expert_node_size(self.topology, group.size(), ranks // group.size())
+
+
+def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
+    """Return the profile of a job's expert-parallel groups from the file of `--balance-profile`.
+
+    Raises:
+        ValueError: the file cannot be read, or is for another job; the error names it.
+    """
+    transformer, path = config.transformer, Path(config.balance.balance_profile)
+    num_ranks, shards = transformer.expert_model_parallel_size, transformer.expert_tensor_parallel_size
+    assert shards is not None
+    node_size = expert_node_size(topology, num_ranks, shards)
+    if is_cluster(path):
+        ranks = Ranks(num_ranks, node_size, topology.node_size, shards)
+        return load_profile(path, ranks, *_expert_shape(config, shards))
+    return load(path, num_ranks, node_size)
 
 
 def _expert_shape(config: RunConfig, shards: int) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_balance.checkpoint import manifest
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.safe_pickle import check_pickles
+from megatron_balance.config.run_config import CheckpointConfig
 from megatron_balance.job.errors import CheckpointError, gather, outcome
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
@@ -14,6 +15,27 @@ from megatron_balance.training.logging import RunLog
 MAX_ATTEMPTS = 3
 """Maximum number of searches of a directory whose checkpoints are deleted while they are read. Each search finds the
 newer checkpoints that the saving run has written in the meantime."""
+
+
+def check_there(settings: CheckpointConfig) -> None:
+    """Check that there is a checkpoint where the flags require one, without reading it. Not collective.
+
+    Raises:
+        ValueError: there is none; the error names the flag.
+    """
+    roots = [root for root in (settings.load, settings.pretrained_checkpoint) if root is not None]
+    there = {root: CheckpointDirectory(Path(root)).iterations() for root in roots}
+    if settings.ckpt_step is not None and roots and settings.ckpt_step not in there[roots[0]]:
+        raise ValueError(_no_step(settings.ckpt_step, Path(roots[0]), there[roots[0]]))
+    if settings.exit_on_missing_checkpoint and settings.load is not None and not any(there.values()):
+        raise ValueError(
+            f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); give a directory with "
+            "iter_0000001 or the like"
+        )
+
+
+def _no_step(step: int, root: Path, iterations: list[int]) -> str:
+    return f"--ckpt-step {step}: {root} holds iterations {iterations}; choose one of them"
 
 
 def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) -> Path | None:
@@ -54,7 +76,7 @@ def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[
     iterations, notices = directory.iterations(), []
     if step is not None:
         if step not in iterations:
-            raise CheckpointError(f"--ckpt-step {step}: {directory.root} holds iterations {iterations}")
+            raise CheckpointError(_no_step(step, directory.root, iterations))
         return [step], []
     try:
         tracked = directory.tracked()

@@ -34,6 +34,11 @@ AT_LEAST_ONE = (
     *("max_consecutive_bad_iterations", "balance_interval", "moe_comm_refit_interval"),
 )
 
+AT_LEAST_ZERO = (
+    *("seed", "lr", "min_lr", "weight_decay", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "num_workers"),
+    *("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"),
+)
+
 AT_MOST = {
     **dict.fromkeys(("num_layers", "mtp_num_layers"), 4096),
     "num_moe_experts": 1 << 16,
@@ -44,8 +49,10 @@ AT_MOST = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), 1 << 24),
     "train_iters": 10**9,
     "train_samples": 10**12,
+    "seed": 2**32 - 1,  # NumPy's limit
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"), 1),
 }
-"""Limits far above every published model: a larger value is a mistake, and setting it up would take hours."""
+"""Most are far above every published model: a larger value is a mistake, and setting it up would take hours."""
 
 MOST_MICROBATCHES = 1 << 16
 
@@ -149,6 +156,9 @@ def _required(values: Mapping[str, Any]) -> None:
     if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
     at_least_one(values, AT_LEAST_ONE)
+    for name in AT_LEAST_ZERO:
+        if values[name] is not None and values[name] < 0:
+            raise ValueError(f"{flag_of(name)} {values[name]}: give at least 0")
     for name, most in AT_MOST.items():
         if values[name] is not None and values[name] > most:
             raise ValueError(f"{saved_flags.flag_of(name)} {values[name]}: give at most {most}")

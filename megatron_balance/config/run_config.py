@@ -272,6 +272,10 @@ class LaunchConfig:
     """Check a layout of WORLD_SIZE processes in a single process, without their devices: print the groups, the schedule
     and the memory of one rank of each pipeline stage, then exit. Nothing is allocated."""
 
+    cluster: str | None = None
+    """Description of the cluster (YAML, see configs/clusters) into which the layout must fit: --dry-run compares its
+    number of nodes and a GPU's memory with what the job needs; default: --balance-profile, if it is such a file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:

@@ -20,6 +20,24 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_creatable(directory: str, flag: str) -> None:
+    """Check that a directory can be written to or, where it is absent, that it can be made. Nothing is written.
+
+    Args:
+        flag: the flag that named the directory, for the message.
+
+    Raises:
+        ValueError: it cannot; the error names the flag and the reason.
+    """
+    there = Path(directory).absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"{flag} {directory}: {there} is not a directory; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {directory}: this user may not write to {there}; choose a writable directory")
+
+
 def system_error(error: BaseException) -> OSError | None:
     """Return the operating system's error behind a library's exception, or None.
 

@@ -33,6 +33,7 @@ class Gpu:
     name: str
     nodes: Number | None = None
     memory_gb: Number | None = None
+    """10^9 bytes."""
     memory_gb_per_second: Number | None = None
     """10^9 bytes per second that the device reads and writes in its memory."""
     fp32_tflops: Number | None = None
@@ -73,6 +74,12 @@ class Cluster:
         return sum(counts) if len(counts) == len(self.gpus) else None
 
     @property
+    def memory(self) -> float | None:
+        """Bytes of the smallest memory of a GPU; None if one is not given."""
+        sizes = [gpu.memory_gb.value for gpu in self.gpus if gpu.memory_gb is not None]
+        return 1e9 * min(sizes) if len(sizes) == len(self.gpus) else None
+
+    @property
     def memory_bandwidth(self) -> float | None:
         """Bytes per second of the slowest memory of a GPU; None if one is not given."""
         rates = [gpu.memory_gb_per_second.value for gpu in self.gpus if gpu.memory_gb_per_second is not None]
@@ -104,6 +111,11 @@ RANGES = {
     "half_tflops": (1e-6, 1e6),
 }
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
+
+
+def is_cluster(path: Path) -> bool:
+    """Return whether a file of `--balance-profile` describes a cluster, and is no measured profile."""
+    return path.suffix in (".yaml", ".yml")
 
 
 def read(path: Path) -> Cluster:

@@ -5,6 +5,7 @@ progress          Progress: counters that checkpoints save; StepReport: the repo
 loop              the training loop, one iteration, and evaluation
 reports           completion of reports when the device has finished their iteration
 data              data sets, and the samples that each rank reads
+data_checks       checks of the data against the flags, by one rank alone
 data_files        checks of data files before they are mapped into memory
 tokenizer         construction of megatron-core's tokenizers
 schedule          batch size, learning rate and weight decay over the run

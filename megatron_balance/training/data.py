@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 import os
 import signal
 import threading
@@ -50,8 +51,12 @@ def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int) -
     return -(-size // multiple) * multiple
 
 
-def parse_blend(paths: list[str]) -> Blend:
-    """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]` into prefixes and weights, if any."""
+def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
+    """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]` into prefixes and weights, if any.
+
+    Raises:
+        ValueError: the words are not pairs, or a weight is not above 0; the error names the `flag`.
+    """
     try:
         weights = [float(weight) for weight in paths[0::2]]
     except ValueError:
@@ -59,7 +64,9 @@ def parse_blend(paths: list[str]) -> Blend:
     if len(paths) % 2:
         if len(paths) == 1:
             return list(paths), None
-        raise ValueError(f"--data-path {' '.join(paths)}: give `weight prefix` pairs, or prefixes only")
+        raise ValueError(f"{flag} {' '.join(paths)}: give `weight prefix` pairs, or prefixes only")
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"{flag} {' '.join(paths)}: give weights above 0; leave out data that the run should not read")
     return list(paths[1::2]), weights
 
 
@@ -107,10 +114,20 @@ def build_data(
     return Data(train_data, iterators(valid, consumed[1], True), iterators(test, lambda: 0, True))
 
 
+def sources(data: DataConfig) -> dict[str, list[str]]:
+    """Return the words of each flag that names data files, by flag."""
+    given = {
+        "--data-path": data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    return {flag: paths for flag, paths in given.items() if paths and not data.mock_data}
+
+
 def prefixes_of(data: DataConfig) -> list[str]:
     """Return the prefixes of all data files."""
-    given = [data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path]
-    return [prefix for paths in given if paths and not data.mock_data for prefix in parse_blend(paths)[0]]
+    return [prefix for flag, paths in sources(data).items() for prefix in parse_blend(paths, flag)[0]]
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -39,32 +40,54 @@ def check_indices(prefixes: Iterable[str], thorough: bool) -> None:
         try:
             _check_index(f"{prefix}.idx", f"{prefix}.bin", thorough)
         except FileNotFoundError as error:
-            raise ValueError(
-                f"{error.filename}: no such file; give the PREFIX of files PREFIX.idx and PREFIX.bin, which "
-                "tools/preprocess_data.py writes"
-            ) from error
+            raise ValueError(f"{error.filename}: no such file; {_meant(prefix)}") from error
         except OSError as error:
             raise ValueError(f"{error.filename or prefix + '.idx'}: cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"{prefix}.idx: {error}; build it again with tools/preprocess_data.py") from error
 
 
+def _meant(prefix: str) -> str:
+    """Return the remedy for a prefix without files."""
+    stem, suffix = os.path.splitext(prefix)
+    if suffix in (".idx", ".bin"):
+        return f"give the prefix without {suffix}: {stem}"
+    if os.path.isfile(prefix):
+        return (
+            f"{prefix} is a file itself; tokenize it with tools/preprocess_data.py, and give the prefix of its output"
+        )
+    if os.path.isfile(f"{prefix}_text_document.idx"):
+        return f"did you mean {prefix}_text_document?"
+    return "give the PREFIX of files PREFIX.idx and PREFIX.bin, which tools/preprocess_data.py writes"
+
+
+class Contents(NamedTuple):
+    """Size of a data set."""
+
+    documents: int
+    tokens: int
+
+
+def contents(prefix: str) -> Contents:
+    """Return the size of a data set that `check_samples` accepts, with one small read."""
+    index = _read_header(f"{prefix}.idx", os.stat(f"{prefix}.bin").st_size)
+    return Contents(index.boundaries - 1, index.tokens)
+
+
 def check_samples(prefixes: Iterable[str], vocabulary: int) -> None:
-    """Check samples of each .bin file for token ids outside the vocabulary, and that its .idx file belongs to it.
+    """Check samples of each .bin file for token ids outside the vocabulary, and that its .idx file fits its size.
 
     The samples are spread evenly over the .bin file, including its beginning and end: at most 8 reads of 32 KiB.
-    Missing files are skipped.
 
     Raises:
         ValueError: a file is wrong; the error names the file, the problem and the remedy.
     """
-    here = [prefix for prefix in dict.fromkeys(prefixes) if os.path.isfile(f"{prefix}.idx")]
-    here = [prefix for prefix in here if os.path.isfile(f"{prefix}.bin")]
-    check_indices(here, thorough=False)
-    for path in (f"{prefix}.bin" for prefix in here):
+    prefixes = list(dict.fromkeys(prefixes))
+    check_indices(prefixes, thorough=False)
+    for path in (f"{prefix}.bin" for prefix in prefixes):
         index = _read_header(f"{path[:-4]}.idx", os.stat(path).st_size)
-        tokens = index.bin_bytes // index.token_bytes
-        last = max(0, tokens - _SAMPLE_TOKENS)
+        _check_end(index, path)
+        last = max(0, index.tokens - _SAMPLE_TOKENS)
         for first in dict.fromkeys(last * place // (_SAMPLES - 1) for place in range(_SAMPLES)):
             try:
                 sample = np.fromfile(path, index.token_type, _SAMPLE_TOKENS, offset=first * index.token_bytes)
@@ -154,6 +177,10 @@ class _Index:
         return np.dtype(self.token_type).itemsize
 
     @property
+    def tokens(self) -> int:
+        return self.bin_bytes // self.token_bytes
+
+    @property
     def pointers_at(self) -> int:
         return _HEADER.size + 4 * self.sequences
 
@@ -218,6 +245,19 @@ def _check_sequences(index: _Index) -> None:
         previous, tokens = int(starts[-1]), tokens + int(lengths.sum(dtype=np.int64))
     if not tokens:
         raise ValueError("has no tokens")
+
+
+def _check_end(index: _Index, path: str) -> None:
+    """Raise ValueError if the last sequence ends beyond the .bin file, which may be an incomplete copy."""
+    last = index.sequences - 1
+    (start,) = _numbers(index.path, "<i8", 1, index.pointers_at + 8 * last)
+    (length,) = _numbers(index.path, "<i4", 1, _HEADER.size + 4 * last)
+    end = int(start) + int(length) * index.token_bytes
+    if end > index.bin_bytes:
+        raise ValueError(
+            f"{path}: has {index.bin_bytes} bytes, but the last sequence in its .idx file ends at byte {end}; copy it "
+            "again, or build both again with tools/preprocess_data.py"
+        )
 
 
 def _check_boundaries(index: _Index) -> None:

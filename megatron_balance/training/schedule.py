@@ -1,6 +1,7 @@
 """Batch size, learning rate and weight decay over the course of a run, with megatron-core's schedulers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator, NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
@@ -98,7 +99,12 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
 
 
 def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, length: Length) -> OptimizerParamScheduler:
-    """Build the schedule of learning rate and weight decay, whose steps are samples.
+    """Build the schedule of learning rate and weight decay; see `scheduler_settings` for errors."""
+    return OptimizerParamScheduler(optimizer, **scheduler_settings(config, length))
+
+
+def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
+    """Return the settings of megatron-core's scheduler, whose steps are samples.
 
     Raises:
         ValueError: the settings contradict each other.
@@ -114,23 +120,22 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
     end_wd = weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
     max_lr, min_lr = _checked_rates(config, warmup, decay)
     _check_weight_decay(scheduler, start_wd, end_wd)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=scheduler.lr_warmup_init,
-        max_lr=max_lr,
-        min_lr=min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=scheduler.lr_decay_style,
-        start_wd=start_wd,
-        end_wd=end_wd,
-        wd_incr_steps=total,
-        wd_incr_style=scheduler.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=scheduler.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
-        wsd_decay_steps=scheduler.lr_wsd_decay_samples or (scheduler.lr_wsd_decay_iters or 0) * batch or None,
-        lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
-    )
+    return {
+        "init_lr": scheduler.lr_warmup_init,
+        "max_lr": max_lr,
+        "min_lr": min_lr,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "lr_decay_style": scheduler.lr_decay_style,
+        "start_wd": start_wd,
+        "end_wd": end_wd,
+        "wd_incr_steps": total,
+        "wd_incr_style": scheduler.weight_decay_incr_style,
+        "use_checkpoint_opt_param_scheduler": scheduler.use_checkpoint_opt_param_scheduler,
+        "override_opt_param_scheduler": scheduler.override_opt_param_scheduler,
+        "wsd_decay_steps": scheduler.lr_wsd_decay_samples or (scheduler.lr_wsd_decay_iters or 0) * batch or None,
+        "lr_wsd_decay_style": scheduler.lr_wsd_decay_style,
+    }
 
 
 def _checked_rates(config: RunConfig, warmup: int, decay: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
 from megatron_balance.config.run_config import TokenizerConfig
 from megatron_balance.files.reading import check_regular
-from megatron_balance.messages import cleaned
+from megatron_balance.messages import described
 
 try:
     from megatron.core.tokenizers.utils.build_tokenizer import (  # pyright: ignore[reportMissingImports]
@@ -37,16 +37,23 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         raise ValueError("--tokenizer-type NullTokenizer: also give --vocab-size N")
     if kind not in ("NullTokenizer", "GPT2BPETokenizer") and model is None:
         raise ValueError(f"--tokenizer-type {kind}: also give --tokenizer-model")
+    if kind == "GPT2BPETokenizer" and None in (config.vocab_file, config.merge_file):
+        raise ValueError(f"--tokenizer-type {kind}: also give --vocab-file and --merge-file")
     if kind in FROM_A_FILE and not Path(str(model)).is_file():
         raise ValueError(f"--tokenizer-model {model}: no such file; give the model of a {kind}")
+    if kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/")) and not Path(str(model)).exists():
+        raise ValueError(f"--tokenizer-model {model}: no such directory; give the one that has tokenizer.json")
     for flag, path in _other_files(config).items():
         check_regular(path, flag)
     try:
         return _build(config)
     except Exception as error:  # each library raises its own types
+        files = f"--tokenizer-model {model}"
+        if kind == "GPT2BPETokenizer":
+            files = f"--vocab-file {config.vocab_file} --merge-file {config.merge_file}"
         raise ValueError(
-            f"--tokenizer-model {model}: is not a model of --tokenizer-type {kind} ({cleaned(error, 300)}); give the "
-            "model that belongs to the type"
+            f"{files}: is not a model of --tokenizer-type {kind} ({described(error, 300)}); give the model that "
+            "belongs to the type"
         ) from error
 
 

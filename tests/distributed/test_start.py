@@ -72,7 +72,7 @@ def profiles(tmp_path: Path) -> tuple[Path, ...]:
     """Directories, each with a different `profile.json`."""
     for name, width in (("ours", 32), ("theirs", 64)):
         (tmp_path / name).mkdir()
-        cluster_profile.builtin(1, 1, width, 64).save(tmp_path / name / "profile.json")
+        cluster_profile.builtin(3, 3, width, 64).save(tmp_path / name / "profile.json")
     return tmp_path / "ours", tmp_path / "theirs"
 
 

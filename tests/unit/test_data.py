@@ -126,6 +126,12 @@ def test_blend_with_a_weight_too_many() -> None:
         parse_blend(["0.3", "a", "0.7"])
 
 
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf"])
+def test_blend_with_a_weight_that_is_none(weight: str) -> None:
+    with pytest.raises(ValueError, match=f"--valid-data-path {weight} a 1 b: give weights above 0"):
+        parse_blend([weight, "a", "1", "b"], "--valid-data-path")
+
+
 @pytest.mark.parametrize(
     ("size", "divisible_by", "tensor_parallel", "expected"),
     [

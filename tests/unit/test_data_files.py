@@ -68,7 +68,7 @@ def test_a_built_dataset_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.int64])
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, dtype: Any) -> None:
     prefix = str(build(tmp_path, dtype))
-    check_samples([prefix, prefix, str(tmp_path / "absent")], vocabulary=9)
+    check_samples([prefix, prefix], vocabulary=9)
     message = rf"{prefix}.bin: token 8, number 22 of the file, is outside the vocabulary of 8; .*--vocab-size above"
     with pytest.raises(ValueError, match=message):
         check_samples([prefix], vocabulary=8)
@@ -89,7 +89,7 @@ def test_both_ends_of_a_file_and_places_between_are_looked_at(prefix: Path, monk
 
 def test_a_negative_token_and_a_wrong_size_are_refused(prefix: Path, tmp_path: Path) -> None:
     change(prefix, 17, "B", 3)
-    np.array([-3], np.int16).tofile(f"{prefix}.bin")
+    np.array([-3] + [0] * 22, np.int16).tofile(f"{prefix}.bin")
     with pytest.raises(ValueError, match="token -3, number 0"):
         check_samples([str(prefix)], vocabulary=99)
     change(prefix, 0, "B", 0)
@@ -168,6 +168,8 @@ def test_a_bin_file_cut_short(prefix: Path) -> None:
     os.truncate(f"{prefix}.bin", 44)
     with pytest.raises(ValueError, match=r"data\.idx: sequence 6 ends at byte 46 of the 44 of the .bin file"):
         check_indices([str(prefix)], thorough=True)
+    with pytest.raises(ValueError, match=r"data\.bin: has 44 bytes, but the last .* at byte 46; copy it again"):
+        check_samples([str(prefix)], vocabulary=99)
     os.truncate(f"{prefix}.bin", 0)
     with pytest.raises(ValueError, match="0 bytes of tokens"):
         check_indices([str(prefix)], thorough=False)

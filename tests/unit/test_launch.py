@@ -54,8 +54,10 @@ def test_data_of_another_tokenizer(error_of: Callable[..., str], tmp_path: Path,
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     builder.add_document(np.array([3, 128]), [2])
     builder.finalize(f"{prefix}.idx")
-    base = BASE.replace("--mock-data", f"{dry} --data-path 0.5 {prefix} 0.5 {tmp_path / 'elsewhere'}")
-    assert f"error: {prefix}.bin: token 128, number 1 of the file, is outside" in error_of("--vocab-size 127", base)
+    base = BASE.replace("--mock-data", f"{dry} --data-path 0.5 {prefix} 0.5 {prefix} --split 1,0,0 --seq-length 1")
+    assert f"error: --data-path: {prefix}.bin: token 128, number 1 of the file, is outside" in error_of(
+        "--vocab-size 127", base
+    )
     assert error_of("--vocab-size 128", base) == "joined"
 
 
