@@ -110,7 +110,7 @@ class BalancedMoELayer(MoELayer):
         """Of the passes that recomputation will repeat, in their order, which is that of the microbatches."""
 
         self.router = cast(Router, submodules.router(config=config, pg_collection=parallel.router_groups()))
-        self.router.is_mtp_layer = is_mtp_layer
+        self.router.is_mtp_layer = is_mtp_layer  # pyright: ignore[reportArgumentType] (an attribute since 0.19)
         decide = self.router.routing
         self.router.routing = lambda logits, **options: decide(parallel.agree(logits), **options)
         self.dispatcher = self._build_dispatcher(exchange, chunks)

@@ -368,8 +368,12 @@ def _prediction_losses(run: Run) -> dict[str, torch.Tensor]:
     """
     totals: dict[str, torch.Tensor] = {}
     if run.config.transformer.mtp_num_layers is not None and is_pp_last_stage(run.groups.pp):
+        # megatron-core calls it in this way, too, although it is not declared as a static method
         MTPLossLoggingHelper.track_mtp_metrics(
-            loss_scale=1 / run.batches.get(), iteration=0, writer=None, total_loss_dict=totals
+            loss_scale=1 / run.batches.get(),  # pyright: ignore[reportArgumentType]
+            iteration=0,
+            writer=None,
+            total_loss_dict=totals,
         )
     return totals
 
