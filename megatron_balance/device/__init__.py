@@ -8,6 +8,7 @@ side_stream       a CUDA stream, or a thread, for work that overlaps with comput
 host_memory       copies to and from the host that let both go on
 clock             points in time on the device
 memory            how much memory a rank has in use
+versions          differences between versions of megatron-core
 copies            copies between host and device for which nobody waits
 compiled          loops in machine code
 quiet             silence messages that need no action

@@ -136,11 +136,8 @@ def queue_step(run: Run, read: bool = True) -> Queued:
     if stepped:
         run.scheduler.step(increment=batch_size)
 
-    progress.iteration += 1
-    progress.consumed_samples += batch_size
-    progress.skipped_iterations += not stepped
-    progress.nan_iterations += fault is not None or any(value != value for value in known.losses.values())
-    progress.bad_in_a_row = progress.bad_in_a_row + 1 if fault else 0
+    nan = any(value != value for value in known.losses.values())
+    progress.advance(batch_size, skipped=not stepped, bad=fault is not None, nan=nan)
     scaled = optimizer_step.scales_losses(run.optimizer)
     report = StepReport(
         iteration=progress.iteration,

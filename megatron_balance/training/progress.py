@@ -18,6 +18,21 @@ class Progress:
     nan_iterations: int = 0
     bad_in_a_row: int = 0
 
+    def advance(self, samples: int, *, skipped: bool, bad: bool, nan: bool) -> None:
+        """Count an iteration.
+
+        Args:
+            samples: number of samples that it consumed.
+            skipped: whether the optimizer did not step.
+            bad: whether this was because of a NaN or infinite loss or gradient.
+            nan: whether a loss was NaN.
+        """
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.skipped_iterations += skipped
+        self.nan_iterations += bad or nan
+        self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:

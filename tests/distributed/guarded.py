@@ -21,12 +21,12 @@ def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls:
 
     original, count = loop.forward_step, 0
 
-    def forward_step(data, model):
+    def forward_step(*arguments):
         nonlocal count
         count += 1
         if count == calls and rank in victims:
             action()
-        return original(data, model)
+        return original(*arguments)
 
     loop.forward_step = forward_step
 

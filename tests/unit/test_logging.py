@@ -288,8 +288,10 @@ def test_flops_per_sample(flags: str, per_token: int) -> None:
     ],
 )
 def test_moe_layer_pattern(experts: int | None, frequency: int | list[int], expected: list[int]) -> None:
-    config = SimpleNamespace(num_layers=4, num_moe_experts=experts, moe_layer_freq=frequency)
+    config = SimpleNamespace(num_layers=4, num_moe_experts=experts, moe_layer_freq=frequency, mtp_num_layers=None)
     assert moe_layer_pattern(config) == expected
+    config.mtp_num_layers = 2
+    assert moe_layer_pattern(config) == [*expected, expected[-1], expected[-1]]
 
 
 def table(loads: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -32,7 +32,11 @@ def counts(iteration: int) -> np.ndarray:
 
 
 def figures(iteration: int, layer: int) -> LayerReport:
-    return LayerReport(1.6, 1.2, 3.0, 2, 4e6, 8e6, 3e-3, 0.0, 1e-4, 0.0, 0.01, 0.012 + 0.001 * layer, 0.1, 1.0, 5e5)
+    return LayerReport(
+        *(1.6, 1.2, 3.0, 2, 4e6, 8e6, 3e-3, 0.0, 1e-4, 0.0, 0.01, 0.012 + 0.001 * layer, 0.1),
+        experts_moved=1.0,
+        transfer_bytes=5e5,
+    )
 
 
 def write_events(directory: Path, balanced: bool, losses: dict[int, float] | None = None) -> Path:
