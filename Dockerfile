@@ -10,8 +10,9 @@
 # hadolint global ignore=DL3008
 
 FROM python:3.11-slim-bookworm AS cpu
-# pip prefers a `+cpu` version to the same version with CUDA
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# By default, pip installs PyTorch with CUDA, which runs on CPUs, too. For the smaller build without it, give the index
+# that https://pytorch.org/get-started/locally names for CPUs: pip prefers its `+cpu` version
+ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /opt/megatron_balance
 COPY pyproject.toml requirements-ci.txt README.md LICENSE ./
@@ -26,7 +27,7 @@ CMD ["python", "pretrain_gpt_moe.py", "--help"]
 
 
 FROM cpu AS cpu-develop
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG PIP_EXTRA_INDEX_URL
 USER 0
 # The tests compile a device in host memory
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
