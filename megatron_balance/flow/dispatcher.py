@@ -89,6 +89,7 @@ class AllToAllDispatcher(Dispatcher):
         self.rows_per_token = config.moe_router_topk if config.moe_expert_capacity_factor is None else None
         """The same for all tokens; None: capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
+        self.reads_all_splits = exchange.reads_all_splits
         if torch.cuda.is_available():
             prepare_cuts()
 
@@ -131,7 +132,7 @@ class AllToAllDispatcher(Dispatcher):
         one_by_one = plan.counts_DE.shape[0] == ranks and not self.parallel.splits_rows
         if device.type == "cpu" or chunking.chunks > 1 or not one_by_one:
             return self._decide_by_matrix(plan, chunking, ordered, device)
-        found = cut(plan, self.parallel.source, device)
+        found = cut(plan, self.parallel.source, device, self.reads_all_splits)
         chunked = self._chunked(chunking, found.received_DS[None], [torch.from_numpy(found.splits_DH)], device)
         return ordered(found.rows).moved(found.there), chunked
 

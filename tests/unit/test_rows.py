@@ -261,6 +261,7 @@ def test_one_loop_finds_the_same(
         patch.setattr(cutting, "gather_room", room)
         patch.setattr(cutting, "gather_of", gather)
         found = cutting.cut(plan, rank, CPU)
+        part = cutting.cut(plan, rank, CPU, whole=False)
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
@@ -268,6 +269,9 @@ def test_one_loop_finds_the_same(
     assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
     assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, ranks)[0])
     assert np.array_equal(found.received_DS, plan.received_DS(rank).numpy())
+    own_DH = np.full_like(found.splits_DH, -1)
+    own_DH[rank], own_DH[:, rank] = found.splits_DH[rank], found.splits_DH[:, rank]
+    assert np.array_equal(part.splits_DH, own_DH) and np.array_equal(part.received_DS, found.received_DS)
     assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
 
 
