@@ -32,18 +32,18 @@ class Cut(NamedTuple):
     """Moves rows from the order by expert to the one in which they are sent."""
 
 
-def cut(plan: DispatchPlan, rank: int, device: torch.device, whole: bool = True) -> Cut:
+def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, whole: bool = True) -> Cut:
     """Return how the rows of `rank` are sent, and what it receives; each host is one source.
 
     Args:
+        most_rows: the rank has at most this many rows.
         device: where the rows are.
         whole: whether `splits_DH` is needed in full. Otherwise, it has the row and the column of `rank`, and -1
             elsewhere.
     """
     tables, counts_DE = plan.placement.tables, plan.counts_DE.numpy()
-    rows = int(np.add.reduce(counts_DE[rank]))
-    room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), rows, device)
-    stays, splits_DH, received_DS = _cut(
+    room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
+    rows, stays, splits_DH, received_DS = _cut(
         counts_DE,
         *tables.hosting,
         *plan.rules,
@@ -63,7 +63,7 @@ def prepare_cuts() -> None:
 
 
 @compiled(
-    "Tuple((boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
+    "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
     "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, boolean, int32[:, ::1])"
 )
 def _cut(
@@ -80,8 +80,8 @@ def _cut(
     own: int,
     whole: bool,
     room: np.ndarray,
-) -> tuple[bool, np.ndarray, np.ndarray]:
-    """Return whether every row is in its place, and the arrays of a `Cut`; fill the room for `gather_of`.
+) -> tuple[int, bool, np.ndarray, np.ndarray]:
+    """Return the rows, whether each is in its place, and the arrays of a `Cut`; fill the room for `gather_of`.
 
     If there is no room, every row is in its place.
     """
@@ -111,13 +111,14 @@ def _cut(
             splits_DH[own, host_N[n]] += sizes_N[n]
         for rank in range(ranks):
             splits_DH[rank, own] = received_DS[rank].sum()
+    rows = splits_DH[own].sum()
     if len(room) == 0:
-        return True, splits_DH, received_DS
-    blocks, rows = write_blocks(sizes_N, by_physical_N, room, 0, 0)
+        return rows, True, splits_DH, received_DS
+    blocks, _ = write_blocks(sizes_N, by_physical_N, room, 0, 0)
     if len(room) == 2:
         # The rest of the table has empty blocks
         room[0, blocks:], room[1, blocks:] = 0, rows
-    return blocks == 0, splits_DH, received_DS
+    return rows, blocks == 0, splits_DH, received_DS
 
 
 @compiled(None)

@@ -246,8 +246,8 @@ def test_one_loop_finds_the_same(
     plan = make_dispatch_plan(counts_DE, placement, split, random.choice([None, *range(1, ranks + 1)]))
     rank = random.randrange(ranks)
 
-    def room(blocks: int, rows: int, device: torch.device) -> torch.Tensor:
-        return torch.full((2, blocks) if by_block else (1, rows), -1, dtype=torch.int32, device=device)
+    def room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
+        return torch.full((2, blocks) if by_block else (1, most_rows), -1, dtype=torch.int32, device=device)
 
     def gather(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
         if not by_block:
@@ -260,8 +260,9 @@ def test_one_loop_finds_the_same(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "gather_room", room)
         patch.setattr(cutting, "gather_of", gather)
-        found = cutting.cut(plan, rank, CPU)
-        part = cutting.cut(plan, rank, CPU, whole=False)
+        most_rows = int(counts_DE[rank].sum()) + random.randrange(3)
+        found = cutting.cut(plan, rank, most_rows, CPU)
+        part = cutting.cut(plan, rank, most_rows, CPU, whole=False)
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
