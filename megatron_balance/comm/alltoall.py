@@ -31,6 +31,9 @@ class Exchange:
 class AllToAll(ABC):
     """Interface of all-to-all exchanges of rows between the ranks of `group` (AbsAlltoAll, ScheMoE section 3.1)."""
 
+    reads_all_splits = True
+    """False: `start` reads only this rank's row and column of the split matrix."""
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
@@ -54,6 +57,8 @@ class AllToAll(ABC):
 
 class SingleRankAllToAll(AllToAll):
     """The all-to-all of a group of one rank, which keeps its rows."""
+
+    reads_all_splits = False
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         return Exchange(lambda: rows)
@@ -84,6 +89,8 @@ class NodeAllToAll(AllToAll):
 class FlatAllToAll(AllToAll):
     """The backend's own `all_to_all_single`."""
 
+    reads_all_splits = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.options = dist.AllToAllOptions()
@@ -101,6 +108,8 @@ class FlatAllToAll(AllToAll):
 
 class P2PAllToAll(AllToAll):
     """One message to every other rank, all of them posted at the same time."""
+
+    reads_all_splits = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)

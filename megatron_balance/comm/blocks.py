@@ -111,12 +111,12 @@ def gathers(moves: Sequence[Move], device: torch.device) -> list[Gather]:
     return [STAYS if index_R is None else _ByIndex(index_R) for index_R in _indices(moves, device)]
 
 
-def gather_room(blocks: int, rows: int, device: torch.device) -> torch.Tensor:
+def gather_room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
     """Return int32 `staging` memory that `gather_of` takes, uninitialized.
 
-    [2, blocks] where a kernel finds the row for each place, [1, rows] where there is none.
+    [2, blocks] where a kernel finds the row for each place, [1, most_rows] where there is none.
     """
-    return staging((2, blocks) if of_rows(device) is not None else (1, rows), torch.int32, device)
+    return staging((2, blocks) if of_rows(device) is not None else (1, most_rows), torch.int32, device)
 
 
 def gather_of(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
@@ -124,8 +124,8 @@ def gather_of(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
 
     Args:
         room: from `gather_room`. [2, N] is about blocks in their new order, some of which may be empty: row 0 has how
-            many rows a block comes from behind its place, row 1 the place where it ends. [1, R] has the row for each
-            place.
+            many rows a block comes from behind its place, row 1 the place where it ends. [1, R] begins with the row for
+            each place.
     """
     return _ByIndex(_indexed(room.to(device, non_blocking=True), rows))
 
@@ -169,7 +169,7 @@ def _indices(moves: Sequence[Move], device: torch.device) -> list[torch.Tensor |
 def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
     """Return [rows] int32: for each place, the row that moves there, by a `gather_room` on the device."""
     if len(room) == 1:
-        return room[0]
+        return room[0, :rows]
     (shift_N, end_N), kernels = room.unbind(), of_rows(room.device)
     assert kernels is not None, "a room has no blocks without kernels"
     return kernels.block_index(end_N, shift_N, rows)

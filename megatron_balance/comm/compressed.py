@@ -23,6 +23,7 @@ class CompressedAllToAll(AllToAll):
         """
         super().__init__(wire.group)
         self.wire, self.codec, self.gradients = wire, codec, gradients
+        self.reads_all_splits = wire.reads_all_splits
 
     @property
     def reverse(self) -> AllToAll:
@@ -51,6 +52,11 @@ class TokenExchange:
     def four(self) -> tuple[AllToAll, ...]:
         """The exchanges of rows in an iteration: dispatch, combine, and those of their gradients."""
         return self.dispatch, self.combine, self.combine.reverse, self.dispatch.reverse
+
+    @property
+    def reads_all_splits(self) -> bool:
+        """Whether an exchange reads more than this rank's row and column of the split matrix."""
+        return any(exchange.reads_all_splits for exchange in (*self.four, self.probs, self.probs.reverse))
 
     @property
     def compressed_share(self) -> float:

@@ -23,7 +23,7 @@ class Cut(NamedTuple):
     """Number of rows."""
 
     splits_DH: np.ndarray
-    """Rows from each source to each host, int64."""
+    """Rows from each source to each host, int64; see `cut`."""
 
     received_DS: np.ndarray
     """Rows from each source for each slot of this host, int64."""
@@ -32,16 +32,18 @@ class Cut(NamedTuple):
     """Moves rows from the order by expert to the one in which they are sent."""
 
 
-def cut(plan: DispatchPlan, rank: int, device: torch.device) -> Cut:
+def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, whole: bool = True) -> Cut:
     """Return how the rows of `rank` are sent, and what it receives; each host is one source.
 
     Args:
+        most_rows: the rank has at most this many rows.
         device: where the rows are.
+        whole: whether `splits_DH` is needed in full. Otherwise, it has the row and the column of `rank`, and -1
+            elsewhere.
     """
     tables, counts_DE = plan.placement.tables, plan.counts_DE.numpy()
-    rows = int(counts_DE[rank].sum())
-    room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), rows, device)
-    stays, splits_DH, received_DS = _cut(
+    room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
+    rows, stays, splits_DH, received_DS = _cut(
         counts_DE,
         *tables.hosting,
         *plan.rules,
@@ -49,6 +51,7 @@ def cut(plan: DispatchPlan, rank: int, device: torch.device) -> Cut:
         tables.slots_per_rank,
         tables.by_physical_N,
         rank,
+        whole,
         room.numpy(),
     )
     return Cut(rows, splits_DH, received_DS, STAYS if stays else gather_of(room, rows, device))
@@ -60,8 +63,8 @@ def prepare_cuts() -> None:
 
 
 @compiled(
-    "Tuple((boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
-    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, int32[:, ::1])"
+    "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
+    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, boolean, int32[:, ::1])"
 )
 def _cut(
     counts_DE: np.ndarray,
@@ -75,25 +78,60 @@ def _cut(
     slots: int,
     by_physical_N: np.ndarray,
     own: int,
+    whole: bool,
     room: np.ndarray,
-) -> tuple[bool, np.ndarray, np.ndarray]:
-    """Return whether every row is in its place, and the arrays of a `Cut`; fill the room for `gather_of`.
+) -> tuple[int, bool, np.ndarray, np.ndarray]:
+    """Return the rows, whether each is in its place, and the arrays of a `Cut`; fill the room for `gather_of`.
 
     If there is no room, every row is in its place.
     """
     ranks, experts = counts_DE.shape
     sent_MD = sent_to_hosts(counts_DE, first_E, host_N, share_N, primary_E, node_size, local_first)
-    splits_DH, received_DS = np.empty((ranks, ranks), np.int64), np.zeros((ranks, slots), np.int64)
+    received_DS = np.zeros((ranks, slots), np.int64)
     # The experts with one host, by host, and what this rank sends
     alone_N, sizes_N, m = np.full(len(physical_N), -1), np.empty_like(physical_N), 0
     for expert in range(experts):
         begin, end = first_E[expert], first_E[expert + 1]
         if end - begin == 1:
             alone_N[begin], sizes_N[begin] = expert, counts_DE[own, expert]
+            if host_N[begin] == own:
+                received_DS[:, physical_N[begin] % slots] = counts_DE[:, expert]
             continue
         for n in range(begin, end):
             sizes_N[n] = sent_MD[m, own]
+            if host_N[n] == own:
+                received_DS[:, physical_N[n] % slots] = sent_MD[m]
             m += 1
+    if whole:
+        splits_DH = _all_splits(counts_DE, sent_MD, alone_N, host_N, by_physical_N)
+    else:
+        splits_DH = np.full((ranks, ranks), -1)
+        splits_DH[own] = 0
+        for n in range(len(host_N)):
+            splits_DH[own, host_N[n]] += sizes_N[n]
+        for rank in range(ranks):
+            splits_DH[rank, own] = received_DS[rank].sum()
+    rows = splits_DH[own].sum()
+    if len(room) == 0:
+        return rows, True, splits_DH, received_DS
+    blocks, _ = write_blocks(sizes_N, by_physical_N, room, 0, 0)
+    if len(room) == 2:
+        # The rest of the table has empty blocks
+        room[0, blocks:], room[1, blocks:] = 0, rows
+    return rows, blocks == 0, splits_DH, received_DS
+
+
+@compiled(None)
+def _all_splits(
+    counts_DE: np.ndarray, sent_MD: np.ndarray, alone_N: np.ndarray, host_N: np.ndarray, by_physical_N: np.ndarray
+) -> np.ndarray:
+    """Return [D, H], the tokens from each source to each host.
+
+    Args:
+        alone_N: the expert, if it has no other host; -1 otherwise.
+    """
+    ranks, experts = counts_DE.shape
+    splits_DH = np.empty((ranks, ranks), np.int64)
     # Without a sign, so that no index is checked for one
     experts_W, first_H, wholes, host = np.empty(experts, np.uint64), np.empty(ranks + 1, np.uint64), 0, 0
     for n in by_physical_N:
@@ -103,26 +141,15 @@ def _cut(
         if alone_N[n] >= 0:
             experts_W[wholes] = alone_N[n]
             wholes += 1
-            if host - 1 == own:
-                received_DS[:, physical_N[n] % slots] = counts_DE[:, alone_N[n]]
     first_H[host:] = wholes
     _add_up(counts_DE, experts_W[:wholes], first_H, splits_DH)
     m = 0
-    for n in range(len(physical_N)):
+    for n in range(len(host_N)):
         if alone_N[n] < 0:
-            host = host_N[n]
             for rank in range(ranks):
-                splits_DH[rank, host] += sent_MD[m, rank]
-            if host == own:
-                received_DS[:, physical_N[n] % slots] = sent_MD[m]
+                splits_DH[rank, host_N[n]] += sent_MD[m, rank]
             m += 1
-    if len(room) == 0:
-        return True, splits_DH, received_DS
-    blocks, rows = write_blocks(sizes_N, by_physical_N, room, 0, 0)
-    if len(room) == 2:
-        # The rest of the table has empty blocks
-        room[0, blocks:], room[1, blocks:] = 0, rows
-    return blocks == 0, splits_DH, received_DS
+    return splits_DH
 
 
 @compiled(None)

@@ -86,9 +86,10 @@ class AllToAllDispatcher(Dispatcher):
     ) -> None:
         """`parallel` decides how rows reach all shards of their experts, and which ranks share rows; without `chunks`,
         all rows are one chunk."""
-        self.rows_per_token = config.moe_router_topk if config.moe_expert_capacity_factor is None else None
-        """The same for all tokens; None: capacities drop some."""
+        self.rows_per_token, self.drops = config.moe_router_topk, config.moe_expert_capacity_factor is not None
+        """At most this many rows for a token; fewer only if capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
+        self.reads_all_splits = exchange.reads_all_splits
         if torch.cuda.is_available():
             prepare_cuts()
 
@@ -100,9 +101,10 @@ class AllToAllDispatcher(Dispatcher):
         # `mixture` gives the tokens their gradient
         tokens_TH, map_TE, order, ahead = tokens_TH.detach(), chosen.map_TE, None, None
         with record_function("dispatch"):
-            if self.rows_per_token is not None:
-                # Not len: torch's is a function of Python
-                order = row_order(map_TE, map_TE.shape[0] * self.rows_per_token)
+            # Not len: torch's is a function of Python
+            most_rows = map_TE.shape[0] * self.rows_per_token
+            if not self.drops:
+                order = row_order(map_TE, most_rows)
                 if placement is not None and self.chunks is None and self._in_place(placement):
                     ahead = gather_rows(tokens_TH, order)
 
@@ -112,7 +114,7 @@ class AllToAllDispatcher(Dispatcher):
         def decide(plan: DispatchPlan) -> Handle:
             nonlocal ahead
             with record_function("dispatch"):
-                sent, chunked = self._decide(plan, ordered, map_TE.device)
+                sent, chunked = self._decide(plan, ordered, most_rows, map_TE.device)
                 rows_RH = ahead if ahead is not None and sent is order else gather_rows(tokens_TH, sent)
                 ahead = None
                 return _InChunks(sent, chunked, [depart(rows_RH, chunked)])
@@ -124,14 +126,14 @@ class AllToAllDispatcher(Dispatcher):
         return placement.tables.in_place and not self.parallel.splits_rows
 
     def _decide(
-        self, plan: DispatchPlan, ordered: Callable[[int], RowOrder], device: torch.device
+        self, plan: DispatchPlan, ordered: Callable[[int], RowOrder], most_rows: int, device: torch.device
     ) -> tuple[RowOrder, ChunkedDispatch]:
         """Return the order of the rows that are sent, and where they go, given the order of some number of rows."""
         chunking, ranks = UNSPLIT if self.chunks is None else self.chunks(plan), plan.placement.num_ranks
         one_by_one = plan.counts_DE.shape[0] == ranks and not self.parallel.splits_rows
         if device.type == "cpu" or chunking.chunks > 1 or not one_by_one:
             return self._decide_by_matrix(plan, chunking, ordered, device)
-        found = cut(plan, self.parallel.source, device)
+        found = cut(plan, self.parallel.source, most_rows, device, self.reads_all_splits)
         chunked = self._chunked(chunking, found.received_DS[None], [torch.from_numpy(found.splits_DH)], device)
         return ordered(found.rows).moved(found.there), chunked
 

@@ -246,8 +246,8 @@ def test_one_loop_finds_the_same(
     plan = make_dispatch_plan(counts_DE, placement, split, random.choice([None, *range(1, ranks + 1)]))
     rank = random.randrange(ranks)
 
-    def room(blocks: int, rows: int, device: torch.device) -> torch.Tensor:
-        return torch.full((2, blocks) if by_block else (1, rows), -1, dtype=torch.int32, device=device)
+    def room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
+        return torch.full((2, blocks) if by_block else (1, most_rows), -1, dtype=torch.int32, device=device)
 
     def gather(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
         if not by_block:
@@ -260,7 +260,9 @@ def test_one_loop_finds_the_same(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "gather_room", room)
         patch.setattr(cutting, "gather_of", gather)
-        found = cutting.cut(plan, rank, CPU)
+        most_rows = int(counts_DE[rank].sum()) + random.randrange(3)
+        found = cutting.cut(plan, rank, most_rows, CPU)
+        part = cutting.cut(plan, rank, most_rows, CPU, whole=False)
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
@@ -268,6 +270,9 @@ def test_one_loop_finds_the_same(
     assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
     assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, ranks)[0])
     assert np.array_equal(found.received_DS, plan.received_DS(rank).numpy())
+    own_DH = np.full_like(found.splits_DH, -1)
+    own_DH[rank], own_DH[:, rank] = found.splits_DH[rank], found.splits_DH[:, rank]
+    assert np.array_equal(part.splits_DH, own_DH) and np.array_equal(part.received_DS, found.received_DS)
     assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
 
 
