@@ -298,11 +298,19 @@ def _latent_attention(values: Mapping[str, Any]) -> None:
             f"--position-embedding-type {values['position_embedding_type']}: --multi-latent-attention has rotary "
             "embeddings itself; use --position-embedding-type rope"
         )
-    if values["tensor_model_parallel_size"] > 1:
+    tensor = values["tensor_model_parallel_size"]
+    if tensor > 1 and not values["sequence_parallel"]:
+        # Without it, megatron-core sums the gradients of the queries' norm over ranks that have all of them
         raise ValueError(
-            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention cannot be "
-            "split among ranks; use 1 (experts can be split: --expert-tensor-parallel-size)"
+            f"--tensor-model-parallel-size {tensor}: with --multi-latent-attention, add --sequence-parallel"
         )
+    widths = {
+        "--q-lora-rank": values["q_lora_rank"] or 0,
+        "--kv-lora-rank plus --qk-pos-emb-head-dim": values["kv_lora_rank"] + values["qk_pos_emb_head_dim"],
+    }
+    for name, width in widths.items():
+        if width % tensor:
+            raise ValueError(f"{name} {width}: must be a multiple of --tensor-model-parallel-size {tensor}")
     for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
         if values[name]:
             raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
