@@ -1,6 +1,7 @@
 """Multi-latent attention: split among ranks, with context parallelism, and with what DeepSeek-V3 combines it with."""
 
 import pytest
+
 from tests.distributed import runs
 from tests.distributed.checkpoints import losses_of
 from tests.distributed.runs import deviation
