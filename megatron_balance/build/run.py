@@ -171,6 +171,10 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
         pg_collection=groups,
         vp_stage=stage,
     )
+    if model.mtp_process and model.share_embeddings_and_output_weights and not first:
+        # The head uses the copy of the embedding that predictions need. megatron-core leaves its own weight without
+        # gradients, which a reduction that overlaps would wait for, and refuses to save it
+        model.output_layer.weight = None
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.cuda(torch.cuda.current_device())
