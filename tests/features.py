@@ -42,6 +42,7 @@ FEATURES = {
     "ownership": Feature("--balance-policy demi --balance-ownership transfer"),
     "distributed optimizer": Feature("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "context parallelism": Feature("--context-parallel-size 2"),
+    "multi-token prediction": Feature("--mtp-num-layers 1 --position-embedding-type rope", learns=True),
     "pipeline": Feature("--pipeline-model-parallel-size 2", learns=True),
     "interleaved pipeline": Feature(
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", learns=True
@@ -63,7 +64,11 @@ def flags_of(*names: str) -> str:
 
 def reference(*names: str) -> str:
     """Return the flags of the run that such a run must follow."""
-    return " ".join([PLAIN, "--sequence-parallel", *(FEATURES[name].flags for name in names if FEATURES[name].learns)])
+    learning = {name for name in names if FEATURES[name].learns}
+    if "multi-token prediction" in learning:
+        # Each context-parallel rank has the mean over those of its own tokens whose next token is in the sequence
+        learning |= {"context parallelism"} & {*names}
+    return " ".join([PLAIN, "--sequence-parallel", *(FEATURES[name].flags for name in names if name in learning)])
 
 
 def alternatives(one: str, other: str) -> bool:

@@ -240,8 +240,12 @@ def empty_wrappers() -> None:
 
 
 def forget_auxiliary_losses() -> None:
-    """Drop what megatron-core keeps of the last run's auxiliary losses: a record of its size, and the losses' scale."""
+    """Drop what megatron-core keeps of the last run's auxiliary and predictions' losses: records of their size, and a
+    scale."""
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()
 
     # The first run that sets it determines its shape
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None

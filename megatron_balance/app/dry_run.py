@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -212,7 +213,8 @@ def model_chunk(chunk: torch.nn.Module) -> Chunk:
     """Return the layers and ends of a built model chunk."""
     first, last = get_attr_wrapped_model(chunk, "pre_process"), get_attr_wrapped_model(chunk, "post_process")
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    return Chunk(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), bool(first), bool(last))
+    predictions = sum(isinstance(module, MultiTokenPredictionLayer) for module in chunk.modules())
+    return Chunk(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), bool(first), bool(last), predictions)
 
 
 def balanced_tokens(config: RunConfig, run: Run) -> Tokens:

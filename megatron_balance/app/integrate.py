@@ -54,6 +54,7 @@ from megatron_balance.job.groups import expert_node_size
 from megatron_balance.job.job import Launch, node_topology
 from megatron_balance.observe.balance import LayerReport, log_fields, mean_over_ranks
 from megatron_balance.timeline.runtime import Balancer
+from megatron_balance.training.logging import moe_layer_pattern
 from megatron_balance.training.progress import Progress
 
 OUR_GROUPS = [(title, cls) for title, cls in GROUPS if cls in (BalanceConfig, CommConfig)]
@@ -63,7 +64,7 @@ ONLY_IN_OUR_LOOP = ("balance_log_dir", "balance_timeline", "balance_calibrate")
 
 NOT_THERE = (
     *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "moe_expert_rank_capacity_factor", "moe_latent_size"),
-    *("moe_use_upcycling", "mtp_num_layers", "fp8", "fp4", "cuda_graph_impl", "enable_cuda_graph"),
+    *("moe_use_upcycling", "fp8", "fp4", "cuda_graph_impl", "enable_cuda_graph"),
     *("external_cuda_graph", "optimizer_cuda_graph", "use_megatron_fsdp", "use_torch_fsdp2"),
     *("init_model_with_meta_device", "use_cpu_initialization", "data_parallel_random_init", "cpu_offloading"),
     *("fine_grained_activation_offloading", "overlap_param_gather_with_optimizer_step", "use_tp_pp_dp_mapping"),
@@ -241,7 +242,7 @@ class _Iterations:
         if balancer is not None and progress.iteration % self.balancing.config.log.log_interval == 0:
             # The device's times are known only once it has finished
             torch.cuda.synchronize()
-            reports = mean_over_ranks(balancer.report(), self.hooks.num_layers)
+            reports = mean_over_ranks(balancer.report(), len(moe_layer_pattern(self.hooks)))
             balancer.calibrate(reports, balancer.factors)
             self.report(progress.iteration, reports)
         return result

@@ -40,10 +40,13 @@ class Chunk(NamedTuple):
     """The parts of a model chunk."""
 
     moe: tuple[bool, ...]
-    """Whether each layer has experts."""
+    """Whether each layer has experts; those for multi-token prediction are the last ones."""
 
     embedding: bool
     head: bool
+
+    predictions: int = 0
+    """Layers for multi-token prediction."""
 
 
 class Kept(NamedTuple):
@@ -64,6 +67,7 @@ def chunk_activations(config: RunConfig, chunk: Chunk, tokens: Tokens, vocab_siz
     ends = _embedding(config, tokens) if chunk.embedding else 0
     if chunk.head:
         ends += _head(transformer, tokens, vocab_size)
+    ends += chunk.predictions * _prediction(config, tokens, vocab_size)
     return Kept(kept.stored + ends, kept.recomputed)
 
 
@@ -155,17 +159,19 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
-    """Return the same bytes as `_attention`, for multi-latent attention, which is not tensor-parallel here."""
-    itemsize, heads = _itemsize(config), config.num_attention_heads
+    """Return the same bytes as `_attention`, for multi-latent attention."""
+    itemsize, heads = _itemsize(config), config.num_attention_heads // config.tensor_model_parallel_size
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
-    # The compressed channels and their norm; position channels are rotated for all heads at once
-    latent = config.kv_lora_rank + (config.q_lora_rank or 0)
-    compressed = config.kv_lora_rank + (_norm(config) - 1) * latent + (config.q_lora_rank or 0)
-    channels = compressed + heads * (2 * query + 2 * config.v_head_dim)
-    if config.transformer_impl == "transformer_engine":
-        return tokens.whole * (channels * itemsize + 4 * heads), 0
+    # The compressed channels and their norm; position channels are rotated for all heads at once. Where all ranks'
+    # channels are gathered, a rank's part of the tokens is a view of all tokens
+    engine, latent = config.transformer_impl == "transformer_engine", config.kv_lora_rank + (config.q_lora_rank or 0)
+    projected = (tokens.part if engine else tokens.whole) * (latent + config.qk_pos_emb_head_dim)
+    normed = tokens.part * (_norm(config) - 1) * latent
+    channels = projected + normed + tokens.whole * heads * (2 * query + 2 * config.v_head_dim)
+    if engine:
+        return channels * itemsize + tokens.whole * 4 * heads, 0
     scores = tokens.whole * seq_length * heads * itemsize
-    return tokens.whole * channels * itemsize, scores + (scores + scores // itemsize if config.attention_dropout else 0)
+    return channels * itemsize, scores + (scores + scores // itemsize if config.attention_dropout else 0)
 
 
 def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, int]:
@@ -204,10 +210,23 @@ def _embedding(config: RunConfig, tokens: Tokens) -> int:
     return tokens.whole * 8 * ids + dropped
 
 
-def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int) -> int:
-    """Return the bytes of the last norm, and of the softmax over the vocabulary in float32."""
-    norm = tokens.part * config.hidden_size * _itemsize(config) * _norm(config)
-    return norm + tokens.whole * (4 * vocab_size // config.tensor_model_parallel_size + 8 + 1)
+def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int, norms: int = 1) -> int:
+    """Return the bytes of the norms before the head, and of the softmax over the vocabulary in float32."""
+    normed = norms * tokens.part * config.hidden_size * _itemsize(config) * _norm(config)
+    return normed + tokens.whole * (4 * vocab_size // config.tensor_model_parallel_size + 8 + 1)
+
+
+def _prediction(config: RunConfig, tokens: Tokens, vocab_size: int) -> int:
+    """Return the bytes that a layer for multi-token prediction keeps in addition to `layer`: its embedding and head.
+
+    The norms of the state and of the embedding, whose outputs are concatenated, and the last norm are recomputed with
+    the layer. Then, the embedding and the last norm's output remain.
+    """
+    transformer = config.transformer
+    if transformer.recompute_granularity != "full":
+        return _embedding(config, tokens) + _head(transformer, tokens, vocab_size, norms=3)
+    remaining = 2 * tokens.part * transformer.hidden_size * _itemsize(transformer)
+    return _embedding(config, tokens) + remaining + _head(transformer, tokens, vocab_size, norms=0)
 
 
 def _norm(config: TransformerConfig) -> int:

@@ -233,8 +233,9 @@ class _StageBuilder:
                 parts[-1] += self._layer_seconds(moe)
                 if moe:
                     parts.append(0.0)
-            if chunk.head:
-                parts[-1] += self._seconds(2 * self.transformer.hidden_size * self.run.vocab_size)
+            hidden, heads = self.transformer.hidden_size, chunk.head + chunk.predictions
+            # A layer for multi-token prediction projects two states to one, and has logits of its own
+            parts[-1] += self._seconds(2 * hidden * (heads * self.run.vocab_size + chunk.predictions * 2 * hidden))
             names = [numbers[0] - 1, *numbers] if numbers else []
             others |= {name: self._both(seconds) for name, seconds in zip(names, parts, strict=False)}
             dense.append(self._both(sum(parts)))

@@ -35,6 +35,7 @@ from megatron_balance.device.attention import (
     AcrossHeadsSelfAttention,
     ContextParallelAttention,
     LatentDotProductAttention,
+    LatentSelfAttention,
     PlainQuerySelfAttention,
 )
 from megatron_balance.device.norm import TorchNorm
@@ -170,6 +171,10 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
         pg_collection=groups,
         vp_stage=stage,
     )
+    if model.mtp_process and model.share_embeddings_and_output_weights and not first:
+        # The head uses the copy of the embedding that predictions need. megatron-core leaves its own weight without
+        # gradients, which a reduction that overlaps would wait for, and refuses to save it
+        model.output_layer.weight = None
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.cuda(torch.cuda.current_device())
@@ -262,14 +267,17 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
                 setattr(submodules, name, TorchNorm)
     if config.model.qk_layernorm_across_heads:
         layer.self_attention.module = AcrossHeadsSelfAttention
-    if isinstance(shape, MLATransformerConfig) and shape.q_lora_rank is None:
+    latent = isinstance(shape, MLATransformerConfig)
+    if latent and shape.q_lora_rank is None:
         layer.self_attention.module = PlainQuerySelfAttention
-    own = attention.core_attention is DotProductAttention
-    if isinstance(shape, MLATransformerConfig) and own:
-        attention.core_attention = LatentDotProductAttention
-        keys.update(LATENT_KEYS)
-    if shape.context_parallel_size > 1 and own:
-        attention.core_attention = ContextParallelAttention
+    if attention.core_attention is DotProductAttention:
+        if latent:
+            if shape.q_lora_rank is not None:
+                layer.self_attention.module = LatentSelfAttention
+            attention.core_attention = LatentDotProductAttention
+            keys.update(LATENT_KEYS)
+        if shape.context_parallel_size > 1:
+            attention.core_attention = ContextParallelAttention
     if parts(layer.mlp)[0] is MoELayer:
         # Keeps the checkpoint name that the norm before an MoE layer has with Transformer Engine
         keys.pop("pre_mlp_layernorm.", None)

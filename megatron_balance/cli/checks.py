@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_balance.checkpoint import saved_flags
+from megatron_balance.cli.attention_checks import across_heads, latent_attention
 from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, context_parallelism, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
@@ -254,9 +255,9 @@ def _model_shape(values: Mapping[str, Any]) -> None:
                 f"{flag_of(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
             )
     if values["qk_layernorm_across_heads"]:
-        _across_heads(values)
+        across_heads(values)
     if values["multi_latent_attention"]:
-        _latent_attention(values)
+        latent_attention(values)
     elif values["rope_type"] == "yarn":
         raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
     activations = [name for name in ACTIVATIONS if values[name]]
@@ -274,38 +275,6 @@ def _model_shape(values: Mapping[str, Any]) -> None:
         raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
     if values["overlap_param_gather"] and not (values["use_distributed_optimizer"] and values["overlap_grad_reduce"]):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
-
-
-def _across_heads(values: Mapping[str, Any]) -> None:
-    for name in ("qk_layernorm", "qk_l2_norm"):
-        if values[name]:
-            raise ValueError(f"--qk-layernorm-across-heads and {flag_of(name)}: choose one norm")
-    if values["normalization"] != "RMSNorm":
-        raise ValueError(
-            f"--normalization {values['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm"
-        )
-    groups, tensor = values["num_query_groups"], values["tensor_model_parallel_size"]
-    if values["group_query_attention"] and groups and groups % tensor:
-        raise ValueError(
-            f"--num-query-groups {groups}: with --qk-layernorm-across-heads it must be a multiple of "
-            f"--tensor-model-parallel-size {tensor}"
-        )
-
-
-def _latent_attention(values: Mapping[str, Any]) -> None:
-    if values["position_embedding_type"] != "rope":
-        raise ValueError(
-            f"--position-embedding-type {values['position_embedding_type']}: --multi-latent-attention has rotary "
-            "embeddings itself; use --position-embedding-type rope"
-        )
-    if values["tensor_model_parallel_size"] > 1:
-        raise ValueError(
-            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention cannot be "
-            "split among ranks; use 1 (experts can be split: --expert-tensor-parallel-size)"
-        )
-    for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
-        if values[name]:
-            raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
 
 
 def _prediction(values: Mapping[str, Any], virtual: int) -> None:

@@ -45,12 +45,16 @@ def context_parallelism(values: Mapping[str, Any], machine: Machine, impl: str) 
     """Raise ValueError for a context parallelism that this machine's attention does not compute."""
     context, (kind, *others) = values["context_parallel_size"], values["cp_comm_type"]
     flag = f"--context-parallel-size {context}"
-    if {kind} != {kind, *others}:
+    if {*others} - {kind}:
         # megatron-core 0.16 gives each layer the entry of the layer after it
         words = " ".join([kind, *others])
         raise ValueError(
             f"--cp-comm-type {words}: entries that differ between layers are not supported; give one for all"
         )
+    sizes = values["hierarchical_context_parallel_sizes"] or []
+    written = " ".join(map(str, sizes))
+    if sizes and kind != "a2a+p2p":
+        raise ValueError(f"--hierarchical-context-parallel-sizes {written}: belongs to --cp-comm-type a2a+p2p")
     if context == 1:
         return
     if machine.cuda and impl == "local":
@@ -58,19 +62,19 @@ def context_parallelism(values: Mapping[str, Any], machine: Machine, impl: str) 
             f"{flag}: on CUDA, only Transformer Engine's attention has context parallelism; use --transformer-impl "
             f"transformer_engine ({INSTALL}), or leave it out"
         )
-    sizes = values["hierarchical_context_parallel_sizes"]
-    if kind == "a2a+p2p" and not sizes:
+    if kind == "a2a+p2p" and len(sizes) != 2:
         raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
     if sizes and math.prod(sizes) != context:
-        written = " ".join(map(str, sizes))
         raise ValueError(f"--hierarchical-context-parallel-sizes {written}: their product must be {flag}")
     tensor, heads = values["tensor_model_parallel_size"], values["num_attention_heads"]
     groups = values["num_query_groups"] if values["group_query_attention"] else heads
+    sharing = {"a2a": context, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
     for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
-        if kind == "a2a" and count % (tensor * context):
+        if count % (tensor * sharing) and sharing > 1:
+            exchanging = flag if kind == "a2a" else f"{sharing} (--hierarchical-context-parallel-sizes)"
             raise ValueError(
-                f"{flag_of(name)} {count}: with --cp-comm-type a2a it must be a multiple of "
-                f"--tensor-model-parallel-size {tensor} x {flag}; or use --cp-comm-type p2p"
+                f"{flag_of(name)} {count}: with --cp-comm-type {kind} it must be a multiple of "
+                f"--tensor-model-parallel-size {tensor} x {exchanging}; or use --cp-comm-type p2p"
             )
     if kind == "a2a" and impl == "local" and values["softmax_type"] != "vanilla":
         raise ValueError(

@@ -200,6 +200,7 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
     """Convert the weights of a checkpoint in `source` into a Hugging Face model.
 
     Args:
+        log: as for `import_model`.
         hf_dir: directory with the model's config.json and tokenizer; default: the one that `import_model` wrote.
         step: iteration of the checkpoint; default: the latest.
 
@@ -213,7 +214,9 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
     _check_empty(target)
     model, path = _model(hf_dir), newest(source, step)
     reader = torch_dist.Reader(path)
-    weights = {name: tuple(entry.size) for name, entry in reader.weights.items()}
+    weights = {name: tuple(entry.size) for name, entry in reader.weights.items() if not name.startswith("mtp.")}
+    if left_out := len(reader.weights) - len(weights):
+        log(f"{left_out} tensors of multi-token prediction are left out: mtp.*\n")
     tables = {"embedding.word_embeddings.weight", "output_layer.weight"}
     wanted = (
         # The checkpoint's tables may have additional rows as padding

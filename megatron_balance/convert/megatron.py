@@ -22,7 +22,7 @@ from megatron_balance.convert.pieces import Piece, Rows, Same, Size
 from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
-MODEL = ("embedding.", "decoder.", "output_layer.")
+MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
 """Prefixes of the keys of weights."""
 
 OWN_EXPERT = re.compile(r"(.*\.experts\.experts\.)(\d+)\.(.*?)(_[wv])?$")

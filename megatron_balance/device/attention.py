@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel.mappings import (
     all_to_all_hp2sp,
     all_to_all_sp2hp,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -38,7 +40,31 @@ class AcrossHeadsSelfAttention(SelfAttention):
         self.k_layernorm = AcrossHeadsNorm(config, channels, config.num_query_groups, group)
 
 
-class PlainQuerySelfAttention(MLASelfAttention):
+class LatentSelfAttention(MLASelfAttention):
+    """Latent attention whose heads tensor-parallel ranks share, with sequence parallelism.
+
+    Without Transformer Engine, megatron-core splits the projection to compressed keys and values among the ranks, and
+    drops a part of its gradient: all heads share the keys' rotated channels, and only the heads of the ranks that hold
+    these channels contribute. With Transformer Engine, every rank has the whole projection, and the gradients of all
+    heads are summed. Here, a rank gets the projection's output in the form that Transformer Engine gives it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.linear_kv_down_proj.register_forward_hook(self._own_tokens)
+
+    def _own_tokens(
+        self, module: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Exchange [s, b, channels / ranks] for [s / ranks, b, channels]."""
+        projected, bias = output
+        if projected.shape[-1] == self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            return output
+        whole = gather_from_tensor_model_parallel_region(projected, group=self.pg_collection.tp)
+        return scatter_to_sequence_parallel_region(whole, group=self.pg_collection.tp), bias
+
+
+class PlainQuerySelfAttention(LatentSelfAttention):
     """Latent attention whose queries are neither compressed nor normalized (DeepSeek-V2-Lite)."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -104,20 +130,15 @@ class ContextParallelAttention(LatentDotProductAttention):
         if self.splits_heads:
             query, key, value = (_whole_sequence(one, self.cp_group) for one in (query, key, value))
             return _own_tokens(super().forward(query, key, value, None, *args, **kwargs), self.cp_group)
-        key, value = (_in_order(_gathered(one, self.cp_group), self.cp_group) for one in (key, value))
-        parts, length = [], len(query) // 2
-        for part, chunk in zip(
-            query.chunk(2), sequence_chunks(self.cp_group.rank(), self.cp_group.size()), strict=True
-        ):
+        # The gradients of keys and values are summed over ranks
+        gathered = (gather_from_sequence_parallel_region(one, group=self.cp_group) for one in (key, value))
+        key, value = (_in_order(one, self.cp_group) for one in gathered)
+        parts, length, own = [], len(query) // 2, sequence_chunks(self.cp_group.rank(), self.cp_group.size())
+        for part, chunk in zip(query.chunk(2), own, strict=True):
             seen = (chunk + 1) * length
             mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).triu(seen - length + 1)
             parts.append(super().forward(part, key[:seen], value[:seen], mask, *args, **kwargs))
         return torch.cat(parts)
-
-
-def _gathered(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return all ranks' tensors, one after the other; gradients are summed over ranks."""
-    return gather_from_sequence_parallel_region(own, group=group)
 
 
 def _whole_sequence(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

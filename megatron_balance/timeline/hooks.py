@@ -120,11 +120,14 @@ def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list
         if not chunk.ddp_config.overlap_grad_reduce:
             continue
         for group in chunk.expert_parallel_bucket_groups:
-            group.start_grad_sync = lambda *_, **__: None
             parameters = {parameter for bucket in group.buckets for parameter in bucket.params}
-            layers_of[group] = {
+            numbers = {
                 number for number, layer in layers.items() if not parameters.isdisjoint(layer.experts.parameters())
             }
+            # Inside another program, there may be experts of megatron-core's own layers
+            if numbers:
+                layers_of[group] = numbers
+                group.start_grad_sync = lambda *_, **__: None
     missing = {group: set(numbers) for group, numbers in layers_of.items()}
 
     def aggregated(number: int) -> None:

@@ -21,6 +21,7 @@ from tests.distributed.checkpoints import (
     unequal_tensors,
 )
 from tests.distributed.runs import build
+from tests.distributed.test_latent_attention import LATENT
 
 ITERATIONS = 8
 """Half of them come before the save, which thus falls inside an interval of three."""
@@ -44,10 +45,25 @@ LAYOUTS = {
         f"--global-batch-size 8 --disable-bias-linear --moe-shared-expert-intermediate-size 32 {DROPOUT} "
         "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-layer-freq [1,0,1,1]",
     ),
+    "pp2 ep2 predictions": (
+        4,
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 --mtp-num-layers 1 "
+        f"--position-embedding-type rope {GATHERED_LATE} {DROPOUT}",
+    ),
+    "cp2 ep2 dp2": (
+        4,
+        "--context-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 --position-embedding-type rope "
+        f"--use-distributed-optimizer {DROPOUT}",
+    ),
+    "tp2 ep2 latent attention": (
+        2,
+        f"{LATENT} --q-lora-rank 32 --tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}",
+    ),
 }
 
-QUICK = ("ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved")
-"""Whole and sharded optimizers, main parameters, a loss scale, stages and dense layers."""
+QUICK = ("ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved", "pp2 ep2 predictions")
+"""Whole and sharded optimizers, main parameters, a loss scale, stages and dense layers, and a head with the weights of
+two embeddings."""
 
 
 HOT = f"--moe-router-force-workload rotating_hotspot --global-batch-size 16 {DROPOUT}"

@@ -61,7 +61,6 @@ CASES = [
     pytest.param(name, layout, marks=[] if name == "mixtral" or layout == "ep2 etp2" else pytest.mark.slow)
     for name in hf_models.CONFIGS
     for layout in LAYOUTS
-    if layout != "tp2 ep2" or not name.startswith("deepseek")
 ]
 
 
@@ -103,6 +102,25 @@ def test_training_goes_on_with_balancing_and_an_export_differs(ranks, tmp_path) 
     assert all(not torch.equal(before.read(name), after.read(name)) for name in before.shapes if "proj" in name)
 
 
+def save_with_prediction(directory: str, save: str) -> None:
+    """Save an untrained model of an imported one's shape, with a layer for multi-token prediction."""
+    flags = f"--load {directory} --use-checkpoint-args {TRAINING} --expert-model-parallel-size 2 --mtp-num-layers 1"
+    Checkpoints(build(f"{flags} --save {save}", base=""), Said(), patience=30.0).save()
+
+
+@pytest.mark.slow
+def test_an_export_leaves_out_multi_token_prediction(ranks, tmp_path) -> None:
+    hf, there, mine, back = (tmp_path / name for name in ("hf", "there", "mine", "back"))
+    hf_models.save("deepseek_v3", hf)
+    import_model(hf, there, lambda text: None)
+    ranks(2).run(save_with_prediction, str(there), str(mine))
+    said: list[str] = []
+    export_model(mine, back, said.append, hf_dir=there / "huggingface")
+    assert said[0].endswith(" tensors of multi-token prediction are left out: mtp.*\n")
+    assert Weights(back).shapes == Weights(hf).shapes
+
+
+@pytest.mark.slow
 def test_norms_across_heads_learn_alike_where_ranks_share_the_heads(ranks, tmp_path) -> None:
     hf, there = tmp_path / "hf", tmp_path / "there"
     hf_models.save("olmoe", hf, vocab_size=200)  # padded to 256 on both layouts
@@ -153,8 +171,10 @@ def save_as_upstream(flags: str, directory: str, metadata: dict) -> torch.Tensor
 def logits(run: Run) -> torch.Tensor:
     (chunk,) = run.model
     tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(5))
+    # A model with multi-token prediction computes losses only
+    labels = tokens if run.config.transformer.mtp_num_layers else None
     with torch.no_grad():
-        return chunk.eval()(tokens, torch.arange(16).expand_as(tokens), None)
+        return chunk.eval()(tokens, torch.arange(16).expand_as(tokens), None, labels=labels)
 
 
 def logits_of(directory: str) -> torch.Tensor:
@@ -162,7 +182,14 @@ def logits_of(directory: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("metadata", [{}, SPLIT], ids=["together", "one by one"])
-@pytest.mark.parametrize("flags", ["--swiglu --disable-bias-linear", "--moe-layer-freq [1,0]"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--swiglu --disable-bias-linear",
+        "--moe-layer-freq [1,0]",
+        pytest.param("--mtp-num-layers 2 --position-embedding-type rope", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_of_megatron_lm(ranks, tmp_path, flags: str, metadata: dict) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     expected = ranks(2).run(save_as_upstream, flags, str(theirs), metadata)[0]

@@ -76,6 +76,16 @@ ACTIVATIONS = {
         "--v-head-dim 12 --rope-type rope --position-embedding-type rope --normalization RMSNorm --qk-layernorm "
         "--disable-bias-linear --swiglu"
     ),
+    "latent attention, split heads": (
+        "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 12 --rope-type rope --position-embedding-type rope --normalization RMSNorm --qk-layernorm "
+        "--disable-bias-linear --swiglu --tensor-model-parallel-size 2 --sequence-parallel"
+    ),
+    "multi-token prediction": "--mtp-num-layers 2 --position-embedding-type rope --vocab-size 1023",
+    "recomputed multi-token prediction": (
+        "--mtp-num-layers 2 --position-embedding-type rope --vocab-size 1023 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1"
+    ),
     "shared experts": "--disable-bias-linear --swiglu --moe-shared-expert-intermediate-size 64",
     "recomputed attention": "--expert-model-parallel-size 2 --recompute-granularity selective",
     "recomputed experts": "--recompute-granularity selective --recompute-modules moe",
@@ -106,7 +116,9 @@ def keep(flags: str) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run.model[0](batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        loss = run.model[0](
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+        )
     assert loss.requires_grad
     kept = sum(storage.nbytes() for key, storage in storages.items() if key not in known)
     chunk = model_chunk(run.model[0])

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance import Balancing, add_balance_args, attach, balanced_layer_spec
+from megatron_balance.device.attention import ContextParallelAttention
 from megatron_balance.job.layout import build_groups
 from tests.distributed import upstream
 from tests.distributed.runs import Curve, Hosts, deviation
@@ -34,8 +35,14 @@ needs_megatron_lm = pytest.mark.skipif(
 )
 
 
-def own_loop(flags: str, detach: bool = False) -> tuple[Curve, Hosts]:
-    """Run a user's program on megatron-core with our three calls and our flags."""
+def own_loop(flags: str, detach: bool = False, context: int = 1, predictions: int | None = None) -> tuple[Curve, Hosts]:
+    """Run a user's program on megatron-core with our three calls and our flags.
+
+    Args:
+        detach: whether the program replaces a hook after `attach`.
+        context: context-parallel size; a rank's samples then are its parts of sequences.
+        predictions: layers for multi-token prediction.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--seq-length", type=int, default=16)
     parser.add_argument("--micro-batch-size", type=int, default=2)
@@ -50,6 +57,8 @@ def own_loop(flags: str, detach: bool = False) -> tuple[Curve, Hosts]:
         moe_token_dispatcher_type="alltoall",
         moe_aux_loss_coeff=1e-2,
         expert_model_parallel_size=dist.get_world_size(),
+        context_parallel_size=context,
+        mtp_num_layers=predictions,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         transformer_impl="local",
@@ -57,7 +66,16 @@ def own_loop(flags: str, detach: bool = False) -> tuple[Curve, Hosts]:
     balancing = Balancing(args, config)
     build_groups(config, seed=1)
     spec = balanced_layer_spec(get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False), balancing)
-    gpt = GPTModel(config, spec, vocab_size=128, max_sequence_length=args.seq_length)
+    if context > 1:
+        spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
+    gpt = GPTModel(
+        config,
+        spec,
+        vocab_size=128,
+        max_sequence_length=args.seq_length * context,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if predictions else None,
+    )
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=1e-3), [model], use_gloo_process_groups=False
@@ -112,8 +130,13 @@ def check(plain: tuple[Curve, Hosts], balanced: tuple[Curve, Hosts]) -> None:
     assert all(added > 0 for added in balanced[1][1:]), f"balancing hardly acted: {balanced[1]}"
 
 
-def test_a_loop_of_ones_own_learns_the_same(ranks) -> None:
-    plain, balanced = (ranks(2).run(own_loop, flags)[0] for flags in ("--moe-layer-impl megatron", POLICY))
+@pytest.mark.parametrize(
+    "settings",
+    [(), *(pytest.param(one, marks=pytest.mark.slow) for one in ((False, 2), (False, 1, 2), (False, 2, 1)))],
+    ids=["plain", "context parallelism", "multi-token prediction", "both"],
+)
+def test_a_loop_of_ones_own_learns_the_same(ranks, settings: tuple) -> None:
+    plain, balanced = (ranks(2).run(own_loop, flags, *settings)[0] for flags in ("--moe-layer-impl megatron", POLICY))
     check(plain, balanced)
 
 
@@ -129,6 +152,10 @@ LAYOUTS = {
     "PP2xEP2-interleaved": (
         *(4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "),
         "--num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "EP2xDP2-prediction": (
+        *(4, "--expert-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope --overlap-grad-reduce"),
+        "--ddp-bucket-size 1000",
     ),
 }
 

@@ -1,6 +1,7 @@
 """Multi-token prediction: runs of our layer against megatron-core's, with a policy, on other layouts."""
 
 import pytest
+from megatron.core.transformer import multi_token_prediction
 
 from tests.distributed import runs
 from tests.distributed.runs import deviation
@@ -50,6 +51,21 @@ def test_policies_act_on_predicting_layers_and_change_nothing(ranks, curve_of, p
     curve, hosts = outcomes[-1]
     assert {1, 2, 3, 4} == hosts.keys() and all(hosts[layer] > 0 for layer in (3, 4)), hosts
     assert deviation(curve, curve_of(f"{hot} --moe-layer-impl megatron", ITERATIONS, world_size)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    hasattr(multi_token_prediction, "process_mtp_loss"), reason="since 0.19, each rank weights the losses of its tokens"
+)
+def test_parts_of_sequences_follow_whole_ones(curve_of) -> None:
+    """Means over each rank's tokens would differ from one over all, because a sequence's last has none to predict.
+
+    Without such means, megatron-core weights the router's losses by the number of ranks.
+    """
+    world_size, flags = LAYOUTS["EP2xCP2"]
+    flags += " --calculate-per-token-loss --moe-router-load-balancing-type none --moe-z-loss-coeff 0"
+    alone = flags.replace("--context-parallel-size", "--eval-iters")
+    assert deviation(*(curve_of(one, ITERATIONS, world_size) for one in (flags, alone))) <= 1e-6
 
 
 def hosts_by_layer(flags: str) -> tuple[runs.Curve, dict[int, float]]:

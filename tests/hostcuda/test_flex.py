@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,6 +96,50 @@ def test_losses_gradients_and_plans_are_those_of_all_to_alls(
             assert found.keys() == wanted.keys()
             for number, (load, placement) in found.items():
                 assert np.array_equal(load, wanted[number][0]) and placement == wanted[number][1]
+
+
+def contract() -> list[str]:
+    """Send tokens to slots and back by megatron-core's HybridEP; return which parts of docs/cuda.md's contract fail."""
+    import deep_ep  # pyright: ignore[reportMissingImports]
+
+    ranks, rank, slots, tokens, hidden = dist.get_world_size(), dist.get_rank(), 3, 5, 8
+    generator = torch.Generator().manual_seed(4)
+    tokens_BH = torch.randn(ranks * tokens, hidden, generator=generator)
+    map_BP = torch.rand(ranks * tokens, ranks * slots, generator=generator) < 0.4
+    probs_BP = torch.rand(ranks * tokens, ranks * slots, generator=generator) * map_BP
+    own, mine = slice(rank * tokens, (rank + 1) * tokens), slice(rank * slots, (rank + 1) * slots)
+    token_R, slot_R = (index.tolist() for index in map_BP[:, mine].T.nonzero().T.flip(0))
+    arrived, room = len(token_R), ranks * tokens * slots
+    sent_TH = tokens_BH[own].cuda().requires_grad_()
+    fused_a2a.reset_hybrid_ep_buffer()
+    with mock.patch.object(deep_ep, "TOKENS", (torch.float32,)):
+        rows_RH, probs_R, _, counts_S, handle = fused_a2a.hybrid_ep_dispatch(
+            x=sent_TH,
+            routing_map=map_BP[own].cuda(),
+            probs=probs_BP[own].cuda(),
+            group=dist.group.WORLD,
+            num_local_experts=slots,
+            num_permuted_tokens=room,
+        )
+        # What no row has written must not reach anybody
+        anything_RH = torch.where(torch.arange(room, device="cuda")[:, None] < arrived, rows_RH, torch.inf)
+        output_TH = fused_a2a.hybrid_ep_combine(anything_RH, handle, room, None)
+        output_TH.backward(torch.ones_like(output_TH))
+    fused_a2a.reset_hybrid_ep_buffer()
+    choices_T1 = map_BP[own].sum(1, keepdim=True)
+    found = {
+        "there is room for the rows that were asked for": len(rows_RH) == len(probs_R) == room > arrived,
+        "rows are in the order of slots, then of sources": torch.equal(rows_RH[:arrived].cpu(), tokens_BH[token_R]),
+        "each row has its probability": torch.equal(probs_R[:arrived].cpu(), probs_BP[:, mine][token_R, slot_R]),
+        "counts are rows of each slot": counts_S.tolist() == map_BP[:, mine].sum(0).tolist(),
+        "a token gets the sum of its rows": torch.allclose(output_TH.cpu(), choices_T1 * tokens_BH[own]),
+        "and so does its gradient": torch.allclose(sent_TH.grad.cpu(), choices_T1.float().expand(-1, hidden)),
+    }
+    return [part for part, holds in found.items() if not holds]
+
+
+def test_the_stand_in_keeps_the_contract(device_ranks) -> None:
+    assert device_ranks(2, "deep_ep").run(contract) == [[], []]
 
 
 def test_counted_rows_compute_the_same(device_ranks) -> None:

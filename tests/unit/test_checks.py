@@ -53,8 +53,41 @@ BAD = [
         *("--cp-comm-type a2a+p2p", "also give --hierarchical-context-parallel-sizes"),
     ),
     (
+        "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 1",
+        *("--num-attention-heads 4", "a2a+p2p", "x 8 (--hierarchical-context-parallel-sizes)", "--cp-comm-type p2p"),
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4",
+        *("--cp-comm-type a2a+p2p", "A2A P2P"),
+    ),
+    (
         "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
         *("--hierarchical-context-parallel-sizes 2 4", "--context-parallel-size 4"),
+    ),
+    (
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+        *("--hierarchical-context-parallel-sizes 2 2", "belongs to --cp-comm-type a2a+p2p"),
+    ),
+    ("--cp-comm-type p2p a2a", "--cp-comm-type p2p a2a", "give one for all"),
+    (
+        "--multi-latent-attention --position-embedding-type rope --tensor-model-parallel-size 2",
+        *("--tensor-model-parallel-size 2", "--multi-latent-attention", "add --sequence-parallel"),
+    ),
+    (
+        "--multi-latent-attention --position-embedding-type rope --tensor-model-parallel-size 2 --sequence-parallel "
+        "--kv-lora-rank 31",
+        *("--kv-lora-rank plus --qk-pos-emb-head-dim 95", "multiple of --tensor-model-parallel-size 2"),
+    ),
+    (
+        "--multi-latent-attention --position-embedding-type rope --tensor-model-parallel-size 2 --sequence-parallel "
+        "--q-lora-rank 31",
+        *("--q-lora-rank 31", "multiple of --tensor-model-parallel-size 2"),
+    ),
+    ("--mtp-num-layers 1", "--position-embedding-type learned_absolute", "--mtp-num-layers 1", "use rope"),
+    (
+        "--mtp-num-layers 1 --position-embedding-type rope --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+        *("--recompute-method block", "--mtp-num-layers 1", "--recompute-method uniform --recompute-num-layers 1"),
     ),
     ("--distributed-backend nccl", "--distributed-backend nccl", "needs CUDA", "--distributed-backend gloo"),
     ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine", "--transformer-impl local"),
