@@ -73,6 +73,11 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "no_rope_freq": {"type": lambda text: parse_layer_frequency(text)},
     "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text)},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
+    "pipeline_model_parallel_layout": {
+        "type": str,
+        "help": "Layers of each pipeline stage, e.g. Et|(tt|)*3tmL: E embedding, t transformer layer, m multi-token "
+        "prediction, L loss; | ends a stage.",
+    },
     "num_layers_in_first_pipeline_stage": {"arg_names": ["--decoder-first-pipeline-num-layers"]},
     "num_layers_in_last_pipeline_stage": {"arg_names": ["--decoder-last-pipeline-num-layers"]},
     "masked_softmax_fusion": {"arg_names": ["--no-masked-softmax-fusion"], "action": "store_false", "default": True},
@@ -186,7 +191,7 @@ def build_parser() -> Parser:
     for entry, reason in ACCEPTED.items():
         flag, _, value = entry.partition(" ")
         if value:
-            kind = str if value.isupper() else _only(value, reason)
+            kind = str if value.isupper() else _only(value.split("|"), reason)
             parser.add_argument(flag, dest=flag, type=kind, help=argparse.SUPPRESS)
         else:
             parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
@@ -283,12 +288,12 @@ def _without_effect(given: Collection[str]) -> list[str]:
     return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
 
 
-def _only(value: str, reason: str) -> Callable[[str], str]:
-    """Return a converter that accepts only this value."""
+def _only(values: Sequence[str], reason: str) -> Callable[[str], str]:
+    """Return a converter that accepts only these values."""
 
     def convert(text: str) -> str:
-        if text != value:
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {value} {reason}")
+        if text not in values:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {' or '.join(values)} {reason}")
         return text
 
     return convert
@@ -313,7 +318,8 @@ def _megatron_fields() -> list[dataclasses.Field]:
 def _is_without_effect(field: dataclasses.Field) -> bool:
     """Return whether the flag of one of megatron-core's fields is refused, or accepted without effect."""
     names = MEGATRON_FLAGS.get(field.name, {}).get("arg_names") or flag_names(field)
-    return any(refusal(name) or name in ACCEPTED for name in names)
+    accepted = {entry.partition(" ")[0] for entry in ACCEPTED}
+    return any(refusal(name) or name in accepted for name in names)
 
 
 def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
@@ -339,7 +345,7 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
         balance=build(ours.BalanceConfig, values),
         comm=build(ours.CommConfig, values),
         model=build(ours.ModelConfig, values, max_position_embeddings=layout.max_position_embeddings),
-        tokenizer=build(ours.TokenizerConfig, values),
+        tokenizer=build(ours.TokenizerConfig, values, tokenizer_type=layout.tokenizer_type),
         data=build(ours.DataConfig, values, split=layout.split),
         train=build(ours.TrainConfig, values, global_batch_size=layout.global_batch_size),
         checkpoint=build(ours.CheckpointConfig, values),
@@ -366,6 +372,7 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         ffn_hidden_size=layout.ffn_hidden_size,
         moe_ffn_hidden_size=layout.moe_ffn_hidden_size,
         moe_token_dispatcher_type=layout.moe_token_dispatcher_type,
+        moe_shared_expert_overlap=layout.moe_shared_expert_overlap,
         sequence_parallel=layout.sequence_parallel,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_size,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, context_parallelism, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
+from megatron_balance.cli.pipeline_checks import prediction, virtual_pipeline_size
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
 from megatron_balance.cli.watch_checks import watching
 from megatron_balance.config.flags import flag_of
@@ -79,10 +80,12 @@ class Layout:
     ffn_hidden_size: int
     moe_ffn_hidden_size: int | None
     moe_token_dispatcher_type: str
+    moe_shared_expert_overlap: bool
     sequence_parallel: bool
     expert_tensor_parallel_size: int
     virtual_pipeline_size: int | None
     split: str | None
+    tokenizer_type: str
     bias_activation_fusion: bool
     masked_softmax_fusion: bool
     bias_dropout_fusion: bool
@@ -111,6 +114,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     notices: list[str] = []
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
+    values = {**values, "tokenizer_type": _tokenizer_type(values, notices)}
     _required(values)
     values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
     _available(values, given, notices)
@@ -119,10 +123,10 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     watching(values, machine, notices)
     context_parallelism(values, machine, impl)
     data_parallel = _data_parallel_size(values, machine.world_size)
-    _model_shape(values)
-    virtual = _virtual_pipeline_size(values)
+    _model_shape(values, impl)
+    virtual = virtual_pipeline_size(values)
     if values["mtp_num_layers"]:
-        _prediction(values, virtual or 1)
+        prediction(values, virtual or 1)
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = _ffn_hidden_size(values)
     moe_ffn = check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=machine.cuda, notices=notices)
@@ -134,10 +138,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
         moe_token_dispatcher_type=token_dispatcher(values, given, backend=backend, cuda=machine.cuda, notices=notices),
+        moe_shared_expert_overlap=values["moe_shared_expert_overlap"] and values["moe_layer_impl"] == "megatron",
         sequence_parallel=values["sequence_parallel"],
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
         split=_data(values, notices),
+        tokenizer_type=values["tokenizer_type"],
         **fusions(values, machine, impl, notices),
         overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
         # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
@@ -164,6 +170,14 @@ def _required(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{saved_flags.flag_of(name)} {values[name]}: give at most {most}")
     if values["distributed_timeout_minutes"] <= 0:
         raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
+
+
+def _tokenizer_type(values: Mapping[str, Any], notices: list[str]) -> str | None:
+    """Return the type of tokenizer; like upstream, GPT2BPETokenizer by default if its files are given."""
+    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
+        notices.append("--vocab-file and --merge-file without --tokenizer-type: using GPT2BPETokenizer")
+        return "GPT2BPETokenizer"
+    return values["tokenizer_type"]
 
 
 def at_least_one(values: Mapping[str, Any], names: Collection[str]) -> None:
@@ -224,10 +238,17 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
             f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
             f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
         )
+    if values["use_tp_pp_dp_mapping"] and pipeline > 1 and expert != tensor * context:
+        raise ValueError(
+            f"--use-tp-pp-dp-mapping: with --pipeline-model-parallel-size {pipeline}, experts and attention must have "
+            f"as many replicas: --expert-model-parallel-size {values['expert_model_parallel_size']} x expert tensor "
+            f"parallelism {values['expert_tensor_parallel_size'] or tensor} must be --tensor-model-parallel-size "
+            f"{tensor} x --context-parallel-size {context}; or leave it out"
+        )
     return world_size // (tensor * pipeline * context)
 
 
-def _model_shape(values: Mapping[str, Any]) -> None:
+def _model_shape(values: Mapping[str, Any], impl: str) -> None:
     tensor = values["tensor_model_parallel_size"]
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     if hidden % heads and values["kv_channels"] is None:
@@ -256,7 +277,7 @@ def _model_shape(values: Mapping[str, Any]) -> None:
     if values["qk_layernorm_across_heads"]:
         _across_heads(values)
     if values["multi_latent_attention"]:
-        _latent_attention(values)
+        _latent_attention(values, impl)
     elif values["rope_type"] == "yarn":
         raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
     activations = [name for name in ACTIVATIONS if values[name]]
@@ -292,44 +313,22 @@ def _across_heads(values: Mapping[str, Any]) -> None:
         )
 
 
-def _latent_attention(values: Mapping[str, Any]) -> None:
+def _latent_attention(values: Mapping[str, Any], impl: str) -> None:
     if values["position_embedding_type"] != "rope":
         raise ValueError(
             f"--position-embedding-type {values['position_embedding_type']}: --multi-latent-attention has rotary "
             "embeddings itself; use --position-embedding-type rope"
         )
-    if values["tensor_model_parallel_size"] > 1:
+    # megatron-core lets each rank keep the gradient of its own heads for the position channels that all heads share
+    if values["tensor_model_parallel_size"] > 1 and not (values["sequence_parallel"] and impl == "transformer_engine"):
         raise ValueError(
-            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention cannot be "
-            "split among ranks; use 1 (experts can be split: --expert-tensor-parallel-size)"
+            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention can be "
+            "split among ranks only with --sequence-parallel and --transformer-impl transformer_engine; use 1 (experts "
+            "can be split: --expert-tensor-parallel-size)"
         )
     for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
         if values[name]:
             raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
-
-
-def _prediction(values: Mapping[str, Any], virtual: int) -> None:
-    """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
-    flag, positions = f"--mtp-num-layers {values['mtp_num_layers']}", values["position_embedding_type"]
-    if positions == "learned_absolute":
-        raise ValueError(
-            f"--position-embedding-type {positions}: {flag} shifts tokens by a place; use rope (or none for a model "
-            "without positions)"
-        )
-    if values["recompute_granularity"] == "full" and (values["recompute_method"], values["recompute_num_layers"]) != (
-        *("uniform", 1),
-    ):
-        raise ValueError(
-            f"--recompute-method {values['recompute_method']} --recompute-num-layers {values['recompute_num_layers']}: "
-            f"with {flag} use --recompute-method uniform --recompute-num-layers 1"
-        )
-    ends = sum(values[f"account_for_{end}_in_pipeline_split"] for end in ("embedding", "loss"))
-    chunks = values["pipeline_model_parallel_size"] * virtual
-    if values["account_for_loss_in_pipeline_split"] and values["num_layers"] + ends == chunks:
-        raise ValueError(
-            f"--account-for-loss-in-pipeline-split: the last pipeline stage would have no layer, which {flag} copies; "
-            "leave it out"
-        )
 
 
 def _positions(values: Mapping[str, Any]) -> int:
@@ -344,31 +343,6 @@ def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
     if values["ffn_hidden_size"]:
         return values["ffn_hidden_size"]
     return int(values["hidden_size"] * 4 * 2 / 3 / 64) * 64 if values["swiglu"] else 4 * values["hidden_size"]
-
-
-def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
-    stages, ends = values["pipeline_model_parallel_size"], ("embedding", "loss")
-    layers = values["num_layers"] + sum(values[f"account_for_{end}_in_pipeline_split"] for end in ends)
-    uneven = values["num_layers_in_first_pipeline_stage"] or values["num_layers_in_last_pipeline_stage"]
-    if layers % stages and not uneven:
-        raise ValueError(f"--num-layers {layers}: must be a multiple of --pipeline-model-parallel-size {stages}")
-    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    wanted = {name: values[name] for name in names if values[name] is not None}
-    if not wanted:
-        return None
-    if len(wanted) > 1:
-        raise ValueError(f"{' and '.join(map(flag_of, wanted))}: give one of them")
-    ((name, value),) = wanted.items()
-    if stages == 1:
-        raise ValueError(f"{flag_of(name)} {value}: needs --pipeline-model-parallel-size above 1")
-    if stages == 2 and not values["overlap_p2p_comm"]:
-        # In a batch, the two messages between the same two ranks could not be distinguished
-        raise ValueError(
-            "--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with the interleaved schedule"
-        )
-    if value < 1 or uneven or layers // stages % value:
-        raise ValueError(f"{flag_of(name)} {value}: must divide the {layers // stages} layers of a stage")
-    return value if name == "num_virtual_stages_per_pipeline_rank" else layers // stages // value
 
 
 def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: int | None) -> int:

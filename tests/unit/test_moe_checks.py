@@ -80,7 +80,6 @@ BAD = [
         "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",
         *("megatron-core refuses", "Bias", "ETP==1"),
     ),
-    ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap", "--moe-layer-impl balanced", "leave it out"),
     ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
     (
         "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 3",
