@@ -213,9 +213,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     argv = parser.expanded(argv)
     argv = [*yaml_flags(parser, argv), *argv]
     args = parser.parse_args(argv)
-    unset = object()
-    blank = argparse.Namespace(**dict.fromkeys(vars(args), unset))
-    given = {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
+    given = given_fields(parser, argv)
     if args.use_checkpoint_args:
         if args.load is None:
             raise ValueError("--use-checkpoint-args: also give --load")
@@ -229,9 +227,16 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     values |= data_in_files(values)
     layout, notices = check(values, given, machine)
     try:
-        return Parsed(_run_config(values, layout), _without_effect(given) + notices, _as_written(parser, values))
+        return Parsed(_run_config(values, layout), without_effect(given) + notices, _as_written(parser, values))
     except (AssertionError, ImportError, RuntimeError) as error:
         raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
+
+
+def given_fields(parser: Parser, argv: Sequence[str]) -> set[str]:
+    """Return the fields whose flags are on a command line, which `parser` accepts."""
+    unset = object()
+    blank = argparse.Namespace(**{action.dest: unset for action in parser._actions})
+    return {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
 
 
 def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
@@ -283,7 +288,8 @@ def _given(given: bool) -> str:
     return "given" if given else "not given"
 
 
-def _without_effect(given: Collection[str]) -> list[str]:
+def without_effect(given: Collection[str]) -> list[str]:
+    """Return a notice for each of the given flags that is accepted without effect."""
     reasons = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
     return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
 
