@@ -15,9 +15,9 @@ from megatron_balance.cli.upstream_flags import REFUSED_VALUES, refusal
 DATA = Path(__file__).parent / "data" / "megatron_lm_scripts.yaml"
 
 FILES = (
-    "--data-path corpus --save checkpoints --load checkpoints --tensorboard-dir logs --data-cache-path cache "
-    "--tokenizer-model tokenizer.model"
-).split()
+    *("--data-path", "corpus", "--save", "checkpoints", "--load", "checkpoints", "--tensorboard-dir", "logs"),
+    *("--data-cache-path", "cache", "--tokenizer-model", "tokenizer.model"),
+)
 """Names of files, which all scripts have."""
 
 OF_ANOTHER_PROGRAM = "belongs to ModelOpt's programs, not to `pretrain_gpt.py`"

@@ -280,6 +280,21 @@ def test_unknown_workload(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--moe-router-force-workload" in line and all(workload in line for workload in NAMES)
 
 
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 32", "--moe-comm-chunks auto"),
+        ("--use-fused-weighted-squared-relu --squared-relu", "fuses the activation"),
+    ],
+)
+def test_what_only_makes_megatrons_layer_faster_is_noticed(flag: str, instead: str) -> None:
+    parsed = parse(f"{flag} --moe-token-dispatcher-type alltoall")
+    name = flag.split()[0]
+    said = [notice for notice in parsed.notices if notice.startswith(f"{name} has no effect")]
+    assert len(said) == 1 and instead in said[0]
+    assert not parsed.config.transformer.moe_shared_expert_overlap
+
+
 def test_grouped_gemm_is_noticed_with_our_layer_only() -> None:
     assert any("--moe-grouped-gemm" in notice for notice in parse("--moe-grouped-gemm").notices)
     assert not any("--moe-grouped-gemm" in notice for notice in parse("").notices)
