@@ -1,18 +1,21 @@
 """MoE training scripts of Megatron-LM, as users bring them along, and what becomes of their flags here.
 
-python -m tests.megatron_lm_scripts      # prints the table of docs/coming_from_megatron_lm.md
+python -m tests.megatron_lm_scripts      # prints the table and the counts of docs/coming_from_megatron_lm.md
 """
 
 import itertools
+import json
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from megatron_balance.cli.upstream_flags import REFUSED_VALUES, refusal
+from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 
 DATA = Path(__file__).parent / "data" / "megatron_lm_scripts.yaml"
+FLAGS = DATA.with_name("megatron_flags_0.16.1.json")
 
 FILES = (
     *("--data-path", "corpus", "--save", "checkpoints", "--load", "checkpoints", "--tensorboard-dir", "logs"),
@@ -88,5 +91,24 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def states() -> Counter[str]:
+    """Return how many of Megatron-LM's flags are in each state."""
+    accepted = {entry.partition(" ")[0] for entry in ACCEPTED}
+    flags = json.loads(FLAGS.read_text(encoding="utf-8"))["flags"]
+    return Counter(
+        "refused" if refusal(flag) else "accepted with a notice" if flag in accepted else "supported" for flag in flags
+    )
+
+
+def counts() -> str:
+    """Return the numbers of flags and of scripts in words."""
+    number, flags = states(), sum(states().values())
+    parse = sum(not script.refused for script in SCRIPTS.values())
+    return (
+        f"Of {flags} flags, {number['supported']} are supported, {number['accepted with a notice']} are accepted with "
+        f"a notice and {number['refused']} are refused. Of {len(SCRIPTS)} scripts, {parse} parse as they are."
+    )
+
+
 if __name__ == "__main__":
-    print(table())
+    print(counts(), table(), sep="\n\n")

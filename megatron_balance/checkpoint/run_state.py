@@ -165,7 +165,9 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
     if "rng" in parts:
         set_random_states(loaded["rng_state"])
     if not weights_only:
-        _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
+        # Like upstream, --no-load-optim also starts the schedule of the learning rate afresh
+        if not run.config.checkpoint.no_load_optim:
+            _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
         run.progress.iteration = loaded["iteration"]
         run.progress.consumed_samples = loaded["consumed_samples"]
         run.progress.consumed_valid_samples = loaded["consumed_valid_samples"]

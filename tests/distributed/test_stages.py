@@ -41,6 +41,6 @@ def train(flags: str) -> Curve:
 )
 def test_stages_learn_the_same(ranks, world_size: int, flags: str, others: str) -> None:
     one, other = (ranks(world_size).run(train, text)[0] for text in (flags, others))
-    assert len({pair for pair in one}) == 3
+    assert len(set(one)) == 3
     for pair, same in zip(one, other, strict=True):
         assert pair == pytest.approx(same, rel=1e-5)

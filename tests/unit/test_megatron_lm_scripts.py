@@ -2,13 +2,14 @@
 
 import contextlib
 import io
+from pathlib import Path
 
 import pytest
 
 from megatron_balance.cli import arguments
 from megatron_balance.cli.arguments import build_parser
 from megatron_balance.cli.checks import Layout, Machine, check
-from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, reasons, without
+from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, counts, reasons, table, without
 
 UNSET = object()
 
@@ -38,6 +39,11 @@ def test_script_at_its_own_size(script: Script) -> None:
     layout, notices = parse([*script.kept, *FILES], script.ranks)
     assert layout.backend == "nccl"
     assert tuple(notice.split()[0].rstrip(":") for notice in notices) == script.noticed
+
+
+def test_the_page_has_the_outcomes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming_from_megatron_lm.md").read_text(encoding="utf-8")
+    assert counts() in " ".join(page.split()) and table() in page, "run python -m tests.megatron_lm_scripts"
 
 
 def test_without_flags() -> None:
