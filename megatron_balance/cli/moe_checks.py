@@ -19,7 +19,7 @@ NOT_BALANCED = (*("moe_router_padding_for_quantization", "moe_router_padding_for
 
 IDLE_IN_BALANCED = {
     "moe_use_legacy_grouped_gemm": "it has grouped products of its own",
-    "use_fused_weighted_squared_relu": "it fuses the activation itself",
+    "use_fused_weighted_squared_relu": "its experts compute the activation themselves",
     "moe_shared_expert_overlap": "shared experts run while the host waits for the numbers of rows; --moe-comm-chunks "
     "auto hides the exchange of tokens",
 }

@@ -418,7 +418,9 @@ def test_norms_are_recomputed_with_transformer_engine_only() -> None:
 
 @pytest.mark.parametrize("flags", ["--sequence-parallel", "--transformer-impl transformer_engine"])
 def test_latent_attention_is_split_with_transformer_engine_and_sequence_parallelism(flags: str) -> None:
-    latent = "--multi-latent-attention --disable-bias-linear --position-embedding-type rope --tensor-model-parallel-size 2"
+    latent = (
+        "--multi-latent-attention --disable-bias-linear --position-embedding-type rope --tensor-model-parallel-size 2"
+    )
     values = vars(build_parser().parse_args(argv(f"{latent} --moe-layer-impl balanced {flags}")))
     machine = Machine(2, cuda=True, transformer_engine="engine" in flags, apex=True)
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2: --multi-latent-attention can be split"):

@@ -284,7 +284,7 @@ def test_unknown_workload(capsys: pytest.CaptureFixture[str]) -> None:
     ("flag", "instead"),
     [
         ("--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 32", "--moe-comm-chunks auto"),
-        ("--use-fused-weighted-squared-relu --squared-relu", "fuses the activation"),
+        ("--use-fused-weighted-squared-relu --squared-relu", "compute the activation themselves"),
     ],
 )
 def test_what_only_makes_megatrons_layer_faster_is_noticed(flag: str, instead: str) -> None:
