@@ -23,7 +23,7 @@ FILES = (
 )
 """Names of files, which all scripts have."""
 
-OF_ANOTHER_PROGRAM = "belongs to ModelOpt's programs, not to `pretrain_gpt.py`"
+OF_ANOTHER_PROGRAM = "unknown to `pretrain_gpt.py`, too; for ModelOpt's programs"
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,15 @@ def table() -> str:
     """Return the table of scripts in Markdown."""
     lines = ["| script | from | ranks | outcome |", "|---|---|---|---|"]
     for script in SCRIPTS.values():
-        refused = (
-            f"{', '.join(f'`{flag}`' for flag in flags[:3])}{' ...' if len(flags) > 3 else ''}: {reason}"
-            for reason, flags in reasons(script).items()
-        )
+        refused = (f"{_shown(flags, reason)}: {reason}" for reason, flags in reasons(script).items())
         lines.append(f"| {script.name} | {script.source} | {script.ranks} | {'<br>'.join(refused) or 'parses'} |")
     return "\n".join(lines)
+
+
+def _shown(flags: list[str], reason: str) -> str:
+    # Dashes would make them names of flags that exist
+    names = [flag.removeprefix("--") if reason == OF_ANOTHER_PROGRAM else flag for flag in flags]
+    return ", ".join(f"`{name}`" for name in names[:3]) + " ..." * (len(names) > 3)
 
 
 def states() -> Counter[str]:

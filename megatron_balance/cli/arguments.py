@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.checks import Layout, check
 from megatron_balance.cli.data_args import data_in_files
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
-from megatron_balance.cli.parser import Parser
+from megatron_balance.cli.parser import Parser, all_but, only
 from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import log_config
@@ -191,13 +191,13 @@ def build_parser() -> Parser:
     for entry, reason in ACCEPTED.items():
         flag, _, value = entry.partition(" ")
         if value:
-            kind = str if value.isupper() else _only(value.split("|"), reason)
+            kind = str if value.isupper() else only(value.split("|"), reason)
             parser.add_argument(flag, dest=flag, type=kind, help=argparse.SUPPRESS)
         else:
             parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
     for flag, reasons in REFUSED_VALUES.items():
         action = parser._option_string_actions[flag]
-        action.type = _all_but(reasons, action.type)
+        action.type = all_but(reasons, action.type)
         action.choices = [choice for choice in action.choices or () if choice not in reasons]
     return parser
 
@@ -292,29 +292,6 @@ def without_effect(given: Collection[str]) -> list[str]:
     """Return a notice for each of the given flags that is accepted without effect."""
     reasons = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
     return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
-
-
-def _only(values: Sequence[str], reason: str) -> Callable[[str], str]:
-    """Return a converter that accepts only these values."""
-
-    def convert(text: str) -> str:
-        if text not in values:
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {' or '.join(values)} {reason}")
-        return text
-
-    return convert
-
-
-def _all_but(reasons: Mapping[str, str], kind: Any) -> Callable[[str], Any]:
-    """Return a converter that refuses some of upstream's values, each with its reason."""
-
-    @functools.wraps(kind)
-    def convert(text: str) -> Any:
-        if text in reasons:
-            raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
-        return kind(text)
-
-    return convert
 
 
 def _megatron_fields() -> list[dataclasses.Field]:
