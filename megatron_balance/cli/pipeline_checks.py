@@ -1,5 +1,6 @@
 """Checks of how pipeline stages share the layers. Called by checks.py."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,9 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_balance.config.flags import flag_of
+
+MAX_DIGITS = 4
+"""Of the numbers in a layout; megatron-core writes repetitions out."""
 
 OTHER_LAYOUTS = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
@@ -52,18 +56,21 @@ def _layout(values: Mapping[str, Any]) -> int | None:
     for end in ("first", "last"):
         if values[f"num_layers_in_{end}_pipeline_stage"]:
             raise ValueError(f"--decoder-{end}-pipeline-num-layers: not with {flag}; leave one of them out")
+    if any(len(number) > MAX_DIGITS for number in re.findall(r"\d+", text)):
+        raise ValueError(f"{flag[:200]}: repeats a part more often than any model has layers; give smaller numbers")
     try:
         layout = PipelineParallelLayerLayout.from_str(text, stages)
         layout.validate_layer_layout(values["num_layers"], values["mtp_num_layers"])
-    except AssertionError as error:
+    except (AssertionError, IndexError) as error:
         raise ValueError(
             f"{flag}: {error}; describe --pipeline-model-parallel-size {stages} stages or a multiple, with E, a t for "
             "each of --num-layers, an m for each of --mtp-num-layers, and L"
         ) from error
-    mixed = layout.layout[-1][-1]
-    if values["mtp_num_layers"] and LayerType.mtp not in mixed:
+    if values["mtp_num_layers"] and LayerType.mtp not in layout.layout[-1][-1]:
         raise ValueError(f"{flag}: puts multi-token prediction before the last stage; write m before L")
     chunks = layout.virtual_pipeline_model_parallel_size
+    if chunks > 1 and stages == 1:
+        raise ValueError(f"{flag}: describes {chunks} stages, but --pipeline-model-parallel-size is 1; raise it")
     if chunks > 1 and stages == 2 and not values["overlap_p2p_comm"]:
         raise ValueError(f"--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with {flag}")
     return chunks if chunks > 1 else None

@@ -379,6 +379,12 @@ def test_swiglu_is_not_fused_with_what_the_kernel_leaves_out(flags: str, fused: 
     [
         ("--pipeline-model-parallel-layout Ett|tL", ("Number of decoder layers", "--pipeline-model-parallel-size 2")),
         ("--pipeline-model-parallel-layout Ett", ("must be divisible", "--pipeline-model-parallel-size 2")),
+        (
+            "--pipeline-model-parallel-layout Ett|ttL --pipeline-model-parallel-size 1",
+            ("describes 2 stages, but --pipeline-model-parallel-size is 1",),
+        ),
+        ("--pipeline-model-parallel-layout |", ("--pipeline-model-parallel-layout |", "with E")),
+        ("--pipeline-model-parallel-layout Et*99999999999|L", ("smaller numbers",)),
         ("--pipeline-model-parallel-layout Ex|L", ("Invalid layer character",)),
         (
             "--pipeline-model-parallel-layout Et|tL --num-layers-per-virtual-pipeline-stage 1",
