@@ -1,26 +1,117 @@
-"""Flags of published training scripts, as users bring them along."""
+"""MoE training scripts of Megatron-LM, as users bring them along, and what becomes of their flags here.
 
-MIXTRAL_NODES = 4
-"""Nodes of 8 GPUs, for 8-way expert parallelism and 4 pipeline stages."""
-
-MIXTRAL = """
-    --use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
-    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0
-    --hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu
-    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion
-    --no-position-embedding --rotary-base 1000000
-    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
-    --moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce
-    --tokenizer-type Llama2Tokenizer
-    --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000
-    --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16
-    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8
-    --use-distributed-optimizer --sequence-parallel
-    --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --no-load-optim --no-load-rng
+python -m tests.megatron_lm_scripts      # prints the table and the counts of docs/coming_from_megatron_lm.md
 """
-"""examples/mixtral/train_mixtral_8x7b_distributed.sh of Megatron-LM core_v0.16.1, without its file names."""
 
-MIXTRAL_FILES = """
-    --tokenizer-model tokenizer.model --data-path my-corpus --split 99990,8,2 --save checkpoints --load checkpoints
-    --tensorboard-dir checkpoints/tensorboard
-"""
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
+
+DATA = Path(__file__).parent / "data" / "megatron_lm_scripts.yaml"
+FLAGS = DATA.with_name("megatron_flags_0.16.1.json")
+
+FILES = (
+    *("--data-path", "corpus", "--save", "checkpoints", "--load", "checkpoints", "--tensorboard-dir", "logs"),
+    *("--data-cache-path", "cache", "--tokenizer-model", "tokenizer.model"),
+)
+"""Names of files, which all scripts have."""
+
+OF_ANOTHER_PROGRAM = "unknown to `pretrain_gpt.py`, too; for ModelOpt's programs"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script's flags, without the names of its files, and what is expected of them on GPUs."""
+
+    name: str
+    source: str
+    ranks: int
+    flags: tuple[str, ...]
+    refused: tuple[str, ...]
+    """Its flags that are refused, in the order of the errors."""
+    noticed: tuple[str, ...]
+    """First words of the notices about its other flags."""
+
+    @property
+    def kept(self) -> list[str]:
+        """Its flags, without those that are refused."""
+        return without(self.flags, self.refused)
+
+
+def without(words: Collection[str], flags: Collection[str]) -> list[str]:
+    """Return a command line's words without some flags and their values."""
+    starts = itertools.accumulate(words, lambda last, word: word if word.startswith("--") else last)
+    return [word for word, flag in zip(words, starts, strict=True) if flag not in flags]
+
+
+def _read() -> dict[str, Script]:
+    data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    return {
+        name: Script(
+            name=name,
+            source=entry["from"],
+            ranks=entry["ranks"],
+            flags=tuple((data["bases"].get(entry.get("base"), "") + " " + entry["flags"]).split()),
+            refused=tuple(entry.get("refused", "").split()),
+            noticed=tuple(entry.get("noticed", "").split()),
+        )
+        for name, entry in data["scripts"].items()
+    }
+
+
+SCRIPTS = _read()
+
+
+def reasons(script: Script) -> dict[str, list[str]]:
+    """Return why flags of a script are refused: reason -> flags."""
+    found: dict[str, list[str]] = {}
+    for flag in script.refused:
+        value = script.flags[script.flags.index(flag) + 1] if flag in REFUSED_VALUES else ""
+        reason = REFUSED_VALUES.get(flag, {}).get(value) or refusal(flag) or OF_ANOTHER_PROGRAM
+        found.setdefault(reason, []).append(f"{flag} {value}".strip())
+    return found
+
+
+def table() -> str:
+    """Return the table of scripts in Markdown."""
+    lines = ["| script | from | ranks | outcome |", "|---|---|---|---|"]
+    for script in SCRIPTS.values():
+        refused = (f"{_shown(flags, reason)}: {reason}" for reason, flags in reasons(script).items())
+        lines.append(f"| {script.name} | {script.source} | {script.ranks} | {'<br>'.join(refused) or 'parses'} |")
+    return "\n".join(lines)
+
+
+def _shown(flags: list[str], reason: str) -> str:
+    # Dashes would make them names of flags that exist
+    names = [flag.removeprefix("--") if reason == OF_ANOTHER_PROGRAM else flag for flag in flags]
+    return ", ".join(f"`{name}`" for name in names[:3]) + " ..." * (len(names) > 3)
+
+
+def states() -> Counter[str]:
+    """Return how many of Megatron-LM's flags are in each state."""
+    accepted = {entry.partition(" ")[0] for entry in ACCEPTED}
+    flags = json.loads(FLAGS.read_text(encoding="utf-8"))["flags"]
+    return Counter(
+        "refused" if refusal(flag) else "accepted with a notice" if flag in accepted else "supported" for flag in flags
+    )
+
+
+def counts() -> str:
+    """Return the numbers of flags and of scripts in words."""
+    number, flags = states(), sum(states().values())
+    parse = sum(not script.refused for script in SCRIPTS.values())
+    return (
+        f"Of {flags} flags, {number['supported']} are supported, {number['accepted with a notice']} are accepted with "
+        f"a notice and {number['refused']} are refused. Of {len(SCRIPTS)} scripts, {parse} parse as they are."
+    )
+
+
+if __name__ == "__main__":
+    print(counts(), table(), sep="\n\n")

@@ -108,17 +108,27 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
     _print(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
     _print(*(f"note: {notice}" for notice in (*notices, *_differences(config))))
     rows = []
-    for rank in range(0, world_size, world_size // stages):
+    held_by = [stage_ranks(config, stage, world_size) for stage in range(stages)]
+    for rank, *_ in held_by:
         with imagined_run(config, rank, world_size) as run:
             if rank == 0:
                 _print(*_groups(run.groups, topology), *_pipeline(run))
             rows.append(inspect(config, run))
             _print(_balancing(run))
-    _print(*_memory(rows, world_size // stages))
+    _print(*_memory(rows, held_by))
     if flag is None or cluster is None:
         _print("To see whether it fits, give --cluster FILE, such as configs/clusters/h100.yaml.")
     else:
         _print(verdict([row.uses for row in rows], cluster, " ".join(flag)))
+
+
+def stage_ranks(config: RunConfig, stage: int, world_size: int) -> list[int]:
+    """Return the ranks of a pipeline stage, in ascending order."""
+    transformer = config.transformer
+    stages, neighbors = transformer.pipeline_model_parallel_size, world_size // transformer.pipeline_model_parallel_size
+    if config.launch.use_tp_pp_dp_mapping:
+        neighbors = transformer.tensor_model_parallel_size * transformer.context_parallel_size
+    return [rank for rank in range(world_size) if rank // neighbors % stages == stage]
 
 
 def _cluster_flag(config: RunConfig) -> tuple[str, str] | None:
@@ -154,6 +164,10 @@ def _differences(config: RunConfig) -> Iterator[str]:
     """Yield one sentence for each difference from a real run."""
     if config.balance.balance_profile == "auto":
         yield "--balance-profile auto: nothing is measured; the choices below are those of builtin"
+    transformer = config.transformer
+    engine = transformer.transformer_impl == "transformer_engine"
+    if engine and transformer.multi_latent_attention and transformer.tensor_model_parallel_size > 1:
+        yield "the projections to latent channels, which every tensor-parallel rank keeps whole, are counted as split"
     yield "no checkpoint is read; the data's files are checked on this machine, their tokens in a few places"
 
 
@@ -285,19 +299,15 @@ def _balancing(run: Run) -> str:
     return f"{stage}{balance.balance_policy}, overlap {balance.balance_overlap}: {counts} in {len(schedule)} steps"
 
 
-def _memory(rows: Sequence[Stage], ranks: int) -> list[str]:
-    """Return the memory table of all stages.
-
-    Args:
-        ranks: number of ranks of each stage.
-    """
+def _memory(rows: Sequence[Stage], held_by: Sequence[Sequence[int]]) -> list[str]:
+    """Return the memory table of all stages; stage i is `held_by[i]`, its ranks."""
     names = "".join(f"{name:>13}" for name in (*rows[0].uses, "total"))
     lines = ["", "memory per rank, GiB (exact, except for activations: estimated, for even routing)"]
     lines.append(f"stage {'ranks':>12} {'layers (MoE)':>12} {'10^9 param.':>11}{names} {'microbatches':>13}")
     for number, stage in enumerate(rows):
         sizes = stage.uses.values()
         cells = "".join(f"{size / GIB:13.2f}" for size in (*sizes, sum(sizes)))
-        where = f"{number * ranks}-{number * ranks + ranks - 1}" if ranks > 1 else f"{number}"
+        where = in_words(held_by[number]).partition(" ")[2]
         layers, billions = f"{stage.layers} ({stage.moe_layers})", stage.held.count / 1e9
         lines.append(f"{number:5} {where:>12} {layers:>12} {billions:11.3f}{cells} {stage.microbatches:13}")
     return [*lines, LEGEND]

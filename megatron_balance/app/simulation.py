@@ -112,6 +112,8 @@ def _check(config: RunConfig) -> None:
             f"--context-parallel-size {transformer.context_parallel_size}: the exchange of keys and values cannot be "
             "simulated; give 1"
         )
+    if config.launch.use_tp_pp_dp_mapping:
+        raise ValueError("--use-tp-pp-dp-mapping: other orders of ranks cannot be simulated; leave it out")
     if ":" in balance.balance_policy:
         raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
 

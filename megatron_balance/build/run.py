@@ -13,7 +13,11 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.timers import Timers
@@ -74,12 +78,14 @@ def build_run(
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
-    groups = build_groups(config.transformer, config.train.seed, config.launch.distributed_timeout_minutes)
+    order = "tp-cp-ep-pp-dp" if config.launch.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+    groups = build_groups(config.transformer, config.train.seed, config.launch.distributed_timeout_minutes, order)
     tokenizer = tokenizer or build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(
         vocabulary(tokenizer, config.tokenizer),
         config.model.make_vocab_size_divisible_by,
         config.transformer.tensor_model_parallel_size,
+        config.model.padded_vocab_size,
     )
     progress = Progress()
     wiring = build_wiring(config, groups, progress)
@@ -191,7 +197,7 @@ def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlo
     Args:
         stage: the virtual pipeline stage, if there are any.
     """
-    config, shape = wiring.config, wiring.config.transformer
+    shape = wiring.config.transformer
     block = get_gpt_decoder_block_spec(
         shape,
         use_transformer_engine=shape.transformer_impl == "transformer_engine",
@@ -200,17 +206,26 @@ def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlo
         vp_stage=stage,
         pp_rank=wiring.groups.pp.rank(),
     )
-    layers = [_completed(spec, config) for spec in block.layer_specs or ()]
-    if config.balance.moe_layer_impl == "balanced":
-        layers = [balanced_layer_spec(spec, wiring) for spec in layers]
+    layers = _own_layers(block.layer_specs or (), wiring)
     # With apex, megatron-core ends the block in apex's layer norm regardless of the normalization
     lacking = (WrappedTorchNorm,) if shape.normalization == "LayerNorm" else (WrappedTorchNorm, FusedLayerNorm)
     norm: Any = TorchNorm if block.layer_norm in lacking else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
+def _own_layers(specs: Sequence[ModuleSpec], wiring: Wiring) -> list[ModuleSpec]:
+    """Return the specs of transformer layers with this package's parts in the place of megatron-core's."""
+    layers = [_completed(spec, wiring.config) for spec in specs]
+    if wiring.config.balance.moe_layer_impl == "balanced":
+        layers = [balanced_layer_spec(spec, wiring) for spec in layers]
+    return layers
+
+
 def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: int | None) -> ModuleSpec | None:
-    """Return megatron-core's spec of multi-token prediction, whose layers are like the last one of `block`.
+    """Return megatron-core's spec of multi-token prediction, whose layers are like the model's last one.
+
+    Args:
+        block: the stage's own layers.
 
     Returns:
         None except in the last pipeline stage of a run with `--mtp-num-layers`.
@@ -219,6 +234,9 @@ def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: i
     if config.mtp_num_layers is None:
         return None
     engine = config.transformer_impl == "transformer_engine"
+    if not block.layer_specs:
+        layers: Any = get_gpt_decoder_layer_specs(config, engine, config.normalization, config.qk_l2_norm)
+        block = TransformerBlockSubmodules(_own_layers(layers[-1:], wiring), block.layer_norm)
     spec: Any = get_gpt_mtp_block_spec(config, block, engine, vp_stage=stage, pp_rank=wiring.groups.pp.rank())
     for layer in () if spec is None or engine else spec.layer_specs:
         for name in ("enorm", "hnorm", "layer_norm"):

@@ -46,10 +46,15 @@ Parts = frozenset[str]
 """The parts saved or loaded in addition to the weights: a subset of `optimizer`, `rng`, `balancer` and `chunks`."""
 
 
-def layout(config: RunConfig) -> dict[str, int]:
-    """Return the parallel sizes that must be equal for per-rank state to be valid."""
+def layout(config: RunConfig) -> dict[str, int | str]:
+    """Return the parallel sizes, and unusual layers or ranks of stages: equal if per-rank state is to be valid."""
     transformer = config.transformer
-    return {
+    unusual: dict[str, int | str] = {}
+    if transformer.pipeline_model_parallel_layout is not None:
+        unusual["stages"] = str(transformer.pipeline_model_parallel_layout)
+    if config.launch.use_tp_pp_dp_mapping:
+        unusual["order"] = "stages before replicas"
+    return unusual | {
         "world_size": dist.get_world_size(),
         "tensor": transformer.tensor_model_parallel_size,
         "pipeline": transformer.pipeline_model_parallel_size,
@@ -160,7 +165,9 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
     if "rng" in parts:
         set_random_states(loaded["rng_state"])
     if not weights_only:
-        _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
+        # Like upstream, --no-load-optim also starts the schedule of the learning rate afresh
+        if not run.config.checkpoint.no_load_optim:
+            _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
         run.progress.iteration = loaded["iteration"]
         run.progress.consumed_samples = loaded["consumed_samples"]
         run.progress.consumed_valid_samples = loaded["consumed_valid_samples"]

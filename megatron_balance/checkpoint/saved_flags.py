@@ -25,7 +25,8 @@ MODEL_FIELDS = (
     *("activation_func_clamp_value", "glu_linear_offset", "fp32_residual_connection"),
     *("qk_l2_norm", "attention_output_gate", "softmax_type", "window_size", "window_attn_skip_freq"),
     *("use_rope_scaling", "rope_scaling_factor", "no_rope_freq"),
-    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "num_moe_experts", "moe_layer_freq"),
+    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "padded_vocab_size"),
+    *("num_moe_experts", "moe_layer_freq"),
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "mla_down_proj_fusion",  # since megatron-core 0.19

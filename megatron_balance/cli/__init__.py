@@ -1,10 +1,11 @@
 """From a command line to a checked RunConfig, before a process group exists.
 
 arguments         build the parser, parse a command line, construct the RunConfig
-parser            our extensions of argparse: files of flags, reasons for refused flags
+parser            our extensions of argparse: files of flags, reasons for refused flags and values
 yaml_file         flags from a YAML file (--yaml-cfg)
 checks            flags against each other: what is required, the model's shape, batch sizes, data
 attention_checks  flags of norms across heads and of latent attention
+pipeline_checks   how pipeline stages share the layers
 moe_checks        flags of MoE layers, balancing and expert communication
 watch_checks      flags of profilers, memory and Weights & Biases
 data_args         blends of data sets that are named in a file

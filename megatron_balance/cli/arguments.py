@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.checks import Layout, check
 from megatron_balance.cli.data_args import data_in_files
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
-from megatron_balance.cli.parser import Parser
+from megatron_balance.cli.parser import Parser, all_but, only
 from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import log_config
@@ -73,6 +73,11 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "no_rope_freq": {"type": lambda text: parse_layer_frequency(text)},
     "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text)},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
+    "pipeline_model_parallel_layout": {
+        "type": str,
+        "help": "Layers of each pipeline stage, e.g. Et|(tt|)*3tmL: E embedding, t transformer layer, m multi-token "
+        "prediction, L loss; | ends a stage.",
+    },
     "num_layers_in_first_pipeline_stage": {"arg_names": ["--decoder-first-pipeline-num-layers"]},
     "num_layers_in_last_pipeline_stage": {"arg_names": ["--decoder-last-pipeline-num-layers"]},
     "masked_softmax_fusion": {"arg_names": ["--no-masked-softmax-fusion"], "action": "store_false", "default": True},
@@ -186,13 +191,13 @@ def build_parser() -> Parser:
     for entry, reason in ACCEPTED.items():
         flag, _, value = entry.partition(" ")
         if value:
-            kind = str if value.isupper() else _only(value, reason)
+            kind = str if value.isupper() else only(value.split("|"), reason)
             parser.add_argument(flag, dest=flag, type=kind, help=argparse.SUPPRESS)
         else:
             parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
     for flag, reasons in REFUSED_VALUES.items():
         action = parser._option_string_actions[flag]
-        action.type = _all_but(reasons, action.type)
+        action.type = all_but(reasons, action.type)
         action.choices = [choice for choice in action.choices or () if choice not in reasons]
     return parser
 
@@ -208,9 +213,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     argv = parser.expanded(argv)
     argv = [*yaml_flags(parser, argv), *argv]
     args = parser.parse_args(argv)
-    unset = object()
-    blank = argparse.Namespace(**dict.fromkeys(vars(args), unset))
-    given = {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
+    given = given_fields(parser, argv)
     if args.use_checkpoint_args:
         if args.load is None:
             raise ValueError("--use-checkpoint-args: also give --load")
@@ -224,9 +227,16 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     values |= data_in_files(values)
     layout, notices = check(values, given, machine)
     try:
-        return Parsed(_run_config(values, layout), _without_effect(given) + notices, _as_written(parser, values))
+        return Parsed(_run_config(values, layout), without_effect(given) + notices, _as_written(parser, values))
     except (AssertionError, ImportError, RuntimeError) as error:
         raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
+
+
+def given_fields(parser: Parser, argv: Sequence[str]) -> set[str]:
+    """Return the fields whose flags are on a command line, which `parser` accepts."""
+    unset = object()
+    blank = argparse.Namespace(**{action.dest: unset for action in parser._actions})
+    return {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
 
 
 def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
@@ -278,32 +288,10 @@ def _given(given: bool) -> str:
     return "given" if given else "not given"
 
 
-def _without_effect(given: Collection[str]) -> list[str]:
+def without_effect(given: Collection[str]) -> list[str]:
+    """Return a notice for each of the given flags that is accepted without effect."""
     reasons = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
     return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
-
-
-def _only(value: str, reason: str) -> Callable[[str], str]:
-    """Return a converter that accepts only this value."""
-
-    def convert(text: str) -> str:
-        if text != value:
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {value} {reason}")
-        return text
-
-    return convert
-
-
-def _all_but(reasons: Mapping[str, str], kind: Any) -> Callable[[str], Any]:
-    """Return a converter that refuses some of upstream's values, each with its reason."""
-
-    @functools.wraps(kind)
-    def convert(text: str) -> Any:
-        if text in reasons:
-            raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
-        return kind(text)
-
-    return convert
 
 
 def _megatron_fields() -> list[dataclasses.Field]:
@@ -313,7 +301,8 @@ def _megatron_fields() -> list[dataclasses.Field]:
 def _is_without_effect(field: dataclasses.Field) -> bool:
     """Return whether the flag of one of megatron-core's fields is refused, or accepted without effect."""
     names = MEGATRON_FLAGS.get(field.name, {}).get("arg_names") or flag_names(field)
-    return any(refusal(name) or name in ACCEPTED for name in names)
+    accepted = {entry.partition(" ")[0] for entry in ACCEPTED}
+    return any(refusal(name) or name in accepted for name in names)
 
 
 def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
@@ -339,7 +328,7 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
         balance=build(ours.BalanceConfig, values),
         comm=build(ours.CommConfig, values),
         model=build(ours.ModelConfig, values, max_position_embeddings=layout.max_position_embeddings),
-        tokenizer=build(ours.TokenizerConfig, values),
+        tokenizer=build(ours.TokenizerConfig, values, tokenizer_type=layout.tokenizer_type),
         data=build(ours.DataConfig, values, split=layout.split),
         train=build(ours.TrainConfig, values, global_batch_size=layout.global_batch_size),
         checkpoint=build(ours.CheckpointConfig, values),
@@ -366,6 +355,7 @@ def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.
         ffn_hidden_size=layout.ffn_hidden_size,
         moe_ffn_hidden_size=layout.moe_ffn_hidden_size,
         moe_token_dispatcher_type=layout.moe_token_dispatcher_type,
+        moe_shared_expert_overlap=layout.moe_shared_expert_overlap,
         sequence_parallel=layout.sequence_parallel,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_size,

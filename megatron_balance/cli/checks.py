@@ -11,6 +11,7 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.attention_checks import across_heads, latent_attention
 from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, context_parallelism, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
+from megatron_balance.cli.pipeline_checks import prediction, virtual_pipeline_size
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
 from megatron_balance.cli.watch_checks import watching
 from megatron_balance.config.flags import flag_of
@@ -80,10 +81,12 @@ class Layout:
     ffn_hidden_size: int
     moe_ffn_hidden_size: int | None
     moe_token_dispatcher_type: str
+    moe_shared_expert_overlap: bool
     sequence_parallel: bool
     expert_tensor_parallel_size: int
     virtual_pipeline_size: int | None
     split: str | None
+    tokenizer_type: str
     bias_activation_fusion: bool
     masked_softmax_fusion: bool
     bias_dropout_fusion: bool
@@ -112,6 +115,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     notices: list[str] = []
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
+    values = {**values, "tokenizer_type": _tokenizer_type(values, notices)}
     _required(values)
     values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
     _available(values, given, notices)
@@ -121,9 +125,9 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     context_parallelism(values, machine, impl)
     data_parallel = _data_parallel_size(values, machine.world_size)
     _model_shape(values)
-    virtual = _virtual_pipeline_size(values)
+    virtual = virtual_pipeline_size(values)
     if values["mtp_num_layers"]:
-        _prediction(values, virtual or 1)
+        prediction(values, virtual or 1)
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = _ffn_hidden_size(values)
     moe_ffn = check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=machine.cuda, notices=notices)
@@ -135,10 +139,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
         moe_token_dispatcher_type=token_dispatcher(values, given, backend=backend, cuda=machine.cuda, notices=notices),
+        moe_shared_expert_overlap=values["moe_shared_expert_overlap"] and values["moe_layer_impl"] == "megatron",
         sequence_parallel=values["sequence_parallel"],
         expert_tensor_parallel_size=expert_tp,
         virtual_pipeline_size=virtual,
         split=_data(values, notices),
+        tokenizer_type=values["tokenizer_type"],
         **fusions(values, machine, impl, notices),
         overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
         # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
@@ -165,6 +171,14 @@ def _required(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{saved_flags.flag_of(name)} {values[name]}: give at most {most}")
     if values["distributed_timeout_minutes"] <= 0:
         raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
+
+
+def _tokenizer_type(values: Mapping[str, Any], notices: list[str]) -> str | None:
+    """Return the type of tokenizer; like upstream, GPT2BPETokenizer by default if its files are given."""
+    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
+        notices.append("--vocab-file and --merge-file without --tokenizer-type: using GPT2BPETokenizer")
+        return "GPT2BPETokenizer"
+    return values["tokenizer_type"]
 
 
 def at_least_one(values: Mapping[str, Any], names: Collection[str]) -> None:
@@ -225,6 +239,13 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
             f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
             f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
         )
+    if values["use_tp_pp_dp_mapping"] and pipeline > 1 and expert != tensor * context:
+        raise ValueError(
+            f"--use-tp-pp-dp-mapping: with --pipeline-model-parallel-size {pipeline}, experts and attention must have "
+            f"as many replicas: --expert-model-parallel-size {values['expert_model_parallel_size']} x expert tensor "
+            f"parallelism {values['expert_tensor_parallel_size'] or tensor} must be --tensor-model-parallel-size "
+            f"{tensor} x --context-parallel-size {context}; or leave it out"
+        )
     return world_size // (tensor * pipeline * context)
 
 
@@ -277,30 +298,6 @@ def _model_shape(values: Mapping[str, Any]) -> None:
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
 
 
-def _prediction(values: Mapping[str, Any], virtual: int) -> None:
-    """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
-    flag, positions = f"--mtp-num-layers {values['mtp_num_layers']}", values["position_embedding_type"]
-    if positions == "learned_absolute":
-        raise ValueError(
-            f"--position-embedding-type {positions}: {flag} shifts tokens by a place; use rope (or none for a model "
-            "without positions)"
-        )
-    if values["recompute_granularity"] == "full" and (values["recompute_method"], values["recompute_num_layers"]) != (
-        *("uniform", 1),
-    ):
-        raise ValueError(
-            f"--recompute-method {values['recompute_method']} --recompute-num-layers {values['recompute_num_layers']}: "
-            f"with {flag} use --recompute-method uniform --recompute-num-layers 1"
-        )
-    ends = sum(values[f"account_for_{end}_in_pipeline_split"] for end in ("embedding", "loss"))
-    chunks = values["pipeline_model_parallel_size"] * virtual
-    if values["account_for_loss_in_pipeline_split"] and values["num_layers"] + ends == chunks:
-        raise ValueError(
-            f"--account-for-loss-in-pipeline-split: the last pipeline stage would have no layer, which {flag} copies; "
-            "leave it out"
-        )
-
-
 def _positions(values: Mapping[str, Any]) -> int:
     sequence, positions = values["seq_length"], values["max_position_embeddings"] or values["seq_length"]
     if sequence > positions:
@@ -313,31 +310,6 @@ def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
     if values["ffn_hidden_size"]:
         return values["ffn_hidden_size"]
     return int(values["hidden_size"] * 4 * 2 / 3 / 64) * 64 if values["swiglu"] else 4 * values["hidden_size"]
-
-
-def _virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
-    stages, ends = values["pipeline_model_parallel_size"], ("embedding", "loss")
-    layers = values["num_layers"] + sum(values[f"account_for_{end}_in_pipeline_split"] for end in ends)
-    uneven = values["num_layers_in_first_pipeline_stage"] or values["num_layers_in_last_pipeline_stage"]
-    if layers % stages and not uneven:
-        raise ValueError(f"--num-layers {layers}: must be a multiple of --pipeline-model-parallel-size {stages}")
-    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    wanted = {name: values[name] for name in names if values[name] is not None}
-    if not wanted:
-        return None
-    if len(wanted) > 1:
-        raise ValueError(f"{' and '.join(map(flag_of, wanted))}: give one of them")
-    ((name, value),) = wanted.items()
-    if stages == 1:
-        raise ValueError(f"{flag_of(name)} {value}: needs --pipeline-model-parallel-size above 1")
-    if stages == 2 and not values["overlap_p2p_comm"]:
-        # In a batch, the two messages between the same two ranks could not be distinguished
-        raise ValueError(
-            "--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with the interleaved schedule"
-        )
-    if value < 1 or uneven or layers // stages % value:
-        raise ValueError(f"{flag_of(name)} {value}: must divide the {layers // stages} layers of a stage")
-    return value if name == "num_virtual_stages_per_pipeline_rank" else layers // stages // value
 
 
 def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: int | None) -> int:

@@ -117,6 +117,14 @@ def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
     for name, missing in needs_engine.items():
         if values[name] and missing:
             raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
+    selective = (values["recompute_granularity"] == "selective" and values["recompute_modules"]) or ()
+    # megatron-core's recomputation of these modules asks Transformer Engine whether it uses 8-bit numbers
+    again = ("layernorm", "moe_act") if values["moe_layer_impl"] == "megatron" else ("layernorm",)
+    if not machine.transformer_engine and (named := [module for module in again if module in selective]):
+        raise ValueError(
+            f"--recompute-modules {' '.join(named)}: needs the package transformer-engine ({INSTALL}); leave it out of "
+            "the modules"
+        )
     expert_gemm(values, absent)
     if values["cross_entropy_loss_fusion"] and values["cross_entropy_fusion_impl"] == "te" and absent:
         raise ValueError(f"--cross-entropy-fusion-impl te: needs Transformer Engine on CUDA ({INSTALL}); use native")

@@ -14,11 +14,16 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy, option_fields, policy_options
 from megatron_balance.profile.profile_file import RANGES
 
-NOT_BALANCED = (
-    *("moe_shared_expert_overlap", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
-    *("moe_use_legacy_grouped_gemm", "use_te_activation_func", "use_fused_weighted_squared_relu"),
-)
+NOT_BALANCED = (*("moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_te_activation_func"),)
 """Fields that only megatron-core's MoE layer reads; versions after 0.16.1 lack some of them."""
+
+IDLE_IN_BALANCED = {
+    "moe_use_legacy_grouped_gemm": "it has grouped products of its own",
+    "use_fused_weighted_squared_relu": "its experts compute the activation themselves",
+    "moe_shared_expert_overlap": "shared experts run while the host waits for the numbers of rows; --moe-comm-chunks "
+    "auto hides the exchange of tokens",
+}
+"""Fields of megatron-core's MoE layer that only make it faster, and what the balanced layer does instead."""
 
 
 def check_moe(
@@ -84,6 +89,9 @@ def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: 
     for name in NOT_BALANCED:
         if values.get(name):
             raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
+    for name, instead in IDLE_IN_BALANCED.items():
+        if values.get(name):
+            notices.append(f"{flag_of(name)} has no effect with --moe-layer-impl balanced: {instead}")
     # megatron-core accepts the recomputation of moe_act only together with this flag
     if "moe_grouped_gemm" in given and "moe_act" not in (values["recompute_modules"] or ()):
         notices.append("--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM")

@@ -1,9 +1,10 @@
-"""Our extensions of argparse: files of flags, reasons for refused flags, and how parsing ends."""
+"""Our extensions of argparse: files of flags, reasons for refused flags and values, and how parsing ends."""
 
 import argparse
+import functools
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_balance.cli.upstream_flags import refusal
@@ -66,3 +67,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(f"{self.source}{message}")
+
+
+def only(values: Sequence[str], reason: str) -> Callable[[str], str]:
+    """Return a converter that accepts only these values."""
+
+    def convert(text: str) -> str:
+        if text not in values:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {' or '.join(values)} {reason}")
+        return text
+
+    return convert
+
+
+def all_but(reasons: Mapping[str, str], kind: Any) -> Callable[[str], Any]:
+    """Return a converter that refuses some of upstream's values, each with its reason."""
+
+    @functools.wraps(kind)
+    def convert(text: str) -> Any:
+        if text in reasons:
+            raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
+        return kind(text)
+
+    return convert

@@ -22,7 +22,12 @@ ACCEPTED = {
         "has no effect; checkpoints are always in --ckpt-format torch_dist",
     ),
     "--dist-ckpt-optim-fully-reshardable": "is always in effect: a checkpoint can be loaded in another layout",
-    "--dist-ckpt-strictness assume_ok_unexpected": "is what loading does anyway",
+    "--dist-ckpt-strictness assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|ignore_all":
+        "has no effect: loading stops at a tensor that the checkpoint lacks, and reads none that the run lacks",
+    **dict.fromkeys(
+        ("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
+        "is always in effect: --tokenizer-model overrides the checkpoint's",
+    ),
     "--ckpt-fully-parallel-save": "is the default; --no-ckpt-fully-parallel-save switches it off",
     **dict.fromkeys(
         ("--ckpt-assume-constant-structure", "--use-persistent-ckpt-worker"),
@@ -32,12 +37,32 @@ ACCEPTED = {
     "--dataloader-type single": "is always in effect: samples are read once, in order",
     "--disable-gloo-process-groups": "is always in effect: only --distributed-backend's groups are created",
     "--train-sync-interval N": "has no effect; host and device synchronize in every iteration",
-    "--empty-unused-memory-level 0": "is always in effect: the allocator keeps its memory",
+    "--empty-unused-memory-level LEVEL": "has no effect: PyTorch keeps unused memory until it needs it for other sizes",
+    "--te-rng-tracker": "has no effect without CUDA graphs, which are not supported",
+    "--enable-experimental": "has no effect: the kernels that it allows are not used here",
+    "--data-parallel-random-init": "has no effect: all data-parallel ranks start with the first one's weights",
+    "--num-distributed-optimizer-instances N":
+        "has no effect: one instance of the distributed optimizer spans all data-parallel ranks",
+    **dict.fromkeys(
+        ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--ep-overlap-early-attn-memory-release"),
+        "has no effect: it splits megatron-core's own MoE layer; --moe-comm-chunks auto hides the exchange of tokens",
+    ),
+    **dict.fromkeys(
+        ("--tp-comm-overlap", "--tp-comm-overlap-cfg FILE", "--tp-comm-overlap-rs-dgrad",
+         "--tp-comm-bootstrap-backend BACKEND",
+         *(f"--{no}-tp-comm-{what}" for no in ("no", "disable")
+           for what in ("bulk-dgrad", "bulk-wgrad", "overlap-ag", "overlap-rs", "split-ag", "split-rs"))),
+        "has no effect: Transformer Engine's user buffers are not set up, so tensor parallelism does not overlap",
+    ),
+    **dict.fromkeys(
+        ("--straggler-minmax-count N", "--straggler-ctrlr-port PORT", "--disable-straggler-on-startup"),
+        "has no effect without --log-straggler, which is refused",
+    ),
     "--rerun-mode disabled": "is always in effect: no iteration is run twice",
     "--disable-msc": "is always in effect: files are plain files",
     "--no-one-logger": "is always in effect: nothing is sent to one-logger",
 }  # fmt: skip
-"""Flags without an effect: `--switch`, `--flag VALUE` (any value), or `--flag value` (this value only)."""
+"""Flags without an effect: `--switch`, `--flag VALUE` (any value), or `--flag one|other` (these values only)."""
 
 REFUSED = {
     # Tasks other than training a GPT on text
@@ -66,15 +91,13 @@ REFUSED = {
         --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-* --te-precision-*
         --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache --use-kitchen* --kitchen-*""",
     "CUDA graphs are not supported: the number of routed tokens changes from step to step": """
-        --cuda-graph-* --enable-cuda-graph --external-cuda-graph --te-rng-tracker""",
+        --cuda-graph-* --enable-cuda-graph --external-cuda-graph""",
     "it is for samples of different lengths, and all samples have --seq-length tokens; use --context-parallel-size": """
         --hybrid-context-parallel --max-seqlen-per-dp-cp-rank""",
     "FSDP is not supported; use --use-distributed-optimizer": """
         --create-all-gather-group --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-*
         --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
         --suggested-communication-unit-size --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
-    "one instance of the distributed optimizer spans all data-parallel ranks; leave it out":
-        "--num-distributed-optimizer-instances",
     "the first parameters are not gathered inside the optimizer's step; use --overlap-param-gather":
         "--overlap-param-gather-with-optimizer-step",
     "offloading is not supported; use recomputation (--recompute-granularity)": """
@@ -82,10 +105,8 @@ REFUSED = {
         --offload-modules --min-offloaded-tensor-size
         --optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
         --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --disable-pin-cpu-*""",
-    "megatron-core's batch-level overlap splits its own MoE layer into stages and is not supported": """
-        --overlap-moe-expert-parallel-comm --delay-wgrad-compute --ep-overlap-*""",
-    "Transformer Engine's user buffers are not set up, so tensor parallelism does not overlap; leave it out": """
-        --tp-comm-* --no-tp-comm-* --disable-tp-comm-*""",
+    "Transformer Engine's user buffers are not set up, so tensor parallelism does not overlap; leave it out":
+        "--tp-comm-atomic-* --tp-comm-overlap-disable-*",
     "special NCCL communicators are not supported; NCCL's own environment variables work": """
         --use-nccl-ub --disable-symmetric-registration --use-sharp --sharp-* --nccl-communicator-config-path
         --high-priority-stream-groups --pipeline-model-parallel-comm-backend""",
@@ -110,27 +131,22 @@ REFUSED = {
     "every checkpoint in --save is permanent; use --async-save and --keep-last": """
         --non-persistent-* --replication --replication-*""",
     "parallel sizes come from the command line; give them there": "--use-mp-args-from-checkpoint-args",
-    "give --tokenizer-model, which overrides the checkpoint's": """
-        --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args""",
     "jobs are restarted by the launcher (torchrun --max-restarts, sbatch --requeue) with --load": """
         --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --adlr-autoresume --adlr-autoresume-interval""",
     "one-logger is not supported; use --tensorboard-dir": "--one-logger-* --app-tag-run-*",
     "not reported by a training run; use NVIDIA's own tools (Nsight Systems, nvidia-smi)": """
-        --log-straggler --straggler-* --disable-straggler-on-startup --run-workload-inspector-server --log-energy""",
+        --log-straggler --run-workload-inspector-server --log-energy""",
     "debugging aids of Megatron-LM are not supported": """
         --check-weight-hash-across-dp-replicas-interval --dump-param-to-param-group-map --save-dgrads-interval
-        --save-wgrads-interval --fake-process-group --disable-jit-fuser --enable-experimental
-        --config-logger-dir""",
-    "the order of ranks is tensor, expert, data, pipeline": "--use-tp-pp-dp-mapping",
-    "stages have equal depth; --decoder-first- and --decoder-last-pipeline-num-layers change the first and last one":
-        "--pipeline-model-parallel-layout --mtp-standalone",
+        --save-wgrads-interval --fake-process-group --disable-jit-fuser --config-logger-dir""",
+    "multi-token prediction belongs to the last stage, where --pipeline-model-parallel-layout puts it with `m`":
+        "--mtp-standalone",
     "process groups are created at the start, with one timeout: --distributed-timeout-minutes": """
         --lazy-mpu-init --distributed-timeout-seconds-after-init""",
     "workers of the data loader get no handler; send the signal to the launcher's children only":
         "--exit-signal-handler-for-dataloader",
     # Harmful
     "it gives every expert-parallel rank the same experts; leave it out": "--use-cpu-initialization",
-    "data-parallel ranks must start with the same weights; leave it out": "--data-parallel-random-init",
     # Megatron has, or had, another flag for the same purpose
     "removed upstream; use --micro-batch-size": "--batch-size",
     "removed upstream; use --tensor-model-parallel-size": "--model-parallel-size",
@@ -145,7 +161,6 @@ REFUSED = {
     "use --apply-wd-to-qk-layernorm": "--no-weight-decay-cond-type",
     "megatron-core's tokenizers are used; leave it out": "--legacy-tokenizer",
     "use --tokenizer-special-tokens": "--tiktoken-special-tokens --vocab-extra-ids",
-    "use --make-vocab-size-divisible-by": "--padded-vocab-size",
     # Planned
     "not available yet": "--moe-router-force-biased --log-max-attention-logit",
 }  # fmt: skip

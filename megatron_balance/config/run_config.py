@@ -216,6 +216,9 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this number times the tensor-parallel size."""
 
+    padded_vocab_size: int | None = None
+    """Size of the vocabulary with padding; default: as --make-vocab-size-divisible-by says."""
+
     untie_embeddings_and_output_weights: bool = False
     """Do not share weights between the embedding and the output layer."""
 
@@ -257,6 +260,9 @@ class LaunchConfig:
 
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
     """Backend of the process groups; always gloo on a machine without CUDA."""
+
+    use_tp_pp_dp_mapping: bool = False
+    """Number the ranks of pipeline stages before those of data parallelism: tensor, expert, pipeline, data."""
 
     distributed_timeout_minutes: float = 10
     """Minutes that a rank may wait in one collective; after that, every rank reports which rank stalled, and exits."""

@@ -235,7 +235,7 @@ class CheckpointConfig:
     """Load only the weights, and start at iteration 0."""
 
     no_load_optim: bool = False
-    """Do not load the optimizer's state."""
+    """Do not load the optimizer's state, and start the schedule of the learning rate afresh."""
 
     no_load_rng: bool = False
     """Do not load the random number generators' state."""

@@ -9,11 +9,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.job.groups import backend_minutes
 
 
-def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 10) -> ProcessGroupCollection:
+def build_groups(
+    config: TransformerConfig, seed: int, timeout_minutes: float = 10, order: str = "tp-cp-ep-dp-pp"
+) -> ProcessGroupCollection:
     """Create the process groups of `config`'s layout and seed this rank's random number generators.
 
     megatron-core also stores the groups in `parallel_state`, which some of its modules still read. This package takes
     the returned collection as a parameter. To create another layout in the same processes, call `destroy_groups` first.
+
+    Args:
+        order: the dimensions of the layout, those in which neighboring ranks differ first.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -24,6 +29,7 @@ def build_groups(config: TransformerConfig, seed: int, timeout_minutes: float = 
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
+        order=order,
         distributed_timeout_minutes=backend_minutes(timeout_minutes),
     )
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()

@@ -45,8 +45,19 @@ class Data:
     test: list[Iterator[Batch]] | None
 
 
-def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Round up the vocabulary size so that every tensor-parallel rank gets an equal, well-aligned part."""
+def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int, wanted: int | None = None) -> int:
+    """Round up the vocabulary size so that every tensor-parallel rank gets an equal, well-aligned part.
+
+    Raises:
+        ValueError: the padded size that the user `wanted` is too small, or cannot be divided.
+    """
+    if wanted is not None:
+        if wanted < size or wanted % tensor_parallel_size:
+            raise ValueError(
+                f"--padded-vocab-size {wanted}: must be at least {size}, the size of the tokenizer's vocabulary, and a "
+                f"multiple of --tensor-model-parallel-size {tensor_parallel_size}"
+            )
+        return wanted
     multiple = divisible_by * tensor_parallel_size
     return -(-size // multiple) * multiple
 

@@ -153,6 +153,10 @@ OTHER_LAYOUTS = {
     "ep1": (4, "--expert-model-parallel-size 1"),
     "one process": (1, "--expert-model-parallel-size 1"),
     "pp2 ep2": (4, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
+    "by stage": (
+        4,
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1 --pipeline-model-parallel-layout E|ttL",
+    ),
 }
 
 

@@ -1,42 +1,119 @@
-"""The flags of a published script keep their meaning here, and train."""
+"""The flags of Megatron-LM's scripts keep their meaning here, and train.
+
+`--slow` trains the flags of every script.
+"""
 
 import math
 
-from megatron_balance.cli.arguments import build_parser, parse_args
-from megatron_balance.cli.checks import Machine, check
+import pytest
+
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from megatron_balance.training.loop import train_step
 from tests.distributed.runs import Curve, build, curve_of
-from tests.megatron_lm_scripts import MIXTRAL, MIXTRAL_FILES, MIXTRAL_NODES
+from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, without
 
 SMALL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --seq-length 32 "
-    "--pipeline-model-parallel-size 1 --expert-model-parallel-size 2 --global-batch-size 4 --train-iters 2 "
-    "--mock-data --split 99990,8,2 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0"
+    "--hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --num-experts 16 --seq-length 32 "
+    "--micro-batch-size 1 --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--num-workers 0"
 )
+SIZES = {
+    "--kv-channels": "8",
+    "--num-query-groups": "2",
+    "--max-position-embeddings": "32",
+    "--moe-ffn-hidden-size": "32",
+    "--moe-shared-expert-intermediate-size": "32",
+    "--q-lora-rank": "24",
+    "--kv-lora-rank": "32",
+    "--qk-head-dim": "16",
+    "--qk-pos-emb-head-dim": "8",
+    "--v-head-dim": "16",
+    "--padded-vocab-size": "256",
+    "--no-rope-freq": "2",
+    "--train-iters": "2",
+    "--train-samples": "8",
+    "--num-layers-per-virtual-pipeline-stage": "1",
+    "--num-virtual-stages-per-pipeline-rank": "2",
+}
+"""Sizes of scripts that give them."""
+
+GPUS_ONLY = (
+    *("--distributed-backend", "--transformer-impl", "--attention-backend", "--moe-permute-fusion", "--fp16"),
+    *("--cross-entropy-fusion-impl", "--moe-router-fusion", "--ddp-average-in-collective", "--moe-enable-deepep"),
+)
+"""Flags of kernels and collectives that a CPU lacks."""
+
+NAMED_FILES = (
+    *("--vocab-file", "--merge-file"),
+    *("--wandb-project", "--wandb-entity", "--wandb-exp-name", "--wandb-save-dir"),
+)
+
+STAGES = (
+    *("--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"),
+    "--num-virtual-stages-per-pipeline-rank",
+)
+QUICK = ("Mixtral-8x7B", "DeepSeek-V3 proxy, DeepEP", "Sinkhorn, ETP2, stages before replicas")
+OTHER_PROGRAMS = ("Nemotron-3-Nano", "GRPO of Qwen3-30B-A3B")
+"""Scripts of which the flags that are not refused make no sense on their own."""
+
 OFF = "--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1"
 
 
+def in_small(script: Script) -> str:
+    """Return a script's flags with its sizes reduced to those of a model that two CPU ranks train."""
+    words = without(script.kept, (*GPUS_ONLY, *NAMED_FILES))
+    words = [word for word in words if word != "layernorm"]  # needs Transformer Engine to be recomputed
+    value = dict(zip(words, [*words[1:], ""], strict=True))
+    tensor = 2 if value.get("--tensor-model-parallel-size", "1") != "1" else 1
+    context = 2 if value.get("--context-parallel-size", "1") != "1" else 1
+    staged, layers = any(flag in words for flag in STAGES), 2
+    sharded = value.get("--expert-tensor-parallel-size", "1") != "1"
+    small = [SMALL]
+    small += [f"{flag} {size}" for flag, size in SIZES.items() if flag in words]
+    if staged:
+        layers, tensor, context, sharded = 4, 1, 1, False
+    if "--pipeline-model-parallel-layout" in words:
+        end = "mL" if "--mtp-num-layers" in words else "L"
+        small.append(f"--pipeline-model-parallel-layout Et|tt|t|{end}")
+    if "--moe-layer-freq" in words:
+        small.append(f"--moe-layer-freq [0]*1+[1]*{layers - 1}")
+    if value.get("--moe-token-dispatcher-type") == "flex":
+        small.append("--moe-token-dispatcher-type alltoall")
+    small.append(
+        f"--num-layers {layers} --tensor-model-parallel-size {tensor} --context-parallel-size {context} "
+        f"--pipeline-model-parallel-size {2 if staged else 1} "
+        f"--expert-model-parallel-size {1 if staged or sharded else 2} "
+        f"--expert-tensor-parallel-size {2 if sharded else 1}"
+    )
+    return f"{' '.join(words)} {' '.join(small)}"
+
+
 def test_nvidias_mixtral_is_understood_at_its_own_size() -> None:
-    world_size = 8 * MIXTRAL_NODES
-    flags = [*MIXTRAL.split(), *MIXTRAL_FILES.split()]
-    config, notices, _ = parse_args(flags, Machine(world_size, cuda=False, transformer_engine=False, apex=False))
+    script = SCRIPTS["Mixtral-8x7B"]
+    machine = Machine(script.ranks, cuda=False, transformer_engine=False, apex=False)
+    config, notices, _ = parse_args([*script.flags, *FILES], machine)
     assert not config.transformer.sequence_parallel and OFF in notices
     assert config.model.position_embedding_type == "rope"
-    assert any(notice.startswith("--no-position-embedding: ") for notice in notices)
-    on_gpus = Machine(world_size, cuda=True, transformer_engine=True, apex=True)
-    layout, _ = check(vars(build_parser().parse_args(flags)), (), on_gpus)
-    assert (layout.backend, layout.transformer_impl, layout.sequence_parallel) == ("nccl", "transformer_engine", False)
 
 
-def train_in_small() -> Curve:
-    run = build(SMALL, base=MIXTRAL)
-    assert not run.config.transformer.sequence_parallel
-    assert not any(getattr(parameter, "sequence_parallel", False) for parameter in run.model[0].parameters())
-    return curve_of([train_step(run) for _ in range(run.length.iterations)])
+def train_in_small(flags: str) -> tuple[Curve, int]:
+    """Return the curve of a script's run, and its number of words."""
+    run = build("", base=flags)
+    assert run.length.iterations == 2
+    return curve_of([train_step(run) for _ in range(2)]), run.vocab_size
 
 
-def test_nvidias_mixtral_trains_in_small(ranks) -> None:
-    for curve in ranks(2).run(train_in_small):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in SCRIPTS
+        if name not in OTHER_PROGRAMS
+    ],
+)
+def test_script_trains_in_small(ranks, name: str) -> None:
+    for curve, vocab_size in ranks(2).run(train_in_small, in_small(SCRIPTS[name])):
         assert len(curve) == 2
         for loss, norm in curve:
-            assert math.log(64) < loss < math.log(512) and math.isfinite(norm) and norm > 0
+            assert math.log(64) < loss < math.log(2 * vocab_size) and math.isfinite(norm) and norm > 0

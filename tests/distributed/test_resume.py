@@ -144,6 +144,18 @@ def test_flags_choose_what_is_loaded(saved, ranks):
         assert len(other[2].moments) < len(newest[2].moments)
 
 
+def schedule_position(flags: str) -> int:
+    """Return how many samples the schedule of the learning rate has seen right after loading."""
+    run = build(f"{EP2} {flags}")
+    Checkpoints(run, Said(), patience=30.0).load()
+    return run.scheduler.num_steps
+
+
+def test_the_schedule_starts_afresh_without_the_optimizer(saved, ranks):
+    assert ranks(2).run(schedule_position, f"--load {saved}") == [12, 12]
+    assert ranks(2).run(schedule_position, f"--load {saved} --no-load-optim --lr 2e-3 --train-iters 40") == [0, 0]
+
+
 def random_state(flags: str) -> torch.Tensor:
     """Return the state of the random number generator right after loading."""
     Checkpoints(build(f"{EP2} {flags}"), Said(), patience=30.0).load()

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from megatron_balance.cli.arguments import parse_args
-from megatron_balance.cli.checks import Layout, Machine
+from megatron_balance.cli.arguments import build_parser, parse_args
+from megatron_balance.cli.checks import Layout, Machine, check
 from tests.unit.commands import CPU, GPU, argv, layout_on, parse
 
 BAD = [
@@ -405,3 +405,51 @@ def test_swiglu_is_not_fused_with_what_the_kernel_leaves_out(flags: str, fused: 
     machine = dataclasses.replace(GPU, transformer_engine=False, apex=False)
     transformer = parse_args(argv(f"--swiglu --disable-bias-linear {flags}"), machine).config.transformer
     assert transformer.bias_activation_fusion == fused
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--pipeline-model-parallel-layout Ett|tL", ("Number of decoder layers", "--pipeline-model-parallel-size 2")),
+        ("--pipeline-model-parallel-layout Ett", ("must be divisible", "--pipeline-model-parallel-size 2")),
+        (
+            "--pipeline-model-parallel-layout Ett|ttL --pipeline-model-parallel-size 1",
+            ("describes 2 stages, but --pipeline-model-parallel-size is 1",),
+        ),
+        ("--pipeline-model-parallel-layout |", ("--pipeline-model-parallel-layout |", "with E")),
+        ("--pipeline-model-parallel-layout Et*99999999999|L", ("smaller numbers",)),
+        ("--pipeline-model-parallel-layout Ex|L", ("Invalid layer character",)),
+        (
+            "--pipeline-model-parallel-layout Et|tL --num-layers-per-virtual-pipeline-stage 1",
+            ("--num-layers-per-virtual-pipeline-stage: not with --pipeline-model-parallel-layout",),
+        ),
+        (
+            "--pipeline-model-parallel-layout Et|tL --decoder-first-pipeline-num-layers 1",
+            ("--decoder-first-pipeline-num-layers: not with --pipeline-model-parallel-layout",),
+        ),
+        (
+            "--pipeline-model-parallel-layout Ett|tt|m|L --mtp-num-layers 1 --position-embedding-type rope",
+            ("before the last stage", "write m before L"),
+        ),
+        (
+            "--use-tp-pp-dp-mapping --tensor-model-parallel-size 2",
+            ("--use-tp-pp-dp-mapping", "--expert-model-parallel-size 2", "leave it out"),
+        ),
+    ],
+)
+def test_mistakes_about_stages(flags: str, said: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {flags}", 8)
+    assert all(part in str(error.value) for part in said), str(error.value)
+
+
+def test_gpt2s_tokenizer_is_the_default_for_its_files() -> None:
+    config, notices, _ = parse_args(argv("--vocab-file v --merge-file m", "--tokenizer-type"), CPU)
+    assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert any("using GPT2BPETokenizer" in notice for notice in notices)
+
+
+def test_norms_are_recomputed_with_transformer_engine_only() -> None:
+    with pytest.raises(ValueError, match="--recompute-modules layernorm: needs the package transformer-engine"):
+        parse("--recompute-granularity selective --recompute-modules layernorm")
+    parse("--recompute-granularity selective --recompute-modules moe_act --moe-grouped-gemm")

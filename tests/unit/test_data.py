@@ -147,6 +147,13 @@ def test_padded_vocab_size(size: int, divisible_by: int, tensor_parallel: int, e
     assert padded_vocab_size(size, divisible_by, tensor_parallel) == expected
 
 
+def test_the_padded_size_is_the_wanted_one() -> None:
+    assert padded_vocab_size(100, 128, 2, 102) == 102
+    for wanted in (98, 101):
+        with pytest.raises(ValueError, match=f"--padded-vocab-size {wanted}: must be at least 100"):
+            padded_vocab_size(100, 128, 2, wanted)
+
+
 @given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 8))
 def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: int) -> None:
     padded, multiple = padded_vocab_size(size, divisible_by, tensor_parallel), divisible_by * tensor_parallel

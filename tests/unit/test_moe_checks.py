@@ -80,7 +80,6 @@ BAD = [
         "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",
         *("megatron-core refuses", "Bias", "ETP==1"),
     ),
-    ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap", "--moe-layer-impl balanced", "leave it out"),
     ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
     (
         "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 3",
@@ -279,6 +278,21 @@ def test_unknown_workload(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "tepid" in line]
     assert "--moe-router-force-workload" in line and all(workload in line for workload in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 32", "--moe-comm-chunks auto"),
+        ("--use-fused-weighted-squared-relu --squared-relu", "compute the activation themselves"),
+    ],
+)
+def test_what_only_makes_megatrons_layer_faster_is_noticed(flag: str, instead: str) -> None:
+    parsed = parse(f"{flag} --moe-token-dispatcher-type alltoall")
+    name = flag.split()[0]
+    said = [notice for notice in parsed.notices if notice.startswith(f"{name} has no effect")]
+    assert len(said) == 1 and instead in said[0]
+    assert not parsed.config.transformer.moe_shared_expert_overlap
 
 
 def test_grouped_gemm_is_noticed_with_our_layer_only() -> None:

@@ -24,7 +24,8 @@ OTHER_FIELDS = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split context_parallel_size
         expert_model_parallel_size expert_tensor_parallel_size microbatch_group_size_per_vp_stage
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage
-        num_virtual_stages_per_pipeline_rank pipeline_model_parallel_size sequence_parallel
+        num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout pipeline_model_parallel_size
+        sequence_parallel
         tensor_model_parallel_size""",
     "which implementation computes the same function": """
         apply_rope_fusion attention_backend bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion

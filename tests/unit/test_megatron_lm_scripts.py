@@ -1,0 +1,50 @@
+"""The flags of Megatron-LM's MoE scripts parse at the scripts' own sizes, or are refused for a reason."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.cli import arguments
+from megatron_balance.cli.arguments import build_parser
+from megatron_balance.cli.checks import Layout, Machine, check
+from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, counts, reasons, table, without
+
+UNSET = object()
+
+
+def parse(words: list[str], ranks: int) -> tuple[Layout, list[str]]:
+    """Return the layout and the notices of a command line on GPUs, or raise the error that a user sees."""
+    machine = Machine(ranks, cuda=True, transformer_engine=True, apex=True, wandb=True)
+    parser, said = build_parser(), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            values = vars(parser.parse_args(words))
+    except SystemExit as error:
+        raise ValueError(said.getvalue()) from error
+    given = arguments.given_fields(parser, words)
+    layout, notices = check(values, given, machine)
+    return layout, arguments.without_effect(given) + notices
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_script_at_its_own_size(script: Script) -> None:
+    words = [*script.flags, *FILES]
+    why = {flag.split()[0]: reason for reason, flags in reasons(script).items() for flag in flags}
+    for position, flag in enumerate(script.refused):
+        with pytest.raises(ValueError, match=flag) as error:
+            parse(without(words, script.refused[:position]), script.ranks)
+        assert why[flag] in str(error.value) or "unrecognized arguments" in str(error.value)
+    layout, notices = parse([*script.kept, *FILES], script.ranks)
+    assert layout.backend == "nccl"
+    assert tuple(notice.split()[0].rstrip(":") for notice in notices) == script.noticed
+
+
+def test_the_page_has_the_outcomes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming_from_megatron_lm.md").read_text(encoding="utf-8")
+    assert counts() in " ".join(page.split()) and table() in page, "run python -m tests.megatron_lm_scripts"
+
+
+def test_without_flags() -> None:
+    assert without(["--a", "1", "2", "--b", "--c", "3"], ["--a", "--c"]) == ["--b"]
