@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from megatron_balance.cli.arguments import build_parser, parse_args
-from megatron_balance.cli.checks import Layout, Machine, check
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Layout, Machine
 from tests.unit.commands import CPU, GPU, argv, layout_on, parse
 
 BAD = [
