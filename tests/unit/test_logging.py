@@ -200,7 +200,7 @@ def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
     with log:
         for iteration in (1, 2, 3):
             log.step(report(iteration), Progress())
-    names = "lm loss, load_balancing_loss, learning-rate, batch-size, grad-norm, loss-scale".split(", ")
+    names = ["lm loss", "load_balancing_loss", "learning-rate", "batch-size", "grad-norm", "loss-scale"]
     by_samples = [(f"{name} vs samples", 64) for name in names]
     assert sorted(recorded) == sorted([(name, 2) for name in (*names, "iteration-time", "throughput")] + by_samples)
 

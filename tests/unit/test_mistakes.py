@@ -93,6 +93,15 @@ def test_the_table_is_one_of_different_mistakes() -> None:
         assert set(mistake.without.split()) <= set(VALID)
 
 
+def test_the_page_has_what_is_told() -> None:
+    page = (mistakes.ENTRY_POINT.parent / "docs/measurements/mistakes.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    told = {cells[0]: " ".join(cells[2:-1]).replace("\\|", "|") for cells in table}
+    assert told.keys() == {"mistake", "none: `--help`", *(mistake.name for mistake in MISTAKES)}
+    for mistake in MISTAKES:
+        assert all(part in told[mistake.name] for part in mistake.said), mistake.name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.name for mistake in MISTAKES])
 def test_a_mistake_of_a_real_process(files: Path, mistake: Mistake) -> None:
