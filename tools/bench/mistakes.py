@@ -33,7 +33,8 @@ def main() -> None:
             ended = mistakes.run(mistake, directory)
             seconds = time.perf_counter() - start
             told = mistakes.message(ended.stderr).partition(": error: ")[2].strip()
-            told = told.replace(str(directory), "DIR").replace("|", "\\|")
+            # As Markdown, in which <...> would be HTML
+            told = told.replace(str(directory), "DIR").replace("|", "\\|").replace("<", "&lt;")
             variables = [f"{variable}={value}" for variable, value in mistake.environment.items()]
             words = [*variables, *(f"without {flag}" for flag in mistake.without.split()), mistake.flags]
             flags = " ".join(word for word in words if word)
