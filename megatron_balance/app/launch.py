@@ -81,12 +81,16 @@ def pretrain(argv: list[str]) -> None:
                 run, log, checkpoints = _prepare(asked, guard, held)
             resumed_at = run.progress.iteration
             recorder = LoadRecorder(run.model) if config.log.log_tokens_per_expert else None
-            with _leaving_together(CheckpointError, PoisonedRun), _recording(run) as record, watching(run) as watch:
+            with (
+                _leaving_together(CheckpointError, PoisonedRun),
+                log,
+                _recording(run) as record,
+                watching(run) as watch,
+            ):
                 after_step = functools.partial(_each, (record, watch))
                 train(run, log, checkpoints=checkpoints, stopping=stopping, after_step=after_step)
-        if recorder is not None and run.progress.iteration > resumed_at:
-            log.message(recorder.table(run.groups))
-        log.close()
+                if recorder is not None and run.progress.iteration > resumed_at:
+                    log.message(recorder.table(run.groups))
         _finish_together()
     dist.destroy_process_group()
 

@@ -41,10 +41,16 @@ class Scalars:
         except OSError as error:
             raise ValueError(f"{flag}: {cleaned(error)}; choose a writable directory") from error
 
-    def add_scalars(self, values: Mapping[str, float], iteration: int) -> None:
-        """Add several numbers of one iteration, by their tags."""
+    def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
+        """Add several numbers of one iteration, by their tags.
+
+        Args:
+            samples: number of samples consumed so far, by which the numbers are also added, as `{tag} vs samples`.
+        """
         for name, value in values.items():
             self.add_scalar(name, value, iteration)
+            if samples is not None:
+                self.add_scalar(f"{name} vs samples", value, samples)
 
     def add_scalar(self, name: str, value: float, iteration: int) -> None:
         """Add a number; write all of them if the queue is full or FLUSH_SECONDS have passed."""
@@ -54,7 +60,7 @@ class Scalars:
             self._file.flush()
             self._written = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Write all remaining numbers."""
         self._file.flush(last=True)
 

@@ -27,14 +27,24 @@ class WandbRun:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._run = wandb.init(project=project, name=name, entity=entity, dir=str(directory), config=dict(settings))
-        except (OSError, wandb.Error) as error:
-            remedy = "log in with `wandb login`, or set WANDB_MODE=offline"
-            raise ValueError(f"--wandb-project {project}: {cleaned(error)}; {remedy}") from error
+        # ValueError: an environment variable of wandb has an invalid value
+        except (OSError, ValueError, wandb.Error) as error:
+            remedy = "correct that, log in with `wandb login`, or set WANDB_MODE=offline"
+            raise ValueError(f"--wandb-project {project}: {cleaned(error).rstrip('.')}; {remedy}") from error
 
-    def add_scalars(self, values: Mapping[str, float], iteration: int) -> None:
-        """Add numbers by their tags; iterations must not decrease."""
-        self._run.log(dict(values), step=iteration)
+    def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
+        """Add numbers by their tags; iterations must not decrease.
 
-    def close(self) -> None:
-        """Wait until all numbers are sent, or written if wandb is offline."""
-        self._run.finish()
+        Args:
+            samples: number of samples consumed so far, added as `samples vs steps`.
+        """
+        by_samples = {} if samples is None else {"samples vs steps": samples}
+        self._run.log({**values, **by_samples}, step=iteration)
+
+    def close(self, failed: bool = False) -> None:
+        """Wait until all numbers are sent, or written if wandb is offline; mark the run as finished or failed."""
+        import wandb
+
+        self._run.finish(exit_code=int(failed))
+        # In the end, it waits for the process that writes, which `finish` does not always do
+        wandb.teardown(exit_code=int(failed))

@@ -38,13 +38,27 @@ TIMERS = {
 class Writer(Protocol):
     """What records numbers by Megatron's tags."""
 
-    def add_scalars(self, values: Mapping[str, float], iteration: int) -> None: ...
+    def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
+        """Add several numbers of one iteration.
 
-    def close(self) -> None: ...
+        Args:
+            samples: number of samples consumed so far, by which the numbers are recorded, too; None: they are not.
+        """
+        ...
+
+    def close(self, failed: bool = False) -> None:
+        """Record what has not been recorded yet, and end.
+
+        Args:
+            failed: whether the run has failed.
+        """
+        ...
 
 
 class RunLog:
     """Log of a run, printed and recorded on the last rank, which has the last pipeline stage's loss.
+
+    A run is a block in a `with` statement, which closes the writers, also if the run fails.
 
     Attributes:
         writers: TensorBoard and Weights & Biases, as far as flags ask for them; empty on all other ranks.
@@ -70,7 +84,8 @@ class RunLog:
         """Record an iteration, and print the log line every `--log-interval` iterations."""
         self._since_line.append(report)
         if self.writers and report.iteration % self.config.log.tensorboard_log_interval == 0:
-            self._record(self._scalars(report), report.iteration)
+            self._record(self._scalars(report), report.iteration, report.consumed_samples)
+            self._record(self._costs(report), report.iteration)
         if report.iteration % self.config.log.log_interval == 0:
             self.message(self._line(progress))
             self._since_line = []
@@ -86,15 +101,18 @@ class RunLog:
         scalars = {f"{key} {name}": value for key, value in losses.items()}
         if self.config.log.log_validation_ppl_to_tensorboard:
             scalars |= {f"{key} {name} ppl": math.exp(min(20, value)) for key, value in losses.items()}
-        self._record(scalars, progress.iteration)
+        self._record(scalars, progress.iteration, progress.consumed_samples)
 
-    def close(self) -> None:
-        for writer in self.writers:
-            writer.close()
+    def __enter__(self) -> "RunLog":
+        return self
 
-    def _record(self, scalars: Mapping[str, float], iteration: int) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for writer in self.writers:
-            writer.add_scalars(scalars, iteration)
+            writer.close(failed=kind is not None)
+
+    def _record(self, scalars: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
+        for writer in self.writers:
+            writer.add_scalars(scalars, iteration, samples)
 
     def _times(self, timers: Any, iteration: int) -> None:
         """Print and record the times of `--timing-log-level`, which all ranks gather."""
@@ -140,13 +158,8 @@ class RunLog:
         return line
 
     def _scalars(self, report: StepReport) -> dict[str, float]:
-        """Return an iteration's numbers by Megatron's tags; in `moe/{name}_layer_{i}`, the first layer is number 0."""
-        scalars = {
-            **report.losses,
-            "batch-size": report.global_batch_size,
-            "iteration-time": report.seconds,
-            "throughput": self._throughput(report, report.seconds),
-        }
+        """Return the numbers of an iteration that Megatron-LM also records by samples, by its tags."""
+        scalars = {**report.losses, "batch-size": report.global_batch_size}
         if report.learning_rate is not None:
             scalars["learning-rate"] = report.learning_rate
         if report.grad_norm is not None:
@@ -159,6 +172,11 @@ class RunLog:
             scalars["num-zeros"] = report.num_zeros
         if report.params_norm is not None:
             scalars["params-norm"] = report.params_norm
+        return scalars
+
+    def _costs(self, report: StepReport) -> dict[str, float]:
+        """Return the other numbers of an iteration; in `moe/{name}_layer_{i}`, the first layer is number 0."""
+        scalars = {"iteration-time": report.seconds, "throughput": self._throughput(report, report.seconds)}
         if self.config.log.log_memory_to_tensorboard:
             scalars |= memory.scalars()
         for name, losses in report.layer_losses.items():
@@ -189,7 +207,7 @@ def _wandb(config: RunConfig, project: str) -> Writer:
     log, save = config.log, config.checkpoint.save
     directory = log.wandb_save_dir or f"{save}/wandb"
     # Which job of a chain this is, as Megatron-LM tells wandb
-    job = {"slurm_job_name": os.environ.get("SLURM_JOB_NAME", "N/A")}
+    job = {"world_size": dist.get_world_size(), "slurm_job_name": os.environ.get("SLURM_JOB_NAME", "N/A")}
     return WandbRun(
         project,
         name=log.wandb_exp_name,

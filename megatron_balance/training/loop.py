@@ -146,6 +146,7 @@ def queue_step(run: Run, read: bool = True) -> Queued:
         learning_rate=get_canonical_lr_for_logging(run.optimizer.param_groups),
         loss_scale=float(run.optimizer.get_loss_scale()) if scaled else 1.0,
         global_batch_size=batch_size,
+        consumed_samples=progress.consumed_samples,
         skipped=not stepped,
         calibration=UNCALIBRATED if run.balancer is None else run.balancer.factors,
         fault=fault,

@@ -48,6 +48,9 @@ class StepReport:
 
     loss_scale: float
     global_batch_size: int
+    consumed_samples: int
+    """Number of samples that the run has consumed after this iteration."""
+
     skipped: bool
     """Whether the optimizer did not step (fp16 overflow, or a fault)."""
 

@@ -42,7 +42,7 @@ def report(iteration: int, loss: float = 6.25, **changes: object) -> StepReport:
     values = {
         "losses": {"lm loss": loss, "load_balancing_loss": 1.0},
         **{"grad_norm": 0.5571, "learning_rate": 1e-4, "loss_scale": 1.0, "global_batch_size": 32},
-        **{"skipped": False, "seconds": 0.25},
+        **{"consumed_samples": 32 * iteration, "skipped": False, "seconds": 0.25},
     }
     return StepReport(iteration=iteration, **(values | changes))
 
@@ -197,11 +197,27 @@ def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
     log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} --tensorboard-log-interval 2"), 5, 128)
     recorded: list[tuple[str, int]] = []
     log.writers[0].add_scalar = lambda name, value, iteration: recorded.append((name, iteration))
-    for iteration in (1, 2, 3):
-        log.step(report(iteration), Progress())
-    log.close()
-    names = "lm loss, load_balancing_loss, learning-rate, batch-size, grad-norm, loss-scale, iteration-time, throughput"
-    assert sorted(recorded) == sorted((name, 2) for name in names.split(", "))
+    with log:
+        for iteration in (1, 2, 3):
+            log.step(report(iteration), Progress())
+    names = ["lm loss", "load_balancing_loss", "learning-rate", "batch-size", "grad-norm", "loss-scale"]
+    by_samples = [(f"{name} vs samples", 64) for name in names]
+    assert sorted(recorded) == sorted([(name, 2) for name in (*names, "iteration-time", "throughput")] + by_samples)
+
+
+def test_a_run_that_fails_keeps_its_numbers(single_rank: None, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(run_config(f"--tensorboard-dir {tmp_path}"), 5, 128)
+    ended: list[bool] = []
+    log.writers.append(SimpleNamespace(add_scalars=lambda *_: None, close=lambda failed: ended.append(failed)))
+    with pytest.raises(FloatingPointError), log:
+        log.step(report(1, loss=2.5), Progress())
+        raise FloatingPointError
+    assert ended == [True]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for tag, step in (("lm loss", 1), ("lm loss vs samples", 32)):
+        assert [(event.step, event.value) for event in events.Scalars(tag)] == [(step, 2.5)]
 
 
 def test_tensorboard_has_every_layers_balance(single_rank: None, tmp_path: Path) -> None:
@@ -211,7 +227,6 @@ def test_tensorboard_has_every_layers_balance(single_rank: None, tmp_path: Path)
     log.step(report(2), Progress())
     assert not any(name.startswith("moe/") for name in recorded)
     log.step(report(3, balance={1: balance(), 3: balance(ratio_after=1.75)}), Progress())
-    log.close()
     ours = {name: value for name, value in recorded.items() if name.startswith("moe/")}
     suffixes = ("layer_0", "layer_2", "p50", "p75", "p90", "p95")
     assert {ours.pop(f"moe/calibration_{name}") for name in Factors._fields} == {(1.0, 3)}
@@ -227,7 +242,6 @@ def test_tensorboard_keys_on_demand(single_rank: None, tmp_path: Path) -> None:
     log.writers[0].add_scalar = lambda name, value, iteration: recorded.update({name: value})
     log.step(report(1), Progress())
     log.evaluation("validation", Progress(iteration=1), {"lm loss": 2.0})
-    log.close()
     assert "loss-scale" not in recorded
     assert recorded["world-size"] == 1
     assert recorded["lm loss validation ppl"] == pytest.approx(7.389056)

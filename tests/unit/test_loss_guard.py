@@ -65,7 +65,7 @@ def test_bad_losses_do_not_count_into_the_statistics() -> None:
 
 def report(loss: float = 2.5, **changes: object) -> StepReport:
     values = {"losses": {"lm loss": loss}, "grad_norm": 1.0, "learning_rate": 1e-4, "loss_scale": 1.0}
-    values |= {"iteration": 7, "global_batch_size": 4, "skipped": False, "seconds": 0.1}
+    values |= {"iteration": 7, "global_batch_size": 4, "consumed_samples": 28, "skipped": False, "seconds": 0.1}
     return StepReport(**(values | changes))
 
 

@@ -1,5 +1,6 @@
 """Mistakes that people make: each one ends with a sentence that names flag, value and remedy, before the rank joins."""
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_the_table_is_one_of_different_mistakes() -> None:
     for mistake in MISTAKES:
         assert len(mistake.said) >= 2, mistake.name
         assert set(mistake.without.split()) <= set(VALID)
+
+
+def test_the_page_has_what_is_told() -> None:
+    page = (mistakes.ENTRY_POINT.parent / "docs/measurements/mistakes.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    told = {cells[0]: html.unescape(" ".join(cells[2:-1])).replace("\\|", "|") for cells in table}
+    assert told.keys() == {"mistake", "none: `--help`", *(mistake.name for mistake in MISTAKES)}
+    for mistake in MISTAKES:
+        assert all(part in told[mistake.name] for part in mistake.said), mistake.name
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ def step_report(iteration: int) -> StepReport:
         learning_rate=None,
         loss_scale=1.0,
         global_batch_size=1,
+        consumed_samples=iteration,
         skipped=False,
         calibration=Factors(trans=float(iteration)),
     )

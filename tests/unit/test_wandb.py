@@ -47,21 +47,31 @@ def history(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return settings, rows
 
 
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run(failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = WandbRun("moe", name="small", entity=None, directory=tmp_path / "new", settings={"num_layers": 2})
-    run.add_scalars({"lm loss": 2.5, "moe/z_loss_layer_1": 0.5}, 1)
+    run.add_scalars({"lm loss": 2.5}, 1, 8)
+    run.add_scalars({"moe/z_loss_layer_1": 0.5}, 1)
     run.add_scalars({"lm loss validation": 3.5}, 1)
     run.add_scalars({"lm loss": 1.5}, 2)
-    run.close()
+    run.close(failed)
     (path,) = tmp_path.glob("new/wandb/offline-run-*/run-*.wandb")
     settings, rows = history(path)
     assert settings["num_layers"] == 2
-    assert rows == [{"lm loss": 2.5, "moe/z_loss_layer_1": 0.5, "lm loss validation": 3.5}, {"lm loss": 1.5}]
+    first = {"lm loss": 2.5, "samples vs steps": 8, "moe/z_loss_layer_1": 0.5, "lm loss validation": 3.5}
+    assert rows == [first, {"lm loss": 1.5}]
+    assert [record.exit.exit_code for record in records(path) if record.HasField("exit")] == [int(failed)]
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--wandb-project moe: .*Not a directory"):
         WandbRun("moe", name=None, entity=None, directory=tmp_path / "file" / "new", settings={})
+
+
+def test_an_invalid_variable_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "somewhere")
+    with pytest.raises(ValueError, match=r"^--wandb-project moe: .*'somewhere'.*; correct that, .*WANDB_MODE=offline$"):
+        WandbRun("moe", name=None, entity=None, directory=tmp_path, settings={})
