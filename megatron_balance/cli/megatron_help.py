@@ -72,6 +72,7 @@ LATENT_ATTENTION = {
     "beta_slow": "Number of rotations below which yarn interpolates a dimension fully.",
     "mscale": "Coefficient of yarn's scaling of rotary embeddings.",
     "mscale_all_dim": "Coefficient of yarn's scaling of attention scores.",
+    "mla_down_proj_fusion": "Compute the down projections of queries, keys and values in one matrix product.",
 }
 
 EXPERTS: dict[str, str | None] = {
