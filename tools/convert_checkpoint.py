@@ -24,9 +24,11 @@ from megatron_balance.device import cpu, quiet
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["import", "export", "roundtrip", "import-megatron"])
-    parser.add_argument("--load-dir", type=Path, required=True)
-    parser.add_argument("--save-dir", type=Path, help="does not apply to roundtrip")
-    parser.add_argument("--hf-dir", type=Path, help="export: config.json and tokenizer; default: the imported ones")
+    parser.add_argument("--load-dir", type=Path, metavar="DIR", required=True, help="what is read")
+    parser.add_argument("--save-dir", type=Path, metavar="DIR", help="what is written; does not apply to roundtrip")
+    parser.add_argument(
+        "--hf-dir", type=Path, metavar="DIR", help="export: config.json and tokenizer (default: the imported ones)"
+    )
     parser.add_argument(
         "--without",
         metavar="PREFIX",
@@ -34,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         help="import: leave out the tensors whose names have this prefix; may be repeated",
     )
-    parser.add_argument("--ckpt-step", type=int, help="iteration of the checkpoint to read; default: the latest")
+    parser.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint to read (default: the latest)"
+    )
     args = parser.parse_args(argv)
     if (args.save_dir is None) != (args.action == "roundtrip"):
         parser.error(f"{args.action}: {'give' if args.save_dir is None else 'leave out'} --save-dir")

@@ -65,8 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--stage", default="cpu")
-    parser.add_argument("--directory", type=Path, required=True, help="used as WORKDIR; must not exist")
+    parser.add_argument("--stage", metavar="NAME", default="cpu", help="stage of the Dockerfile (default: cpu)")
+    parser.add_argument("--directory", type=Path, metavar="DIR", required=True, help="used as WORKDIR; must not exist")
     arguments = parser.parse_args()
     directory = arguments.directory.resolve()
     directory.mkdir(parents=True)

@@ -4,7 +4,6 @@ python tools/flags_page.py
 """
 
 import argparse
-import enum
 import re
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,9 @@ from pathlib import Path
 
 from megatron_balance.cli.arguments import build_parser
 from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED, REFUSED_VALUES
+from megatron_balance.config.flags import in_words
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
-OURS = "(megatron_balance)"
-MAX_CHARACTERS = 220
 
 INTRODUCTION = """# Flags
 
@@ -44,7 +42,6 @@ def page() -> str:
     """Return the whole page."""
     parser = build_parser()
     groups = [group for group in parser._action_groups if any(_shown(action) for action in group._group_actions)]
-    groups.sort(key=lambda group: not (group.title or "").endswith(OURS))
     parts = [INTRODUCTION, "## Supported\n"]
     for group in groups:
         title = {"options": "general"}.get(group.title or "", group.title)
@@ -61,32 +58,25 @@ def _shown(action: argparse.Action) -> bool:
 
 def _row(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    meaning = _first_sentence((action.help or "").replace("%%", "%"))
-    if action.choices and not _names_all(meaning, action):
-        meaning += f" One of {', '.join(_text(choice) for choice in action.choices)}."
+    paragraph, *values = (action.help or "").replace("%%", "%").split("\n- ")
+    meaning, _, derived = paragraph.partition("Default: ")
+    if action.choices and not all(
+        re.search(rf"\b{re.escape(choice)}:", action.help or "") for choice in _choices(action)
+    ):
+        meaning += f" One of {', '.join(_choices(action))}."
     several = {"*": " Takes several values.", "+": " Takes several values."}.get(str(action.nargs), "")
-    return f"| {names} | {_default(action)} | {_cell(meaning + several)} |"
+    cell = "<br>".join(_cell(" ".join(text.split())) for text in (meaning + several, *values))
+    return f"| {names} | {_default(action) or _cell(derived.removesuffix('.'))} | {cell} |"
 
 
-def _names_all(meaning: str, action: argparse.Action) -> bool:
-    return all(re.search(rf"\b{re.escape(_text(choice))}\b", meaning) for choice in action.choices or ())
-
-
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of a text, cut at a word if it is too long."""
-    sentence = re.split(r"(?<=[^.][^.]\.)\s+(?=[A-Z])", text.strip(), maxsplit=1)[0]
-    sentence += "" if sentence.endswith(".") else "."
-    return sentence if len(sentence) <= MAX_CHARACTERS else sentence[:MAX_CHARACTERS].rsplit(" ", 1)[0] + " ..."
+def _choices(action: argparse.Action) -> list[str]:
+    return [in_words(choice) for choice in action.choices or ()]
 
 
 def _default(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "off"
-    return "" if action.default is None or action.default == argparse.SUPPRESS else f"`{_text(action.default)}`"
-
-
-def _text(value: object) -> str:
-    return value.name if isinstance(value, enum.Enum) else str(value)
+    return "" if action.default in (None, argparse.SUPPRESS) else f"`{in_words(action.default)}`"
 
 
 def _cell(text: str) -> str:

@@ -107,8 +107,12 @@ def _megabytes(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True, help="where code.jsonl and english.jsonl go")
-    parser.add_argument("--max-mb", type=_megabytes, help="megabytes (10^6 bytes) per domain at most; default: all")
+    parser.add_argument(
+        "--output-dir", type=Path, metavar="DIR", required=True, help="where code.jsonl and english.jsonl go"
+    )
+    parser.add_argument(
+        "--max-mb", type=_megabytes, metavar="X", help="megabytes (10^6 bytes) per domain at most (default: all)"
+    )
     return parser
 
 

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the JSON file to write")
     own, flags = parser.parse_known_args(argv)
     # Both must run before megatron.core is imported
     quiet.silence_expected_warnings()

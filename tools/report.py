@@ -81,20 +81,28 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensorboard-dir", type=Path, help="events: balance, bytes, times and losses")
-    parser.add_argument("--balance-log-dir", type=Path, help="load matrices and placements")
-    parser.add_argument("--balance-timeline", type=Path, help="timelines of the ranks; the latest iteration is drawn")
-    parser.add_argument("--before-tensorboard-dir", type=Path, help="events of a run without balancing")
+    parser.add_argument("--tensorboard-dir", type=Path, metavar="DIR", help="events: balance, bytes, times and losses")
+    parser.add_argument("--balance-log-dir", type=Path, metavar="DIR", help="load matrices and placements")
+    parser.add_argument(
+        "--balance-timeline", type=Path, metavar="DIR", help="timelines of the ranks; the latest iteration is drawn"
+    )
+    parser.add_argument("--before-tensorboard-dir", type=Path, metavar="DIR", help="events of a run without balancing")
     parser.add_argument(
         "--balance-token-split",
         choices=get_args(Split),
         default="proportional",
-        help="as in the run; default: what pro_prophet and flexmoe prefer",
+        help="as in the run (default: proportional, which pro_prophet and flexmoe prefer)",
     )
-    parser.add_argument("--token-bytes", type=positive_int, help="hidden size times bytes per number; gives megabytes")
-    parser.add_argument("--title", default="Balance report")
-    parser.add_argument("--output", type=Path, required=True, help="the HTML file to write")
-    parser.add_argument("--picture", type=Path, help="a PNG of balance before and after; needs --balance-log-dir")
+    parser.add_argument(
+        "--token-bytes", type=positive_int, metavar="BYTES", help="hidden size times bytes per number; gives megabytes"
+    )
+    parser.add_argument(
+        "--title", metavar="TEXT", default="Balance report", help="title of the page (default: Balance report)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the HTML file to write")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="a PNG of balance before and after; needs --balance-log-dir"
+    )
     return parser
 
 

@@ -23,7 +23,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"tables (default: all): {', '.join(TABLES)}")
     parser.add_argument(
-        "--iterations", type=int, default=3, help="iterations to simulate (default: 3); the first one does not count"
+        "--iterations",
+        type=int,
+        metavar="N",
+        default=3,
+        help="iterations to simulate, of which the first does not count (default: 3)",
     )
     args = parser.parse_args(argv)
     for name in args.names:

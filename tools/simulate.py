@@ -1,6 +1,6 @@
-"""Simulates iterations of a training run on a cluster that need not exist.
+"""Simulate iterations of a training run on a cluster that need not exist.
 
-    python tools/simulate.py --cluster configs/clusters/h100.yaml --nodes 32 --load zipf:0.7 \
+    python tools/simulate.py --cluster configs/clusters/h100.yaml --nodes 32 --load zipf:0.7 \\
         @configs/models/mixtral_8x7b.args <the flags of the training run>
 
 The run's flags are those of pretrain_gpt_moe.py. Flags for data, tokenizer, learning rate and length may be left out,
@@ -39,24 +39,39 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--cluster", type=Path, required=True, help="a file like those of configs/clusters")
-    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", required=True, help="a file like those of configs/clusters"
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", required=True, help="number of nodes")
     parser.add_argument("--load", default="even", help="where tokens go (default: even)")
-    parser.add_argument("--iterations", type=int, default=4, help="iterations to simulate; the last one is shown")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the loads")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        metavar="N",
+        default=4,
+        help="iterations to simulate; the last one is shown (default: 4)",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the loads (default: 0)")
     parser.add_argument("--compare", metavar="FLAG=VALUE,VALUE", help="simulate with each value of a flag")
-    parser.add_argument("--plan-ms", type=float, help="milliseconds of a plan (default: measured on this machine)")
-    parser.add_argument("--trace", type=Path, help="write what ranks do in the last iteration, for Perfetto")
-    parser.add_argument("--trace-ranks", type=int, nargs="+", default=[0], help="ranks of --trace")
+    parser.add_argument(
+        "--plan-ms", type=float, metavar="MS", help="milliseconds of a plan (default: measured on this machine)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write what ranks do in the last iteration, for Perfetto"
+    )
+    parser.add_argument(
+        "--trace-ranks", type=int, metavar="RANK", nargs="+", default=[0], help="ranks of --trace (default: 0)"
+    )
     parser.add_argument("--over-even", action="store_true", help="also simulate even routing without balancing")
     parser.add_argument(
         "--first-iteration",
         type=int,
+        metavar="N",
         default=0,
-        help="iteration of a recorded run to begin with; below 0: from its end",
+        help="iteration of a recorded run to begin with; below 0: from its end (default: 0)",
     )
-    parser.add_argument("--html", type=Path, help="also write a page with the results as charts")
-    parser.add_argument("--json", type=Path, help="also write the results as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with the results as charts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     args, flags = parser.parse_known_args(argv)
     # Both must run before megatron.core is imported
     quiet.silence_expected_warnings()

@@ -42,9 +42,9 @@ INK, QUIET, PAPER, ROW_PAPER, GRID = "#1f2328", "#59636e", "#ffffff", "#f6f8fa",
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="timelines of one or more ranks")
-    parser.add_argument("--iteration", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True, help="the PNG file to write")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="timelines of one or more ranks")
+    parser.add_argument("--iteration", type=int, metavar="N", required=True, help="iteration to draw")
+    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the PNG file to write")
     args = parser.parse_args(argv)
     try:
         records = [record for path in args.files for record in load_timeline(path)]

@@ -138,11 +138,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", type=existing_file, nargs="+", required=True, metavar="FILE", help="JSONL files")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text (default: text)")
-    add("--vocab-size", type=positive_int, default=8192, help="pieces in the vocabulary (default: %(default)s)")
+    add(
+        "--vocab-size",
+        type=positive_int,
+        metavar="N",
+        default=8192,
+        help="pieces in the vocabulary (default: %(default)s)",
+    )
     add("--model-type", choices=["bpe", "unigram"], default="bpe", help="SentencePiece model (default: %(default)s)")
     add("--output-prefix", required=True, metavar="PREFIX", help="the model is written to PREFIX.model")
     add(
         "--max-sentences",
+        metavar="N",
         type=positive_int,
         default=2_000_000,
         help="train on a random sample of this many lines, the same in every run (default: %(default)s)",

@@ -29,10 +29,11 @@ from megatron_balance.build.balancer import build_balancer
 from megatron_balance.build.run import balanced_layer_spec as build_layer_spec
 from megatron_balance.build.run import finalizer, force_workload
 from megatron_balance.build.wiring import Wiring, build_wiring
-from megatron_balance.cli.arguments import GROUPS, policy_flag
+from megatron_balance.cli.arguments import GROUPS
 from megatron_balance.cli.checks import at_least_one, refuse_idle
 from megatron_balance.cli.machine_checks import expert_gemm
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
+from megatron_balance.cli.named_values import named_values
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import add_flags, flag_of
 from megatron_balance.config.flags import build as build_config
@@ -138,7 +139,7 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         ValueError: the parser has a flag of the same name already.
     """
     for title, cls in OUR_GROUPS:
-        added = add_flags(parser.add_argument_group(title), cls, metadata=policy_flag())
+        added = add_flags(parser.add_argument_group(title), cls, metadata=named_values())
         taken = [field.name for field in dataclasses.fields(cls) if field.name not in added]
         if taken:
             raise ValueError(f"{flag_of(taken[0])}: the parser has this flag already; call add_balance_args only once")

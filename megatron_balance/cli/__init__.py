@@ -1,7 +1,9 @@
 """From a command line to a checked RunConfig, before a process group exists.
 
 arguments         build the parser, parse a command line, construct the RunConfig
-parser            our extensions of argparse: files of flags, reasons for refused flags and values
+parser            our extensions of argparse: files of flags, reasons for refused flags and values, help with lists
+megatron_help     help of the flags that are derived from megatron-core's dataclasses
+named_values      help of the flags whose value is the name of a policy, an all-to-all or a codec
 yaml_file         flags from a YAML file (--yaml-cfg)
 checks            flags against each other: what is required, the model's shape, batch sizes, data
 attention_checks  flags of norms across heads and of latent attention

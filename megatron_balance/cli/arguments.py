@@ -6,7 +6,6 @@ Parsing and checking need no process group: every rank does both before it joins
 
 import argparse
 import dataclasses
-import enum
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -25,14 +24,15 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.checks import Layout, check
 from megatron_balance.cli.data_args import data_in_files
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
-from megatron_balance.cli.parser import Parser, all_but, only
+from megatron_balance.cli.megatron_help import TEXTS
+from megatron_balance.cli.named_values import named_values
+from megatron_balance.cli.parser import HelpFormatter, Parser, all_but, only
 from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import log_config
 from megatron_balance.config import run_config as ours
-from megatron_balance.config.flags import add_flags, build, field_docs, flag_names
+from megatron_balance.config.flags import add_flags, build, flag_names, in_words
 from megatron_balance.device.machine import Machine
-from megatron_balance.planning.policies import registered
 
 INTERNAL_FIELDS = {
     *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
@@ -62,22 +62,18 @@ OPTIMIZER_PRECISIONS = {
 
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "num_moe_experts": {"arg_names": ["--num-experts"]},
-    "window_size": {"type": lambda text: _window(text), "nargs": None},
-    "moe_layer_freq": {"type": lambda text: parse_layer_frequency(text), "default": 1},
+    "window_size": {"type": lambda text: _window(text), "nargs": None, "metavar": "LEFT,RIGHT"},
+    "moe_layer_freq": {"type": lambda text: parse_layer_frequency(text), "default": 1, "metavar": "LAYERS"},
     "moe_router_load_balancing_type": {
         "nargs": "+",
         "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
         "default": "aux_loss",
     },
     "cp_comm_type": {"nargs": "+", "choices": ["p2p", "all_gather", "a2a", "a2a+p2p"], "default": ["p2p"]},
-    "no_rope_freq": {"type": lambda text: parse_layer_frequency(text)},
-    "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text)},
+    "no_rope_freq": {"type": lambda text: parse_layer_frequency(text), "metavar": "LAYERS"},
+    "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text), "metavar": "LAYERS"},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
-    "pipeline_model_parallel_layout": {
-        "type": str,
-        "help": "Layers of each pipeline stage, e.g. Et|(tt|)*3tmL: E embedding, t transformer layer, m multi-token "
-        "prediction, L loss; | ends a stage.",
-    },
+    "pipeline_model_parallel_layout": {"type": str, "metavar": "LAYOUT"},
     "num_layers_in_first_pipeline_stage": {"arg_names": ["--decoder-first-pipeline-num-layers"]},
     "num_layers_in_last_pipeline_stage": {"arg_names": ["--decoder-last-pipeline-num-layers"]},
     "masked_softmax_fusion": {"arg_names": ["--no-masked-softmax-fusion"], "action": "store_false", "default": True},
@@ -106,15 +102,10 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "bucket_size": {"arg_names": ["--ddp-bucket-size"]},
     "check_for_nan_in_grad": {
         "arg_names": ["--no-check-for-nan-in-loss-and-grad"],
-        "help": "Do not check losses and gradients for NaN and infinity before a step.",
         "action": "store_false",
         "default": True,
     },
-    "barrier_with_L1_time": {
-        "help": "Wait for all ranks before and after what --timing-log-level 1 times.",
-        "action": "store_false",
-        "default": True,
-    },
+    "barrier_with_L1_time": {"action": "store_false", "default": True},
     "align_param_gather": {"arg_names": ["--no-align-param-gather"], "action": "store_false", "default": True},
     "average_in_collective": {"arg_names": ["--ddp-average-in-collective"]},
     "pad_buckets_for_high_nccl_busbw": {"arg_names": ["--ddp-pad-buckets-for-high-nccl-busbw"]},
@@ -130,30 +121,34 @@ SHORTHANDS = {
 
 MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
+OF_MODELS = (TransformerConfig, ours.ModelConfig)
+
+DIVIDED = (*MEGATRON_CLASSES, ours.ModelConfig)
+"""Dataclasses whose fields TEXTS divides among the groups of `--help`."""
+
 GROUPS = (
-    ("model", ours.ModelConfig),
-    ("training", ours.TrainConfig),
-    ("checkpointing", ours.CheckpointConfig),
-    ("learning rate and weight decay", ours.SchedulerConfig),
-    ("data", ours.DataConfig),
-    ("tokenizer", ours.TokenizerConfig),
-    ("logging", log_config.LogConfig),
-    ("profiling", log_config.ProfilingConfig),
-    ("processes", ours.LaunchConfig),
     ("expert balancing (megatron_balance)", ours.BalanceConfig),
     ("expert communication (megatron_balance)", ours.CommConfig),
-    ("transformer (megatron-core)", TransformerConfig),
-    ("multi-latent attention (megatron-core)", MLATransformerConfig),
-    ("optimizer (megatron-core)", OptimizerConfig),
-    ("data parallelism (megatron-core)", DistributedDataParallelConfig),
+    *((title, cls) for title in ("model", "attention", "mixture of experts") for cls in OF_MODELS),
+    ("multi-latent attention", MLATransformerConfig),
+    *(("parallelism", cls) for cls in OF_MODELS),
+    ("data parallelism", DistributedDataParallelConfig),
+    ("precision", TransformerConfig),
+    ("recomputation", TransformerConfig),
+    ("training", ours.TrainConfig),
+    ("learning rate and weight decay", ours.SchedulerConfig),
+    ("optimizer", OptimizerConfig),
+    ("data", ours.DataConfig),
+    ("tokenizer", ours.TokenizerConfig),
+    ("checkpointing", ours.CheckpointConfig),
+    *(("kernels", cls) for cls in OF_MODELS),
+    ("processes", ours.LaunchConfig),
+    ("logging", log_config.LogConfig),
+    ("logging", TransformerConfig),
+    ("profiling", log_config.ProfilingConfig),
+    *(("other", cls) for cls in DIVIDED),
 )
-
-
-def policy_flag() -> dict[str, dict[str, str]]:
-    """Return the help of `--balance-policy`, with the policies' names, as metadata for `add_flags`."""
-    text = field_docs(ours.BalanceConfig)["balance_policy"]
-    others = ", ".join(name for name in registered() if name != ours.BalanceConfig.balance_policy)
-    return {"balance_policy": {"help": f"{text} others: {others}, or package.module:Class."}}
+"""Titles of the groups of `--help`, and the dataclasses whose fields they show."""
 
 
 class Parsed(NamedTuple):
@@ -172,22 +167,31 @@ def build_parser() -> Parser:
     """Return the parser with all flags, grouped as `--help` shows them."""
     parser = Parser(
         usage="pretrain_gpt_moe.py [@FILE] [flags]  (--help shows them)",
-        description="Train a GPT with mixture-of-experts layers on megatron-core. @FILE stands for the flags in FILE.",
+        description="Train a GPT with mixture-of-experts layers on megatron-core. @FILE stands for the flags in FILE. "
+        "Megatron-LM's flags keep their names, defaults and meanings; docs/flags.md also lists those that are refused.",
         allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--yaml-cfg", metavar="FILE", help="Read flags from a YAML file; flags on the command line override them."
     )
     skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
+    metadata = MEGATRON_FLAGS | named_values()
+    for texts in TEXTS.values():
+        metadata |= {name: metadata.get(name, {}) | {"help": text} for name, text in texts.items() if text}
+    groups: dict[str, Any] = {}
     for title, cls in GROUPS:
-        group = parser.add_argument_group(title)
-        add_flags(group, cls, skip=skip, metadata=MEGATRON_FLAGS | policy_flag())
-        for action in group._group_actions if cls in MEGATRON_CLASSES else []:
-            if isinstance(action, argparse._StoreFalseAction):
-                action.help = f"Switches off: {action.help}"
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        here = TEXTS.get(title) if cls in DIVIDED else None
+        elsewhere = set() if here is None else {field.name for field in dataclasses.fields(cls)} - here.keys()
+        add_flags(group, cls, skip=skip | elsewhere, metadata=metadata)
+    for title, texts in TEXTS.items():
+        places = {name: place for place, name in enumerate(texts)}
+        groups[title]._group_actions.sort(key=lambda action, places=places: places.get(action.dest, -1))
     for flag, (name, value) in SHORTHANDS.items():
+        group = next(one for one in groups.values() if any(action.dest == name for action in one._group_actions))
         text = f"Short for --{name.replace('_', '-')} {value}."
-        parser.add_argument(flag, action="store_const", dest=name, const=value, help=text)
+        group.add_argument(flag, action="store_const", dest=name, const=value, help=text)
     for entry, reason in ACCEPTED.items():
         flag, _, value = entry.partition(" ")
         if value:
@@ -273,15 +277,11 @@ def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
         if action.dest in values and not action.dest.startswith("--") and action.dest != "yaml_cfg":
             flags.setdefault(action.dest, action)
     return {
-        action.option_strings[0]: _in_words(values[dest]) if action.nargs != 0 else _given(values[dest] == action.const)
+        action.option_strings[0]: _given(values[dest] == action.const)
+        if action.nargs == 0
+        else in_words(values[dest]) or "not given"
         for dest, action in flags.items()
     }
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(_in_words, value))
-    return "not given" if value is None else value.name if isinstance(value, enum.Enum) else str(value)
 
 
 def _given(given: bool) -> str:

@@ -1,9 +1,10 @@
-"""Our extensions of argparse: files of flags, reasons for refused flags and values, and how parsing ends."""
+"""Our extensions of argparse: files of flags, reasons for refused flags and values, help with lists."""
 
 import argparse
 import functools
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +16,42 @@ from megatron_balance.messages import cleaned
 
 MAX_FILE_BYTES = 64 * KIB
 """Maximum size of a file of flags."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """A formatter that keeps the lines of values in a help text, breaks long lists of choices, and never a flag."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [
+            line
+            for paragraph in text.splitlines()
+            for line in textwrap.wrap(
+                paragraph.removeprefix("- "),
+                width,
+                initial_indent="  " * paragraph.startswith("- "),
+                subsequent_indent="    " * paragraph.startswith("- "),
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+        ]
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "+" and action.choices:
+            return f"{self._metavar_formatter(action, default_metavar)(1)[0]} ..."
+        return super()._format_args(action, default_metavar)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        # A tab marks where a list of choices may be broken
+        header = super()._format_action_invocation(action).replace(",", ",\t").replace(",\t ", ", ")
+        lines = textwrap.wrap(
+            header,
+            self._width - self._current_indent,
+            subsequent_indent=" " * (self._current_indent + 4),
+            expand_tabs=False,
+            replace_whitespace=False,
+            break_on_hyphens=False,
+        )
+        return "\n".join(lines).replace("\t", "")
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,9 +94,9 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse the flags; report an unknown or refused flag as an error that gives the reason."""
         values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
-        for flag in (text.partition("=")[0] for text in unknown):
-            if reason := refusal(flag):
-                self.error(f"{flag}: {reason}")
+        refused = {flag: reason for flag in (word.partition("=")[0] for word in unknown) if (reason := refusal(flag))}
+        if refused:
+            self.error("; ".join(f"{flag}: {reason}" for flag, reason in refused.items()))
         if unknown:
             words = (word + did_you_mean(word.partition("=")[0], self) for word in unknown)
             self.error(f"unrecognized arguments: {' '.join(words)}")

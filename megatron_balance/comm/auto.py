@@ -93,7 +93,7 @@ class Chooser:
 
 
 class AutoAllToAll(NodeAllToAll):
-    """Delegates each exchange to the all-to-all that `Chooser` chooses."""
+    """Delegates each exchange to the all-to-all with the shortest predicted time, by --balance-profile."""
 
     def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
         """`log` is called with a line when a member is chosen for the first time."""

@@ -50,7 +50,10 @@ class Codec(ABC):
 
 
 class NoCodec(Codec):
-    """The rows' bytes, unchanged. Contiguous tensors are not copied: the result shares their memory."""
+    """Sends the bytes of the rows unchanged.
+
+    Contiguous tensors are not copied: the result shares their memory.
+    """
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
         return hidden * dtype.itemsize
@@ -78,25 +81,30 @@ class _Narrower(Codec):
 
 
 class BFloat16(_Narrower):
-    """bfloat16: error <= max(|x| / 2^8, 2^-134) per element. NaN and Inf arrive, and affect no other element."""
+    """Rounds elements to bfloat16, with a relative error of at most 2^-8.
+
+    The error of an element x is <= max(|x| / 2^8, 2^-134). NaN and Inf arrive, and affect no other element.
+    """
 
     wire = torch.bfloat16
 
 
 class Float16(_Narrower):
-    """float16: error <= max(|x| / 2^11, 2^-25) per element up to 65504; larger finite elements arrive as +-65504.
+    """Rounds elements to float16, with a relative error of at most 2^-11 up to 65504.
 
-    NaN and Inf arrive, and affect no other element. For rows of bfloat16 it saves nothing and may saturate.
+    The error of an element x is <= max(|x| / 2^11, 2^-25); larger finite ones arrive as +-65504. NaN and
+    Inf arrive, and affect no other element. For rows of bfloat16 it saves nothing and may saturate.
     """
 
     wire = torch.float16
 
 
 class Float8(Codec):
-    """float8 e4m3 with a float32 scale per row: error <= max(|x| / 16, amax / 2^18, 2^-136) per element.
+    """Rounds elements to float8 e4m3 with a scale per row, with a relative error of at most 2^-4.
 
-    amax is the largest finite magnitude of the row. It is sent as 416, the second largest code: 448 represents
-    infinity, which e4m3fn lacks. NaN and Inf therefore arrive, and the finite elements of their row keep the bound.
+    The error of an element x is <= max(|x| / 16, amax / 2^18, 2^-136). The scale is a float32. amax is the largest
+    finite magnitude of the row. It is sent as 416, the second largest code: 448 represents infinity, which e4m3fn
+    lacks. NaN and Inf therefore arrive, and the finite elements of their row keep the bound.
 
     Payload row: H codes, then the scale.
     """
@@ -124,12 +132,12 @@ class Float8(Codec):
 
 
 class Int8(Codec):
-    """253 evenly spaced values from lo to hi, per row: error <= (hi - lo) / 500 + amax / 2^23 + 2^-127 per element.
+    """Rounds elements to 253 evenly spaced values per row, with an error of about 1/500 of the row's range at most.
 
-    lo and hi are the row's smallest and largest finite elements, amax the larger of their magnitudes. An offset and a
-    step bound the error by half of hi - lo over 252; a step alone, by half of 2 amax over 252, which is never smaller.
-    A constant row is exact down to 2^-126. NaN and Inf have their own codes and arrive; the finite elements of their
-    row keep the bound if lo and hi include 0.
+    The error is <= (hi - lo) / 500 + amax / 2^23 + 2^-127. lo and hi are the row's smallest and largest finite
+    elements, amax the larger of their magnitudes. An offset and a step bound the error by half of hi - lo over 252; a
+    step alone, by half of 2 amax over 252, which is never smaller. A constant row is exact down to 2^-126. NaN and Inf
+    have their own codes and arrive; the finite elements of their row keep the bound if lo and hi include 0.
 
     Payload row: H codes, then the middle of the range and the step in float32.
     """
@@ -166,12 +174,13 @@ class Int8(Codec):
 
 @dataclass(frozen=True)
 class Zfp(Codec):
-    """zfp at a fixed rate, on CPU tensors: error <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e.
+    """Compresses CPU tensors by zfp, to 8 bits per element; 4 elements share an exponent.
 
-    e is the smallest such integer. The bound is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to
-    3 mark which elements have begun, so rate - 3 of 32 bit planes arrive; the rest is at most 2/3 of the last one
-    (negabinary), and the inverse transform enlarges it by up to 15/4. Elements below 2^-97 are sent as 0. All elements
-    of a row with NaN or Inf arrive as NaN; other rows are not affected.
+    The error is <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e; e is the smallest such integer.
+    This is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to 3 mark which elements have begun, so
+    rate - 3 of 32 bit planes arrive; the rest is at most 2/3 of the last one (negabinary), and the inverse transform
+    enlarges it by up to 15/4. Elements below 2^-97 are sent as 0. All elements of a row with NaN or Inf arrive as NaN;
+    other rows are not affected.
 
     Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 for a row of NaN.
 

@@ -4,6 +4,9 @@ One mechanism serves megatron-core's config dataclasses and ours: the field's na
 is the type, and its docstring (the string literal below it) is the help text. Where a flag differs from its field,
 `field(metadata={"argparse_meta": {...}})` holds the arguments of `argparse.add_argument`, and `arg_names` for the
 flag's names; megatron-core's own dataclasses carry the same metadata.
+
+A help text is one paragraph, which ends with the default: "Default: 2.". Lines after it begin with `- ` and describe
+one value each: "- demi: Lends experts ...".
 """
 
 import argparse
@@ -14,23 +17,36 @@ import enum
 import functools
 import importlib
 import inspect
+import re
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron_balance.messages import described
 
+ROLES = {
+    **dict.fromkeys(("dir", "save", "load", "checkpoint"), "DIR"),
+    **dict.fromkeys(("file", "path"), "FILE"),
+    **dict.fromkeys(("minutes", "mins"), "MINUTES"),
+    **dict.fromkeys(("lr", "rate"), "RATE"),
+    **dict.fromkeys(("dropout", "fraction", "percent"), "FRACTION"),
+}
+"""Last word of a field's name -> what stands for its value in `--help`."""
+
 
 def flag_field(default: Any, **argparse_meta: Any) -> Any:
-    """Declare a dataclass field whose flag's name or parsing does not follow from the field's name and type."""
+    """Declare a dataclass field whose flag does not follow from its name and type: its name, parsing or metavar."""
     return dataclasses.field(default=default, metadata={"argparse_meta": argparse_meta})
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass's fields, inherited ones included: `{field name: text}`."""
+    """Return the docstrings of a dataclass's fields, inherited ones included: `{field name: text}`.
+
+    Only lines that begin with `- ` stay lines of their own.
+    """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -45,7 +61,8 @@ def field_docs(cls: type) -> dict[str, str]:
                 and isinstance(following.value, ast.Constant)
                 and isinstance(following.value.value, str)
             ):
-                docs[statement.target.id] = " ".join(following.value.value.split())
+                lines = re.split(r"\n\s*(?=- )", following.value.value)
+                docs[statement.target.id] = "\n".join(" ".join(line.split()) for line in lines)
     return docs
 
 
@@ -72,11 +89,15 @@ def add_flags(
         options = _argparse_options(hints[field.name], _default(field))
         if options is None and not meta:
             continue
-        help_text = _help(field_docs(cls).get(field.name, ""))
-        options = (options or {"default": _default(field)}) | {"help": help_text}
-        names = meta.pop("arg_names", None) or _names(field.name, negated=options.get("action") == "store_false")
-        keywords: dict[str, Any] = {**options, **meta, "dest": field.name}
-        group.add_argument(*names, **keywords)
+        options = options or {"default": _default(field)}
+        flags = meta.pop("arg_names", None) or _names(field.name, negated=options.get("action") == "store_false")
+        keywords: dict[str, Any] = {"help": field_docs(cls).get(field.name, ""), **options, **meta, "dest": field.name}
+        if "action" not in keywords:
+            keywords["help"] = with_default(keywords["help"], keywords["default"])
+            if not keywords.get("choices"):
+                keywords.setdefault("metavar", metavar(field.name, keywords.get("type")))
+        keywords["help"] = keywords["help"].replace("%", "%%")
+        group.add_argument(*flags, **keywords)
         added.append(field.name)
     return added
 
@@ -99,10 +120,19 @@ def flag_of(name: str) -> str:
 
 
 def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
-    """Return a suggestion to append to an error about an unknown flag; empty if no flag of `parser` is similar."""
+    """Return a suggestion to append to an error about an unknown flag; empty if no flag of `parser` is similar.
+
+    A similar flag has almost the same letters, or the same last words: `--codec` and `--balance-comm-codec` are similar
+    to --moe-comm-codec.
+    """
     shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     names = [name for action in shown for name in action.option_strings]
-    return "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(flag, names, n=1, cutoff=0.8))
+    similar = [difflib.get_close_matches(flag, names, n=1, cutoff=0.8)]
+    if flag.startswith("--"):
+        words = flag[2:].split("-")
+        endings = ["-" + "-".join(words[start:]) for start in range(max(1, len(words) - 1))]
+        similar += [[name for name in names if name.endswith(ending)] for ending in endings]
+    return next((f" (did you mean {found[0]}?)" for found in similar if len(found) == 1), "")
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
@@ -127,8 +157,29 @@ def _names(name: str, negated: bool) -> list[str]:
     return [f"--no-{spelled}", f"--disable-{spelled}"] if negated else [f"--{spelled}"]
 
 
-def _help(text: str) -> str:
-    return text.replace("%", "%%")
+def metavar(name: str, kind: Callable[[str], Any] | None) -> str:
+    """Return what stands for a field's value in `--help`: by the last word of its name, or else by its type."""
+    return ROLES.get(name.rpartition("_")[2]) or {int: "N", float: "X"}.get(kind, "NAME")
+
+
+def in_words(value: Any) -> str:
+    """Return a flag's value as it is written on a command line; empty for None."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(in_words, value))
+    return "" if value is None else value.name if isinstance(value, enum.Enum) else str(value)
+
+
+def with_default(text: str, default: Any) -> str:
+    """Return a help text with the default after its first paragraph; a default of None is described in the text."""
+    paragraph, newline, values = text.partition("\n")
+    shown = in_words(default)
+    return f"{paragraph} Default: {shown}.{newline}{values}".lstrip() if shown else text
+
+
+def with_values(text: str, known: Mapping[str, type]) -> str:
+    """Return a help text with a line for each value: its name and the first line of its class's docstring."""
+    summaries = {name: (cls.__doc__ or "").partition("\n")[0] for name, cls in known.items()}
+    return "\n".join([text, *(f"- {name}: {summary}" for name, summary in summaries.items())])
 
 
 def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
@@ -147,7 +198,9 @@ def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
     if origin in (list, tuple) and inner and inner[0] in (int, float, str):
         return {"type": inner[0], "nargs": "+", "default": default}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return {"type": functools.partial(enum_member, hint), "choices": list(hint), "default": default}
+        names = ",".join(hint.__members__)
+        kind = functools.partial(enum_member, hint)
+        return {"type": kind, "choices": list(hint), "default": default, "metavar": f"{{{names}}}"}
     return None
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_balance.config.flags import flag_field
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
@@ -22,14 +24,14 @@ class LogConfig:
     """Log the norm of all parameters."""
 
     log_memory_interval: int | None = None
-    """Number of iterations between reports of each rank's memory, a multiple of --log-interval; default: only after
+    """Number of iterations between reports of each rank's memory, a multiple of --log-interval. Default: only after
     the first iteration and at the next log line."""
 
     log_device_memory_used: bool = False
     """Add the memory of the device that is in use, by all processes, to reports of memory."""
 
     logging_level: int | None = None
-    """Level of Python's loggers, such as 20 for INFO, and their messages on standard output; default: warnings
+    """Level of Python's loggers, such as 20 for INFO, and their messages on standard output. Default: warnings
     only."""
 
     timing_log_level: Literal[0, 1, 2] = 0
@@ -42,7 +44,7 @@ class LogConfig:
     log_tokens_per_expert: bool = False
     """After training, print how many tokens each expert of each MoE layer computed in the last iteration."""
 
-    moe_routing_trace_path: str | None = None
+    moe_routing_trace_path: str | None = flag_field(None, metavar="DIR")
     """Directory for the experts chosen by every token, as JSON lines, one file per rank."""
 
     tensorboard_dir: str | None = None
@@ -70,16 +72,16 @@ class LogConfig:
     """Write the memory of the last rank to TensorBoard."""
 
     wandb_project: str | None = None
-    """Project in Weights & Biases that gets the numbers that TensorBoard gets; default: none."""
+    """Project in Weights & Biases that gets the numbers that TensorBoard gets."""
 
     wandb_exp_name: str | None = None
-    """Name of the run in Weights & Biases; default: chosen there."""
+    """Name of the run in Weights & Biases. Default: chosen there."""
 
     wandb_save_dir: str | None = None
-    """Directory for the local files of Weights & Biases; default: wandb in --save."""
+    """Directory for the local files of Weights & Biases. Default: wandb in --save."""
 
     wandb_entity: str | None = None
-    """User or team that owns --wandb-project; default: that of the login."""
+    """User or team that owns --wandb-project. Default: that of the login."""
 
     @property
     def record_interval(self) -> int | None:

@@ -42,7 +42,7 @@ class BalanceConfig:
     the host waits. bound: enough for the most rows that a rank could get, so that the host waits for nothing."""
 
     balance_policy: str = "none"
-    """Placement policy. none: every expert is computed by its owner only."""
+    """Placement policy: one of these names, or a class of your own as package.module:Class."""
 
     balance_guest_slots: int = 2
     """Guest slots per rank and MoE layer; nothing is allocated with policy none."""
@@ -72,7 +72,7 @@ class BalanceConfig:
     squared mean."""
 
     balance_vexperts_per_rank: int | None = None
-    """Number of flexmoe's vExperts per rank, which share the tokens of their expert evenly; default: one per slot."""
+    """Number of flexmoe's vExperts per rank, which share the tokens of their expert evenly. Default: one per slot."""
 
     balance_demi_slots: int = 5
     """T, the number of time slots in demi's linear program."""
@@ -84,7 +84,7 @@ class BalanceConfig:
     """Maximum number of ranks on which demi computes an expert. 1: a single one, as in the paper."""
 
     balance_capacities: tuple[float, ...] | None = None
-    """Relative speed of each expert-parallel rank's computation; default: that of the cluster's profile."""
+    """Relative speed of each expert-parallel rank's computation. Default: that of the cluster's profile."""
 
     balance_overlap: Literal["none", "blockwise"] = "none"
     """When Plan, Trans and Agg run. none: when their results are needed. blockwise: overlapped with the computation of
@@ -94,12 +94,12 @@ class BalanceConfig:
     """Ownership of experts. fixed: an expert's parameters and optimizer state never move. transfer: they move to a rank
     that keeps computing the expert in place of its owner, once the copies have cost as much as the move."""
 
-    balance_profile: str = "builtin"
+    balance_profile: str = flag_field("builtin", metavar="{builtin,auto,FILE}")
     """Cluster profile for the cost model. builtin: constants, so that runs are reproducible. auto: measured once and
     stored in --save, or read from --load. Otherwise the path of a profile from tools/profile_cluster.py, or of a
     cluster's data sheet (.yaml, see configs/clusters)."""
 
-    balance_calibrate: str = "off"
+    balance_calibrate: str = flag_field("off", metavar="{off,on,FILE}")
     """Whether plans depend on what the run measures. off: only on --balance-profile. on: its times are multiplied by
     measured over predicted ones, which are recorded in --balance-log-dir. Otherwise the path of such a record
     (calibration.jsonl), with which a run makes the same plans again."""
@@ -127,20 +127,20 @@ class BalanceConfig:
         "W7",
     ] = "none"
     """Route tokens by a synthetic workload instead of the router's scores, for benchmarks. The choices depend only on
-    the workload, --seed and the iteration, not on the layout. W0 to W7 are those of Megatron-LM's imbalance benchmark:
-    W0: all experts in turn.
-    W1: three of four tokens choose from the first quarter of the experts.
-    W2: as W1, with other random numbers.
-    W3: three of four tokens choose from every other expert.
-    W4: uniform; sources are ragged in tools/bench/imbalance.py alone.
-    W5: only the upper half of the experts.
-    W6: as W1, with another quarter every 3 iterations.
-    W7: uniform; in every fourth iteration, half of the tokens choose from the first quarter."""
+    the workload, --seed and the iteration, not on the layout. W0 to W7 are those of Megatron-LM's imbalance benchmark.
+    - W0: all experts in turn.
+    - W1: three of four tokens choose from the first quarter of the experts.
+    - W2: as W1, with other random numbers.
+    - W3: three of four tokens choose from every other expert.
+    - W4: uniform; sources are ragged in tools/bench/imbalance.py alone.
+    - W5: only the upper half of the experts.
+    - W6: as W1, with another quarter every 3 iterations.
+    - W7: uniform; in every fourth iteration, half of the tokens choose from the first quarter."""
 
     balance_log_dir: str | None = None
     """Directory for the load matrices and placements of every iteration (.npz)."""
 
-    balance_timeline: str | None = None
+    balance_timeline: str | None = flag_field(None, metavar="DIR")
     """Directory for a Chrome/Perfetto trace of the latest iterations, one file per rank (.json)."""
 
 
@@ -149,37 +149,41 @@ class CommConfig:
     """How tokens travel between expert-parallel ranks."""
 
     moe_comm_alltoall: str = "default"
-    """All-to-all of tokens. default: flat with NCCL, p2p with gloo. flat: the backend's own. p2p: one message per pair
-    of ranks. 1dh, 2dh: hierarchical. pipe: both levels overlap. auto: chosen by --balance-profile. Or
-    package.module:Class."""
+    """All-to-all of tokens: one of these names, or a class of your own as package.module:Class.
+    - default: flat with NCCL, p2p with gloo."""
 
     moe_comm_node_size: int | None = None
-    """Number of ranks per node; default: the launcher's LOCAL_WORLD_SIZE."""
+    """Number of ranks per node. Default: the launcher's LOCAL_WORLD_SIZE."""
 
     moe_comm_codec: str = "none"
-    """Lossy compression of the exchanged rows: none, bf16, fp16, fp8, int8, zfp, or package.module:Class."""
+    """Compression of the exchanged rows: one of these names, or a class of your own as package.module:Class."""
 
     moe_comm_codec_directions: Literal["dispatch", "combine", "forward", "all"] = "forward"
     """Exchanges that --moe-comm-codec compresses. dispatch: tokens on the way to their experts. combine: the experts'
     outputs on the way back. forward: both. all: both and their gradients."""
 
-    moe_comm_chunks: str = "1"
+    moe_comm_chunks: str = flag_field("1", metavar="{N,auto}")
     """Number of chunks that a layer's tokens are split into, so that the exchange of one chunk overlaps the computation
     of others; auto: the number with the shortest predicted time, by --balance-profile."""
 
     moe_comm_order: str = "optsche"
-    """Order of the chunks' tasks. sequential: one chunk after the other. interleaved: one chunk is exchanged while
-    another computes. optsche: the fastest by --balance-profile (ScheMoE, Theorem 1). demi: DEMI's schedule. Or
-    package.module:function."""
+    """Order of the chunks' tasks: one of these names, or a function of your own as package.module:function.
+    - sequential: one chunk after the other.
+    - interleaved: one chunk is exchanged while another computes.
+    - optsche: the fastest by --balance-profile (ScheMoE, Theorem 1).
+    - demi: DEMI's schedule."""
 
     moe_comm_refit_interval: int = 100
     """Number of iterations between two choices of the number of chunks and their order."""
 
     moe_parallel_schedule: Literal["megatron", "baseline", "s1", "s2", "auto"] = "megatron"
     """Communication schedule of a layer with tensor-parallel attention and expert tensor parallelism (Parm, section
-    III). The values mean: megatron: all-to-all, then all-gather among an expert's shards. baseline: the reverse, as in
-    DeepSpeed-MoE. s1: each tensor-parallel rank routes its part of the tokens. s2: each sends its part of the rows.
-    auto: the fastest of megatron, s1 and s2 by --balance-profile."""
+    III).
+    - megatron: all-to-all, then all-gather among an expert's shards.
+    - baseline: the reverse, as in DeepSpeed-MoE.
+    - s1: each tensor-parallel rank routes its part of the tokens.
+    - s2: each tensor-parallel rank sends its part of the rows.
+    - auto: the fastest of megatron, s1 and s2 by --balance-profile."""
 
     moe_parallel_saa: bool = flag_field(True, arg_names=["--no-moe-parallel-saa"])
     """With s2, gather results among tensor-parallel ranks after the all-to-all instead of overlapping the two (SAA)."""
@@ -193,7 +197,7 @@ class ModelConfig:
     """Number of tokens per sample."""
 
     max_position_embeddings: int = flag_field(None)
-    """Number of positions that have embeddings; default: --seq-length."""
+    """Number of positions that have embeddings. Default: --seq-length."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """Kind of position embedding."""
@@ -217,7 +221,7 @@ class ModelConfig:
     """Pad the vocabulary to a multiple of this number times the tensor-parallel size."""
 
     padded_vocab_size: int | None = None
-    """Size of the vocabulary with padding; default: as --make-vocab-size-divisible-by says."""
+    """Size of the vocabulary with padding. Default: as --make-vocab-size-divisible-by says."""
 
     untie_embeddings_and_output_weights: bool = False
     """Do not share weights between the embedding and the output layer."""
@@ -230,7 +234,7 @@ class ModelConfig:
 
     moe_router_group_score_topk: int | None = None
     """Number of a group's best experts whose scores add up to the group's score, in group-limited routing: 1 in
-    DeepSeek-V2, 2 in DeepSeek-V3; default: --moe-router-topk / --moe-router-group-topk, rounded down."""
+    DeepSeek-V2, 2 in DeepSeek-V3. Default: --moe-router-topk / --moe-router-group-topk, rounded down."""
 
     swiglu: bool = False
     """Use SwiGLU (gated SiLU) instead of GELU."""
@@ -278,9 +282,9 @@ class LaunchConfig:
     """Check a layout of WORLD_SIZE processes in a single process, without their devices: print the groups, the schedule
     and the memory of one rank of each pipeline stage, then exit. Nothing is allocated."""
 
-    cluster: str | None = None
+    cluster: str | None = flag_field(None, metavar="FILE")
     """Description of the cluster (YAML, see configs/clusters) into which the layout must fit: --dry-run compares its
-    number of nodes and a GPU's memory with what the job needs; default: --balance-profile, if it is such a file."""
+    number of nodes and a GPU's memory with what the job needs. Default: --balance-profile, if it is such a file."""
 
 
 @dataclass(frozen=True, kw_only=True)

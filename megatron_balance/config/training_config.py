@@ -26,13 +26,13 @@ class TokenizerConfig:
     ) = None
     """Kind of tokenizer."""
 
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = flag_field(None, metavar="PATH")
     """Path of the SentencePiece model, the tiktoken file or the Hugging Face directory."""
 
-    tokenizer_metadata: str | None = None
-    """JSON file of tokenizer metadata; default: derived from --tokenizer-type."""
+    tokenizer_metadata: str | None = flag_field(None, metavar="FILE")
+    """JSON file of tokenizer metadata. Default: derived from --tokenizer-type."""
 
-    tokenizer_special_tokens: list[str] | None = None
+    tokenizer_special_tokens: list[str] | None = flag_field(None, metavar="TOKEN")
     """Extra special tokens."""
 
     tokenizer_sentencepiece_legacy: bool = False
@@ -47,8 +47,8 @@ class TokenizerConfig:
     trust_remote_code: bool = False
     """Allow a Hugging Face tokenizer to run its own code."""
 
-    tiktoken_pattern: str | None = None
-    """Regular expression of the tiktoken tokenizer: v1 or v2."""
+    tiktoken_pattern: str | None = flag_field(None, metavar="{v1,v2}")
+    """Regular expression by which the tiktoken tokenizer splits text."""
 
     tiktoken_num_special_tokens: int = 1000
     """Number of special tokens in the tiktoken tokenizer."""
@@ -68,23 +68,23 @@ class TokenizerConfig:
 class DataConfig:
     """Sources of samples and how they are read."""
 
-    data_path: list[str] | None = flag_field(None, type=str, nargs="*")
+    data_path: list[str] | None = flag_field(None, type=str, nargs="*", metavar="PREFIX")
     """Blend of data sets, divided by --split: one prefix, several prefixes, or `weight prefix weight prefix ...`."""
 
-    train_data_path: list[str] | None = flag_field(None, type=str, nargs="*")
+    train_data_path: list[str] | None = flag_field(None, type=str, nargs="*", metavar="PREFIX")
     """Blend for training only, written like --data-path."""
 
-    valid_data_path: list[str] | None = flag_field(None, type=str, nargs="*")
+    valid_data_path: list[str] | None = flag_field(None, type=str, nargs="*", metavar="PREFIX")
     """Blend for validation only, written like --data-path."""
 
-    test_data_path: list[str] | None = flag_field(None, type=str, nargs="*")
+    test_data_path: list[str] | None = flag_field(None, type=str, nargs="*", metavar="PREFIX")
     """Blend for testing only, written like --data-path."""
 
-    split: str | None = None
+    split: str | None = flag_field(None, metavar="SIZES")
     """Relative sizes of the training, validation and test sets, such as 969,30,1."""
 
-    data_cache_path: str | None = None
-    """Directory for the sample index caches; default: next to the data."""
+    data_cache_path: str | None = flag_field(None, metavar="DIR")
+    """Directory for the sample index caches. Default: next to the data."""
 
     mock_data: bool = False
     """Train on synthetic samples instead of --data-path."""
@@ -105,7 +105,7 @@ class DataConfig:
     num_dataset_builder_threads: int = 1
     """Number of threads that build the data sets of a blend."""
 
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: float = flag_field(0.005, metavar="FRACTION")
     """Fraction of extra samples that each data set of a blend prepares."""
 
     mmap_bin_files: bool = flag_field(True, arg_names=["--no-mmap-bin-files"])
@@ -137,10 +137,10 @@ class TrainConfig:
     """Number of samples per rank and forward pass."""
 
     global_batch_size: int = flag_field(None)
-    """Number of samples per iteration; default: --micro-batch-size times the data-parallel size."""
+    """Number of samples per iteration. Default: --micro-batch-size times the data-parallel size."""
 
-    rampup_batch_size: list[int] | None = flag_field(None, type=int, nargs=3)
-    """START INCREMENT SAMPLES: grow the global batch size from START by INCREMENT over SAMPLES samples."""
+    rampup_batch_size: list[int] | None = flag_field(None, type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"))
+    """Grow the global batch size from START by INCREMENT over SAMPLES samples."""
 
     train_iters: int | None = None
     """Number of iterations to train for."""
@@ -157,7 +157,7 @@ class TrainConfig:
     exit_signal_handler: bool = False
     """Save and stop with exit status 0 when --exit-signal arrives."""
 
-    exit_signal: signal.Signals = flag_field(signal.SIGTERM, type=_signal, nargs=None, choices=None, metavar="SIGTERM")
+    exit_signal: signal.Signals = flag_field(signal.SIGTERM, type=_signal, nargs=None, choices=None, metavar="SIGNAL")
     """Signal that --exit-signal-handler waits for, by name or number."""
 
     check_for_spiky_loss: bool = False
@@ -177,7 +177,7 @@ class TrainConfig:
     """With --manual-gc, do not collect garbage before and after each evaluation."""
 
     eval_interval: int | None = None
-    """Number of iterations between validations; default: no validation."""
+    """Number of iterations between validations. Default: no validation."""
 
     eval_iters: int = 100
     """Number of iterations per validation."""
@@ -194,7 +194,7 @@ class CheckpointConfig:
     """Directory that checkpoints are written to."""
 
     save_interval: int | None = flag_field(None, arg_names=["--save-interval", "--persistent-save-interval"])
-    """Number of iterations between checkpoints; default: save only when training ends."""
+    """Number of iterations between checkpoints. Default: save only when training ends."""
 
     keep_last: int | None = None
     """Delete all but the newest N checkpoints after each save."""
@@ -226,7 +226,7 @@ class CheckpointConfig:
     """Directory of checkpoints to resume from; if it contains none, start a new run, with a warning."""
 
     ckpt_step: int | None = None
-    """Iteration to resume from; default: the newest checkpoint."""
+    """Iteration to resume from. Default: the newest checkpoint."""
 
     pretrained_checkpoint: str | None = None
     """Directory of checkpoints to start from, as with --finetune, if --load contains none."""
@@ -255,10 +255,10 @@ class SchedulerConfig:
     """Decay function of the learning rate."""
 
     lr_decay_iters: int | None = None
-    """Number of iterations over which the learning rate decays; default: --train-iters."""
+    """Number of iterations over which the learning rate decays. Default: --train-iters."""
 
     lr_decay_samples: int | None = None
-    """Number of samples over which the learning rate decays; default: --train-samples."""
+    """Number of samples over which the learning rate decays. Default: --train-samples."""
 
     lr_warmup_iters: int = 0
     """Number of iterations of linear warmup."""
@@ -269,7 +269,7 @@ class SchedulerConfig:
     lr_warmup_fraction: float | None = None
     """Warmup as a fraction of the decay length, instead of --lr-warmup-iters."""
 
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: float = flag_field(0.0, metavar="RATE")
     """Learning rate at the start of the warmup."""
 
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
@@ -282,10 +282,10 @@ class SchedulerConfig:
     """Number of samples of WSD's annealing phase."""
 
     start_weight_decay: float | None = None
-    """Weight decay at the start; default: --weight-decay."""
+    """Weight decay at the start. Default: --weight-decay."""
 
     end_weight_decay: float | None = None
-    """Weight decay at the end; default: --weight-decay."""
+    """Weight decay at the end. Default: --weight-decay."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Function by which weight decay changes from its start to its end value."""

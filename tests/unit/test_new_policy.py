@@ -65,7 +65,7 @@ def next_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def test_it_is_accepted_and_listed() -> None:
     assert parse(EP4).config.balance.balance_policy == "next_rank"
-    assert ", next_rank, pro_prophet, " in " ".join(build_parser().format_help().split())
+    assert "  next_rank: Lends" in build_parser().format_help()
     with pytest.raises(ValueError, match=r"^--balance-policy other: choose from demi, .*, next_rank, none"):
         parse("--expert-model-parallel-size 4 --balance-policy other")
 

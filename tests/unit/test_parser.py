@@ -17,13 +17,27 @@ CPU = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
             "--seq-len 4 --ballance-policy top2",
             "--seq-length?) 4 --ballance-policy (did you mean --balance-policy?) top2",
         ),
+        ("--moe-comm-alltoal 2dh", "--moe-comm-alltoal (did you mean --moe-comm-alltoall?) 2dh"),
+        ("--moe-router-top-k 2", "--moe-router-top-k (did you mean --moe-router-topk?) 2"),
+        ("--moe-balance-policy top2", "--moe-balance-policy (did you mean --balance-policy?) top2"),
+        ("--balance-comm-codec int8", "--balance-comm-codec (did you mean --moe-comm-codec?) int8"),
+        ("--codec=int8", "--codec=int8 (did you mean --moe-comm-codec?)"),
+        ("--policy top2", "--policy top2"),
         ("--bogus", "arguments: --bogus\n"),
+        ("-x", "arguments: -x\n"),
     ],
 )
 def test_a_mistyped_flag_is_recognized(flags: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(flags.split(), CPU)
     assert meant in capsys.readouterr().err
+
+
+def test_refused_flags_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--fp8-format", "e4m3", "--num-layer", "2", "--use-torch-fsdp2"], CPU)
+    message = capsys.readouterr().err
+    assert "error: --fp8-format: 8- and 4-bit" in message and "; --use-torch-fsdp2: FSDP is not" in message
 
 
 @pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3"])

@@ -1,20 +1,23 @@
 """The flags in a checkpoint, which include every flag that defines the model."""
 
 import argparse
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.saved_flags import CHANGEABLE_FIELDS, CHECKPOINT_FIELDS, MODEL_FIELDS
-from megatron_balance.cli.arguments import GROUPS, Parsed, build_parser, parse_args
+from megatron_balance.cli.arguments import Parsed, build_parser, parse_args
 from megatron_balance.cli.checks import Machine
+from megatron_balance.config.run_config import ModelConfig, TokenizerConfig
 
-OF_MODELS = ("model", "tokenizer", "transformer (megatron-core)", "multi-latent attention (megatron-core)")
-"""Titles of the groups of flags that may define the model or its tokenizer."""
+OF_MODELS = (ModelConfig, TokenizerConfig, MLATransformerConfig)
+"""Dataclasses whose fields may define the model or its tokenizer."""
 
 NEWER = {"mla_down_proj_fusion"}
 """Flags of a model that only some versions of megatron-core have."""
@@ -77,9 +80,8 @@ def checkpoint(directory: Path, flags: str) -> Path:
 
 def flags_of_models() -> set[str]:
     """Return the fields of models and tokenizers that a flag sets."""
-    groups = [group for group in build_parser()._action_groups if group.title in OF_MODELS]
-    assert len(groups) == len(OF_MODELS) <= len(GROUPS)
-    return {action.dest for group in groups for action in group._group_actions if action.help is not argparse.SUPPRESS}
+    fields = {field.name for cls in OF_MODELS for field in dataclasses.fields(cls)}
+    return fields & {action.dest for action in build_parser()._actions if action.help is not argparse.SUPPRESS}
 
 
 def test_every_flag_of_a_model_is_either_in_checkpoints_or_says_something_else() -> None:

@@ -37,7 +37,7 @@ class TopK(Policy):
 
 @dataclass(frozen=True)
 class Top2(TopK):
-    """The hottest two experts."""
+    """Copies the two experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     name = "top2"
 
@@ -46,7 +46,7 @@ class Top2(TopK):
 
 @dataclass(frozen=True)
 class Top3(TopK):
-    """The hottest three experts."""
+    """Copies the three experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     name = "top3"
 

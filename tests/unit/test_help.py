@@ -1,0 +1,161 @@
+"""`--help`: every default, every choice, and sentences that say what a flag does."""
+
+import argparse
+import re
+from collections.abc import Mapping
+
+import pytest
+
+from megatron_balance.cli.arguments import build_parser
+from megatron_balance.cli.megatron_help import TEXTS
+from megatron_balance.cli.parser import HelpFormatter
+from megatron_balance.comm.codecs import CODECS
+from megatron_balance.comm.registry import ALL_TO_ALLS
+from megatron_balance.config.flags import in_words, metavar
+from megatron_balance.flow.chunks.order import ORDERS
+from megatron_balance.planning.policies import registered
+
+PARSER = build_parser()
+SHOWN = [action for action in PARSER._actions if action.help is not argparse.SUPPRESS]
+WITH_VALUE = [action for action in SHOWN if action.nargs != 0]
+SWITCHES = [action for action in SHOWN if action.nargs == 0]
+IN_SOME_VERSIONS = {"moe_use_legacy_grouped_gemm", "mla_down_proj_fusion"}
+"""Fields that only some versions of megatron-core have."""
+
+
+def name_of(action: argparse.Action) -> str:
+    return action.option_strings[0]
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return PARSER.format_help()
+
+
+def section(flag: str, text: str) -> str:
+    """Return what `--help` says about one flag, names included."""
+    found = re.search(rf"^  {flag}(?![\w-]).*?(?=^  -|^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, flag
+    return found.group()
+
+
+@pytest.mark.parametrize("action", WITH_VALUE, ids=name_of)
+def test_the_default_is_shown_once(action: argparse.Action) -> None:
+    text = action.help or ""
+    paragraph = text.partition("\n")[0]
+    if action.default not in (None, []):
+        assert paragraph.endswith(f" Default: {in_words(action.default)}.")
+    assert text.count("Default: ") <= 1
+    assert not re.search(r"; default:|[Dd]efaults? (is|to|value)\b|[Bb]y default", text)
+    assert re.search(r"\.\Z", paragraph)
+
+
+@pytest.mark.parametrize("action", SWITCHES, ids=name_of)
+def test_a_switch_has_no_default(action: argparse.Action) -> None:
+    assert "efault" not in re.sub(r"--\S+", "", action.help or "")
+
+
+@pytest.mark.parametrize("action", WITH_VALUE, ids=name_of)
+def test_metavars_are_short_and_choices_are_listed(action: argparse.Action, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = section(name_of(action), printed(monkeypatch, 400)).strip().partition("  ")[0]
+    if action.choices:
+        assert f"{{{','.join(map(in_words, action.choices))}}}" in header
+    elif isinstance(action.metavar, tuple):
+        assert action.nargs == len(action.metavar)
+    else:
+        assert re.fullmatch(r"[A-Z]{1,8}|LEFT,RIGHT|\{[\w,]+\}", action.metavar or "")
+        assert action.metavar in header
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("num_layers", int, "N"),
+        ("adam_eps", float, "X"),
+        ("wandb_entity", str, "NAME"),
+        ("save", str, "DIR"),
+        ("save_interval", int, "N"),
+        ("vocab_file", str, "FILE"),
+        ("exit_duration_in_mins", int, "MINUTES"),
+        ("decoupled_min_lr", float, "RATE"),
+    ],
+)
+def test_metavars_follow_from_names_and_types(name: str, kind: type, expected: str) -> None:
+    assert metavar(name, kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "known"),
+    [
+        ("--balance-policy", registered()),
+        ("--moe-comm-alltoall", {"default": None, **ALL_TO_ALLS}),
+        ("--moe-comm-codec", CODECS),
+        ("--moe-comm-order", {**ORDERS, "demi": None}),
+    ],
+)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_name_has_a_line(
+    flag: str, known: Mapping[str, object], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = re.findall(r"^ {26}(\w+): \S", section(flag, printed(monkeypatch, columns)), re.MULTILINE)
+    assert set(listed) == known.keys() and len(listed) == len(known)
+
+
+@pytest.mark.parametrize("cls", [*registered().values(), *ALL_TO_ALLS.values(), *CODECS.values()])
+def test_the_first_line_of_its_docstring_is_a_sentence(cls: type) -> None:
+    assert re.fullmatch(r"[A-Z].+ .+\.\)?", (cls.__doc__ or "").partition("\n")[0])
+
+
+def test_an_order_of_a_policy_is_listed() -> None:
+    assert {name for name, policy in registered().items() if policy.orders_chunks} == {"demi"}
+
+
+@pytest.mark.parametrize("action", SHOWN, ids=name_of)
+def test_it_says_what_the_flag_does(action: argparse.Action) -> None:
+    text = action.help or ""
+    if action.nargs == 0:
+        assert not re.match(r"(if|whether|true|switches|controls|enable|makes|determines|this)\b", text, re.I)
+    assert not re.search(r"\b(None|True|False|should|mcore)\b|_size\b", text)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [action for action in SWITCHES if re.match(r"--(no|disable|dis|un)-|--un", name_of(action))],
+    ids=name_of,
+)
+def test_a_negation_says_what_does_not_happen(action: argparse.Action) -> None:
+    assert re.search(r"\b(do not|not|instead of)\b", action.help or "", re.I)
+
+
+def test_every_switch_that_turns_something_off_is_a_negation() -> None:
+    names = [name_of(action) for action in SWITCHES if isinstance(action, argparse._StoreFalseAction)]
+    assert names and all(re.match(r"--(no|disable)-", name) for name in names)
+
+
+def test_every_field_of_megatron_core_has_a_text_and_a_group() -> None:
+    groups = {group.title: group._group_actions for group in PARSER._action_groups}
+    assert groups["other"] == []
+    idle = {name for texts in TEXTS.values() for name in texts} - {action.dest for action in SHOWN}
+    assert idle <= IN_SOME_VERSIONS
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_fit_and_flags_stay_whole(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(monkeypatch, columns)
+    assert [line for line in text.splitlines() if len(line) > columns] == []
+    assert re.findall(r"--[\w-]*-$", text, re.MULTILINE) == []
+
+
+def test_our_flags_come_first_and_titles_once() -> None:
+    titles = re.findall(r"^(\S.*):$", PARSER.format_help(), re.MULTILINE)
+    assert titles[1:4] == ["expert balancing (megatron_balance)", "expert communication (megatron_balance)", "model"]
+    assert len(set(titles)) == len(titles)
+
+
+def test_lines_of_values_are_kept() -> None:
+    parser = argparse.ArgumentParser(prog="x", formatter_class=HelpFormatter)
+    parser.add_argument("--kind", metavar="NAME", help="Kind, in\nwords.\n- one: the first.\n- two: the second.")
+    assert parser.format_help().endswith(
+        "  --kind NAME  Kind, in\n               words.\n                 one: the first.\n"
+        "                 two: the second.\n"
+    )
