@@ -155,18 +155,17 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
-    """Return the same bytes as `_attention`, for multi-latent attention, of which only the heads are split."""
-    itemsize, heads = _itemsize(config), config.num_attention_heads // config.tensor_model_parallel_size
+    """Return the same bytes as `_attention`, for multi-latent attention, which is not tensor-parallel here."""
+    itemsize, heads = _itemsize(config), config.num_attention_heads
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
     # The compressed channels and their norm; position channels are rotated for all heads at once
     latent = config.kv_lora_rank + (config.q_lora_rank or 0)
     compressed = config.kv_lora_rank + (_norm(config) - 1) * latent + (config.q_lora_rank or 0)
-    # With tensor parallelism there is sequence parallelism
-    channels = tokens.part * compressed + tokens.whole * heads * (2 * query + 2 * config.v_head_dim)
+    channels = compressed + heads * (2 * query + 2 * config.v_head_dim)
     if config.transformer_impl == "transformer_engine":
-        return channels * itemsize + tokens.whole * 4 * heads, 0
+        return tokens.whole * (channels * itemsize + 4 * heads), 0
     scores = tokens.whole * seq_length * heads * itemsize
-    return channels * itemsize, scores + (scores + scores // itemsize if config.attention_dropout else 0)
+    return tokens.whole * channels * itemsize, scores + (scores + scores // itemsize if config.attention_dropout else 0)
 
 
 def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_balance.checkpoint import saved_flags
+from megatron_balance.cli.attention_checks import across_heads, latent_attention
 from megatron_balance.cli.machine_checks import ACTIVATIONS, backends, connections, context_parallelism, fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
 from megatron_balance.cli.pipeline_checks import prediction, virtual_pipeline_size
@@ -123,7 +124,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     watching(values, machine, notices)
     context_parallelism(values, machine, impl)
     data_parallel = _data_parallel_size(values, machine.world_size)
-    _model_shape(values, impl)
+    _model_shape(values)
     virtual = virtual_pipeline_size(values)
     if values["mtp_num_layers"]:
         prediction(values, virtual or 1)
@@ -248,7 +249,7 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
     return world_size // (tensor * pipeline * context)
 
 
-def _model_shape(values: Mapping[str, Any], impl: str) -> None:
+def _model_shape(values: Mapping[str, Any]) -> None:
     tensor = values["tensor_model_parallel_size"]
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     if hidden % heads and values["kv_channels"] is None:
@@ -275,9 +276,9 @@ def _model_shape(values: Mapping[str, Any], impl: str) -> None:
                 f"{flag_of(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
             )
     if values["qk_layernorm_across_heads"]:
-        _across_heads(values)
+        across_heads(values)
     if values["multi_latent_attention"]:
-        _latent_attention(values, impl)
+        latent_attention(values)
     elif values["rope_type"] == "yarn":
         raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
     activations = [name for name in ACTIVATIONS if values[name]]
@@ -295,40 +296,6 @@ def _model_shape(values: Mapping[str, Any], impl: str) -> None:
         raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
     if values["overlap_param_gather"] and not (values["use_distributed_optimizer"] and values["overlap_grad_reduce"]):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
-
-
-def _across_heads(values: Mapping[str, Any]) -> None:
-    for name in ("qk_layernorm", "qk_l2_norm"):
-        if values[name]:
-            raise ValueError(f"--qk-layernorm-across-heads and {flag_of(name)}: choose one norm")
-    if values["normalization"] != "RMSNorm":
-        raise ValueError(
-            f"--normalization {values['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm"
-        )
-    groups, tensor = values["num_query_groups"], values["tensor_model_parallel_size"]
-    if values["group_query_attention"] and groups and groups % tensor:
-        raise ValueError(
-            f"--num-query-groups {groups}: with --qk-layernorm-across-heads it must be a multiple of "
-            f"--tensor-model-parallel-size {tensor}"
-        )
-
-
-def _latent_attention(values: Mapping[str, Any], impl: str) -> None:
-    if values["position_embedding_type"] != "rope":
-        raise ValueError(
-            f"--position-embedding-type {values['position_embedding_type']}: --multi-latent-attention has rotary "
-            "embeddings itself; use --position-embedding-type rope"
-        )
-    # megatron-core lets each rank keep the gradient of its own heads for the position channels that all heads share
-    if values["tensor_model_parallel_size"] > 1 and not (values["sequence_parallel"] and impl == "transformer_engine"):
-        raise ValueError(
-            f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: --multi-latent-attention can be "
-            "split among ranks only with --sequence-parallel and --transformer-impl transformer_engine; use 1 (experts "
-            "can be split: --expert-tensor-parallel-size)"
-        )
-    for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
-        if values[name]:
-            raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
 
 
 def _positions(values: Mapping[str, Any]) -> int:

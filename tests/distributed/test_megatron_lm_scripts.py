@@ -65,8 +65,7 @@ def in_small(script: Script) -> str:
     words = without(script.kept, (*GPUS_ONLY, *NAMED_FILES))
     words = [word for word in words if word != "layernorm"]  # needs Transformer Engine to be recomputed
     value = dict(zip(words, [*words[1:], ""], strict=True))
-    latent = "--multi-latent-attention" in words
-    tensor = 2 if value.get("--tensor-model-parallel-size", "1") != "1" and not latent else 1
+    tensor = 2 if value.get("--tensor-model-parallel-size", "1") != "1" else 1
     context = 2 if value.get("--context-parallel-size", "1") != "1" else 1
     staged, layers = any(flag in words for flag in STAGES), 2
     sharded = value.get("--expert-tensor-parallel-size", "1") != "1"

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from megatron_balance.cli.arguments import build_parser, parse_args
-from megatron_balance.cli.checks import Layout, Machine, check
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Layout, Machine
 from tests.unit.commands import CPU, GPU, argv, layout_on, parse
 
 BAD = [
@@ -420,16 +420,3 @@ def test_norms_are_recomputed_with_transformer_engine_only() -> None:
     with pytest.raises(ValueError, match="--recompute-modules layernorm: needs the package transformer-engine"):
         parse("--recompute-granularity selective --recompute-modules layernorm")
     parse("--recompute-granularity selective --recompute-modules moe_act --moe-grouped-gemm")
-
-
-@pytest.mark.parametrize("flags", ["--sequence-parallel", "--transformer-impl transformer_engine"])
-def test_latent_attention_is_split_with_transformer_engine_and_sequence_parallelism(flags: str) -> None:
-    latent = (
-        "--multi-latent-attention --disable-bias-linear --position-embedding-type rope --tensor-model-parallel-size 2"
-    )
-    values = vars(build_parser().parse_args(argv(f"{latent} --moe-layer-impl balanced {flags}")))
-    machine = Machine(2, cuda=True, transformer_engine="engine" in flags, apex=True)
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size 2: --multi-latent-attention can be split"):
-        check(values, (), machine)
-    both = Machine(2, cuda=True, transformer_engine=True, apex=True)
-    assert check(values | {"sequence_parallel": True}, (), both)[0].transformer_impl == "transformer_engine"
