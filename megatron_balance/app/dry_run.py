@@ -165,8 +165,8 @@ def _differences(config: RunConfig) -> Iterator[str]:
         yield "--balance-profile auto: nothing is measured; the choices below are those of builtin"
     if config.transformer.multi_latent_attention and config.transformer.tensor_model_parallel_size > 1:
         yield (
-            "the projections to latent channels, which Transformer Engine keeps whole on every tensor-parallel rank, are "
-            "counted as split"
+            "the projections to latent channels are counted as split, but Transformer Engine keeps them whole on every "
+            "tensor-parallel rank"
         )
     yield "no checkpoint is read; the data's files are checked on this machine, their tokens in a few places"
 
