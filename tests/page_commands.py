@@ -156,7 +156,8 @@ def run_all(pages: Iterable[Path], kinds: Iterable[str], clone: Path) -> list[st
         for command in commands(page):
             if command.kind == "state":
                 state.append(command.text)
-            key = (*state, command.text)
+            # Without the comment, which differs from page to page
+            key = (*state, *shlex.split(command.text, comments=True))
             if command.kind not in kinds or key in done:
                 continue
             done.add(key)

@@ -54,7 +54,13 @@ def test_a_page_is_run_in_new_shells(tmp_path: Path, monkeypatch: pytest.MonkeyP
     clone = tmp_path / "clone"
     (clone / ".venv").mkdir(parents=True)
     page = ROOT / "docs" / "page_of_a_test.md"
-    lines = ["export A=1", "x=2", """sh -c 'test $A = 1 -a -z "$VIRTUAL_ENV$x"'""", *2 * ["echo why && false"]]
+    lines = [
+        "export A=1",
+        "x=2",
+        """sh -c 'test $A = 1 -a -z "$VIRTUAL_ENV$x"'""",
+        "echo why && false",
+        "echo why && false  # again",
+    ]
     text = "\n".join(["```bash", *lines, "```", ""])
     monkeypatch.setattr(Path, "read_text", lambda path, **_: text if path == page else path.read_bytes().decode())
     (failure,) = run_all([page], ["short"], clone)
