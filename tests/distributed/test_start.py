@@ -82,11 +82,12 @@ def test_every_kind_of_difference_in_three_ranks(tmp_path: Path, profiles: tuple
     odd = Odd(1, profiles, version=True, source=True)
     others = {1: "--seed 7 --lr 2e-3 --train-iters 7", 2: "--seed 8 --balance-policy pro_prophet"}
     said = sentence(Job(3, lambda rank: f"{flags} {others.get(rank, '')}", tmp_path, odd).wait(40))
+    assert said.count("the ranks of this job differ: ") == 1
     for cause in (
-        "the ranks of this job differ: --train-iters is 20 on ranks 0, 2, but 7 on rank 1; ",
+        "; --train-iters is 20 on ranks 0, 2, but 7 on rank 1; ",
         "; --seed is 1234 on rank 0, but 7 on rank 1, 8 on rank 2; ",
         "; --lr is 0.001 on ranks 0, 2, but 0.002 on rank 1; ",
-        "; --balance-policy is top2 on ranks 0-1, but pro_prophet on rank 2; ",
+        " --balance-policy is top2 on ranks 0-1, but pro_prophet on rank 2; ",
         " on ranks 0, 2, but 1.0 on rank 1; the content of --balance-profile profile.json is ",
         " on rank 1; the source of megatron_balance/flow/plan.py is ",
         f" on ranks 0, 2, but 0123 on rank 1{REMEDY}",

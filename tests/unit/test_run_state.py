@@ -57,7 +57,9 @@ class Recorder:
         return lambda *arguments, **named: self.calls.append((self.name, method, *arguments, *named.values()))
 
 
-def restored(monkeypatch: pytest.MonkeyPatch, parts: set[str], weights_only: bool) -> tuple[Any, list[tuple]]:
+def restored(
+    monkeypatch: pytest.MonkeyPatch, parts: set[str], weights_only: bool, no_load_optim: bool = False
+) -> tuple[Any, list[tuple]]:
     """Return a run with two model chunks after `restore`, and the calls of its members."""
     calls: list[tuple] = []
     monkeypatch.setattr(run_state, "set_random_states", lambda states: calls.append(("rng", states)))
@@ -65,6 +67,7 @@ def restored(monkeypatch: pytest.MonkeyPatch, parts: set[str], weights_only: boo
     monkeypatch.setattr(run_state, "_load_optimizer", lambda optimizer, *state: calls.append(("optimizer", *state)))
     monkeypatch.setattr(run_state, "_grad_scalers", lambda optimizer: [Recorder(calls, "scaler")])
     run = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(no_load_optim=no_load_optim)),
         model=[Recorder(calls, "chunk 0"), Recorder(calls, "chunk 1")],
         optimizer=Recorder(calls, "optimizer"),
         scheduler=Recorder(calls, "scheduler"),
@@ -106,6 +109,12 @@ def test_a_run_gets_the_parts_that_are_asked_for(monkeypatch, left_out: str | No
     instead = [("optimizer", "reload_model_params")] if left_out == "optimizer" else []
     assert calls == [*WEIGHTS, *instead, *told, SCHEDULE]
     assert vars(run.progress) == {"iteration": 23, "consumed_samples": 29, "consumed_valid_samples": 31}
+
+
+def test_without_the_optimizer_the_schedule_begins_anew(monkeypatch) -> None:
+    run, calls = restored(monkeypatch, {"rng"}, weights_only=False, no_load_optim=True)
+    assert calls == [*WEIGHTS, ("optimizer", "reload_model_params"), *TOLD["rng"]]
+    assert run.progress.iteration == 23
 
 
 def test_a_run_with_others_weights_begins_anew(monkeypatch) -> None:
