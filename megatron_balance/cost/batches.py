@@ -116,15 +116,15 @@ class BatchModel:
         """Return [X, D] the share of a full batch's time that a node's messages within it take.
 
         The lines hold for batches in which every rank sends and receives as much as its busiest one. Where the ranks of
-        a node share its fabric, less takes less time, down to what the profile's `one_way` line shows.
+        a node share its fabric, less takes less time (`Network.sharing`).
         """
-        network, one_way = self.network, self.network.near.one_way
-        if one_way >= 1:
+        network = self.network
+        if network.near.one_way >= 1:
             return np.ones_like(amount_XD)
-        sent_XN = np.add.reduceat(both_WXD[0], network.first_N, axis=-1)
-        most_XN = np.maximum.reduceat(amount_XD, network.first_N, axis=-1) * network.node_size
-        share_XN = np.divide(sent_XN, most_XN, out=np.ones_like(sent_XN), where=most_XN > 0)
-        return np.clip(np.maximum(share_XN, one_way), 0.0, 1.0)[..., network.node_D]
+        done_XN = np.maximum.reduceat(network.sharing(both_WXD.mean(0)), network.first_N, axis=-1)
+        most_XN = np.maximum.reduceat(amount_XD, network.first_N, axis=-1)
+        share_XN = np.divide(done_XN, most_XN, out=np.ones_like(done_XN), where=most_XN > 0)
+        return np.clip(share_XN, network.near.one_way, 1.0)[..., network.node_D]
 
     def progress(self, plan: TransferPlan, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds after which each round of a plan is complete, and [D] those after which each rank is.

@@ -177,6 +177,19 @@ def _busiest(sent: float, received: float, one_way: float) -> float:
 
 
 @compiled(None)
+def _shared(work_S: np.ndarray, size: int, one_way: float) -> float:
+    """Return when the last rank of a node has done its work; see `Network.sharing`."""
+    if one_way == 1.0:
+        return work_S.max()
+    done, before, at_work = 0.0, 0.0, len(work_S)
+    for work in np.sort(work_S):
+        done += (work - before) * max(at_work / size, one_way)
+        before = work
+        at_work -= 1
+    return done
+
+
+@compiled(None)
 def _seconds(
     loads_FBD: np.ndarray,
     more_FBD: np.ndarray,
@@ -188,11 +201,12 @@ def _seconds(
 ) -> tuple[float, float]:
     """Return `CostModel.work_of` the sum of two loads, and set `CostModel.rank_seconds`."""
     ranks, exchanging, computed = loads_FBD.shape[2], 0.0, 0.0
+    near_S = np.empty(min(size, ranks))
     for b in range(loads_FBD.shape[1]):
         longest, most_near, most_far, coded = 0.0, 0.0, 0.0, 0.0
         for first in range(0, ranks, size):
             last = min(first + size, ranks)
-            sent, received, node_near, total_near = 0.0, 0.0, 0.0, 0.0
+            sent, received = 0.0, 0.0
             for d in range(first, last):
                 tokens = loads_FBD[0, b, d] + more_FBD[0, b, d]
                 near_out, near_in = loads_FBD[1, b, d] + more_FBD[1, b, d], loads_FBD[2, b, d] + more_FBD[2, b, d]
@@ -202,11 +216,10 @@ def _seconds(
                 exchanged = 4 * max(price_P[NEAR] * near, price_P[FAR] * far)
                 work_BD[b, d] = exchanged + tokens * per_token_D[d]
                 longest = max(longest, tokens / rate_D[d])
-                node_near, total_near, most_far = max(node_near, near), total_near + near, max(most_far, far)
+                near_S[d - first], most_far = near, max(most_far, far)
                 coded = max(coded, near_out + far_out, near_in + far_in)
                 sent, received = sent + far_out, received + far_in
-            # See `Network.near_seconds`
-            most_near = max(most_near, price_P[NEAR_WAY] * node_near, total_near / (last - first))
+            most_near = max(most_near, _shared(near_S[: last - first], size, price_P[NEAR_WAY]))
             most_far = max(most_far, _busiest(sent, received, price_P[FAR_WAY]) / price_P[ADAPTERS])
         exchanging += max(price_P[NEAR] * most_near, price_P[FAR] * most_far) + price_P[CODING] * coded
         computed += longest

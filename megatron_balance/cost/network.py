@@ -4,7 +4,7 @@ The ranks of a node exchange messages over its fabric. Messages to other nodes u
 its ranks share. A batch of messages takes a launch, a little for each message of its busiest rank, and the time in
 which its busiest resource carries its bytes:
 
-    a rank's link into the fabric     bytes within the node, each way; less if ranks take turns, see `near_seconds`
+    a rank's link into the fabric     bytes within the node, each way; see `sharing` where ranks take turns
     a rank's share of an adapter      bytes to and from other nodes, each way
     all adapters of a node            the same bytes of all ranks of the node, each way
 
@@ -110,20 +110,31 @@ class Network:
         return Crossing(near_2XD, total_2XD - near_2XD)
 
     def near_seconds(self, bytes_: Crossing) -> np.ndarray:
-        """Return [..., D] the seconds in which the fabric of each rank's node carries the rank's bytes.
+        """Return [..., D] the seconds after which the fabric of each rank's node has carried the rank's bytes."""
+        return self.sharing(self.near.beta * self.near.busiest(*bytes_.near_2XD))
+
+    def sharing(self, work_XD: np.ndarray) -> np.ndarray:
+        """Return [X, D] when each rank has done its work, with the ranks of its node in a fabric that they may share.
 
         Where the directions of a link take turns, so do the ranks of a node, because they share what limits them, such
-        as memory. A node whose ranks have less than its busiest one then takes the time of their mean, but at least
-        `one_way` of that of the busiest one.
+        as memory. All get the same rate, which grows when others are done, up to 1 / `one_way` of that in a full node.
+
+        Args:
+            work_XD: the seconds of each rank if all ranks of a full node have as much.
         """
-        busy_XD = self.near.beta * self.near.busiest(*bytes_.near_2XD)
-        one_way = self.near.one_way
-        if one_way == 1:
-            return busy_XD
-        most_XN = np.maximum.reduceat(busy_XD, self.first_N, axis=-1)
-        mean_XN = np.add.reduceat(busy_XD, self.first_N, axis=-1) / np.bincount(self.node_D)
-        share_XN = np.divide(mean_XN, most_XN, out=np.ones_like(most_XN), where=most_XN > 0)
-        return busy_XD * np.maximum(share_XN, one_way)[..., self.node_D]
+        if self.near.one_way == 1:
+            return work_XD
+        size, nodes = self.node_size, len(self.first_N)
+        work_XNS = np.zeros((*work_XD.shape[:-1], nodes * size))
+        work_XNS[..., : self.num_ranks] = work_XD
+        work_XNS = work_XNS.reshape(*work_XD.shape[:-1], nodes, size)
+        order_XNS = work_XNS.argsort(-1)
+        steps_XNS = np.diff(np.take_along_axis(work_XNS, order_XNS, -1), prepend=0.0)
+        at_work_S = np.arange(size, 0, -1) / size
+        done_XNS = np.empty_like(work_XNS)
+        ends_XNS = (steps_XNS * np.maximum(at_work_S, self.near.one_way)).cumsum(-1)
+        np.put_along_axis(done_XNS, order_XNS, ends_XNS, -1)
+        return done_XNS.reshape(*work_XD.shape[:-1], -1)[..., : self.num_ranks]
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
         """Return [...] the seconds in which the busiest resource carries these bytes."""

@@ -74,8 +74,8 @@ class Bench(Protocol):
         ...
 
 
-EVICTING_BYTES = 4 * 2**20
-"""More than a core's own caches, which have up to 2 MiB."""
+EVICTING_BYTES = 8 * 2**20
+"""More than a core's own caches. Four ranks together have as much as the cache that a processor's cores often share."""
 
 
 def middle(seconds: np.ndarray) -> np.ndarray:
@@ -159,7 +159,7 @@ class Stopwatch:
 
     @functools.cached_property
     def _other_memory(self) -> torch.Tensor:
-        """What a processor reads and writes between two calls, so that its own caches do not have the next one's data.
+        """What a processor reads and writes between two calls, so that its caches do not have the next one's data.
 
         In a run, other work does that. A device's caches are small compared with messages.
         """

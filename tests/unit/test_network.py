@@ -75,8 +75,23 @@ def test_ranks_that_take_turns() -> None:
     # The other node has as much in all, and its ranks have the same
     even = [(i, j, 4) for i, j in ((4, 5), (5, 4), (6, 7), (7, 6))]
     assert net.batch_seconds(sent(8, (0, 1, 8), (1, 0, 8), *even)) == pytest.approx(110 + 4)
+    # When the others are done after 4, the first rank has as much left, for which it has twice the rate
+    uneven = [(0, 1, 4), (0, 2, 4), (1, 0, 4), (2, 0, 4)]
+    assert net.byte_seconds(net.crossing(sent(8, *uneven))) == pytest.approx(4 * 3 / 4 + 4 / 2)
     alone = network(8, 4, 1)
     assert alone.batch_seconds(sent(8, (0, 1, 8), (1, 0, 8), (2, 3, 4), (3, 2, 4))) == pytest.approx(110 + 8)
+
+
+def shared(work: list[float], size: int, one_way: float) -> float:
+    """Return when the last rank is done, by letting all ranks work at the same rate until the next one is done."""
+    if one_way == 1:
+        return max(work)
+    left, seconds = [one for one in work if one > 0], 0.0
+    while left:
+        step, rate = min(left), min(size / len(left), 1 / one_way)
+        seconds += step / rate
+        left = [one - step for one in left if one > step]
+    return seconds
 
 
 def by_loop(net: Network, bytes_DD: np.ndarray) -> float:
@@ -97,7 +112,7 @@ def by_loop(net: Network, bytes_DD: np.ndarray) -> float:
     seconds += [on(net.far, [sum(p[2] for p in far if p[end] == rank) for end in (0, 1)]) for rank in ranks]
     for number in {*map(node, ranks)}:
         members = [busy[rank] for rank in ranks if node(rank) == number]
-        seconds.append(max(net.near.one_way * max(members), sum(members) / len(members)))
+        seconds.append(shared(members, net.node_size, net.near.one_way))
         seconds.append(on(net.far, [sum(p[2] for p in far if node(p[end]) == number) for end in (0, 1)]) / net.adapters)
     return max(seconds)
 
