@@ -20,8 +20,8 @@ case "${1:-}" in
         ;;
 esac
 
-if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "setup.sh: python3 must be 3.11 or newer" >&2
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11, 7))'; then
+    echo "setup.sh: python3 must be 3.11.7 or newer (docs/installation.md says why)" >&2
     exit 1
 fi
 
