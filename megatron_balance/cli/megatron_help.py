@@ -138,8 +138,8 @@ PARALLELISM: dict[str, str | None] = {
     "expert_tensor_parallel_size": "Number of ranks that share an expert's matrices. Default: "
     "--tensor-model-parallel-size.",
     "context_parallel_size": "Number of ranks that share each sample's tokens.",
-    "hierarchical_context_parallel_sizes": "Sizes of the two levels of --cp-comm-type a2a+p2p: that of a2a, then that "
-    "of p2p.",
+    "hierarchical_context_parallel_sizes": "With --cp-comm-type a2a+p2p, the number of ranks in an a2a group, and the "
+    "number of groups.",
     "cp_comm_type": "How context-parallel ranks communicate.\n"
     "- p2p: pass keys and values around a ring, overlapped with attention.\n"
     "- all_gather: gather all keys and values before attention.\n"

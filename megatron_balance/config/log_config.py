@@ -35,8 +35,8 @@ class LogConfig:
     only."""
 
     timing_log_level: Literal[0, 1, 2] = 0
-    """Times to log besides that of an iteration. 0: none. 1: of what happens about once in an iteration. 2: also of
-    what happens in each microbatch. To take them, the host waits for the device, and at level 1 for all ranks."""
+    """What to time besides whole iterations. 0: nothing. 1: steps that happen about once per iteration. 2: also those
+    of each microbatch. To take a time, the host waits for the device and, at level 1, for all ranks."""
 
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """Ranks whose times --timing-log-level logs. max: the slowest. minmax: the fastest and the slowest. all: all."""

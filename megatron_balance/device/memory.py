@@ -1,4 +1,4 @@
-"""Memory of this rank: that of its device, or, without CUDA, that of its process."""
+"""How much memory this rank uses: on its device or, without CUDA, in its process."""
 
 import contextlib
 import os
