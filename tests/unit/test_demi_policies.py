@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cluster_plans
+import slow_runs
+from emulated import EmulatedDevice
 from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS
-from megatron_balance.planning.demi import search
+from megatron_balance.planning.demi import listing, search
 from megatron_balance.planning.demi.neighborhood import times
 from megatron_balance.planning.demi.schedule import MiniTaskKind, check
 from megatron_balance.planning.policies import demi as demi_module
@@ -274,6 +276,20 @@ def test_an_expert_counts_as_the_bytes_that_cross_in_its_time(hidden: bool) -> N
     counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
     size_E = Demi().problem(counts_DE, Placement.identity(16, 4, 2), cost).size_E
     assert size_E == pytest.approx(0.0 if hidden else (8e6 + 25e-6 * 150e9) / 3, rel=1e-12)
+
+
+def test_an_expert_counts_as_its_bytes_where_links_within_nodes_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = slow_runs.profile_of(EmulatedDevice(1e-4, 0.067), nodes=2, node_size=2, link_mbit=200)
+    cost = CostModel(profile, token_bytes=1024, param_bytes=5e5, grad_bytes=5e5, split=Demi.split)
+    current, slots, fill = Placement.identity(16, 4, 3), [], listing._Tasks.fill
+    counts_DE = load_matrix("zero_load", 4, 16, 2, 256, 2, 1)
+    # A link of a node is shared by two ranks, each of which sends to three others
+    size_E = Demi().problem(counts_DE, current, cost).size_E
+    assert size_E == pytest.approx((5e5 + 3e-4 / 4e-8) / 2 / 3, rel=1e-9)
+    monkeypatch.setattr(listing._Tasks, "fill", lambda tasks, weight: slots.append(weight) or fill(tasks, weight))
+    planned = Demi().plan(counts_DE, current, cost)
+    assert 0 < len(slots) < 1000
+    assert cost.layer_seconds(counts_DE, planned) < 0.9 * cost.layer_seconds(counts_DE, current)
 
 
 @pytest.mark.parametrize("hosts", [1, 3])

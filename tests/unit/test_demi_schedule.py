@@ -31,6 +31,8 @@ def test_schedules_keep_to_every_constraint(problem: Problem, seed: int) -> None
         assert schedule.makespan == math.ceil(finish)
         assert MiniTaskSchedule.parse(str(schedule)) == schedule
         assert finishes(problem, hosts_E[None], pace)[0] == pytest.approx(finish, rel=1e-9)
+    longest = math.ceil(finish_B.min())
+    assert (finishes(problem, hosts_BE, pace, longest) == np.where(finish_B > longest, np.inf, finish_B)).all()
 
 
 @settings(max_examples=60)

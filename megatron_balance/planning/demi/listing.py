@@ -8,6 +8,7 @@ P is the number of (source, expert) pairs with tokens; M that of mini-tasks of o
 P of task 3 and P of task 4; A that of mini-tasks with available work, over all placements.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -136,13 +137,15 @@ class _Tasks:
         return amounts_A
 
 
-def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> np.ndarray:
-    """Return [B]: the end of each placement's schedule, in slots.
+def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace, longest: float = math.inf) -> np.ndarray:
+    """Return [B]: the end of each placement's schedule, in slots; infinity if that takes more than `longest` slots.
 
     The last slot counts by the share that its busiest link or worker needs, so the makespan is the end rounded up.
     """
     tasks, finish_B, slot = _Tasks(problem, hosts_BE, pace), np.zeros(len(hosts_BE)), 0
     while (open_B := tasks.left_BM.any(1)).any():
+        if slot >= longest:
+            return np.where(open_B, np.inf, finish_B)
         _, needed_B = tasks.fill(problem.weight(slot))
         finish_B[open_B] = slot + needed_B[open_B]
         slot += 1

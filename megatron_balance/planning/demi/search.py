@@ -4,6 +4,7 @@ The paper draws one placement from the shares. Here several candidates are timed
 largest shares, the owners and a descent from them. Moves and exchanges then improve the best ones.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,10 @@ LISTED = 200_000
 MOST_STEPS = 256
 """Maximum number of steps of a descent."""
 
+LONGEST = 4.0
+"""End of a schedule, over that of the owners', beyond which it is not timed further. An expert that crosses a slow link
+may take many thousands of slots."""
+
 GAIN = 1e-9
 """Relative improvement below which a step is rounding."""
 
@@ -48,7 +53,7 @@ class Found(NamedTuple):
 
     hosts_BE: np.ndarray
     finish_B: np.ndarray
-    """End of each schedule, in slots."""
+    """End of each schedule, in slots; infinity if it takes more than LONGEST times as long as the owners'."""
 
     pace: Pace
     """Pace that the schedules were listed with."""
@@ -67,14 +72,17 @@ def relax_by_size(problem: Problem) -> Relaxed | None:
     return None
 
 
-def best_pace(problem: Problem, hosts_BE: np.ndarray, relaxed: Relaxed | None) -> tuple[Pace, np.ndarray]:
+def best_pace(
+    problem: Problem, hosts_BE: np.ndarray, relaxed: Relaxed | None, longest: float = math.inf
+) -> tuple[Pace, np.ndarray]:
     """Return the linear program's pace, or the eager one if that makes the shortest schedule shorter.
 
     Returns:
-        The pace, and [B] the ends of the placements' schedules with it.
+        The pace, and [B] the ends of the placements' schedules with it, as in `finishes`.
     """
     paces = [Pace.eager(problem)] if relaxed is None else [relaxed.pace, Pace.eager(problem)]
-    return min(((pace, finishes(problem, hosts_BE, pace)) for pace in paces), key=lambda timed: timed[1].min())
+    timed = ((pace, finishes(problem, hosts_BE, pace, longest)) for pace in paces)
+    return min(timed, key=lambda pair: pair[1].min())
 
 
 def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
@@ -92,11 +100,12 @@ def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
     descent = descend(problem, starts[0])
     thinned = np.unique(np.linspace(0, len(descent) - 1, int(min(PATH, max(2, LISTED // tasks)))).astype(int))
     hosts_BE = np.unique(np.stack([*starts, *(descent[index] for index in thinned)]), axis=0)
-    pace, finish_B = best_pace(problem, hosts_BE, relaxed)
+    longest = LONGEST * float(finishes(problem, starts[0][None], Pace.eager(problem))[0])
+    pace, finish_B = best_pace(problem, hosts_BE, relaxed, longest)
     seen = [(hosts_BE, finish_B)]
     tried = int(min(TRIED, LISTED // (16 * tasks)))
     for index in np.argsort(finish_B, kind="stable")[: STARTS if tried else 0]:
-        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace=pace, tried=tried)
+        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace=pace, tried=tried, longest=longest)
     hosts_BE, finish_B = (np.concatenate(parts) for parts in zip(*seen, strict=True))
     hosts_BE, first_B = np.unique(hosts_BE, axis=0, return_index=True)
     finish_B = finish_B[first_B]
@@ -165,7 +174,7 @@ def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
 
 
 def improve(
-    problem: Problem, hosts_E: np.ndarray, finish: float, *, pace: Pace, tried: int
+    problem: Problem, hosts_E: np.ndarray, finish: float, *, pace: Pace, tried: int, longest: float
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Step to the neighbor with the shortest schedule among the most promising ones, while that shortens it.
 
@@ -176,7 +185,7 @@ def improve(
     while len((steps := neighbors(problem, hosts_E)).expert_B):
         order_B = np.argsort(soft_maxima(problem, hosts_E, steps), kind="stable")
         promising_BE = steps.hosts(hosts_E)[order_B[:tried]]
-        finish_B = finishes(problem, promising_BE, pace)
+        finish_B = finishes(problem, promising_BE, pace, longest)
         seen.append((promising_BE, finish_B))
         chosen = finish_B.argmin()
         if finish_B[chosen] >= finish * (1 - GAIN):

@@ -115,10 +115,11 @@ class Demi(Policy):
         their gradients come back. Half of that is the paper's forward pass, at the mean speed of both passes.
 
         A link has its share of the ranks' bandwidth in an exchange among all ranks. The size of an expert is the bytes
-        that cross a link during one expert's exposed Trans and Agg. Room for tokens and for experts is half of all, as
-        in the paper, or more where a rank owns more or one expert needs more. A slot is long enough for the owners to
-        finish within T slots when each stage works evenly and starts one slot after the previous stage, so the linear
-        program always has a solution.
+        that cross a slowest link during the exposed Trans and Agg of one expert between nodes, or within the only node.
+        By the bytes of a link that is nearly free, every expert would be huge. Room for tokens and for experts is half
+        of all, as in the paper, or more where a rank owns more or one expert needs more. A slot is long enough for the
+        owners to finish within T slots when each stage works evenly and starts one slot after the previous stage, so
+        the linear program always has a solution.
         """
         num_ranks = current.num_ranks
         counts_DE = by_microbatch(counts).sum(0)
@@ -129,8 +130,9 @@ class Demi(Policy):
         per_byte_DD = (betas * cost.exchange.scale).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
         per_token = (profile.forward.seconds_per_token + profile.backward.seconds_per_token) / 2
         compute_D = cost.rate_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
-        one = cost.transport.trans_seconds(1, 1), cost.transport.agg_seconds(1, 1)
-        size = float(sum(cost.exposed(mean, *one))) / 2 / float(per_byte_DD.min())
+        far = cost.transport.far
+        one = cost.transport.trans_seconds(far, 1), cost.transport.agg_seconds(far, 1)
+        size = float(sum(cost.exposed(mean, *one))) / 2 / float(per_byte_DD.max())
         owned_DD = np.zeros((num_ranks, num_ranks))
         np.add.at(owned_DD, owner_E, tokens_DE.T)
         crossing_DD = owned_DD + owned_DD.T
