@@ -5,8 +5,9 @@
     python -m tests.page_commands --run long --page docs/simulator.md --clone DIRECTORY
 
 Every command runs in a login shell of its own, in the root of the clone and without an active environment. Only lines
-of the same page that change the shell itself, such as `source .venv/bin/activate`, precede it. A DIRECTORY that exists
-is used as it is. The exit status is 1 if a command failed.
+of the same page that change the shell itself, such as `source .venv/bin/activate`, precede it. In a clone without an
+environment, the quick start runs first. A DIRECTORY that exists is used as it is. The exit status is 1 if a command
+failed.
 """
 
 import argparse
@@ -149,7 +150,8 @@ def run_all(pages: Iterable[Path], kinds: Iterable[str], clone: Path) -> list[st
     logs.mkdir(exist_ok=True)
     failures, done = [], set()
     if not (clone / ".venv").exists() and ROOT / "README.md" not in pages:
-        setup = Command("scripts/setup.sh", 1, "scripts/setup.sh run", "short")
+        # As a reader of README.md does first: it installs, and makes data that other pages' commands read
+        setup = Command("README.md", 1, "scripts/quickstart.sh", "short")
         failures += [problem] if (problem := run(setup, [], clone, logs / "setup.txt")) else []
     for page in pages:
         state: list[str] = []
