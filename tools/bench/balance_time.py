@@ -1,6 +1,7 @@
 """Compares the iteration time with balancing policies to that without one, in the same training loop.
 
-    python tools/bench/balance_time.py [--ranks 4] [--policy NAME ...] [--workload NAME ...] [flags of the run ...]
+    python tools/bench/balance_time.py [--ranks 4] [--policy NAME ...] [--workload NAME ...]
+                                       [--balance="FLAGS"] [flags of the run ...]
 
 All models of a workload are in the same processes and take turns, one iteration each. In addition to the ratio of
 times, a row shows the balance as in the training log: sums or means over layers, means over iterations.
@@ -43,10 +44,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="also the expert-parallel size")
     parser.add_argument("--policy", nargs="+", default=["pro_prophet"], help="values of --balance-policy")
     parser.add_argument("--workload", nargs="+", choices=NAMES, default=["balanced", "hot_experts"])
-    parser.add_argument("--overlap", choices=("none", "blockwise"), default="none", help="with the policies")
-    parser.add_argument("--ownership", choices=("fixed", "transfer"), default="fixed", help="with the policies")
-    parser.add_argument("--load", choices=("predicted", "exact"), default="predicted")
-    parser.add_argument("--profile", default="builtin", help="builtin, auto (measured once for all jobs) or a path")
+    parser.add_argument("--balance", default="", metavar="FLAGS", help="flags of every variant with a policy")
     parser.add_argument("--repeats", type=int, default=3, help="jobs per workload")
     parser.add_argument("--iterations", type=int, default=20, help="measured iterations per policy and job")
     ranks.add_worker_option(parser)
@@ -55,14 +53,12 @@ def main() -> int:
         return ranks.work(args.worker, _measure)
     print("workload, policy: ratio policy/none of the median iteration time | ms | what balancing did")
     with tempfile.TemporaryDirectory() as directory, ranks.noise():
-        # `auto` keeps its measurement in the checkpoints' directory
+        # --balance-profile auto keeps its measurement, once for all jobs, in the checkpoints' directory
         common = f"{COMMON} {' '.join(extra)} --expert-model-parallel-size {args.ranks} --save {directory}"
-        balance = f"--balance-load {args.load} --balance-profile {args.profile} --balance-overlap {args.overlap} "
-        balance += f"--balance-ownership {args.ownership} --balance-policy"
         for workload in args.workload:
             forced = f"{common} --moe-router-force-workload {workload}"
             flags = {BASELINE: forced, AGAIN: forced, EVEN: f"{common} --moe-router-force-workload balanced"}
-            flags |= {policy: f"{forced} {balance} {policy}" for policy in args.policy}
+            flags |= {policy: f"{forced} --balance-policy {policy} {args.balance}" for policy in args.policy}
             task = {"flags": flags, "iterations": args.iterations}
             jobs = [ranks.job(__file__, args.ranks, task) for _ in range(args.repeats)]
             times = [job["seconds"] for job in jobs]
@@ -71,7 +67,7 @@ def main() -> int:
                 print(f"{workload}, {policy}: {ratio} |{done}", flush=True)
             for policy in (BASELINE, *args.policy):
                 print(f"{workload}, {policy} over even routing: {ranks.compare(times, policy, EVEN)}", flush=True)
-        for profile in Path(directory).glob("*.json") if args.profile == "auto" else ():
+        for profile in Path(directory).glob("*.json"):
             print(f"profile: {_summary(profile)}")
     return 0
 
