@@ -138,7 +138,7 @@ def main() -> int:
         return 2
     print(f"\n{cluster}")
     print("\n".join(lines(measured)))
-    if PLANNER in measured[0]:
+    if MUTANT in measured[0]:
         print(trans_share(measured))
     found = list(checks(measured))
     print("\n".join(map(str, found)))
