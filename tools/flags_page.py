@@ -83,19 +83,23 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
+def _code(text: str) -> str:
+    return "`" + text.replace("|", "\\|") + "`"  # a bar ends a cell in code, too
+
+
 def _accepted() -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for entry, reason in ACCEPTED.items():
-        by_reason.setdefault(reason, []).append(f"`{entry}`")
+        by_reason.setdefault(reason, []).append(_code(entry))
     return (f"| {', '.join(entries)} | {_cell(reason)} |" for reason, entries in by_reason.items())
 
 
 def _refused() -> Iterator[str]:
     for reason, names in REFUSED.items():
-        yield f"| {_cell(reason)} | {', '.join(f'`{name}`' for name in names.split())} |"
+        yield f"| {_cell(reason)} | {', '.join(map(_code, names.split()))} |"
     for flag, reasons in REFUSED_VALUES.items():
         for reason in dict.fromkeys(reasons.values()):
-            values = [f"`{flag} {value}`" for value in reasons if reasons[value] == reason]
+            values = [_code(f"{flag} {value}") for value in reasons if reasons[value] == reason]
             yield f"| {_cell(reason)} | {', '.join(values)} |"
 
 

@@ -140,6 +140,21 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
+def uneven_rows(text: str) -> list[str]:
+    """Return the rows of tables that do not have as many cells as the row above."""
+    uneven, cells = [], 0
+    for line in re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines():
+        own = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        uneven += [line] if own and cells and own != cells else []
+        cells = own
+    return uneven
+
+
+@pytest.mark.parametrize("page", [README, *DOCS.glob("**/*.md")], ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_even(page: Path) -> None:
+    assert uneven_rows(text_of(page)) == []
+
+
 @every_page
 def test_names_exist(page: Path) -> None:
     text = text_of(page)
@@ -166,6 +181,8 @@ def test_the_rules_for_names_themselves() -> None:
     assert wrong_arguments(tool) == ["tools/profile_cluster.py --outptu"]
     names = "megatron_balance.device.cpu.install() megatron_balance.device.gone `CostModel.sending` `CostModel.gone`"
     assert missing_names(names) == ["megatron_balance.device.gone", "CostModel.gone"]
+    assert uneven_rows("| a | b |\n|---|---|\n| `x|y` | c |\n| `x\\|y` | c |") == ["| `x|y` | c |", "| `x\\|y` | c |"]
+    assert uneven_rows("| a | b |\n|---|---|\n| `x\\|y` | c |\n\n| d |\n") == []
     assert broken_links("# A `b`, c\n[](#a-b-c) [](#a) [](cuda.md#no) [](no.md)", DOCS) == ["#a", "cuda.md#no", "no.md"]
 
 
