@@ -38,7 +38,7 @@ def test_every_file_makes_profiles(name: str) -> None:
             profile = profile_of(found, ranks, 1024, 4096, dtype_bytes)
             lines = [profile.links[kind][group] for kind in COLLECTIVES for group in GROUPS]
             assert all(line.alpha > 0 and 0 < line.beta < 1e-8 for line in lines)
-            assert 0 < profile.forward.seconds_per_token < 1e-5
+            assert 0 < profile.forward.seconds_per_token < (1e-3 if name == "cpu" else 1e-5)
 
 
 GPUS = {
@@ -53,8 +53,9 @@ GPUS = {
     "schemoe": 32,
     "h100": None,
     "h200": None,
+    "cpu": 4,
 }
-"""Numbers of GPUs that the papers used for training."""
+"""Numbers of GPUs that the papers used for training, and of the processes of the quick start."""
 
 
 @pytest.mark.parametrize("name", GPUS)

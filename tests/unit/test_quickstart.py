@@ -50,6 +50,8 @@ def test_flags_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arg
     assert [before.balance.balance_policy, after.balance.balance_policy] == (
         ["none", "flexmoe" if "flexmoe" in arguments else "quota"]
     )
+    # The policy plans for the machine: with the constants of a GPU cluster, no copy of so small an expert pays
+    assert after.balance.balance_profile == "configs/clusters/cpu.yaml"
     assert after.balance.balance_overlap == "blockwise" and after.comm.moe_comm_alltoall == "pipe"
     for run in (before, after):
         assert run.train.train_iters == (7 if arguments else 100)
