@@ -156,6 +156,8 @@ def read_run(events: Path | None, loads: Path | None, timeline: Path | None, spl
 def read_scalars(directory: Path) -> dict[str, Series]:
     """Return the values of all event files of a directory by tag. A repeated iteration's last values count.
 
+    Values by consumed samples (`... vs samples`) are left out: they are those by iteration once more.
+
     Raises:
         ValueError: there are no event files or no iterations, or a file is damaged.
     """
@@ -166,6 +168,8 @@ def read_scalars(directory: Path) -> dict[str, Series]:
     for path in paths:
         for event in _events(path):
             for value in event.summary.value:
+                if value.tag.endswith(" vs samples"):
+                    continue
                 found.setdefault(value.tag, {})[event.step] = value.simple_value
     if "iteration-time" not in found:
         raise ValueError(f"{directory}: has no iterations; did the run end before its first one?")

@@ -210,7 +210,7 @@ def _manager(
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
     )
     if owners.guest_slots:
-        cost.transport.prepare()
+        cost.prepare()
         prepare_plans()
     return Manager(
         policy=policy,

@@ -175,6 +175,11 @@ def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
     return kernels.block_index(end_N, shift_N, rows)
 
 
+def prepare_gathers() -> None:
+    """Compile what `gathers` needs, so that no forward pass takes seconds for it."""
+    write_blocks.prepare()
+
+
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
 def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
     """Write a move's non-empty blocks, in their new order, into a `gather_room`.

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, crossing_of, placement_loads
-from megatron_balance.cost.loops import Prices
+from megatron_balance.cost.loops import Prices, add_loads
 from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.cost.sending import Sending, SendingModel
 from megatron_balance.placement.placement import Placement
@@ -141,6 +141,11 @@ class CostModel:
     def exchange(self) -> ExchangeModel:
         """Seconds of one exchange."""
         return ExchangeModel.of(self.profile)
+
+    def prepare(self) -> None:
+        """Compile what predictions need, so that no plan takes seconds for it."""
+        add_loads.prepare()
+        self.transport.prepare()
 
     @cached_property
     def transport(self) -> SendingModel:

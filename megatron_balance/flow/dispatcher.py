@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.comm.blocks import STAYS, gathers
+from megatron_balance.comm.blocks import STAYS, gathers, prepare_gathers
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.pipeline import (
@@ -90,6 +90,7 @@ class AllToAllDispatcher(Dispatcher):
         """At most this many rows for a token; fewer only if capacities drop some."""
         self.parallel, self.sharding, self.exchange, self.chunks = parallel, parallel.sharding(), exchange, chunks
         self.reads_all_splits = exchange.reads_all_splits
+        prepare_gathers()
         if torch.cuda.is_available():
             prepare_cuts()
 

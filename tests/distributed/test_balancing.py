@@ -1,12 +1,15 @@
 """Contract 1 in training: with any policy, a run follows the run without a policy, in every layout."""
 
 import itertools
+import sys
+from functools import cached_property
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.device.compiled import Compiled
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
@@ -160,6 +163,35 @@ def test_bf16_guests_are_like_bf16_experts(ranks, profiles) -> None:
     curve, weights, gradients = ranks(4).run(precisions, with_policy(flags, "top2", "exact", profiles))[0]
     assert (weights, gradients) == ({torch.bfloat16}, {torch.float32})
     assert deviation(curve, plain) < 1e-2
+
+
+def compiled_late(flags: str) -> list[str]:
+    """Return the names of the loops that are compiled in the first iterations and not before."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("megatron_balance.")]:
+        for loop in vars(module).values():
+            if isinstance(loop, Compiled):
+                vars(loop).pop("_code", None)
+    run, late, compile_loop = runs.build(flags), [], Compiled._code.func
+
+    def note(loop: Compiled) -> object:
+        late.append(loop.__name__)
+        return compile_loop(loop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        noting = cached_property(note)
+        noting.__set_name__(Compiled, "_code")
+        patch.setattr(Compiled, "_code", noting)
+        for _ in range(2):
+            train_step(run)
+    return late
+
+
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
+def test_no_iteration_waits_for_a_compiler(ranks, profiles, policy: str) -> None:
+    flags = "--expert-model-parallel-size 2 --moe-router-force-workload hot_experts"
+    if policy != "none":
+        flags = with_policy(flags, policy, "blockwise", profiles)
+    assert ranks(2).run(compiled_late, flags) == [[], []]
 
 
 def skip_agg(run: Run) -> None:

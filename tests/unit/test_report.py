@@ -48,6 +48,7 @@ def write_events(directory: Path, balanced: bool, losses: dict[int, float] | Non
                 scalars |= tensorboard_scalars({layer: figures(iteration, layer) for layer in LAYERS}, FACTORS)
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
+            writer.add_scalar("lm loss vs samples", scalars["lm loss"], 16 * iteration)
     return directory
 
 
@@ -103,7 +104,7 @@ def test_all_is_in_one_file(tmp_path: Path, written: dict[str, Path], capsys: py
     assert not re.search(r"https?:|//[a-z]|<script|<link|@import|url\(", re.sub(r"base64,[^\"]+", "", html))
     assert re.findall(r'src="(.{5})', html) == ["data:"] * len(SECTIONS)
     shown = pictures(html)
-    assert list(shown) == SECTIONS
+    assert list(shown) == SECTIONS and f"Iterations 1 to {ITERATIONS}, " in html
     assert 'class="missing"' not in html
     for section, text in (
         *(("training", "lm loss"), ("balance", "layer 3"), ("ranks", "as computed"), ("experts", "layer 2: load")),
