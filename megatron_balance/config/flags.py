@@ -123,7 +123,8 @@ def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
     """Return a suggestion to append to an error about an unknown flag; empty if no flag of `parser` is similar.
 
     A similar flag has almost the same letters, or the same last words: `--codec` and `--balance-comm-codec` are similar
-    to --moe-comm-codec.
+    to --moe-comm-codec. Otherwise, it is the shortest flag that has all words: `--moe-topk` is similar to
+    --moe-router-topk.
     """
     shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     names = [name for action in shown for name in action.option_strings]
@@ -132,6 +133,8 @@ def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
         words = flag[2:].split("-")
         endings = ["-" + "-".join(words[start:]) for start in range(max(1, len(words) - 1))]
         similar += [[name for name in names if name.endswith(ending)] for ending in endings]
+        with_all = [name for name in names if {*words} <= {*name[2:].split("-")}]
+        similar.append([name for name in with_all if len(name) == min(map(len, with_all))])
     return next((f" (did you mean {found[0]}?)" for found in similar if len(found) == 1), "")
 
 
