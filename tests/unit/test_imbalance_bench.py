@@ -14,6 +14,8 @@ import torch
 import imbalance
 import routing_file
 from imbalance_ranks import Given
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.cli.checks import Machine
 from megatron_balance.planning.policies import registered
 from megatron_balance.workloads import imbalance as workloads
 
@@ -34,6 +36,14 @@ def test_one_run_compares_megatrons_layer_ours_and_every_policy() -> None:
         assert ("--moe-layer-impl megatron" in line) == (name == "megatron")
         policy = name not in ("megatron", "none")
         assert (f"--balance-guest-slots=3 --balance-policy {name}" in line) == policy
+
+
+def test_every_variant_is_valid_by_default() -> None:
+    machine = Machine(world_size=2, cuda=False, transformer_engine=False, apex=False)
+    first = tasks("")[0]
+    for name, own in first["variants"].items():
+        config = parse_args(f"{first['common']} {own}".split(), machine).config
+        assert config.balance.balance_policy == ("none" if name == "megatron" else name)
 
 
 def test_the_testbed_emulates_only_our_layer() -> None:

@@ -71,7 +71,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     parser.add_argument("--trace", metavar="DIR", help="route every step as in this trace (v1), instead of workloads")
     parser.add_argument("--write-trace", type=Path, metavar="DIR", help="write the first step's trace to DIR/WORKLOAD")
     parser.add_argument("--policies", nargs="*", default=policies, metavar="NAME", help="values of --balance-policy")
-    parser.add_argument("--balance", default="", metavar="FLAGS", help="flags of every variant with a policy")
+    parser.add_argument(
+        "--balance", default=policy_time.BALANCE, metavar="FLAGS", help="flags of every variant with a policy"
+    )
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each rank, on average")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--iterations", type=int, default=20, help="measured, rounded up to whole periods")
