@@ -41,7 +41,8 @@ done
 echo "1 of 2: without balancing"
 train before --balance-policy none "${plain[@]}"
 echo "2 of 2: with balancing"
-train after --balance-policy quota --balance-overlap blockwise --balance-profile configs/clusters/cpu.yaml --moe-comm-alltoall pipe \
+train after --balance-policy quota --balance-overlap blockwise --moe-comm-alltoall pipe \
+    --balance-profile configs/clusters/cpu.yaml \
     --balance-log-dir "${RUNS}/after/loads" --balance-timeline "${RUNS}/after/timeline" "$@"
 
 "${PYTHON}" tools/report.py --title "Quick start: before and after balancing" --token-bytes "${TOKEN_BYTES}" \

@@ -186,7 +186,10 @@ def compiled_late(flags: str) -> list[str]:
     return late
 
 
-@pytest.mark.parametrize("policy", ["none", *POLICIES])
+@pytest.mark.parametrize(
+    "policy",
+    ["none", "quota", "demi", *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES[1:-1])],
+)
 def test_no_iteration_waits_for_a_compiler(ranks, profiles, policy: str) -> None:
     flags = "--expert-model-parallel-size 2 --moe-router-force-workload hot_experts"
     if policy != "none":
