@@ -41,6 +41,10 @@ only noise. No message and no token takes a minute.
 """
 
 
+_BY_MESSAGE = ("launches.", "messages.")
+"""Lines whose beta is the seconds of a message, not of a byte."""
+
+
 def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
     """Read a profile and check that it is for this cluster.
 
@@ -143,5 +147,6 @@ def _numbers(kind: Any, content: Any, where: str) -> Any:
 
 
 def _number(value: Any, where: str) -> Any:
-    low, high, unit = RANGES[where.rpartition(".")[2]]
+    by_message = where.startswith(_BY_MESSAGE) and where.endswith(".beta")
+    low, high, unit = _SECONDS if by_message else RANGES[where.rpartition(".")[2]]
     return number_in(value, low, high, where, unit=unit, whole=not unit)

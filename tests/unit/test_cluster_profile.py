@@ -135,6 +135,18 @@ def test_lines_of_tensor_parallel_ranks_are_kept(tmp_path: Path) -> None:
         load(path, 8, 4)
 
 
+def test_slow_messages_are_kept(tmp_path: Path) -> None:
+    """On a loaded machine, each message of a batch takes milliseconds: too slow for a byte, but not for a message."""
+    path, slow = tmp_path / "profile.json", {level: Fit(0.02, 5e-3, 0.1, 0.2) for level in LEVELS}
+    measured = builtin(8, 4, 64, 128)
+    profile = dataclasses.replace(measured, messages=slow, launches=dict.fromkeys(measured.launches, slow))
+    profile.save(path)
+    assert load(path, 8, 4) == profile
+    path.write_text(path.read_text().replace("0.005", "61"))
+    with pytest.raises(ValueError, match=r"\.beta: 61 is not a number from 0 to 60 seconds"):
+        load(path, 8, 4)
+
+
 def _damage(content: dict, key: str, value: object) -> str:
     return json.dumps(content | {key: value})
 
