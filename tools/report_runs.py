@@ -156,7 +156,7 @@ def read_run(events: Path | None, loads: Path | None, timeline: Path | None, spl
 def read_scalars(directory: Path) -> dict[str, Series]:
     """Return the values of all event files of a directory by tag. A repeated iteration's last values count.
 
-    Values by consumed samples (`... vs samples`) are left out: they are those by iteration once more.
+    Values by consumed samples (`... vs samples`) are left out, because they repeat the values by iteration.
 
     Raises:
         ValueError: there are no event files or no iterations, or a file is damaged.
