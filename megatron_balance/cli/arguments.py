@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance.checkpoint import saved_flags
-from megatron_balance.cli.checks import Layout, check
+from megatron_balance.cli.checks import REQUIRED, Layout, check
 from megatron_balance.cli.data_args import data_in_files
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
 from megatron_balance.cli.megatron_help import TEXTS
@@ -123,7 +123,7 @@ MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, Di
 
 OF_MODELS = (TransformerConfig, ours.ModelConfig)
 
-DIVIDED = (*MEGATRON_CLASSES, ours.ModelConfig)
+DIVIDED = (*MEGATRON_CLASSES, ours.ModelConfig, ours.LaunchConfig)
 """Dataclasses whose fields TEXTS divides among the groups of `--help`."""
 
 GROUPS = (
@@ -133,6 +133,7 @@ GROUPS = (
     ("multi-latent attention", MLATransformerConfig),
     *(("parallelism", cls) for cls in OF_MODELS),
     ("data parallelism", DistributedDataParallelConfig),
+    ("data parallelism", ours.LaunchConfig),
     ("precision", TransformerConfig),
     ("recomputation", TransformerConfig),
     ("training", ours.TrainConfig),
@@ -192,6 +193,7 @@ def build_parser() -> Parser:
         group = next(one for one in groups.values() if any(action.dest == name for action in one._group_actions))
         text = f"Short for --{name.replace('_', '-')} {value}."
         group.add_argument(flag, action="store_const", dest=name, const=value, help=text)
+    _mark_required(parser)
     for entry, reason in ACCEPTED.items():
         flag, _, value = entry.partition(" ")
         if value:
@@ -204,6 +206,17 @@ def build_parser() -> Parser:
         action.type = all_but(reasons, action.type)
         action.choices = [choice for choice in action.choices or () if choice not in reasons]
     return parser
+
+
+def _mark_required(parser: Parser) -> None:
+    """Say in the help of flags that they, or one of several, are required."""
+    actions = {action.dest: action for action in parser._actions}
+    for names in REQUIRED:
+        some = [actions[name] for name in names.split()]
+        *others, last = [action.option_strings[0] for action in some]
+        text = f"One of {', '.join(others)} and {last} is required." if others else "Required."
+        for action in some:
+            action.help = f"{action.help} {text}"
 
 
 def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:

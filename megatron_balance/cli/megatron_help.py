@@ -1,4 +1,4 @@
-"""Groups of `--help` for the flags of models and megatron-core's dataclasses, with the help of the latter.
+"""Groups of `--help` for the flags of models, processes and megatron-core's dataclasses, with the help of the last.
 
 megatron-core's docstrings describe the values of fields in Python ("If True, ..."), which does not fit switches whose
 flag turns the field off, and some are a page long. Each text here describes what giving the flag does.
@@ -164,13 +164,15 @@ PARALLELISM: dict[str, str | None] = {
     "wgrad_deferral_limit": "Number of microbatches that --defer-embedding-wgrad-compute defers; 0: all.",
 }
 
-DATA_PARALLELISM = {
+DATA_PARALLELISM: dict[str, str | None] = {
     "use_distributed_optimizer": "Split the optimizer's state among data-parallel ranks.",
     "overlap_grad_reduce": "Overlap the reduction of gradients with the backward pass.",
     "overlap_param_gather": "With --use-distributed-optimizer, overlap the gathering of weights with the forward pass.",
+    "align_grad_reduce": OURS,
     "align_param_gather": "Let each pipeline stage gather weights when it needs them, not at the same time as the "
     "others.",
     "grad_reduce_in_fp32": "Accumulate and reduce gradients in float32, as --bf16 does anyway.",
+    "grad_reduce_in_bf16": OURS,
     "bucket_size": "Maximum number of parameters in a bucket, whose gradients are reduced together. Default: "
     "1,000,000 times the data-parallel size, at least 40,000,000.",
     "pad_buckets_for_high_nccl_busbw": "Pad buckets to a multiple of 2^16 parameters, for NCCL's bandwidth on many "
@@ -245,6 +247,10 @@ KERNELS: dict[str, str | None] = {
     "use_fused_weighted_squared_relu": "Use a fused kernel for squared ReLU times scores in MoE layers.",
 }
 
+PROCESSES: dict[str, str | None] = dict.fromkeys(
+    ("distributed_backend", "use_tp_pp_dp_mapping", "distributed_timeout_minutes", "dry_run", "cluster"), OURS
+)
+
 TIMING = {
     "barrier_with_L1_time": "Do not let ranks wait for each other before and after what --timing-log-level 1 times."
 }
@@ -260,6 +266,7 @@ TEXTS: Mapping[str, Mapping[str, str | None]] = {
     "recomputation": RECOMPUTATION,
     "optimizer": OPTIMIZER,
     "kernels": KERNELS,
+    "processes": PROCESSES,
     "logging": TIMING,
 }
 """Title of a group -> field -> help, in the order of `--help`."""

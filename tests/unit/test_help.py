@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_balance.cli.arguments import build_parser
+from megatron_balance.cli.arguments import build_parser, parse_args
 from megatron_balance.cli.megatron_help import TEXTS
 from megatron_balance.cli.parser import HelpFormatter
 from megatron_balance.comm.codecs import CODECS
@@ -14,6 +14,7 @@ from megatron_balance.comm.registry import ALL_TO_ALLS
 from megatron_balance.config.flags import in_words, metavar
 from megatron_balance.flow.chunks.order import ORDERS
 from megatron_balance.planning.policies import registered
+from tests.unit.commands import CPU
 
 PARSER = build_parser()
 SHOWN = [action for action in PARSER._actions if action.help is not argparse.SUPPRESS]
@@ -137,6 +138,14 @@ def test_every_field_of_megatron_core_has_a_text_and_a_group() -> None:
     assert groups["other"] == []
     idle = {name for texts in TEXTS.values() for name in texts} - {action.dest for action in SHOWN}
     assert idle <= IN_SOME_VERSIONS
+
+
+def test_required_flags_say_so() -> None:
+    with pytest.raises(ValueError, match="are required") as error:
+        parse_args([], CPU)
+    missing = re.findall(r"--[\w-]+", str(error.value).partition(" are required")[0])
+    said = [name_of(action) for action in SHOWN if re.search(r"( Required| is required)\.$", action.help or "")]
+    assert sorted(said) == sorted(missing)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
