@@ -1,4 +1,4 @@
-"""Groups of `--help` for the flags of models, processes and megatron-core's dataclasses, with the help of the last.
+"""Groups of `--help` for the flags of models and megatron-core's dataclasses, with the help of the latter.
 
 megatron-core's docstrings describe the values of fields in Python ("If True, ..."), which does not fit switches whose
 flag turns the field off, and some are a page long. Each text here describes what giving the flag does.
@@ -247,10 +247,6 @@ KERNELS: dict[str, str | None] = {
     "use_fused_weighted_squared_relu": "Use a fused kernel for squared ReLU times scores in MoE layers.",
 }
 
-PROCESSES: dict[str, str | None] = dict.fromkeys(
-    ("distributed_backend", "use_tp_pp_dp_mapping", "distributed_timeout_minutes", "dry_run", "cluster"), OURS
-)
-
 TIMING = {
     "barrier_with_L1_time": "Do not let ranks wait for each other before and after what --timing-log-level 1 times."
 }
@@ -266,7 +262,6 @@ TEXTS: Mapping[str, Mapping[str, str | None]] = {
     "recomputation": RECOMPUTATION,
     "optimizer": OPTIMIZER,
     "kernels": KERNELS,
-    "processes": PROCESSES,
     "logging": TIMING,
 }
 """Title of a group -> field -> help, in the order of `--help`."""
