@@ -124,7 +124,8 @@ MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, Di
 OF_MODELS = (TransformerConfig, ours.ModelConfig)
 
 DIVIDED = (*MEGATRON_CLASSES, ours.ModelConfig, ours.LaunchConfig)
-"""Dataclasses whose fields TEXTS divides among the groups of `--help`."""
+"""Dataclasses whose fields TEXTS divides among the groups of `--help`. A group that is not in TEXTS shows
+all remaining fields."""
 
 GROUPS = (
     ("expert balancing (megatron_balance)", ours.BalanceConfig),
@@ -209,7 +210,7 @@ def build_parser() -> Parser:
 
 
 def _mark_required(parser: Parser) -> None:
-    """Say in the help of flags that they, or one of several, are required."""
+    """Append to the help of each required flag that it, or one of several flags, is required."""
     actions = {action.dest: action for action in parser._actions}
     for names in REQUIRED:
         some = [actions[name] for name in names.split()]

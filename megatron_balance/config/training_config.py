@@ -24,7 +24,7 @@ class TokenizerConfig:
         ]
         | None
     ) = None
-    """Kind of tokenizer; GPT2BPETokenizer if only --vocab-file and --merge-file are given."""
+    """Kind of tokenizer; --vocab-file with --merge-file implies GPT2BPETokenizer."""
 
     tokenizer_model: str | None = flag_field(None, metavar="PATH")
     """Path of the SentencePiece model, the tiktoken file or the Hugging Face directory."""
