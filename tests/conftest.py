@@ -1,7 +1,10 @@
 """Fixtures shared by all tests."""
 
+import argparse
 import gc
+import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -9,8 +12,8 @@ from hypothesis import settings
 from megatron_balance.device import cpu
 from tests.harness import Ranks
 
-# Before any test module imports megatron.core
-cpu.install()
+ON_ANY_DEVICE = {"test_experts.py", "test_one_gpu.py", "test_rows.py"}
+"""Files whose tests use a CUDA device if there is one."""
 
 # Another worker may use the cores while an example is timed
 settings.register_profile("no deadlines", deadline=None)
@@ -20,8 +23,18 @@ settings.load_profile("no deadlines")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long campaigns")
+    # Here and not in a later hook, because conftest.py of some folders imports megatron.core
+    hide_devices(pluginmanager.get_plugin("pytestconfig").known_args_namespace)
+    cpu.install()
+
+
+def hide_devices(given: argparse.Namespace) -> None:
+    """Hide CUDA devices, also from processes that tests start, unless all tests of this session are meant for them."""
+    files = {Path(argument.partition("::")[0]).name for argument in given.file_or_dir}
+    if given.markexpr != "gpu" and not (files and files <= ON_ANY_DEVICE):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="a long campaign; run with --slow"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; run with -m gpu"))
 
 
 def pytest_collection_finish() -> None:

@@ -49,6 +49,8 @@ class RankFailure(AssertionError):
 class Ranks:
     """`world_size` processes that run tasks together: `Ranks(4).run(task, argument)` -> the ranks' results in order."""
 
+    max_threads = MAX_THREADS
+
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._processes: list[BaseProcess] = []
@@ -86,7 +88,7 @@ class Ranks:
             except BaseException:
                 self.stop()
                 raise
-        if any(psutil.Process(process.pid).num_threads() > MAX_THREADS for process in self._processes):
+        if any(psutil.Process(process.pid).num_threads() > self.max_threads for process in self._processes):
             self.stop()
         return results
 
@@ -99,18 +101,22 @@ class Ranks:
         self._processes, self._pipes, self._questions = [], [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
-            (ours, theirs), (question, answer) = context.Pipe(), context.Pipe()
+            (ours, theirs), (question, answer) = multiprocessing.Pipe(), multiprocessing.Pipe()
             # Not daemons: saving a checkpoint starts child processes
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs, answer))
+            process = self._process(rank, self.world_size, theirs, answer)
             self._start_process(process)
             theirs.close()
             answer.close()
             self._processes.append(process)
             self._pipes.append(ours)
             self._questions.append(question)
+
+    def _process(self, *args: Any) -> BaseProcess:
+        """Return a process that calls `serve(*args)` once it is started."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        return context.Process(target=serve, args=args)
 
     def _start_process(self, process: BaseProcess) -> None:
         process.start()
@@ -130,7 +136,7 @@ class Ranks:
                 rank = self._pipes.index(pipe)
                 try:
                     error, results[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     raise RankFailure(f"{task.__name__}: rank {rank} died") from None
                 if error is not None:
                     where = f"{task.__name__}: rank {rank} of {self.world_size} failed"
@@ -166,7 +172,8 @@ def check_order(task: str, recorded: Sequence[tuple[Record, list[Event]]]) -> No
         )
 
 
-def _serve(rank: int, world_size: int, pipe: Connection, answer: Connection) -> None:
+def serve(rank: int, world_size: int, pipe: Connection, answer: Connection, backend: str = "gloo") -> None:
+    """Run the tasks that come through `pipe`, and report through `answer` what the current one has entered."""
     torch.set_num_threads(1)
     collectives = [Collectives(kept=None)]
     threading.Thread(target=_answer, args=(answer, collectives), daemon=True).start()
@@ -179,7 +186,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, answer: Connection) -> 
             return
         collectives[0] = Collectives(kept=None)
         try:
-            with collectives[0].recorded(), _process_group(rank, world_size, rendezvous, timeout):
+            with collectives[0].recorded(), _process_group(rank, world_size, rendezvous, timeout, backend):
                 pipe.send((None, task(*args)))
                 # A rank that ends its groups while another rank is still connecting to them breaks that rank
                 pipe.recv()
@@ -197,12 +204,12 @@ def _answer(answer: Connection, collectives: list[Collectives]) -> None:
 
 
 @contextlib.contextmanager
-def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
-    """Create the default gloo group for one task, and leave no trace of it afterwards."""
+def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float, backend: str):
+    """Create the default group for one task, and leave no trace of it afterwards."""
     from megatron.core import parallel_state
 
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(rendezvous, world_size),
         rank=rank,
         world_size=world_size,
@@ -214,7 +221,9 @@ def _process_group(rank: int, world_size: int, rendezvous: str, timeout: float):
     forget_auxiliary_losses()
     empty_wrappers()
     parallel_state.destroy_model_parallel()
-    backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+    groups = dist.distributed_c10d._world.pg_map
+    backends = [group._get_backend(torch.device("cpu")) for group in groups] if backend == "gloo" else []
+    del groups
     dist.destroy_process_group()
     # Models and groups refer to each other; a gloo group's threads end only with its last reference
     gc.collect()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_balance.job.collectives import ALL_TO_ALL
 from megatron_balance.job.groups import NodeGroups
 
 
@@ -102,7 +103,7 @@ class FlatAllToAll(AllToAll):
         rank, splits, rows = self.group.rank(), splits_DD.numpy(), rows.detach().contiguous()
         coming, going = splits[:, rank].tolist(), splits[rank].tolist()
         received = rows.new_empty((sum(coming), *rows.shape[1:]))
-        work = self.group.all_to_all_single(received, rows, coming, going, self.options)
+        work = getattr(self.group, ALL_TO_ALL)(received, rows, coming, going, self.options)
         return exchange_of([work], received, rows)
 
 

@@ -40,6 +40,7 @@ from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Han
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, make_dispatch_plan
+from megatron_balance.job.collectives import ALL_GATHER
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
@@ -247,7 +248,7 @@ class BalancedMoELayer(MoELayer):
             group = self.parallel.sources
             counts_DE = counts_E.new_empty(group.size() * counts_E.numel())
             # As in FlatAllToAll.start: a device waits for what the host does from here to the exchange of rows
-            work = group.all_gather_single(counts_DE, counts_E, self._gather_options)
+            work = getattr(group, ALL_GATHER)(counts_DE, counts_E, self._gather_options)
 
         def gathered() -> torch.Tensor:
             work.wait()

@@ -95,18 +95,27 @@ def _flattened(tensors: Any) -> Iterator[torch.Tensor]:
             yield from _flattened(one)
 
 
+_RENAMED = hasattr(dist.ProcessGroup, "all_to_all_single")
+"""Whether this torch has the method names of 2.13; those of 2.11 and 2.12 differ."""
+
+ALL_GATHER = "all_gather_single" if _RENAMED else "_allgather_base"
+ALL_GATHERS = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
+ALL_TO_ALL = "all_to_all_single" if _RENAMED else "alltoall_base"
+REDUCE_SCATTER = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+REDUCE_SCATTERS = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+
 COLLECTIVES: dict[str, tuple[str, Callable[..., _Shape]]] = {
     "allreduce": ("all-reduces", _first_argument),
     "allreduce_coalesced": ("all-reduces", _first_argument),
     "broadcast": ("broadcasts", _first_argument),
     "reduce": ("reduces", _first_argument),
     "allgather": ("all-gathers", _list_gather),
-    "all_gather_single": ("all-gathers", _two_arguments),
-    "all_gather_single_coalesced": ("all-gathers", _two_arguments),
+    ALL_GATHER: ("all-gathers", _two_arguments),
+    ALL_GATHERS: ("all-gathers", _two_arguments),
     "reduce_scatter": ("reduce-scatters", _second_argument),
-    "reduce_scatter_single": ("reduce-scatters", _two_arguments),
-    "reduce_scatter_single_coalesced": ("reduce-scatters", _two_arguments),
-    "all_to_all_single": ("exchanges", _split_exchange),
+    REDUCE_SCATTER: ("reduce-scatters", _two_arguments),
+    REDUCE_SCATTERS: ("reduce-scatters", _two_arguments),
+    ALL_TO_ALL: ("exchanges", _split_exchange),
     "alltoall": ("exchanges", _list_exchange),
     "gather": ("gathers", _second_argument),
     "scatter": ("scatters", _first_argument),

@@ -1,7 +1,7 @@
 """Clusters as described by papers and data sheets (configs/clusters/*.yaml), and the profile that follows from them.
 
-Every number comes with its source; a number without a source is omitted. Nothing here is measured: the rates are those
-of data sheets, which a run does not reach.
+Every number comes with its source; a number without a source is omitted. Most rates are those of data sheets, which a
+run does not reach. tools/bench/measured_cluster.py writes files with measured rates of a GPU, and tables of them.
 """
 
 import dataclasses
@@ -53,6 +53,39 @@ class Link:
     """Number of network adapters per node; default: one."""
 
 
+Cell = str | float
+"""An entry of a table."""
+
+ENDS = ("value", "spread")
+"""The last columns of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Measured numbers of one kind that depend on sizes, such as rates of products by their rows and widths."""
+
+    name: str
+    unit: str
+    source: str
+    """Where all numbers of the table come from."""
+    columns: tuple[str, ...]
+    """What a number depends on. Then `value`, the median, and `spread`, half the distance between the quartiles as a
+    part of the median."""
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.columns[-2:] != ENDS or len({*self.columns}) < len(self.columns):
+            raise ValueError("columns: write different names that end in value, spread")
+        for index, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise ValueError(f"rows[{index}]: has {len(row)} entries for {len(self.columns)} columns")
+            for name, cell in zip(ENDS, row[-2:], strict=True):
+                if isinstance(cell, str):
+                    raise ValueError(f"rows[{index}]: {name} {shown(cell)} is not a number")
+        if len({row[:-2] for row in self.rows}) < len(self.rows):
+            raise ValueError("rows: two rows differ in value and spread alone; keep one of them")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes with equal numbers of GPUs, and the links between them."""
@@ -66,6 +99,8 @@ class Cluster:
     """Link between the first and the second GPU of a node, the third and the fourth, ..."""
     network: Link | None = None
     """Link between nodes."""
+    measured: tuple[Table, ...] = ()
+    """Measured rates and times of a GPU."""
 
     @property
     def num_nodes(self) -> float | None:
@@ -112,6 +147,9 @@ RANGES = {
 }
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
 
+LARGEST_CELL = 1e15
+"""Largest number in a table of measured ones; none is negative."""
+
 
 def is_cluster(path: Path) -> bool:
     """Return whether a file of `--balance-profile` describes a cluster, and is no measured profile."""
@@ -148,7 +186,11 @@ def _plain(node: yaml.Node | None) -> Any:
 
 
 def _parse(wanted: Any, content: Any, where: str) -> Any:
-    """Convert `content` to the type `wanted`: a string, one of the dataclasses above, a tuple of them, or None."""
+    """Convert `content` to the type `wanted`: a string, a cell, one of the dataclasses above, a tuple, or None."""
+    if wanted == Cell:
+        wanted = str
+        if not isinstance(content, str):
+            return number_in(content, 0, LARGEST_CELL, where)
     if isinstance(wanted, types.UnionType):
         wanted = next(choice for choice in typing.get_args(wanted) if choice is not type(None))
     if typing.get_origin(wanted) is tuple:
@@ -174,7 +216,11 @@ def _parse(wanted: Any, content: Any, where: str) -> Any:
     for name, field in known.items():
         if field.default is dataclasses.MISSING and name not in content:
             raise ValueError(f"{dotted}{name}: is missing")
-    return wanted(**{name: _parse(hints[name], value, f"{dotted}{name}") for name, value in content.items()})
+    values = {name: _parse(hints[name], value, f"{dotted}{name}") for name, value in content.items()}
+    try:
+        return wanted(**values)
+    except ValueError as error:
+        raise ValueError(f"{dotted}{error}") from error
 
 
 def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

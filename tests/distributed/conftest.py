@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.profile import cluster_profile
-from megatron_balance.profile.cluster_profile import Fit, Throughput
 from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve
@@ -42,17 +40,6 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Expert-parallel size -> profile of a cluster with slow computation and fast links, so that every policy acts."""
     paths = {}
     for ranks in (2, 4):
-        links = {
-            kind: dict.fromkeys(cluster_profile.GROUPS, Fit(1e-9, 1e-12, 0, 0)) for kind in cluster_profile.COLLECTIVES
-        }
-        profile = cluster_profile.ClusterProfile(
-            num_ranks=ranks,
-            node_size=ranks,
-            links=links,
-            messages=dict.fromkeys(cluster_profile.LEVELS, Fit(1e-9, 0, 0, 0)),
-            forward=Throughput(1e-4, 0, 0, 0),
-            backward=Throughput(2e-4, 0, 0, 0),
-        )
         paths[ranks] = tmp_path_factory.mktemp("profiles") / f"{ranks}.json"
-        profile.save(paths[ranks])
+        runs.fast_links(ranks).save(paths[ranks])
     return paths

@@ -14,6 +14,8 @@ from megatron_balance.cli.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policies.none import NoPolicy
+from megatron_balance.profile import cluster_profile
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.run import Run
@@ -133,3 +135,18 @@ def plan_apart(run: Run) -> None:
     for number, state in run.balancer.layers.items():
         if (number + run.groups.expt_dp.rank()) % 2:
             state.manager.policy = NoPolicy()
+
+
+def fast_links(ranks: int, node_size: int | None = None) -> ClusterProfile:
+    """Return the profile of a cluster with slow computation and fast links, on which every policy acts."""
+    links = {
+        kind: dict.fromkeys(cluster_profile.GROUPS, Fit(1e-9, 1e-12, 0, 0)) for kind in cluster_profile.COLLECTIVES
+    }
+    return ClusterProfile(
+        num_ranks=ranks,
+        node_size=node_size or ranks,
+        links=links,
+        messages=dict.fromkeys(cluster_profile.LEVELS, Fit(1e-9, 0, 0, 0)),
+        forward=Throughput(1e-4, 0, 0, 0),
+        backward=Throughput(2e-4, 0, 0, 0),
+    )

@@ -156,7 +156,7 @@ def measure_quickly(rank: int) -> None:
     profiles.LARGE_SIZES, profiles.REPEATS, measure.PASSES = profiles.SIZES[:4], 3, 1
 
 
-def test_the_entry_point(tmp_path: Path) -> None:
+def test_the_entry_point(device: None, tmp_path: Path) -> None:
     """A measured profile, Transfer, validation, files of all kinds, a save, and a resumed run."""
     flags = (
         f"{BASE} {PLAIN} --expert-model-parallel-size 2 --num-layers 1 --bf16 --train-iters 4 --log-interval 1 "
@@ -202,7 +202,7 @@ def sleep_in_a_backward_pass(rank: int) -> None:
     BalancedMoELayer.forward = sleeping
 
 
-def test_a_rank_that_hangs_in_a_backward_pass_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_a_backward_pass_is_named(device: None, tmp_path: Path) -> None:
     """On the device, backward passes and their waits run on a thread of autograd."""
     flags = (
         f"{BASE} {PLAIN} --expert-model-parallel-size 2 --train-iters 100000 --log-interval 1 "

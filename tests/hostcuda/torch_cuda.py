@@ -209,6 +209,7 @@ ANSWERS: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,
     "_lazy_init": _does_nothing(),
+    "_sleep": _does_nothing(),
     "current_device": lambda: 0,
     "current_stream": current_stream,
     "default_stream": lambda device=None: Stream(id=0),

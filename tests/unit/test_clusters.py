@@ -65,7 +65,7 @@ def test_clusters_have_as_many_gpus_as_papers_say(name: str) -> None:
 
 
 def test_every_file_is_of_a_paper_or_a_known_node() -> None:
-    assert set(FILES) == set(GPUS)
+    assert {name.removesuffix("_measured") for name in FILES} == set(GPUS)
 
 
 def test_bytes_per_second_are_those_of_the_links() -> None:
@@ -136,6 +136,47 @@ UNLIMITED = SMALL.replace("nodes: {value: 2, source: here}, ", "").replace(
 def test_without_numbers_of_nodes_all_have_the_slowest_gpu(tmp_path: Path) -> None:
     profile = profile_of(cluster(tmp_path, UNLIMITED), Ranks(6, 2, 2), 8, 8)
     assert profile.rates == () and profile.forward.seconds_per_token == pytest.approx(4 * 64 / 50e12)
+
+
+TABLE = """
+measured:
+  - name: products
+    unit: TFLOP/s
+    source: here
+    columns: [load, rows, value, spread]
+    rows:
+      - [even, 64, 100.5, 0.01]
+      - [even, 128, 200, 0]
+"""
+
+
+def test_tables_of_measured_numbers_are_kept(tmp_path: Path) -> None:
+    assert cluster(tmp_path).measured == ()
+    (table,) = cluster(tmp_path, SMALL + TABLE).measured
+    assert (table.name, table.unit, table.source) == ("products", "TFLOP/s", "here")
+    assert table.columns == ("load", "rows", "value", "spread")
+    assert table.rows == (("even", 64, 100.5, 0.01), ("even", 128, 200, 0))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("source: here\n    columns", "columns", r"measured\[0\].source: is missing"),
+        ("[load, rows, value, spread]", "[load, rows, spread, value]", r"measured\[0\].columns: .* value, spread"),
+        ("[load, rows, value, spread]", "[rows, rows, value, spread]", r"measured\[0\].columns: .*different names"),
+        (", 128, 200, 0]", ", 200, 0]", r"measured\[0\].rows\[1\]: has 3 entries for 4 columns"),
+        ("200, 0]", "fast, 0]", r"measured\[0\].rows\[1\]: value 'fast' is not a number"),
+        ("200, 0]", "-200, 0]", r"measured\[0\].rows\[1\]\[2\]: -200 is not a number from 0"),
+        ("200, 0]", ".nan, 0]", r"measured\[0\].rows\[1\]\[2\]: nan is not a number from 0"),
+        ("200, 0]", "[200], 0]", r"measured\[0\].rows\[1\]\[2\]: a list is not a number"),
+        (", 128,", ", 64,", r"measured\[0\].rows: two rows differ in value and spread alone"),
+        ("unit: TFLOP/s", "unit: TFLOP/s\n    mean: 3", r"measured\[0\].mean: is unknown"),
+    ],
+)
+def test_a_bad_table_names_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in TABLE
+    with pytest.raises(ValueError, match=f"small.yaml: {said}"):
+        cluster(tmp_path, SMALL + TABLE.replace(old, new))
 
 
 @pytest.mark.parametrize(

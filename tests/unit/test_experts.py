@@ -1,5 +1,6 @@
 """flow/experts.py: grouped products compared with one slot after another."""
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -49,10 +50,13 @@ def loop_linear(rows_RI: torch.Tensor, weight_SOI: torch.Tensor, sizes: list[int
     return torch.cat([chunk @ weight.T for chunk, weight in zip(chunks, weight_SOI.double(), strict=True)])
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def assert_close(
+    found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, terms: torch.Tensor | None = None
+) -> None:
+    """`terms`: sums of the absolute values whose sums are `expected`, if these may cancel."""
     assert found.shape == expected.shape
     assert found.isfinite().all()
-    scale = expected.abs().max().item() if expected.numel() else 0.0
+    scale = (expected if terms is None else terms).abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
@@ -77,15 +81,25 @@ class Computed:
     def __call__(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         return self.layer(rows, RowSplit(self.sizes, rows.device), scale)
 
-    def check(self, output: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    def check(self, output: torch.Tensor, reference: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
         """Compare the output, and the gradients of inputs and parameters for a random gradient of the output."""
-        assert_close(output, expected, output.dtype)
         gradient = torch.randn(output.shape, dtype=torch.float64, device=DEVICE).to(output.dtype)
-        ours = [*torch.autograd.grad(output, inputs, gradient), *self.gradients.finish()]
-        theirs = torch.autograd.grad(expected, [*inputs, *self.linear.parameters()], gradient.double())
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.dtype == other.dtype
-            assert_close(one, other, output.dtype)
+        ours = [output, *torch.autograd.grad(output, inputs, gradient), *self.gradients.finish()]
+        variables = [*inputs, *self.linear.parameters()]
+        expected = results(reference, variables, gradient)
+        # All results are sums of products. Those of absolute values tell how much the rounding of terms matters
+        for variable in variables:
+            variable.data.abs_()
+        terms = results(reference, variables, gradient.abs())
+        for one, other, bound in zip(ours, expected, terms, strict=True):
+            assert one is output or one.dtype == other.dtype
+            assert_close(one, other, output.dtype, bound)
+
+
+def results(reference: Callable[[], torch.Tensor], variables: list[torch.Tensor], gradient: torch.Tensor):
+    """Return what `reference` computes in float64, and the gradients of the variables."""
+    output = reference()
+    return [output, *torch.autograd.grad(output, variables, gradient.double())]
 
 
 @sizes_cases
@@ -98,7 +112,7 @@ def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int],
     computed = Computed(linear, sizes, at_once)
     found = computed(rows)
     assert found.dtype == dtype
-    computed.check(found, loop_linear(rows, linear.weight, sizes), [rows])
+    computed.check(found, lambda: loop_linear(rows, linear.weight, sizes), [rows])
 
 
 @settings(max_examples=60)
@@ -111,7 +125,7 @@ def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int],
 def test_products_of_random_shapes(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype) -> None:
     linear, rows = new_linear(len(sizes), inputs, outputs, dtype, bias=False), random(sum(sizes), inputs, dtype=dtype)
     computed = Computed(linear, sizes)
-    computed.check(computed(rows), loop_linear(rows, linear.weight, sizes), [rows])
+    computed.check(computed(rows), lambda: loop_linear(rows, linear.weight, sizes), [rows])
 
 
 @pytest.mark.parametrize("guests", [0, 1, 2])
@@ -157,10 +171,12 @@ def test_products_whose_numbers_of_rows_only_the_device_knows(
     linear.allocate_guests(2)
     linear.guests.weight.normal_()
     rows, output_gradient = (
-        torch.cat([random(used, width, dtype=dtype), torch.full((tail, width), torch.nan, dtype=dtype)]).detach()
+        torch.cat(
+            [random(used, width, dtype=dtype), torch.full((tail, width), torch.nan, dtype=dtype, device=DEVICE)]
+        ).detach()
         for width in (16, 8)
     )
-    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
     found = []
     for split, count in ((DeviceSplit(ends), used + tail), (RowSplit(sizes, DEVICE), used)):
         linear.guests.weight.main_grad.zero_()
@@ -173,6 +189,55 @@ def test_products_whose_numbers_of_rows_only_the_device_knows(
     for one, other in zip(*found, strict=True):
         assert one.dtype == other.dtype
         assert_close(one, other.detach(), dtype)
+
+
+@pytest.fixture
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let torch fill memory that it allocates with NaN."""
+    # Not needed for that, but torch asks for it
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1000, dtype=torch.bfloat16, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tail", [None, 0, 200])
+@pytest.mark.parametrize("guests", [0, 2])
+@pytest.mark.parametrize("widths", [(256, 128), (1024, 512)], ids=str)
+@pytest.mark.parametrize("sizes", [[0, 300, 0, 212, 0], [0, 1, 0, 0, 0], [67, 0, 0, 0, 1000]], ids=str)
+def test_what_free_memory_holds_has_no_influence(
+    unwritten_is_nan, sizes: list[int], widths: tuple[int, int], guests: int, tail: int | None
+) -> None:
+    """Nobody has written the rows after the last end (`tail`; None: the host knows the sizes)."""
+    torch.manual_seed(0)
+    used, home = sum(sizes), len(sizes) - guests
+    linear = new_linear(home, *widths, torch.bfloat16, bias=False)
+    linear.weight.main_grad = torch.zeros_like(linear.weight, dtype=torch.float32)
+    linear.allocate_guests(2)
+    linear.guests.weight.normal_()
+    weight = torch.cat([linear.weight, linear.guests.weight[:guests]]).detach().double().requires_grad_()
+    rows, gradient = (random(used, width, dtype=torch.bfloat16) for width in widths)
+    expected = results(lambda: loop_linear(rows, weight, sizes), [rows, weight], gradient)
+
+    def unwritten(written: torch.Tensor) -> torch.Tensor:
+        longer = written.new_empty(used + (tail or 0), written.shape[1])
+        longer[:used] = written.detach()
+        return longer
+
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
+    gradients = LinearGradients(linear, len(sizes), TorchGemm())
+    layer = SlotLinear(linear(guests), gradients)
+    inputs, output_gradient = unwritten(rows).requires_grad_(), unwritten(gradient)
+    output = layer(inputs, RowSplit(sizes, DEVICE) if tail is None else DeviceSplit(ends))
+    output.backward(output_gradient)
+    (home_gradient,) = gradients.finish()
+    weight_gradient = torch.cat([home_gradient, linear.guests.weight.main_grad[:guests].bfloat16()])
+    found = [output[:used], inputs.grad[:used], weight_gradient]
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, torch.bfloat16)
+    empty = [slot for slot, size in enumerate(sizes) if not size]
+    assert not weight_gradient[empty].any()
 
 
 def test_what_is_fast_is_what_torch_computes_in_one_kernel(monkeypatch) -> None:
@@ -245,7 +310,7 @@ def test_bias(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], sca
     computed = Computed(linear, sizes)
     found = computed(rows, scale)
     assert found.dtype == dtype
-    computed.check(found, loop_layer(linear, rows, sizes, scale), [rows, *([scale] if scaled else [])])
+    computed.check(found, lambda: loop_layer(linear, rows, sizes, scale), [rows, *([scale] if scaled else [])])
 
 
 def test_scale_in_higher_precision_keeps_the_rows_precision() -> None:
@@ -255,7 +320,7 @@ def test_scale_in_higher_precision_keeps_the_rows_precision() -> None:
     computed = Computed(linear, [2, 3])
     found = computed(rows, scale)
     assert found.dtype == torch.bfloat16
-    computed.check(found, loop_layer(linear, rows, [2, 3], scale), [rows, scale])
+    computed.check(found, lambda: loop_layer(linear, rows, [2, 3], scale), [rows, scale])
 
 
 def test_only_the_bias_needs_a_gradient() -> None:
@@ -265,7 +330,7 @@ def test_only_the_bias_needs_a_gradient() -> None:
     computed(rows).sum().backward()
     weight, bias = computed.gradients.finish()
     assert weight is None
-    torch.testing.assert_close(bias, torch.tensor([[2.0], [3.0]]).expand(2, 16))
+    torch.testing.assert_close(bias, torch.tensor([[2.0], [3.0]], device=DEVICE).expand(2, 16))
 
 
 def test_without_bias() -> None:
@@ -286,14 +351,14 @@ def test_gradients_are_added_to_main_gradients(dtype: torch.dtype, bias: bool) -
     linear.allocate_guests(2)
     gradients = LinearGradients(linear, 3, TorchGemm())
     layer, chunks = SlotLinear(linear(1), gradients), ([3, 0, 2], [1, 4, 5])
-    expected = [torch.ones(4, *parameter.shape[1:], dtype=torch.float64) for parameter in linear.parameters()]
+    expected = [torch.ones(4, *one.shape[1:], dtype=torch.float64, device=DEVICE) for one in linear.parameters()]
     expected[0][2:] = 0
     if bias:
         expected[1][2:] = 0
     for sizes in chunks:
         rows = random(sum(sizes), 16, dtype=dtype)
         output = layer(rows, RowSplit(sizes, rows.device))
-        gradient = torch.randn(output.shape).to(dtype)
+        gradient = torch.randn(output.shape, device=DEVICE).to(dtype)
         output.backward(gradient)
         parts = zip(rows.detach().double().split(sizes), gradient.double().split(sizes), strict=True)
         for slot, (part, outer) in enumerate(parts):
@@ -326,7 +391,8 @@ def test_experts_that_other_ranks_share_are_marked(layout: tuple[int, int, int],
 
 
 def test_expanded_gradients_and_strided_rows_are_accepted() -> None:
-    linear, rows = new_linear(2, 6, 8, torch.float32, bias=False), torch.randn(6, 6).T.requires_grad_()
+    linear = new_linear(2, 6, 8, torch.float32, bias=False)
+    rows = torch.randn(6, 6, device=DEVICE).T.requires_grad_()
     computed = Computed(linear, [2, 4])
     computed(rows).sum().backward()
     expected = torch.stack([chunk.sum(0).expand(8, 6) for chunk in rows.detach().split([2, 4])])

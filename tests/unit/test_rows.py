@@ -76,13 +76,14 @@ def dense_mixture(tokens_TH: torch.Tensor, probs_TP: torch.Tensor, routing_TP: t
 
 @st.composite
 def routings(draw: st.DrawFn) -> torch.Tensor:
-    tokens, columns = draw(st.integers(0, 9)), draw(st.integers(1, 7))
+    # A GPU compiles kernels for every number of columns
+    tokens, columns = draw(st.integers(0, 9)), draw(st.sampled_from([1, 3, 7]))
     chosen = draw(st.lists(st.booleans(), min_size=tokens * columns, max_size=tokens * columns))
     return torch.tensor(chosen, dtype=torch.bool).view(tokens, columns)
 
 
 @settings(max_examples=80)
-@given(routings(), st.integers(1, 3))
+@given(routings(), st.sampled_from([1, 3]))
 def test_rows_and_sums_equal_dense_ones(routing_TP: torch.Tensor, hidden: int) -> None:
     (tokens, columns), routing_TP = routing_TP.shape, routing_TP.to(DEVICE)
     tokens_TH, probs_TP = random(tokens, hidden), random(tokens, columns)

@@ -16,8 +16,13 @@ from tests.unit.layout_headers import MODELS, Header
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-SMOKE = ROOT / "tests" / "gpu_smoke.sh"
-SHELL = [*sorted(SCRIPTS.glob("*.sh")), *sorted(SCRIPTS.glob("slurm/*")), SMOKE, ROOT / ".ci" / "run"]
+
+SHELL = [
+    *sorted(SCRIPTS.glob("*.sh")),
+    *sorted(SCRIPTS.glob("slurm/*")),
+    ROOT / "tests" / "gpu_campaign.sh",
+    ROOT / ".ci" / "run",
+]
 
 
 @pytest.fixture
@@ -170,49 +175,6 @@ def test_ranks_have_less_time_to_save_than_slurm_gives_them() -> None:
     (noted,) = re.findall(r"^NOTICE=(\d+)", text, re.MULTILINE)
     (taken,) = re.findall(r"SHUTDOWN_TIMEOUT:-(\d+)", (SCRIPTS / "pretrain.sh").read_text())
     assert int(taken) < int(given) == int(noted)
-
-
-def smoke(directory: Path, gpus: int, broken: str = "nothing", *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run gpu_smoke.sh on a simulated machine with `gpus` GPUs, where commands that contain `broken` fail."""
-    commands = {
-        "python": f'case "$*" in *device_count*) echo {gpus} ;; *{broken}*) echo no; exit 3 ;; *) echo "$@" ;; esac',
-        "nvidia-smi": "echo a GPU",
-    }
-    for name, body in commands.items():
-        (directory / name).write_text(f"#!/bin/sh\n{body}\n")
-        (directory / name).chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(directory / "python"), "PATH": f"{directory}:{os.environ['PATH']}"}
-    command = [SMOKE, *flags, directory / "out"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-def table(directory: Path) -> dict[str, str]:
-    """Return the result of each step of gpu_smoke.sh."""
-    rows = (line.split() for line in (directory / "out" / "summary.txt").read_text().splitlines())
-    return {name: " ".join(became) for name, *became, _, _ in rows}
-
-
-def test_gpu_smoke_continues_after_a_failed_step(tmp_path: Path) -> None:
-    ran = smoke(tmp_path, 1, "test_experts")
-    assert ran.returncode == 1 and f"Logs and this table are in {tmp_path}/out" in ran.stdout
-    steps = dict.fromkeys(("gpu", "versions", "experts", "training", "one_gpu", "step_time"), "exit 0")
-    assert table(tmp_path) == steps | {"experts": "exit 3", "profile": "no pair"}
-    assert (tmp_path / "out" / "experts.txt").read_text() == "no\n"
-    assert smoke(tmp_path, 2).returncode == 0
-    assert table(tmp_path) == steps | {"profile": "exit 0"}
-
-
-def test_gpu_smoke_needs_a_gpu_or_the_cpu_flag(tmp_path: Path) -> None:
-    ran = smoke(tmp_path, 0)
-    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
-    assert "no CUDA device" in ran.stderr and not (tmp_path / "out").exists()
-    assert smoke(tmp_path, 0, "nothing", "--cpu").returncode == 0
-    assert set(table(tmp_path)) == {"versions", "experts", "training", "one_gpu", "step_time", "profile"}
-
-
-def test_gpu_smoke_takes_at_most_eight_minutes() -> None:
-    limits = [int(limit) for limit in re.findall(r"\bstep \w+ (\d+) ", SMOKE.read_text())]
-    assert len(limits) == 7 and sum(limits) <= 480
 
 
 def test_shellcheck_passes() -> None:

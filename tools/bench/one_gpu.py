@@ -1,36 +1,55 @@
-"""Measures training on one GPU: the experts' throughput, iteration times, and where the host waits for the device.
+"""Measures training on one GPU: our MoE layer and megatron-core's, where the host waits, and what the device does.
 
-    python tools/bench/one_gpu.py [--iterations 10] [flags of the run ...]
+    python tools/bench/one_gpu.py [--iterations 10] [--output FILE.json] [flags of the run ...]
+    python tools/bench/one_gpu.py --mixtral --cluster configs/clusters/h100.yaml [--output FILE.json]
 
-Experts: the part of a cluster's profile (tools/profile_cluster.py) that needs only one rank, for the run's shape and
-precision. Then, for our MoE layer and megatron-core's, the milliseconds of an iteration: wall time, CPU time of the
-process, and time of kernels on the device; the device is idle for the difference of the first and the last. Finally,
-the number of waits for the device in an iteration, by line. PyTorch reports waits of the backward pass at the line that
-calls it, and does not report all kinds of waits (torch.cuda.set_sync_debug_mode). Without CUDA, times are the CPU's.
+Two runs that differ only in the layer are in one process and take turns, one iteration each:
+
+time      milliseconds of an iteration, on the device's clock, and CPU time of the process; medians and quartiles, and
+          of ratios those of pairs. Waiting for the device may use CPU time as well.
+memory    what the device keeps between iterations, and the most in an iteration, of each run without the other one.
+profile   some iterations under torch.profiler: the host's waits (calls of CUDA that return when the device is done),
+          kernel launches, copies, kernels, how long the device is busy, its longest gaps; the same for parts of an
+          iteration. The profiler slows the host down, but both runs equally. `host busy` is the time of an iteration
+          in which the host does not wait. One more iteration records Python's stacks, and so the places of waits.
+layer     the same MoE layer alone, forward and backward.
+experts   the part of a cluster's profile (tools/profile_cluster.py) that needs only one rank.
+predicted with --cluster, what tools/simulate.py expects of ours. It simulates no job of one rank, so this is a job of
+          four, without exchange and reduction; the optimizer's step is extrapolated from 1/4 and 1/2 of the experts.
+
+`--mixtral` is one layer of Mixtral-8x7B, whose two runs take about 70 GB. Without Transformer Engine, megatron-core
+computes one expert after the other. Without CUDA, times are the CPU's, and nothing is said of the device.
 """
 
 import argparse
-import functools
+import json
+import math
+import os
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import device_trace
 import ranks
+from device_trace import Interval, Trace
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_balance.cli.checks import Machine
     from megatron_balance.training.run import Run
 
-IMPLEMENTATIONS = ("balanced", "megatron")
-OURS = {"megatron_balance"}
-PACKAGES = OURS | {"megatron"}
+ROOT = Path(__file__).parents[2]
+OURS, THEIRS = IMPLEMENTATIONS = ("balanced", "megatron")
 
 MODEL = (
     "--num-layers 4 --num-attention-heads 8 --hidden-size 1024 --seq-length 1024 --micro-batch-size 4 --num-experts 8 "
@@ -40,10 +59,23 @@ MODEL = (
 )
 """Later flags override these."""
 
+MIXTRAL = f"@{ROOT / 'configs/models/mixtral_8x7b.args'} --num-layers 1 --micro-batch-size 1 --vocab-size 8000"
+
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 """Numbers of rows for which experts are timed."""
 
 REPEATS = 9
+WARMUP = 5
+PROFILED = 3
+"""Iterations under the profiler."""
+
+ITERATION, LAYER = "one iteration", "MoE layer"
+SPANS = (LAYER, "experts", "optimizer")
+"""Parts of an iteration with numbers of their own; megatron-core's layer does not mark its experts."""
+
+PARTS = ("time", "memory", "profile", "layer", "experts")
+
+Result = dict[str, Any]
 
 
 def main() -> int:
@@ -52,30 +84,306 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=TOKENS, help="numbers of rows for which experts are timed"
     )
-    ranks.add_worker_option(parser)
+    parser.add_argument("--mixtral", action="store_true", help="a layer of Mixtral-8x7B instead of a small model")
+    parser.add_argument("--cluster", type=Path, nargs="+", default=[], metavar="FILE", help="predict for these, too")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure, in this order")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write all numbers as JSON, as they come")
     args, extra = parser.parse_known_args()
-    if args.worker:
-        return ranks.work(args.worker, _measure)
-    lines = {name: f"{MODEL} {' '.join(extra)} --moe-layer-impl {name}" for name in IMPLEMENTATIONS}
-    print("\n".join(ranks.job(__file__, 1, {"flags": lines, "iterations": args.iterations, "tokens": args.tokens})))
-    return 0
+    # Both before torch is imported: one thread, as in a job, and no launcher of another job
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    warnings.simplefilter("ignore")
+    flags = f"{MODEL} {MIXTRAL if args.mixtral else ''} {' '.join(extra)}"
+    lines = {name: f"{flags} --moe-layer-impl {name}" for name in IMPLEMENTATIONS}
+    with tempfile.TemporaryDirectory() as directory, _predictions(args.cluster, flags, Path(directory)) as predictions:
+        output = args.output or Path(directory) / "result.json"
+        task = {"flags": lines, "iterations": args.iterations, "tokens": args.tokens, "parts": args.parts}
+        ranks.work(json.dumps(task | {"output": str(output.resolve())}), _measure)
+        result = json.loads(output.read_text())
+        result["predicted"] = {file.stem: prediction.result() for file, prediction in predictions.items()}
+        for name, found in result["predicted"].items():
+            print("\n".join(_compared(name, found, result)))
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if result["failed"] else 0
 
 
-def _measure(task: ranks.Task, machine: "Machine") -> list[str]:
-    runs = ranks.build(task["flags"], machine)
-    found = [_experts(runs["balanced"], task["tokens"])]
-    reports = ranks.take_turns(runs, task["iterations"], warmup=5)
-    for name, run in runs.items():
-        wall = statistics.median(report.seconds for report in reports[name])
-        cpu, device = _cpu_seconds(run, task["iterations"]), _device_seconds(run) if machine.cuda else 0.0
-        found.append(f"{name}: {1000 * wall:.2f} ms an iteration, {1000 * cpu:.2f} CPU, {1000 * device:.2f} kernels")
-        waits = _waits(run) if machine.cuda else Counter()
-        found.append(f"{name}: the host waits {waits.total()} times an iteration")
-        found += [f"{count:6d}  {place}" for place, count in waits.most_common()]
-    return found
+def _measure(task: ranks.Task, machine: "Machine") -> Result:
+    """Measure all parts; print each when it is there, and write it, because a time limit may end the process."""
+    begin = time.monotonic()
+    result: Result = {"flags": task["flags"], "machine": _machine(machine), "failed": []}
+    print("{device}, torch {torch}".format(**result["machine"]), flush=True)
+    runs, kept = {}, {}
+    for name, flags in task["flags"].items():
+        before = _allocated(machine)
+        runs |= ranks.build({name: flags}, machine)
+        # Adam's state exists after the first step
+        _timed_step(runs[name])
+        kept[name] = _allocated(machine) - before
+    shape = result["shape"] = _shape(runs[OURS])
+    print("{layers} MoE layers, {microbatches} microbatches of {tokens} tokens".format(**shape), flush=True)
+    parts: dict[str, Callable[[], tuple[Any, Iterable[str]]]] = {
+        "time": lambda: _time(runs, task["iterations"]),
+        "memory": lambda: _memory(runs, kept, machine),
+        "profile": lambda: _profiles(runs, machine, shape),
+        "layer": lambda: _layer(runs, task["iterations"]),
+        "experts": lambda: _experts(runs[OURS], task["tokens"]),
+    }
+    for part in task["parts"]:
+        try:
+            result[part], lines = parts[part]()
+        except Exception:
+            # What follows may still be measured: time on a GPU is short
+            result["failed"].append(part)
+            result[part], lines = None, [f"{part}: failed\n{traceback.format_exc()}"]
+        Path(task["output"]).write_text(json.dumps(result, indent=1))
+        print(*lines, f"[{part}: {time.monotonic() - begin:.1f} s]", sep="\n", flush=True)
+    if not machine.cuda:
+        print("not measured without CUDA: waits, launches, kernels, copies, gaps, memory")
+    return result
 
 
-def _experts(run: "Run", tokens: list[int]) -> str:
+def _time(runs: "Mapping[str, Run]", iterations: int) -> tuple[Result, list[str]]:
+    steps = ranks.take_turns(runs, iterations, WARMUP, step=_timed_step)
+    found = {part: _statistics({name: [one[part] for one in steps[name]] for name in runs}) for part in ("wall", "cpu")}
+    return found, [_times(f"iteration, {part}", one) for part, one in found.items()]
+
+
+def _memory(runs: "Mapping[str, Run]", kept: Mapping[str, int], machine: "Machine") -> tuple[Result | None, list[str]]:
+    if not machine.cuda:
+        return None, []
+    found = {name: _peak(run, kept[name]) for name, run in runs.items()}
+    line = "{}: {kept_gib:.2f} GiB kept, {peak_gib:.2f} GiB at most"
+    return found, [line.format(name, **one) for name, one in found.items()]
+
+
+def _profiles(runs: "Mapping[str, Run]", machine: "Machine", shape: Result) -> tuple[Result, list[str]]:
+    found = {name: _profile(run, machine, shape) for name, run in runs.items()}
+    lines = [line for name, one in found.items() for line in _profile_lines(name, one, machine)]
+    ours, theirs = found[OURS], found[THEIRS]
+    ratios = {"host busy": _ratio(ours, theirs, "host_busy_ms"), "kernels": _ratio(ours, theirs, "kernel_ms")}
+    for span in ours["spans"].keys() & theirs["spans"].keys():
+        pair = ours["spans"][span], theirs["spans"][span]
+        ratios[f"{span}: host busy"] = _ratio(*pair, "host_busy_ms")
+        ratios[f"{span}: kernels"] = _ratio(*pair, "kernel_ms")
+    known = [f"{name} {ratio:.3f}" for name, ratio in sorted(ratios.items()) if ratio is not None]
+    return {**found, "ratios": ratios}, [*lines, f"profile, ours over megatron-core's: {'; '.join(known)}"]
+
+
+def _ratio(ours: Result, theirs: Result, key: str) -> float | None:
+    return ours[key] / theirs[key] if theirs[key] else None
+
+
+def _layer(runs: "Mapping[str, Run]", iterations: int) -> tuple[Result, list[str]]:
+    found = _statistics(ranks.take_turns(runs, iterations, WARMUP, step=_layer_seconds))
+    return found, [_times("layer alone, wall", found)]
+
+
+def _machine(machine: "Machine") -> Result:
+    import torch
+
+    name = torch.cuda.get_device_name() if machine.cuda else "CPU"
+    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "time": time.ctime()}
+
+
+def _shape(run: "Run") -> Result:
+    config, microbatches = run.config, run.batches.get()
+    assert config.model.seq_length is not None
+    layers = len(_layers(run))
+    return {
+        "layers": layers,
+        "microbatches": microbatches,
+        "tokens": config.train.micro_batch_size * config.model.seq_length,
+        "topk": config.transformer.moe_router_topk,
+        "waits_expected": layers * microbatches + 1,
+    }
+
+
+def _layers(run: "Run") -> "list[torch.nn.Module]":
+    """Return the MoE layers of a run; ours is a subclass of megatron-core's."""
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    return [module for chunk in run.model for module in chunk.modules() if isinstance(module, BaseMoELayer)]
+
+
+def _allocated(machine: "Machine") -> int:
+    import torch
+
+    return torch.cuda.memory_allocated() if machine.cuda else 0
+
+
+def _timed_step(run: "Run") -> dict[str, float]:
+    """Train one iteration; return its seconds, and the CPU seconds of all threads of the process."""
+    from megatron_balance.training.loop import train_step
+
+    start = time.process_time()
+    seconds = train_step(run).seconds
+    return {"wall": seconds or 0.0, "cpu": time.process_time() - start}
+
+
+def _statistics(seconds: Mapping[str, Sequence[float]]) -> Result:
+    """Return medians and quartiles in milliseconds, and of the ratios of pairs, which were measured one by one."""
+    pairs = [ours / theirs for ours, theirs in zip(seconds[OURS], seconds[THEIRS], strict=True) if theirs > 0]
+    milliseconds = {name: _quartiles([1e3 * one for one in all_]) for name, all_ in seconds.items()}
+    return {"ms": milliseconds, "ratio": _quartiles(pairs)}
+
+
+def _quartiles(values: Sequence[float]) -> dict[str, float]:
+    values = sorted(values) or [0.0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": middle, "low": low, "high": high, "n": len(values)}
+
+
+def _times(label: str, found: Result) -> str:
+    """Format what `_statistics` returned."""
+    each = [f"{name} {_spread(one, 2)} ms" for name, one in found["ms"].items()]
+    return f"{label}: {', '.join(each)}, ratio {_spread(found['ratio'], 3)}"
+
+
+def _spread(one: Mapping[str, float], digits: int) -> str:
+    return "{median:.{d}f} ({low:.{d}f}-{high:.{d}f})".format(**one, d=digits)
+
+
+def _peak(run: "Run", kept: int) -> dict[str, float]:
+    """Return GiB that a run keeps between iterations, and that plus the most that an iteration allocates."""
+    import torch
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _timed_step(run)
+    above = torch.cuda.max_memory_allocated() - before
+    return {"kept_gib": kept / 2**30, "peak_gib": (kept + above) / 2**30}
+
+
+def _profile(run: "Run", machine: "Machine", shape: Result) -> Result:
+    """Profile iterations; return the one in the middle, the spread, and places of waits from one with stacks."""
+    # The first use of a profiler takes long, and misses events
+    _traced(run, machine, 0, stacks=False)
+    trace = _traced(run, machine, PROFILED, stacks=False)
+    iterations = [device_trace.summary(trace, window, SPANS) for window in _windows(trace)]
+    key = "device_span_ms" if machine.cuda else "host_ms"
+    result = device_trace.middle(iterations, key)
+    keys = ("host_ms", "host_busy_ms", "waits", "launches", "kernels", "kernel_ms", "device_busy_ms", "device_span_ms")
+    result["spread"] = {
+        name: [min(one[name] for one in iterations), max(one[name] for one in iterations)] for name in keys
+    }
+    trace = _traced(run, machine, 1, stacks=True)
+    (window,) = _windows(trace)
+    result["wait_places"] = dict(device_trace.wait_places(trace, window).most_common())
+    result["by_file"] = device_trace.by_file(trace, window)
+    result["waits_expected"] = shape["waits_expected"]
+    return result
+
+
+def _windows(trace: Trace) -> list[Interval]:
+    return [Interval(one.thread, one.start, one.end) for one in trace.annotations(ITERATION)]
+
+
+def _traced(run: "Run", machine: "Machine", iterations: int, stacks: bool) -> Trace:
+    """Return the trace of iterations; the device has nothing to do when one begins."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from megatron_balance.training.loop import queue_step
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.cuda else [])]
+    with tempfile.TemporaryDirectory() as directory, _marked(run):
+        with profile(activities=activities, with_stack=stacks) as profiled:
+            torch.ones(1, device=torch.cuda.current_device() if machine.cuda else "cpu").add_(1)
+            for _ in range(iterations):
+                torch.cuda.synchronize()
+                # Not train_step: that waits until the device has finished, which training does not
+                with record_function(ITERATION):
+                    queue_step(run)
+            torch.cuda.synchronize()
+        file = Path(directory) / "trace.json"
+        profiled.export_chrome_trace(str(file))
+        return Trace(json.loads(file.read_text(errors="replace")))
+
+
+@contextmanager
+def _marked(run: "Run") -> Iterator[None]:
+    """Mark the forward passes of MoE layers in traces."""
+    from torch.profiler import record_function
+
+    marks = []
+
+    def begin(*_: Any) -> None:
+        marks.append(record_function(LAYER))
+        marks[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        marks.pop().__exit__(None, None, None)
+
+    hooks = [
+        hook for one in _layers(run) for hook in (one.register_forward_pre_hook(begin), one.register_forward_hook(end))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _profile_lines(name: str, found: Result, machine: "Machine") -> Iterator[str]:
+    yield f"{name}: host busy {found['host_busy_ms']:.2f} ms of {found['host_ms']:.2f}, {found['operators']} operators"
+    for span, one in found["spans"].items():
+        if not machine.cuda:
+            yield f"    {span}: {one['host_busy_ms']:.2f} ms host busy"
+            continue
+        part = (
+            "{host_busy_ms:.2f} ms host busy, {waits} waits, {launches} launches, {kernels} kernels, {kernel_ms:.3f} ms"
+        )
+        yield f"    {span}: {part.format(**one)}"
+    if not machine.cuda:
+        return
+    if not found["calls"]:
+        yield f"{name}: the profiler saw no call of CUDA, so the numbers below are not measured"
+    expected = f" (expected: {found['waits_expected']})" if name == OURS else ""
+    low, high = found["spread"]["waits"]
+    yield f"{name}: the host waits {found['waits']} times an iteration{expected}, {low} to {high} in {PROFILED}"
+    yield from (f"{count:6d}  {place}" for place, count in found["wait_places"].items())
+    yield (
+        "{0}: {launches} launches, {graph_launches} of graphs, {allocations} allocations by CUDA; {kernels} kernels, "
+        "{kernel_ms:.3f} ms, on {streams} streams; device busy {device_busy_ms:.3f} of {device_span_ms:.3f} ms"
+    ).format(name, **found) + (
+        "" if found["device_idle_fraction"] is None else f", idle {found['device_idle_fraction']:.1%}"
+    )
+    for kind, one in sorted(found["copies"].items()):
+        yield f"    {kind}: {one['count']}, {one['bytes'] / 1024:.1f} KiB, {one['ms']:.3f} ms"
+    for file, one in found["by_file"].items():
+        part = "{launches} launches, {kernels} kernels, {kernel_ms:.3f} ms, {host_bytes} bytes between host and device"
+        yield f"    file {file}: {part.format(**one)}"
+    for gap in found["gaps"]:
+        yield f"    gap {gap['us']:.1f} us after {gap['after'][:60]} before {gap['before'][:60]}"
+    for one in found["kernels_by_time"]:
+        yield f"    {one['ms']:9.3f} ms {one['count']:5d}  {one['name'][:90]}"
+
+
+def _layer_seconds(run: "Run") -> float:
+    """Return the seconds of a forward and backward pass of the run's first MoE layer, on a sequence of noise."""
+    import torch
+
+    from megatron_balance.device import clock
+
+    shape, layer = run.config.transformer, _layers(run)[0]
+    size = (run.config.model.seq_length, run.config.train.micro_batch_size, shape.hidden_size)
+    device = next(layer.parameters()).device
+    tokens_SBH = torch.randn(size, dtype=shape.params_dtype, device=device, requires_grad=True)
+    gradient_SBH = torch.randn_like(tokens_SBH)
+    torch.cuda.synchronize()
+    start = clock.mark()
+    output, *_ = layer(tokens_SBH)
+    output.backward(gradient_SBH)
+    end = clock.mark()
+    torch.cuda.synchronize()
+    return clock.seconds(start, end)
+
+
+def _experts(run: "Run", tokens: Sequence[int]) -> tuple[Result, list[str]]:
+    """Time the experts of one rank: seconds per row, overhead in seconds, and operations per row of a forward pass."""
+    import functools
+
     import torch
     import torch.distributed as dist
 
@@ -94,72 +402,94 @@ def _experts(run: "Run", tokens: list[int]) -> str:
         dtype=shape.params_dtype,
         node_size=1,
     )
-    forward, backward = (throughput(tokens, seconds) for seconds in bench.compute(tokens))
+    measured = bench.compute(tokens)
     flops = 2 * sum(weight[0].numel() for weight in (experts.linear_fc1.weight, experts.linear_fc2.weight))
-    teraflops = [flops / max(one.seconds_per_token, 1e-12) / 1e12 for one in (forward, backward)]
+    lines = dict(
+        zip(("forward", "backward"), (throughput(tokens, seconds[:, 0].tolist()) for seconds in measured), strict=True)
+    )
     torch.cuda.empty_cache()
+    found = {
+        "tokens": list(tokens),
+        "flops_per_row": flops,
+        **{name: line._asdict() for name, line in lines.items()},
+        **{f"{name}_seconds": seconds[:, 0].tolist() for name, seconds in zip(lines, measured, strict=True)},
+    }
+    return found, [_expert_line(found)]
+
+
+def _expert_line(found: Result) -> str:
+    rates = [
+        1e-12 * found["flops_per_row"] / max(found[way]["seconds_per_token"], 1e-12) for way in ("forward", "backward")
+    ]
     return (
-        f"experts: {1e6 * forward.seconds_per_token:.4f} us per row forward ({teraflops[0]:.1f} TFLOP/s), "
-        f"{1e6 * backward.seconds_per_token:.4f} backward ({2 * teraflops[1]:.1f} TFLOP/s)"
+        f"experts: {1e6 * found['forward']['seconds_per_token']:.4f} us per row forward ({rates[0]:.1f} TFLOP/s), "
+        f"{1e6 * found['backward']['seconds_per_token']:.4f} backward ({2 * rates[1]:.1f} TFLOP/s)"
     )
 
 
-def _cpu_seconds(run: "Run", iterations: int) -> float:
-    """Return the CPU seconds of an iteration in all threads; waiting for the device may use CPU time as well."""
-    from megatron_balance.training.loop import train_step
+class _Prediction(NamedTuple):
+    process: "subprocess.Popen[str]"
+    output: Path
 
-    start = time.process_time()
-    for _ in range(iterations):
-        train_step(run)
-    return (time.process_time() - start) / iterations
-
-
-def _device_seconds(run: "Run") -> float:
-    from torch.profiler import ProfilerActivity, profile
-
-    from megatron_balance.training.loop import train_step
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        train_step(run)
-    return sum(kernel.self_device_time_total for kernel in profiled.key_averages()) / 1e6
-
-
-def _waits(run: "Run") -> Counter[str]:
-    """Count the host's waits in one iteration, by the lines of megatron-core and of this package."""
-    import torch
-
-    from megatron_balance.training.loop import train_step
-
-    with _warnings() as places:
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            train_step(run)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return places
+    def result(self) -> Result:
+        """Wait for the simulation; return seconds of an iteration and of its parts, or what went wrong."""
+        _, errors = self.process.communicate()
+        if self.process.returncode:
+            return {"error": errors.strip()[-300:]}
+        half, quarter = (one["mean_seconds"] for one in json.loads(self.output.read_text()))
+        # The step's time is a constant plus a part in proportion to the experts that a rank has
+        step = half["optimizer"] + 2 * (half["optimizer"] - quarter["optimizer"])
+        parts = {"experts": half["experts"], "other computation": half["other computation"], "optimizer": step}
+        return {"parts": parts, "seconds": sum(parts.values())}
 
 
 @contextmanager
-def _warnings() -> Iterator[Counter[str]]:
-    """Count the warnings about synchronizing operations, by their origin."""
-    places: Counter[str] = Counter()
+def _predictions(clusters: Sequence[Path], flags: str, directory: Path) -> Iterator[dict[Path, _Prediction]]:
+    """Simulate our layer on nodes of four GPUs of these clusters while this process measures."""
+    last = dict(re.findall(r"--((?:micro|global)-batch-size)[ =](\d+)", flags))
+    micro = int(last["micro-batch-size"])
+    batch = 4 * int(last.get("global-batch-size", micro))
+    started = {}
+    for cluster in clusters:
+        node = directory / cluster.name
+        node.write_text(re.sub(r"(?m)^gpus_per_node: *\{value: *\d+", "gpus_per_node: {value: 4", cluster.read_text()))
+        output = directory / f"{cluster.stem}.json"
+        command = [sys.executable, str(ROOT / "tools/simulate.py"), "--cluster", str(node), "--nodes", "1"]
+        command += ["--iterations", "2", "--compare", "expert-model-parallel-size=2,4", "--json", str(output)]
+        command += [*flags.split(), "--global-batch-size", str(batch)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        started[cluster] = _Prediction(process, output)
+    try:
+        yield started
+    finally:
+        for one in started.values():
+            one.process.kill()
 
-    def note(message: Warning | str, *_: Any) -> None:
-        if "synchronizing" in str(message):
-            places[_place()] += 1
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-        yield places
-
-
-def _place() -> str:
-    """Return the innermost line and this package's: `token_dispatcher.py:876 (preprocess) < layer.py:132 (forward)`."""
-    frames = [(Path(frame.filename), frame) for frame in reversed(traceback.extract_stack())]
-    within = [(path.parts[:-1], f"{path.name}:{frame.lineno} ({frame.name})") for path, frame in frames]
-    found = (next((place for parts, place in within if wanted & set(parts)), "") for wanted in (PACKAGES, OURS))
-    return " < ".join(dict.fromkeys(filter(None, found))) or "elsewhere"
+def _compared(cluster: str, predicted: Result, result: Result) -> Iterator[str]:
+    """Format predicted times next to measured ones, in milliseconds."""
+    if "error" in predicted:
+        yield f"no prediction for {cluster}: {predicted['error']}"
+        return
+    shape, measured = result["shape"], {}
+    if result.get("experts"):
+        rows = shape["tokens"] * shape["topk"]
+        lines = (result["experts"]["forward"], result["experts"]["backward"])
+        alone = sum(line["seconds_per_token"] * rows + line["overhead"] for line in lines)
+        measured["experts"] = 1e3 * alone * shape["layers"] * shape["microbatches"]
+    profile = (result.get("profile") or {}).get(OURS, {})
+    if profile.get("kernels"):
+        measured["optimizer"] = profile["spans"].get("optimizer", {}).get("kernel_ms", 0.0)
+        if "experts" in measured:
+            measured["other computation"] = profile["kernel_ms"] - sum(measured.values())
+    if result.get("time"):
+        measured["iteration"] = result["time"]["wall"]["ms"][OURS]["median"]
+    cells = {"iteration": predicted["seconds"], **predicted["parts"]}
+    texts = (f"{part} {1e3 * seconds:.2f} / {measured.get(part, math.nan):.2f}" for part, seconds in cells.items())
+    yield f"predicted for {cluster} / measured, ms: {', '.join(texts)}"
 
 
 if __name__ == "__main__":

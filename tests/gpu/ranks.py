@@ -1,0 +1,119 @@
+"""Ranks that share one GPU: `GpuRanks(4).run(task)` as in tests/harness.py.
+
+NCCL refuses two ranks of one host on one GPU, so each rank claims a host of its own (NCCL_HOSTID), and rows travel
+through sockets of the loopback interface. Kernels, streams, communicators and their order are NCCL's own; times mean
+nothing, because processes share a GPU by time slices. NVIDIA does not support this use (NVIDIA/nccl issue 418), so
+`probe` tests it first, and tests/gpu/staged.py replaces NCCL where it fails.
+"""
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from tests.harness import RankFailure, Ranks
+
+NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+    "NCCL_DEBUG": "WARN",
+}
+
+START_SECONDS = 300.0
+
+BACKENDS = {"nccl": "nccl", "staged": "staged", "gloo": "gloo"}
+"""Way -> backend of the default group; `gloo` has no GPU, and `staged` needs none."""
+
+
+class GpuRanks(Ranks):
+    """Ranks in new processes, since a process that has used CUDA cannot be forked."""
+
+    # Each of NCCL's communicators has several threads
+    max_threads = 1000
+
+    def __init__(self, world_size: int, way: str, environment: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            way: one of `BACKENDS`.
+            environment: variables that CUDA and NCCL read when they start.
+        """
+        super().__init__(world_size)
+        self.way, self.environment = way, dict(environment or {})
+
+    def _start(self) -> None:
+        """Start the processes, whose imports take longer than many tasks, and wait until they can run one."""
+        super()._start()
+        for rank, question in enumerate(self._questions):
+            question.send("record")
+            try:
+                ready = question.poll(START_SECONDS)
+                question.recv() if ready else None
+            except EOFError:
+                ready = False
+            if not ready:
+                raise RankFailure(f"rank {rank} did not start")
+
+    def _process(self, *args: Any) -> BaseProcess:
+        target = functools.partial(_serve, self.way, self.environment)
+        return multiprocessing.get_context("spawn").Process(target=target, args=args)
+
+
+def _serve(way: str, environment: Mapping[str, str], rank: int, *args: Any) -> None:
+    # Each rank compiles in its own process: the others compile at the same time
+    own = {"NCCL_HOSTID": f"rank{rank}", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    os.environ.update(NCCL | own | environment)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    if way == "gloo":
+        # Before CUDA is asked for devices
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from tests import preload  # noqa: F401
+    from tests.gpu import host_numbers, staged
+    from tests.harness import serve
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    host_numbers.install()
+    if way == "staged":
+        staged.install()
+    serve(rank, *args, backend=BACKENDS[way])
+
+
+def probe() -> float:
+    """Return the milliseconds of an all-reduce; raise AssertionError if a collective or a message is wrong."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
+    total = torch.full((4,), float(rank), device=device)
+    dist.all_reduce(total)
+    assert total.tolist() == [sum(range(size))] * 4
+    splits = [100 * (peer + 1) for peer in range(size)]
+    received = torch.full((sum(splits), 8), -1.0, device=device, dtype=torch.bfloat16)
+    sent = torch.full((splits[rank] * size, 8), float(rank), device=device, dtype=torch.bfloat16)
+    dist.all_to_all_single(received, sent, splits, [splits[rank]] * size)
+    expected = torch.arange(float(size)).repeat_interleave(torch.tensor(splits))
+    assert torch.equal(received[:, 0].float().cpu(), expected)
+    there, back = torch.full((1 << 20,), float(rank), device=device), torch.empty(1 << 20, device=device)
+    operations = [
+        dist.P2POp(dist.irecv, back, group=dist.group.WORLD, group_peer=(rank - 1) % size),
+        dist.P2POp(dist.isend, there, group=dist.group.WORLD, group_peer=(rank + 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert back.eq((rank - 1) % size).all()
+    start = time.perf_counter()
+    for _ in range(5):
+        dist.all_reduce(total)
+    torch.cuda.synchronize()
+    return 200 * (time.perf_counter() - start)

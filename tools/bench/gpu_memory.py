@@ -1,0 +1,195 @@
+"""Rates of what is bound by memory: copies, a layer's rows, activations, norms, casts, optimizers; for gpu_rates.py.
+
+Bytes are the fewest that must be read and written: each input once, each result once.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import device_timer
+from gpu_products import random
+from megatron_balance.comm.codecs import load_codec
+from megatron_balance.flow import rows
+from megatron_balance.flow.grouped_gemm import RowSplit
+from megatron_balance.flow.swiglu import swiglu_linear
+
+WIDE, NARROW = torch.float32, torch.bfloat16
+
+
+class Layer(NamedTuple):
+    """What decides how many rows a layer has."""
+
+    hidden: int
+    experts: int
+    topk: int
+
+
+LAYERS = (Layer(4096, 8, 2), Layer(2048, 128, 8), Layer(7168, 256, 8))
+"""Mixtral 8x7B, Qwen3-30B, DeepSeek-V3."""
+
+
+def copies(results: device_timer.Results, num_bytes: int) -> None:
+    """Measure a large copy within the device's memory; bytes that are read and bytes that are written both count."""
+    source = random(num_bytes // WIDE.itemsize, device=results.timer.device, dtype=WIDE)
+    target = torch.empty_like(source)
+    key = {"bytes": num_bytes}
+    results.rate("device copy", key, lambda _: target.copy_(source), num_bytes=2 * num_bytes)
+
+
+def routing(tokens: int, layer: Layer, device: torch.device) -> torch.Tensor:
+    """Return a random routing [T, E] bool in which each token chooses `topk` experts."""
+    chosen_TK = torch.rand(tokens, layer.experts, device=device).topk(layer.topk, 1).indices
+    return torch.zeros(tokens, layer.experts, dtype=torch.bool, device=device).scatter_(1, chosen_TK, True)
+
+
+def layer_rows(results: device_timer.Results, layer: Layer, tokens: int) -> None:
+    """Measure the order of a layer's rows, their copies from tokens, and the sums of each token's rows."""
+    timer, number = results.timer, tokens * layer.topk
+    routing_TE = routing(tokens, layer, timer.device)
+    key = {"tokens": tokens, "hidden": layer.hidden, "experts": layer.experts, "topk": layer.topk}
+    results.rate("row order", key, lambda _: rows.row_order(routing_TE, number))
+    order = rows.row_order(routing_TE, number)
+    order.complete()
+    index, width = 4 * (number + tokens), layer.hidden * NARROW.itemsize
+    num_bytes = (number + tokens) * width + index
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        return random(tokens, layer.hidden, device=timer.device), random(number, layer.hidden, device=timer.device)
+
+    turns = device_timer.in_turns(make, num_bytes, timer)
+    calls = {
+        "gather_rows": lambda turn: rows.gather_rows(turns[turn % len(turns)][0], order),
+        "combine": lambda turn: rows.combine(turns[turn % len(turns)][1], order),
+    }
+    for name, call in calls.items():
+        results.rate("rows", {"operation": name, **key}, call, num_bytes=num_bytes)
+
+
+def elementwise(results: device_timer.Results, tokens: int, hidden: int) -> None:
+    """Measure casts, sums of gradients and RMSNorm on [tokens, hidden]."""
+    device, size = results.timer.device, tokens * hidden
+    narrow, wide = random(tokens, hidden, device=device), random(tokens, hidden, device=device, dtype=WIDE)
+    some = [random(size // 8, device=device, dtype=WIDE) for _ in range(8)]
+    others = [torch.randn_like(one) for one in some]
+    inputs, weight = narrow.detach().requires_grad_(), torch.ones(hidden, dtype=NARROW, device=device)
+    weight.requires_grad_()
+    output = F.rms_norm(inputs, (hidden,), weight, 1e-5)
+    gradient = torch.randn_like(output)
+    calls = {
+        "cast bfloat16 to float32": (6, lambda _: narrow.float()),
+        "cast float32 to bfloat16": (6, lambda _: wide.to(NARROW)),
+        "add bfloat16 to float32": (10, lambda _: wide.add_(narrow)),
+        "foreach add float32": (12, lambda _: torch._foreach_add_(some, others)),
+        "RMSNorm forward": (4, lambda _: F.rms_norm(inputs, (hidden,), weight, 1e-5)),
+        "RMSNorm backward": (6, lambda _: torch.autograd.grad(output, [inputs, weight], gradient, retain_graph=True)),
+    }
+    _rates(results, calls, size, {"rows": tokens, "width": hidden})
+
+
+def _rates(results: device_timer.Results, calls: dict[str, tuple[int, Any]], size: int, key: dict[str, int]) -> None:
+    """Add a row for each call; its first entry is the number of bytes per element."""
+    for name, (each, call) in calls.items():
+        results.rate("memory-bound", {"operation": name, **key}, call, num_bytes=each * size)
+
+
+def swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
+    """Measure SwiGLU with combine weights, [R, 2F] -> [R, F]: operation by operation, and as flow/swiglu.py has it.
+
+    The projection after it is left out: what stands for it returns its input.
+    """
+    device = results.timer.device
+    inner, probs_R = random(tokens, 2 * ffn, device=device).requires_grad_(), torch.rand(tokens, device=device)
+    probs_R.requires_grad_()
+    gradient_RF = random(tokens, ffn, device=device)
+    split = RowSplit([tokens], device)
+    linear: Any = SimpleNamespace(
+        weights=[],
+        biases=[],
+        outputs=lambda rows_RF, *_: rows_RF,
+        to_rows=lambda gradient_RF, _: gradient_RF,
+        to_weights=lambda *_: None,
+    )
+
+    def plain() -> torch.Tensor:
+        gate_RF, linear_RF = inner.chunk(2, dim=-1)
+        return (F.silu(gate_RF) * linear_RF * probs_R.unsqueeze(-1)).to(inner.dtype)
+
+    passes = {"plain": plain, "recomputing": lambda: swiglu_linear(inner, probs_R, linear, split)}
+    for name, forward in passes.items():
+        results.section(
+            f"SwiGLU {name}", functools.partial(_swiglu, results, name, forward, (inner, probs_R), gradient_RF)
+        )
+
+
+def compiled_swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
+    """Measure megatron-core's SwiGLU with combine weights, which torch.compile compiles in some seconds."""
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    device = results.timer.device
+    inner = random(tokens, 2 * ffn, device=device).requires_grad_()
+    probs_R = torch.rand(tokens, device=device).requires_grad_()
+
+    def forward() -> torch.Tensor:
+        return weighted_bias_swiglu_impl(inner, None, probs_R.unsqueeze(-1), False)
+
+    _swiglu(results, "compiled", forward, (inner, probs_R), random(tokens, ffn, device=device))
+
+
+def _swiglu(
+    results: device_timer.Results, name: str, forward: Any, inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor
+) -> None:
+    output = forward()
+    calls = {
+        f"SwiGLU forward, {name}": (6, lambda _: forward()),
+        f"SwiGLU backward, {name}": (
+            10,
+            lambda _: torch.autograd.grad(output, inputs, gradient, retain_graph=True),
+        ),
+    }
+    _rates(results, calls, gradient.numel(), {"rows": gradient.shape[0], "width": gradient.shape[1]})
+
+
+def adam(results: device_timer.Results, size: int) -> None:
+    """Measure steps of torch's AdamW, which megatron-core falls back to: fused, and as it is by default.
+
+    Bytes: float32 parameter, gradient and two means are read, all but the gradient written.
+    """
+    calls = {}
+    for name, options in (("AdamW fused", {"fused": True}), ("AdamW by default", {})):
+        parameters = [torch.nn.Parameter(random(size // 8, device=results.timer.device, dtype=WIDE)) for _ in range(8)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, **options)
+        calls[name] = 28, lambda _, optimizer=optimizer: optimizer.step()
+    _rates(results, calls, size // 8 * 8, {"rows": 8, "width": size // 8})
+
+
+def logits(results: device_timer.Results, tokens: int, vocabulary: int) -> None:
+    """Measure the cross entropy of logits in bfloat16, forward and backward together."""
+    device = results.timer.device
+    logits_TV = random(tokens, vocabulary, device=device).requires_grad_()
+    targets_T = torch.randint(vocabulary, (tokens,), device=device)
+
+    def both(_: int) -> None:
+        torch.autograd.grad(F.cross_entropy(logits_TV.float(), targets_T), logits_TV)
+
+    _rates(results, {"cross entropy, both passes": (6, both)}, logits_TV.numel(), {"rows": tokens, "width": vocabulary})
+
+
+def codecs(results: device_timer.Results, tokens: int, hidden: int) -> None:
+    """Measure the codecs that work on a device; their bytes are those of the rows and of the payload."""
+    for name, dtype in (("fp8", NARROW), ("int8", NARROW), ("bf16", WIDE)):
+        codec, values = load_codec(name), random(tokens, hidden, device=results.timer.device, dtype=dtype)
+        payload = codec.encode(values)
+        calls = {
+            "encode": lambda _, codec=codec, values=values: codec.encode(values),
+            "decode": lambda _, codec=codec, payload=payload, dtype=dtype: codec.decode(payload, hidden, dtype),
+        }
+        key = {"codec": name, "dtype": str(dtype).removeprefix("torch."), "rows": tokens, "width": hidden}
+        for direction, call in calls.items():
+            num_bytes = values.nbytes + payload.nbytes
+            results.rate("codecs", {"direction": direction, **key}, call, num_bytes=num_bytes)
