@@ -82,4 +82,4 @@ FROM cuda AS cuda-develop
 USER 0
 RUN scripts/setup.sh develop
 USER 1000
-CMD ["tests/gpu_smoke.sh"]
+CMD ["tests/gpu_campaign.sh"]

@@ -34,7 +34,7 @@ ELSEWHERE = {
     r"docker": "needs Docker",
     r"patch|pretrain_gpt\.py|\$MEGATRON_BALANCE.*": "needs a checkout of Megatron-LM",
     r"--no-build-isolation|pybind11": "needs nvcc",
-    r"tests/gpu_smoke\.sh|tools/bench/(gpu_rates|measured_cluster)\.py": "needs a GPU",
+    r"tests/gpu_campaign\.sh|tools/bench/(gpu_rates|measured_cluster)\.py": "needs a GPU",
 }
 """Words of commands that run only in other places, and why."""
 

@@ -1,6 +1,6 @@
 """Everything that one GPU can say about this package, in nine minutes, the most valuable first.
 
-    tests/gpu_campaign.sh [--cpu] [--only STEP ...] [--output DIRECTORY]
+    tests/gpu_campaign.sh [DIRECTORY] [--cpu] [--only STEP ...]
 
 Each step has its own time limit, and one that fails or hangs does not stop the others. After each step, its output and
 its figures are in DIRECTORY/results.tar.gz, and its row in DIRECTORY/summary.txt. --cpu rehearses the steps without a
@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -217,12 +216,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit on a GPU (default: %(default)s)")
     args = parser.parse_args()
     seconds = args.seconds * (SLOWER if args.cpu else 1)
-    # torchrun --standalone looks up the host's name, which a machine without a network may not know
-    try:
-        socket.gethostbyname(socket.gethostname())
-    except OSError:
-        with Path("/etc/hosts").open("a") as hosts:
-            print("127.0.0.1", socket.gethostname(), file=hosts)
     needed = {step.name for step in FIRST}
     campaign = Campaign(args.output, args.cpu, [*args.only, *needed] if args.only else [], seconds)
     try:

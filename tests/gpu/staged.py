@@ -1,8 +1,7 @@
 """A process group for several ranks on one GPU: copies to pinned memory, gloo between the processes, copies back.
 
-`install` lets `nccl` mean this group. As with NCCL, each group works on streams of its own, which wait by events for the
-current stream and the current stream for them, and messages match by order. Unlike NCCL's, `wait` also makes the host
-wait until gloo is done: a stream that waits for the host instead blocks CUDA's functions that allocate pinned memory.
+`install` lets `nccl` mean this group. As with NCCL, each group works on streams of its own, events order these and the
+current stream, and messages match by order. Unlike with NCCL, `wait` also makes the host wait until gloo is done.
 Without CUDA, the same threads work on host memory, which tests everything but the streams.
 """
 

@@ -85,6 +85,7 @@ WRONG = Outcome([(2.0, 1.0), (1.6, 1.0)], 3.0, 1.0)
         ({"first": RIGHT, "late": ALMOST}, ["late: other bits than the first run"]),
         ({"first": RIGHT, "no wait": RIGHT}, ["no wait: not noticed"]),
         ({"first": "died"}, ["first: died"]),
+        ({"first": RIGHT, "wrong event": "ranks differ"}, []),
     ],
 )
 def test_faults_are_named(runs: dict, faults: list[str]) -> None:
