@@ -21,9 +21,6 @@ import torch
 
 from megatron_balance.messages import described
 
-STARTED = time.perf_counter()
-"""About when the process started, which counts towards its time limit."""
-
 WARMUP = 2
 CYCLES_PER_SECOND = 2e9
 """Of a GPU at its highest clock; at a lower one it is kept busy for longer."""
@@ -134,16 +131,17 @@ class Results:
         """
         Args:
             output: file that is written after each section, so that a run which is stopped leaves what it has.
-            seconds: sections that have not begun by then, since the process started, are left out.
+            seconds: sections that have not begun by then are left out.
         """
         self.timer, self.output, self.seconds = timer, output, seconds
+        self.start = time.perf_counter()
         self.tables: dict[str, dict[str, Any]] = {}
         self.failures: list[str] = []
         self.facts = facts(timer.device)
 
     def section(self, name: str, measure: Callable[[], object]) -> None:
         """Call a function that measures; note if it fails, or if there is no time left to begin."""
-        if time.perf_counter() - STARTED > self.seconds:
+        if time.perf_counter() - self.start > self.seconds:
             self.failures.append(f"{name}: left out, {self.seconds:g} s are over")
             return
         self._attempt(name, measure)
@@ -212,7 +210,7 @@ class Results:
         Args:
             across: columns whose values become columns of the printed table, by table.
         """
-        self.facts["seconds"] = round(time.perf_counter() - STARTED, 1)
+        self.facts["seconds"] = round(time.perf_counter() - self.start, 1)
         self.facts["card after"] = card() if self.timer.cuda else ""
         self.write()
         print(*(f"{name}: {value}" for name, value in self.facts.items()), sep="\n")
