@@ -127,8 +127,12 @@ class Campaign:
     """Runs steps and writes what becomes of them."""
 
     def __init__(self, output: Path, cpu: bool, only: Sequence[str], seconds: float) -> None:
-        self.output, self.cpu, self.only, self.seconds = output, cpu, only, seconds
-        self.start, self.failed = time.monotonic(), 0
+        self.output = output
+        self.cpu = cpu
+        self.only = only
+        self.seconds = seconds
+        self.start = time.monotonic()
+        self.failed = 0
         self._work = tempfile.TemporaryDirectory()
         self.logs = Path(self._work.name) / "logs"
         self.logs.mkdir()
@@ -151,7 +155,8 @@ class Campaign:
         left = self.seconds - self.elapsed()
         if left < limit / 2:
             return self._note(step, "no time left", 0)
-        way, default = self.logs / "way", "gloo" if self.cpu else "nccl"
+        way = self.logs / "way"
+        default = "gloo" if self.cpu else "nccl"
         known = {"{logs}": str(self.logs), "{way}": way.read_text().strip() if way.exists() else default}
         command = [*step.command, *((step.small or ()) if self.cpu else ())]
         for name, value in known.items():

@@ -28,8 +28,8 @@ NCCL = {
 
 START_SECONDS = 300.0
 
-BACKENDS = {"nccl": "nccl", "staged": "staged", "gloo": "gloo"}
-"""Way -> backend of the default group; `gloo` has no GPU, and `staged` needs none."""
+BACKENDS = ("nccl", "staged", "gloo")
+"""How ranks exchange, which is also the backend of the default group; `gloo` has no GPU, and `staged` needs none."""
 
 
 class GpuRanks(Ranks):
@@ -45,7 +45,8 @@ class GpuRanks(Ranks):
             environment: variables that CUDA and NCCL read when they start.
         """
         super().__init__(world_size)
-        self.way, self.environment = way, dict(environment or {})
+        self.way = way
+        self.environment = dict(environment or {})
 
     def _start(self) -> None:
         """Start the processes, whose imports take longer than many tasks, and wait until they can run one."""
@@ -84,7 +85,7 @@ def _serve(way: str, environment: Mapping[str, str], rank: int, *args: Any) -> N
     host_numbers.install()
     if way == "staged":
         staged.install()
-    serve(rank, *args, backend=BACKENDS[way])
+    serve(rank, *args, backend=way)
 
 
 def probe() -> float:
