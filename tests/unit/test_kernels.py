@@ -19,14 +19,17 @@ INTERPRETED = [file for file in FILES if file not in COMPILED]
 
 
 def path_of_triton() -> list[str]:
-    """Return what PYTHONPATH needs so that triton can be imported."""
-    if importlib.util.find_spec("triton"):
-        return []
+    """Return what PYTHONPATH needs so that triton can be imported.
+
+    The fetched triton comes first, because the interpreter of an older one may fail with the installed numpy.
+    """
     (version,) = re.findall(r"^TRITON=(\S+)$", (ROOT / "scripts" / "fetch.sh").read_text(), re.MULTILINE)
     fetched = ROOT / ".cache" / f"triton-{version}"
-    if not fetched.is_dir():
+    if fetched.is_dir():
+        return [str(fetched)]
+    if not importlib.util.find_spec("triton"):
         pytest.fail(f"{fetched} is missing: scripts/test.sh fetches it before it runs the tests")
-    return [str(fetched)]
+    return []
 
 
 @pytest.mark.parametrize("files", [COMPILED, INTERPRETED], ids=["compiled", "interpreted"])
