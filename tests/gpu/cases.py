@@ -23,7 +23,9 @@ class Case(NamedTuple):
         return "--balance-policy" in self.flags
 
 
-FLOAT32, BFLOAT16, CODED = 1e-5, 1e-2, 1e-3
+FLOAT32 = 1e-5
+BFLOAT16 = 1e-2
+CODED = 1e-3
 """Tolerances. A code of 8 bits turns the last bit of a number now and then into a step of its own."""
 
 SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"

@@ -159,7 +159,8 @@ def compare(ranks: int, way: str | None, only: Sequence[str], seconds: float, ou
     import torch
 
     way = way or ("nccl" if torch.cuda.is_available() else "gloo")
-    deadline, expected = time.monotonic() + seconds, json.loads(REFERENCES.read_text())
+    deadline = time.monotonic() + seconds
+    expected = json.loads(REFERENCES.read_text())
     cases = {name: case for name, case in CASES.items() if name in (only or CASES) and case.world_size == ranks}
     for name, case in cases.items():
         if expected.get(name, {}).get("flags") != case.flags:

@@ -95,7 +95,9 @@ def probe() -> float:
     import torch
     import torch.distributed as dist
 
-    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    device = torch.cuda.current_device()
     total = torch.full((4,), float(rank), device=device)
     dist.all_reduce(total)
     assert total.tolist() == [sum(range(size))] * 4
@@ -105,7 +107,8 @@ def probe() -> float:
     dist.all_to_all_single(received, sent, splits, [splits[rank]] * size)
     expected = torch.arange(float(size)).repeat_interleave(torch.tensor(splits))
     assert torch.equal(received[:, 0].float().cpu(), expected)
-    there, back = torch.full((1 << 20,), float(rank), device=device), torch.empty(1 << 20, device=device)
+    there = torch.full((1 << 20,), float(rank), device=device)
+    back = torch.empty(1 << 20, device=device)
     operations = [
         dist.P2POp(dist.irecv, back, group=dist.group.WORLD, group_peer=(rank - 1) % size),
         dist.P2POp(dist.isend, there, group=dist.group.WORLD, group_peer=(rank + 1) % size),

@@ -121,7 +121,9 @@ def check_fit(device: str) -> None:
     from megatron_balance.kernels import fit as kernel
     from megatron_balance.planning.fit import ORDERS, fit
 
-    generator, layers, slots = np.random.default_rng(0), 2, 2
+    generator = np.random.default_rng(0)
+    layers = 2
+    slots = 2
     for order, (ranks, homes) in zip(ORDERS, ((1, 1), (7, 3), (8, 4), (7, 3)), strict=True):
         experts = ranks * homes
         tokens_LDS = generator.zipf(1.5, (layers, ranks, homes)).clip(max=20000)

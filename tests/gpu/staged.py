@@ -25,7 +25,8 @@ class StagedWork(dist.Work):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ready, self.error = threading.Event(), None
+        self.ready = threading.Event()
+        self.error = None
         self.event: torch.cuda.Event | None = None
         """Recorded behind the copy back."""
         self.hosts: Tensors = []
@@ -76,7 +77,8 @@ class Lane:
                     work.hosts.append(host.copy_(tensor, non_blocking=True))
                     tensor.record_stream(self.stream)
                 staged = self.stream.record_event()
-        sent, received = work.hosts[: len(reads)], work.hosts[len(reads) :]
+        sent = work.hosts[: len(reads)]
+        received = work.hosts[len(reads) :]
 
         def back() -> None:
             for tensor, host in zip(writes, received, strict=True):
@@ -123,7 +125,8 @@ class Staged(dist.ProcessGroup):
     group_desc = property(lambda self: self._description)
 
     def _start(self, reads: Any, writes: Any, exchange: Exchange, key: str = "collectives") -> StagedWork:
-        reads, writes = _flat(reads), _flat(writes)
+        reads = _flat(reads)
+        writes = _flat(writes)
         cuda = any(tensor.is_cuda for tensor in (*reads, *writes))
         # Tensors in host memory, of a job with a GPU, have a lane of their own
         name = key if cuda else f"{key} in host memory"
@@ -243,7 +246,9 @@ class Staged(dist.ProcessGroup):
     abort = shutdown
 
     # torch 2.13 has other names
-    all_to_all_single, all_gather_single, reduce_scatter_single = alltoall_base, _allgather_base, _reduce_scatter_base
+    all_to_all_single = alltoall_base
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -258,7 +263,8 @@ def _flat(value: Any) -> Tensors:
 def install() -> None:
     """Let every new group of this process be a staged one that calls itself `nccl`."""
     dist.Backend.register_backend("staged", Staged, devices=["cpu", "cuda"])
-    init, backend_of = dist.init_process_group, dist.get_backend
+    init = dist.init_process_group
+    backend_of = dist.get_backend
 
     def start(backend: str | None = None, **options: Any) -> None:
         init("staged", **options)

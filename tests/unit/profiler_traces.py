@@ -4,12 +4,14 @@ from typing import Any
 
 from device_trace import Interval, Trace
 
-MAIN, AUTOGRAD = (7, 7), (7, 8)
+MAIN = (7, 7)
+AUTOGRAD = (7, 8)
 WINDOW = Interval(MAIN, 0, 1000)
 
 
 def event(category: str, name: str, start: float, us: float, thread: tuple[int, int] = MAIN, **args: Any) -> dict:
-    (pid, tid), args = thread, {name.replace("_", " "): value for name, value in args.items()}
+    (pid, tid) = thread
+    args = {name.replace("_", " "): value for name, value in args.items()}
     return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": us, "args": args}
 
 

@@ -20,13 +20,15 @@ H100 = Path(__file__).parents[2] / "configs/clusters/h100.yaml"
 
 
 def test_rates_become_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates, output = tmp_path / "rates.json", tmp_path / "measured.yaml"
+    rates = tmp_path / "rates.json"
+    output = tmp_path / "measured.yaml"
     assert gpu_rates.main(["--cpu", "--output", str(rates), "--seconds", "1e9"]) == 0
     assert "forward grouped" in capsys.readouterr().out
     found = json.loads(rates.read_text())
     assert not found["failures"] and {"products", "attention", "rows", "memory-bound", "codecs"} <= {*found["tables"]}
     assert measured_cluster.main([str(rates), "--base", str(H100), "--output", str(output)]) == 0
-    cluster, base = read(output), read(H100)
+    cluster = read(output)
+    base = read(H100)
     assert (cluster.node, cluster.network, cluster.gpus_per_node) == (base.node, base.network, base.gpus_per_node)
     (gpu,) = cluster.gpus
     assert gpu.half_tflops is not None and "measured" in gpu.half_tflops.source
@@ -91,7 +93,8 @@ def test_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = gpu_graph.step_of
 
     def step_of(sizes: gpu_graph.Sizes, device: torch.device) -> Callable[[gpu_graph.Inputs], list[torch.Tensor]]:
-        step, seen = right(sizes, device), []
+        step = right(sizes, device)
+        seen = []
 
         def stale(inputs: gpu_graph.Inputs) -> list[torch.Tensor]:
             seen.append((inputs, inputs.routing_TE.clone()))

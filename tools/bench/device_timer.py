@@ -63,7 +63,9 @@ class Timer:
             target: seconds that all timed calls together should take.
             most: largest number of timed calls; the smallest is 3.
         """
-        self.device, self.target, self.most = device, target, most
+        self.device = device
+        self.target = target
+        self.most = most
         self.cuda = device.type == "cuda"
 
     def synchronize(self) -> None:
@@ -97,7 +99,8 @@ class Timer:
             before.record()
             call(number)
             after.record()
-        host, ahead = (time.perf_counter() - start) / repeats, not marks[0][0].query()
+        host = (time.perf_counter() - start) / repeats
+        ahead = not marks[0][0].query()
         self.synchronize()
         return _time([before.elapsed_time(after) / 1000 for before, after in marks], host, ahead)
 
@@ -133,7 +136,9 @@ class Results:
             output: file that is written after each section, so that a run which is stopped leaves what it has.
             seconds: sections that have not begun by then are left out.
         """
-        self.timer, self.output, self.seconds = timer, output, seconds
+        self.timer = timer
+        self.output = output
+        self.seconds = seconds
         self.start = time.perf_counter()
         self.tables: dict[str, dict[str, Any]] = {}
         self.failures: list[str] = []

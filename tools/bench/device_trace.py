@@ -6,7 +6,7 @@ Pure functions on the trace's JSON; nothing here needs torch or a GPU. Times are
     cuda_runtime, cuda_driver                   calls of CUDA by the host; `correlation` connects them to their effect
     kernel, gpu_memcpy, gpu_memset              what the device does
 
-Whatever an event lacks counts as nothing, because profilers differ: an unknown event never raises.
+Profilers differ: a missing field of an event counts as zero, and an unknown event is ignored.
 """
 
 import re
@@ -149,10 +149,11 @@ class Trace:
     def places(self, events: Sequence[Event]) -> list[str]:
         """Return the function that each event is in: `moe_utils.permute < loop.forward_step`.
 
-        These are the innermost functions of megatron-core or ours, and of ours. Without Python functions, as in a
-        trace without stacks or in autograd's thread, these are the innermost and the outermost operator of torch.
+        The first is the innermost function of megatron-core or ours, the second the innermost one of ours. In a trace
+        without stacks, and in autograd's thread, they are the innermost and the outermost operator of torch.
         """
-        functions, operators = self.enclosing(events, "python_function"), self.enclosing(events, "cpu_op")
+        functions = self.enclosing(events, "python_function")
+        operators = self.enclosing(events, "cpu_op")
         return [_place(*around) for around in zip(functions, operators, strict=True)]
 
     def files(self, events: Sequence[Event]) -> list[str]:
@@ -251,7 +252,7 @@ def _part(trace: Trace, calls: Sequence[Event], intervals: Sequence[Interval]) -
 
 
 def device_work(device: Sequence[Event]) -> dict[str, Any]:
-    """Return counts, bytes and milliseconds of what the device did, and its longest gaps."""
+    """Return the number and time of kernels, the number, bytes and time of copies, idle time, and the longest gaps."""
     kernels = [event for event in device if event.category == "kernel"]
     copies: dict[str, dict[str, float]] = {}
     for event in device:
@@ -276,7 +277,7 @@ def device_work(device: Sequence[Event]) -> dict[str, Any]:
 
 
 def top_kernels(device: Iterable[Event], number: int = TOP) -> list[dict[str, Any]]:
-    """Return name, count and milliseconds of the kernels that take most time together, by name."""
+    """Return the kernels that take most time, all calls of a kernel together: name, count and milliseconds."""
     by_name: defaultdict[str, list[float]] = defaultdict(list)
     for event in device:
         if event.category == "kernel":
@@ -343,8 +344,10 @@ def _outermost(events: Iterable[Event]) -> list[Event]:
 def _event(raw: Any) -> Event | None:
     if not isinstance(raw, Mapping) or raw.get("ph") != "X":
         return None
-    start, args = _number(raw.get("ts")), raw.get("args")
-    category, name = str(raw.get("cat", "")).lower(), str(raw.get("name", ""))
+    start = _number(raw.get("ts"))
+    args = raw.get("args")
+    category = str(raw.get("cat", "")).lower()
+    name = str(raw.get("name", ""))
     return Event(
         name=VERSION.sub("", name) if category in CALLS else name,
         category=category,

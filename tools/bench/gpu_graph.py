@@ -37,7 +37,8 @@ class Sizes(NamedTuple):
     """Room for rows, over the rows that arrive."""
 
 
-REAL, TINY = Sizes(4096, 2048, 768, 16, 8, 1.5), Sizes(8, 16, 8, 4, 2, 1.5)
+REAL = Sizes(4096, 2048, 768, 16, 8, 1.5)
+TINY = Sizes(8, 16, 8, 4, 2, 1.5)
 
 
 class Inputs(NamedTuple):
@@ -72,7 +73,8 @@ def step_of(sizes: Sizes, device: torch.device) -> Callable[[Inputs], list[torch
 
     first_SOI = random(sizes.experts, 2 * sizes.ffn, sizes.hidden, device=device, scale=0.02)
     second_SOI = random(sizes.experts, sizes.hidden, sizes.ffn, device=device, scale=0.02)
-    gemm, number = TorchGemm(), sizes.tokens * sizes.topk
+    gemm = TorchGemm()
+    number = sizes.tokens * sizes.topk
     more = int(number * (sizes.bound - 1))
 
     def with_room(rows_RH: torch.Tensor) -> torch.Tensor:
@@ -106,7 +108,8 @@ def check(results: device_timer.Results, sizes: Sizes) -> None:
     from gpu_latency import captured
 
     timer = results.timer
-    step, static = step_of(sizes, timer.device), inputs(sizes, timer.device, 0)
+    step = step_of(sizes, timer.device)
+    static = inputs(sizes, timer.device, 0)
     kept: list[torch.Tensor] = []
 
     def work() -> None:

@@ -70,7 +70,8 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 def waits(results: device_timer.Results) -> None:
     """Measure how long the host takes to launch a small kernel or to read a few bytes, and to wait for it."""
     timer = results.timer
-    numbers, there = torch.zeros(256, device=timer.device), pinned(1024, timer).view(torch.float32)
+    numbers = torch.zeros(256, device=timer.device)
+    there = pinned(1024, timer).view(torch.float32)
     event = torch.cuda.Event() if timer.cuda else None
     works = {
         "synchronize": lambda: None,

@@ -1,4 +1,4 @@
-"""Rates of what is bound by memory: copies, a layer's rows, activations, norms, casts, optimizers; for gpu_rates.py.
+"""Rates of memory-bound work: copies, a layer's rows, activations, norms, casts, optimizers; for gpu_rates.py.
 
 Bytes are the fewest that must be read and written: each input once, each result once.
 """
@@ -17,11 +17,12 @@ from megatron_balance.flow import rows
 from megatron_balance.flow.grouped_gemm import RowSplit
 from megatron_balance.flow.swiglu import swiglu_linear
 
-WIDE, NARROW = torch.float32, torch.bfloat16
+WIDE = torch.float32
+NARROW = torch.bfloat16
 
 
 class Layer(NamedTuple):
-    """What decides how many rows a layer has."""
+    """The sizes that determine the number of rows of a layer."""
 
     hidden: int
     experts: int
@@ -48,13 +49,15 @@ def routing(tokens: int, layer: Layer, device: torch.device) -> torch.Tensor:
 
 def layer_rows(results: device_timer.Results, layer: Layer, tokens: int) -> None:
     """Measure the order of a layer's rows, their copies from tokens, and the sums of each token's rows."""
-    timer, number = results.timer, tokens * layer.topk
+    timer = results.timer
+    number = tokens * layer.topk
     routing_TE = routing(tokens, layer, timer.device)
     key = {"tokens": tokens, "hidden": layer.hidden, "experts": layer.experts, "topk": layer.topk}
     results.rate("row order", key, lambda _: rows.row_order(routing_TE, number))
     order = rows.row_order(routing_TE, number)
     order.complete()
-    index, width = 4 * (number + tokens), layer.hidden * NARROW.itemsize
+    index = 4 * (number + tokens)
+    width = layer.hidden * NARROW.itemsize
     num_bytes = (number + tokens) * width + index
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,11 +74,14 @@ def layer_rows(results: device_timer.Results, layer: Layer, tokens: int) -> None
 
 def elementwise(results: device_timer.Results, tokens: int, hidden: int) -> None:
     """Measure casts, sums of gradients and RMSNorm on [tokens, hidden]."""
-    device, size = results.timer.device, tokens * hidden
-    narrow, wide = random(tokens, hidden, device=device), random(tokens, hidden, device=device, dtype=WIDE)
+    device = results.timer.device
+    size = tokens * hidden
+    narrow = random(tokens, hidden, device=device)
+    wide = random(tokens, hidden, device=device, dtype=WIDE)
     some = [random(size // 8, device=device, dtype=WIDE) for _ in range(8)]
     others = [torch.randn_like(one) for one in some]
-    inputs, weight = narrow.detach().requires_grad_(), torch.ones(hidden, dtype=NARROW, device=device)
+    inputs = narrow.detach().requires_grad_()
+    weight = torch.ones(hidden, dtype=NARROW, device=device)
     weight.requires_grad_()
     output = F.rms_norm(inputs, (hidden,), weight, 1e-5)
     gradient = torch.randn_like(output)
@@ -102,7 +108,8 @@ def swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
     The projection after it is left out: what stands for it returns its input.
     """
     device = results.timer.device
-    inner, probs_R = random(tokens, 2 * ffn, device=device).requires_grad_(), torch.rand(tokens, device=device)
+    inner = random(tokens, 2 * ffn, device=device).requires_grad_()
+    probs_R = torch.rand(tokens, device=device)
     probs_R.requires_grad_()
     gradient_RF = random(tokens, ffn, device=device)
     split = RowSplit([tokens], device)
@@ -183,7 +190,8 @@ def logits(results: device_timer.Results, tokens: int, vocabulary: int) -> None:
 def codecs(results: device_timer.Results, tokens: int, hidden: int) -> None:
     """Measure the codecs that work on a device; their bytes are those of the rows and of the payload."""
     for name, dtype in (("fp8", NARROW), ("int8", NARROW), ("bf16", WIDE)):
-        codec, values = load_codec(name), random(tokens, hidden, device=results.timer.device, dtype=dtype)
+        codec = load_codec(name)
+        values = random(tokens, hidden, device=results.timer.device, dtype=dtype)
         payload = codec.encode(values)
         calls = {
             "encode": lambda _, codec=codec, values=values: codec.encode(values),

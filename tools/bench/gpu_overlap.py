@@ -2,8 +2,8 @@
 
     python tools/bench/gpu_overlap.py --output overlap.json
 
-The main stream computes products of experts (`main`), and our side stream, as megatron_balance/device/side_stream.py
-makes it, something else for about as long (`side`):
+The main stream computes products of experts (`main`). Our side stream (megatron_balance/device/side_stream.py) does
+other work for about as long (`side`):
 
     kernel            copies within the device's memory by a kernel, as Trans and Agg's messages within a node read it
     copy_             the same by torch's copy_, for which the driver chooses the engine
@@ -101,7 +101,7 @@ def _joined(end: clock.Mark) -> tuple[clock.Mark, clock.Mark]:
 def measure(
     results: device_timer.Results, name: str, stream: SideStream, main: Work, one: Work, later: bool = False
 ) -> None:
-    """Add the rows of one kind of work beside the products; it is repeated until it takes about as long as they do."""
+    """Measure one kind of side work beside the products. It repeats until it takes about as long as they do."""
     timer = results.timer
 
     def median(main: Work | None, side: Work | None) -> tuple[Times, list[Times]]:
@@ -115,7 +115,8 @@ def measure(
         for _ in range(count):
             one()
 
-    alone, other = median(main, None)[0].both, median(None, side)[0].both
+    alone = median(main, None)[0].both
+    other = median(None, side)[0].both
     together, all_together = median(main, side)
     low, _, high = statistics.quantiles([times.both for times in all_together], n=4, method="inclusive")
     numbers = {
@@ -142,7 +143,8 @@ def works(device: torch.device, num_bytes: int) -> Mapping[str, Work]:
     count = num_bytes // 4
     source, target = (random(count, device=device, dtype=torch.float32) for _ in range(2))
     host = torch.empty(count, dtype=torch.float32, pin_memory=device.type == "cuda").zero_()
-    parts, others = target.split(max(1, count // 16)), source.split(max(1, count // 16))
+    parts = target.split(max(1, count // 16))
+    others = source.split(max(1, count // 16))
     few = {} if device.type == "cpu" else {f"{blocks} blocks": blocks for blocks in (8, 16, 32)}
     return {
         **{name: partial(_copy, source, target, blocks) for name, blocks in few.items()},
@@ -167,7 +169,8 @@ def products(device: torch.device, experts: int, rows: int, hidden: int, ffn: in
 
     first, second = (random(experts, *shape, device=device) for shape in ((2 * ffn, hidden), (hidden, ffn)))
     rows_RH, rows_RF = (random(experts * rows, width, device=device) for width in (hidden, ffn))
-    gemm, split = TorchGemm(), RowSplit([rows] * experts, device)
+    gemm = TorchGemm()
+    split = RowSplit([rows] * experts, device)
 
     def compute() -> None:
         gemm.outputs(rows_RH, [first], split)
@@ -202,7 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept.update(works(timer.device, 200 * 10**6 if timer.cuda else 4096))
 
     results.section("inputs", prepare)
-    stream, urgent = SideStream("side"), SideStream("urgent")
+    stream = SideStream("side")
+    urgent = SideStream("urgent")
     if timer.cuda:
         # Ours has the priority of the main stream. This one shows whether more would help
         urgent._stream = torch.cuda.Stream(priority=-1)

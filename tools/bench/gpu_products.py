@@ -38,7 +38,8 @@ ROWS = (64, 256, 1024, 4096, 16384)
 UNEVEN_ROWS = 1024
 """Mean number of rows where experts differ."""
 
-HEADS, CHANNELS = 32, 128
+HEADS = 32
+CHANNELS = 128
 
 
 class _Data(NamedTuple):
@@ -78,8 +79,12 @@ def products(results: device_timer.Results, shape: Shape, rows: Sequence[int], u
 
 
 def _products(results: device_timer.Results, key: dict, sizes: list[int]) -> None:
-    device, gemm, experts = results.timer.device, TorchGemm(), len(sizes)
-    number, inputs, outputs = sum(sizes), key["inputs"], key["outputs"]
+    device = results.timer.device
+    gemm = TorchGemm()
+    experts = len(sizes)
+    number = sum(sizes)
+    inputs = key["inputs"]
+    outputs = key["outputs"]
     split = RowSplit(sizes, device)
     counted = DeviceSplit(split.ends)
 

@@ -69,7 +69,8 @@ WARMUP = 5
 PROFILED = 3
 """Iterations under the profiler."""
 
-ITERATION, LAYER = "one iteration", "MoE layer"
+ITERATION = "one iteration"
+LAYER = "MoE layer"
 SPANS = (LAYER, "experts", "optimizer")
 """Parts of an iteration with numbers of their own; megatron-core's layer does not mark its experts."""
 
@@ -113,7 +114,8 @@ def _measure(task: ranks.Task, machine: "Machine") -> Result:
     begin = time.monotonic()
     result: Result = {"flags": task["flags"], "machine": _machine(machine), "failed": []}
     print("{device}, torch {torch}".format(**result["machine"]), flush=True)
-    runs, kept = {}, {}
+    runs = {}
+    kept = {}
     for name, flags in task["flags"].items():
         before = _allocated(machine)
         runs |= ranks.build({name: flags}, machine)
@@ -160,7 +162,8 @@ def _memory(runs: "Mapping[str, Run]", kept: Mapping[str, int], machine: "Machin
 def _profiles(runs: "Mapping[str, Run]", machine: "Machine", shape: Result) -> tuple[Result, list[str]]:
     found = {name: _profile(run, machine, shape) for name, run in runs.items()}
     lines = [line for name, one in found.items() for line in _profile_lines(name, one, machine)]
-    ours, theirs = found[OURS], found[THEIRS]
+    ours = found[OURS]
+    theirs = found[THEIRS]
     ratios = {"host busy": _ratio(ours, theirs, "host_busy_ms"), "kernels": _ratio(ours, theirs, "kernel_ms")}
     for span in ours["spans"].keys() & theirs["spans"].keys():
         pair = ours["spans"][span], theirs["spans"][span]
@@ -187,7 +190,8 @@ def _machine(machine: "Machine") -> Result:
 
 
 def _shape(run: "Run") -> Result:
-    config, microbatches = run.config, run.batches.get()
+    config = run.config
+    microbatches = run.batches.get()
     assert config.model.seq_length is not None
     layers = len(_layers(run))
     return {
@@ -366,7 +370,8 @@ def _layer_seconds(run: "Run") -> float:
 
     from megatron_balance.device import clock
 
-    shape, layer = run.config.transformer, _layers(run)[0]
+    shape = run.config.transformer
+    layer = _layers(run)[0]
     size = (run.config.model.seq_length, run.config.train.micro_batch_size, shape.hidden_size)
     device = next(layer.parameters()).device
     tokens_SBH = torch.randn(size, dtype=shape.params_dtype, device=device, requires_grad=True)
@@ -474,7 +479,8 @@ def _compared(cluster: str, predicted: Result, result: Result) -> Iterator[str]:
     if "error" in predicted:
         yield f"no prediction for {cluster}: {predicted['error']}"
         return
-    shape, measured = result["shape"], {}
+    shape = result["shape"]
+    measured = {}
     if result.get("experts"):
         rows = shape["tokens"] * shape["topk"]
         lines = (result["experts"]["forward"], result["experts"]["backward"])
