@@ -15,7 +15,11 @@ import yaml
 from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
 
 DATA = Path(__file__).parent / "data" / "megatron_lm_scripts.yaml"
-FLAGS = DATA.with_name("megatron_flags_0.16.1.json")
+COPIES = {
+    path.stem.removeprefix("megatron_flags_"): json.loads(path.read_text(encoding="utf-8"))["flags"]
+    for path in sorted(DATA.parent.glob("megatron_flags_*.json"))
+}
+"""Version of megatron-core -> the flags of its Megatron-LM: first spelling -> all spellings, type, default, choices."""
 
 FILES = (
     *("--data-path", "corpus", "--save", "checkpoints", "--load", "checkpoints", "--tensorboard-dir", "logs"),
@@ -97,9 +101,9 @@ def _shown(flags: list[str], reason: str) -> str:
 def states() -> Counter[str]:
     """Return how many of Megatron-LM's flags are in each state."""
     accepted = {entry.partition(" ")[0] for entry in ACCEPTED}
-    flags = json.loads(FLAGS.read_text(encoding="utf-8"))["flags"]
     return Counter(
-        "refused" if refusal(flag) else "accepted with a notice" if flag in accepted else "supported" for flag in flags
+        "refused" if refusal(flag) else "accepted with a notice" if flag in accepted else "supported"
+        for flag in {flag for flags in COPIES.values() for flag in flags}
     )
 
 

@@ -27,7 +27,14 @@ from megatron_balance.cli.layer_frequency import parse_layer_frequency
 from megatron_balance.cli.megatron_help import TEXTS
 from megatron_balance.cli.named_values import named_values
 from megatron_balance.cli.parser import HelpFormatter, Parser, all_but, only
-from megatron_balance.cli.upstream_flags import ACCEPTED, REFUSED_VALUES, refusal
+from megatron_balance.cli.upstream_flags import (
+    ACCEPTED,
+    IN_SOME_VERSIONS,
+    REFUSED_VALUES,
+    refusal,
+    refused_values,
+    why_unknown,
+)
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import log_config
 from megatron_balance.config import run_config as ours
@@ -41,7 +48,11 @@ INTERNAL_FIELDS = {
     *("use_te_rng_tracker", "moe_token_dropping", "memory_efficient_layer_norm", "disable_parameter_transpose_cache"),
     *("tp_only_amax_red", "activation_func_fp8_input_store", "moe_router_topk_limited_devices", "muon_split_qkv"),
     *("store_param_remainders", "decoupled_weight_decay", "preserve_fp32_weights", "use_custom_fsdp", "nccl_ub"),
-    *("use_inference_optimized_layers",),
+    *("use_inference_optimized_layers", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+    *("cuda_graph_use_single_mempool", "soap_shampoo_beta", "soap_precondition_frequency", "soap_use_kl_shampoo"),
+    *("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "grad_norm_skip_threshold"),
+    *("use_layer_wise_distributed_optimizer", "num_buckets", "param_name_patterns_for_fp32_local_accumulation"),
+    *("fsdp_all_gather_in_start_param_sync",),
 }
 """Fields of megatron-core's dataclasses that have no flag: they are derived below, or internal to megatron-core."""
 
@@ -202,10 +213,12 @@ def build_parser() -> Parser:
             parser.add_argument(flag, dest=flag, type=kind, help=argparse.SUPPRESS)
         else:
             parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
-    for flag, reasons in REFUSED_VALUES.items():
-        action = parser._option_string_actions[flag]
-        action.type = all_but(reasons, action.type)
-        action.choices = [choice for choice in action.choices or () if choice not in reasons]
+    for flag in REFUSED_VALUES | IN_SOME_VERSIONS:
+        action = parser._option_string_actions.get(flag)
+        if action is not None and action.choices:
+            reasons = refused_values(flag, action.choices)
+            action.type = all_but(reasons, action.type or str)
+            action.choices = [choice for choice in action.choices if choice not in reasons]
     return parser
 
 
@@ -267,7 +280,7 @@ def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
     path = parser.parse_args(argv).yaml_cfg
     if path is None:
         return []
-    flags = read_flags(path, parser, refusal)
+    flags = read_flags(path, parser, why_unknown)
     parser.source = f"{path}: "
     try:
         _check_finite(parser, parser.parse_args(flags))

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron_balance.cli.upstream_flags import refusal
+from megatron_balance.cli.upstream_flags import why_unknown
 from megatron_balance.config.flags import did_you_mean
 from megatron_balance.files.reading import KIB, read_text
 from megatron_balance.job.endings import Ending
@@ -94,7 +94,9 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse the flags; report an unknown or refused flag as an error that gives the reason."""
         values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
-        refused = {flag: reason for flag in (word.partition("=")[0] for word in unknown) if (reason := refusal(flag))}
+        refused = {
+            flag: reason for flag in (word.partition("=")[0] for word in unknown) if (reason := why_unknown(flag))
+        }
         if refused:
             self.error("; ".join(f"{flag}: {reason}" for flag, reason in refused.items()))
         if unknown:

@@ -4,6 +4,7 @@ Every other flag of Megatron's does what Megatron's documentation says. A reason
 """
 
 import functools
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 ACCEPTED = {
@@ -30,8 +31,24 @@ ACCEPTED = {
     ),
     "--ckpt-fully-parallel-save": "is the default; --no-ckpt-fully-parallel-save switches it off",
     **dict.fromkeys(
-        ("--ckpt-assume-constant-structure", "--use-persistent-ckpt-worker"),
+        ("--ckpt-assume-constant-structure", "--use-persistent-ckpt-worker", "--dist-ckpt-workers N",
+         "--async-ckpt-cpu-priority N", "--async-ckpt-io-priority N", "--async-ckpt-use-cpu-shm"),
         "has no effect; how a checkpoint's plan and writers are reused is not adjustable",
+    ),
+    "--async-strategy mcore": "is always in effect with --async-save",
+    **dict.fromkeys(
+        ("--ckpt-fully-parallel-save-process-group GROUP", "--ckpt-fully-parallel-load-process-group GROUP",
+         "--ckpt-fully-parallel-load-exchange-algo NAME"),
+        "has no effect; how data-parallel ranks share a checkpoint is not adjustable",
+    ),
+    "--verify-integrity": "is always in effect: digests of the files are saved, and compared on loading",
+    **dict.fromkeys(
+        ("--no-ckpt-load-validate-sharding-integrity", "--disable-ckpt-load-validate-sharding-integrity"),
+        "has no effect: loading always checks that all parts of a tensor are read",
+    ),
+    **dict.fromkeys(
+        ("--no-stream-ckpt-dequant", "--disable-stream-ckpt-dequant"),
+        "has no effect: no checkpoint has 8- or 4-bit weights",
     ),
     "--no-create-attention-mask-in-dataloader": "is always in effect: attention is causal by construction",
     "--dataloader-type single": "is always in effect: samples are read once, in order",
@@ -44,7 +61,8 @@ ACCEPTED = {
     "--num-distributed-optimizer-instances N":
         "has no effect: one instance of the distributed optimizer spans all data-parallel ranks",
     **dict.fromkeys(
-        ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--ep-overlap-early-attn-memory-release"),
+        ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--ep-overlap-early-attn-memory-release",
+         "--high-priority-a2a-comm-stream", "--overlap-dispatch-backward-with-experts-wgrad"),
         "has no effect: it splits megatron-core's own MoE layer; --moe-comm-chunks auto hides the exchange of tokens",
     ),
     **dict.fromkeys(
@@ -60,6 +78,13 @@ ACCEPTED = {
     ),
     "--rerun-mode disabled": "is always in effect: no iteration is run twice",
     "--disable-msc": "is always in effect: files are plain files",
+    "--tokenizer-hf-no-use-fast": "is the default; --tokenizer-hf-use-fast switches it off",
+    "--tokenizer-hf-no-include-special-tokens": "is the default; --tokenizer-hf-include-special-tokens switches it off",
+    **dict.fromkeys(
+        ("--record-shapes", "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"),
+        "is always in effect with --profile",
+    ),
+    "--nvtx-ranges": "has no effect: --profile marks every operator with an NVTX range",
     "--no-one-logger": "is always in effect: nothing is sent to one-logger",
 }  # fmt: skip
 """Flags without an effect: `--switch`, `--flag VALUE` (any value), or `--flag one|other` (these values only)."""
@@ -70,16 +95,19 @@ REFUSED = {
         --inference-* --no-inference-* --enable-chunked-prefill --disable-chunked-prefill --decode-only-cuda-graphs
         --nccl-all-reduce-for-prefill --use-legacy-static-engine --max-tokens-to-oom --flash-decode
         --mlp-chunks-for-prefill --symmetric-ar-type --batch-invariant-mode --cache-mla-latents
-        --moe-pad-experts-for-cuda-graph-inference --onnx-safe""",
+        --moe-pad-experts-for-cuda-graph-inference --onnx-safe --num-speculative-tokens
+        --use-same-sampling-seed-across-dp-ranks""",
     "reinforcement learning is not supported": """
         --rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method
         --moe-enable-routing-replay""",
-    "supervised fine-tuning on conversations is not supported": "--sft --sft-*",
+    "supervised fine-tuning on conversations is not supported": "--sft --sft-* --chat-template",
+    "distillation is not supported": "--logits-load-* --logits-save-*",
     "only GPT models with self-attention are supported": """
         --bert-* --biencoder-* --block-data-path --embedding-path --evidence-data-path --ict-* --indexer-*
         --query-in-block-prob --retriever-* --titles-data-path --use-one-sent-docs --output-bert-embeddings --mask-prob
         --short-seq-prob --relative-attention-* --mamba-* --disable-mamba-* --is-hybrid-model --hybrid-attention-ratio
-        --hybrid-mlp-ratio --hybrid-override-pattern --linear-* --dsa-* --experimental-attention-variant
+        --hybrid-mlp-ratio --hybrid-override-pattern --linear-* --dsa-* --no-dsa-* --disable-dsa-*
+        --hybrid-layer-pattern --mtp-hybrid-override-pattern --experimental-attention-variant
         --heterogeneous-* --spec --mrope-section""",
     "images are not supported; this program trains on text": """
         --classes-fraction --data-per-class-fraction --dino-* --head-lr-mult --img-h --img-w --iter-per-epoch
@@ -91,18 +119,20 @@ REFUSED = {
         --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-* --te-precision-*
         --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache --use-kitchen* --kitchen-*""",
     "CUDA graphs are not supported: the number of routed tokens changes from step to step": """
-        --cuda-graph-* --enable-cuda-graph --external-cuda-graph""",
+        --cuda-graph-* --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph""",
     "it is for samples of different lengths, and all samples have --seq-length tokens; use --context-parallel-size": """
         --hybrid-context-parallel --max-seqlen-per-dp-cp-rank""",
     "FSDP is not supported; use --use-distributed-optimizer": """
         --create-all-gather-group --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-*
         --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
-        --suggested-communication-unit-size --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
+        --megatron-fsdp-* --suggested-communication-unit-size
+        --init-model-with-meta-device --no-strict-fsdp-* --disable-strict-fsdp-*""",
     "the first parameters are not gathered inside the optimizer's step; use --overlap-param-gather":
         "--overlap-param-gather-with-optimizer-step",
     "offloading is not supported; use recomputation (--recompute-granularity)": """
         --cpu-offloading* --no-cpu-offloading-* --disable-cpu-offloading-* --fine-grained-activation-offloading
-        --offload-modules --min-offloaded-tensor-size
+        --offload-modules --min-offloaded-tensor-size --activation-offload-fraction --delay-offload-until-cuda-graph
+        --delta-offload-bytes-across-pp-ranks --fine-grained-offloading-max-inflight-offloads
         --optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
         --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --disable-pin-cpu-*""",
     "Transformer Engine's user buffers are not set up, so tensor parallelism does not overlap; leave it out":
@@ -113,21 +143,55 @@ REFUSED = {
     "it needs a build of PyTorch with ring exchange, which is not published": "--use-ring-exchange-p2p",
     "weights are not clipped by their attention logits": "--qk-clip --qk-clip-*",
     "megatron-core's transformer layer does not implement it": "--apply-residual-connection-post-layernorm",
-    "use --optimizer adam or sgd": "--muon-*",
+    "use --optimizer adam or sgd": "--muon-* --lion-* --no-use-layer-wise-param-layout",
+    "maximal update parametrization is not supported; set --init-method-std and --lr for the model's width":
+        "--use-mup --mup-*",
+    "weights are split among tensor-parallel ranks only; use --expert-tensor-parallel-size for those of experts": """
+        --tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards""",
+    "Transformer Engine's fused operations are not set up; leave it out": """
+        --fused-residual-rmsnorm --use-transformer-engine-op-fuser --use-grouped-gemm-for-dense-mlp
+        --use-grouped-gemm-for-shared-expert --moe-single-grouped-bias --moe-single-grouped-weight
+        --moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size""",
+    "--attention-backend selects the implementation, whose version is the installed one": "--flash-attention-version",
+    "use --recompute-granularity selective --recompute-modules mlp to save memory": "--mlp-chunks-for-training",
+    "use --recompute-granularity selective --recompute-modules moe_act to save memory": "--moe-paged-stash*",
+    "use --moe-deepep-num-sms or --moe-hybridep-num-sms": "--moe-flex-dispatcher-num-sms",
+    "of HybridEP's settings, only --moe-hybridep-num-sms is adjustable; leave it out": """
+        --moe-hybridep-num-blocks-* --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-uneven-dispatch-inputs
+        --moe-permute-fusion-into-hybridep""",
+    "NCCL EP is not supported; use --moe-flex-dispatcher-backend deepep or hybridep": "--moe-ncclep-*",
+    "use --moe-expert-capacity-factor, which is the capacity of one expert": "--moe-expert-rank-capacity-factor",
+    "quantile balancing is not supported; use --moe-router-enable-expert-bias, which has no auxiliary loss either":
+        "--moe-router-quantile-balancing-ema",
+    "the layers for multi-token prediction train the whole model; leave it out": "--mtp-detach-heads",
+    "every layer for multi-token prediction has its own weights; leave it out": "--mtp-use-repeated-layer",
+    "yarn needs latent attention here: --multi-latent-attention --rope-type yarn; otherwise use --use-rope-scaling":
+        "--yarn-* --no-yarn-*",
+    "gradients are accumulated in one precision; use --accumulate-allreduce-grads-in-fp32 for all of them":
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+    "all weights are trained; leave it out": "--freeze-all-layers",
     "upcycling is not supported": "--moe-use-upcycling --moe-upcycling-granularity",
     "fill-in-the-middle data is not supported": "--fim-*",
-    "documents that share a sample are not masked from each other; leave it out": "--reset-attention-mask",
+    "documents that share a sample are not masked from each other; leave it out":
+        "--reset-attention-mask --dataloader-inter-document-masking",
     "the data files themselves are read; leave it out": "--per-dataset-sequences-path",
-    "object storage is not supported; copy the data to a file system": "--object-storage-cache-path",
+    "object storage is not supported; copy the data to a file system":
+        "--object-storage-cache-path --enable-msc",
     "all validation data is one blend, from which --eval-iters batches are drawn": """
-        --full-validation --multiple-validation-sets""",
-    "only --rampup-batch-size changes batch sizes": "--phase-transition-iterations --decrease-batch-size-if-needed",
+        --full-validation --multiple-validation-sets --validation-set-names""",
+    "validation has the batch sizes of training (--micro-batch-size, --global-batch-size); leave it out":
+        "--eval-global-batch-size --eval-micro-batch-size",
+    "the first validation comes after --eval-interval iterations; leave it out": "--start-eval-at-iter",
+    "only --rampup-batch-size changes batch sizes": """
+        --phase-transition-iterations --decrease-batch-size-if-needed --step-batch-size-schedule""",
     "this program always trains; leave it out": "--skip-train",
     "iterations are neither skipped nor run again": """
         --iterations-to-skip --result-rejected-tracker-filename --error-injection-*""",
     "checkpoints are written to --save in --ckpt-format torch_dist, in the layout of megatron-core 0.14 and later": """
         --ckpt-convert-* --dist-ckpt-save-pre-mcore-014 --distrib-optim-fully-reshardable-mem-efficient
         --load-main-params-from-ckpt""",
+    "use --ckpt-step for the iteration to resume from, or --finetune to start at iteration 0":
+        "--override-ckpt-iteration",
     "every checkpoint in --save is permanent; use --async-save and --keep-last": """
         --non-persistent-* --replication --replication-*""",
     "parallel sizes come from the command line; give them there": "--use-mp-args-from-checkpoint-args",
@@ -135,14 +199,22 @@ REFUSED = {
         --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --adlr-autoresume --adlr-autoresume-interval""",
     "one-logger is not supported; use --tensorboard-dir": "--one-logger-* --app-tag-run-*",
     "not reported by a training run; use NVIDIA's own tools (Nsight Systems, nvidia-smi)": """
-        --log-straggler --run-workload-inspector-server --log-energy""",
+        --log-straggler --run-workload-inspector-server --log-energy --gpu-sniff-test-interval""",
+    "PyTorch's own environment variables (TORCH_FR_*, TORCH_NCCL_*) set up the flight recorder; leave it out":
+        "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*",
+    "--use-pytorch-profiler writes PyTorch's own format; leave it out": "--pytorch-profiler-collect-chakra",
+    "--moe-routing-trace-path writes the chosen experts of every iteration and no tensors; leave it out":
+        "--moe-routing-trace-capture-* --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters",
+    "use --balance-log-dir, which writes the tokens of each expert": "--save-tokens-per-expert-interval",
     "debugging aids of Megatron-LM are not supported": """
         --check-weight-hash-across-dp-replicas-interval --dump-param-to-param-group-map --save-dgrads-interval
-        --save-wgrads-interval --fake-process-group --disable-jit-fuser --config-logger-dir""",
+        --save-wgrads-interval --save-activations-interval --save-params-interval --fault-injector-*
+        --fake-process-group --disable-jit-fuser --config-logger-dir""",
     "multi-token prediction belongs to the last stage, where --pipeline-model-parallel-layout puts it with `m`":
         "--mtp-standalone",
     "process groups are created at the start, with one timeout: --distributed-timeout-minutes": """
         --lazy-mpu-init --distributed-timeout-seconds-after-init""",
+    "use --exit-signal-handler, which also saves a checkpoint": "--exit-signal-handler-for-training",
     "workers of the data loader get no handler; send the signal to the launcher's children only":
         "--exit-signal-handler-for-dataloader",
     # Harmful
@@ -161,27 +233,26 @@ REFUSED = {
     "use --apply-wd-to-qk-layernorm": "--no-weight-decay-cond-type",
     "megatron-core's tokenizers are used; leave it out": "--legacy-tokenizer",
     "use --tokenizer-special-tokens": "--tiktoken-special-tokens --vocab-extra-ids",
+    "use --make-vocab-size-divisible-by 1, or --padded-vocab-size": "--no-pad-vocab-size --disable-pad-vocab-size",
+    "white space is encoded as the tokenizer's model says; leave it out": """
+        --no-tokenizer-sentencepiece-ignore-extra-whitespaces
+        --disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
+    "a NullTokenizer ends documents with token --vocab-size and pads none; leave it out":
+        "--null-tokenizer-eod-id --null-tokenizer-pad-id",
     # Planned
     "not available yet": "--moe-router-force-biased --log-max-attention-logit",
 }  # fmt: skip
 """Reason -> the flags that are refused for this reason; `*` matches any ending."""
 
-NEWER = """
-    --activation-offload-fraction --adaptive-muon-* --delay-offload-* --delta-offload-* --expert-gtp-*
-    --expert-tensor-parallel-num-weight-shards --fine-grained-offloading-* --flash-attention-version
-    --fused-residual-rmsnorm --grad-norm-skip-threshold --gtp-* --high-priority-a2a-comm-stream --lion-*
-    --megatron-fsdp-* --mlp-chunks-for-training --moe-expert-rank-capacity-factor --moe-flex-dispatcher-num-sms
-    --moe-hybridep-num-blocks-* --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-* --moe-mlp-glu-*
-    --moe-ncclep-* --moe-paged-stash* --moe-permute-fusion-into-hybridep --moe-router-quantile-balancing-ema
-    --moe-shared-expert-glu-* --moe-single-grouped-* --mtp-detach-heads --mtp-hybrid-override-pattern
-    --mtp-use-repeated-layer --mup-* --num-buckets --optimizer-cuda-graph
-    --overlap-dispatch-backward-* --param-name-patterns-* --soap-* --tensor-parallel-num-weight-shards
-    --use-grouped-gemm-for-* --use-layer-wise-* --use-mup --use-transformer-engine-op-fuser
-    --no-cuda-graph-* --disable-cuda-graph-* --no-dsa-* --disable-dsa-* --no-fsdp-* --disable-fsdp-* --no-soap-*
-    --disable-soap-*"""
-"""Flags for fields that megatron-core added after 0.16.1, refused until someone has checked what each does here."""
+IN_SOME_VERSIONS: dict[str, tuple[str, ...]] = {
+    "--mla-down-proj-fusion": (),
+    "--moe-use-legacy-grouped-gemm": (),
+    "--moe-router-score-function": ("sqrtsoftplus",),
+}
+"""Flags that only some versions of megatron-core have, or the values of a flag."""
 
-NEWER_REASON = "was added after megatron-core 0.16.1 and is not supported yet; leave it out"
+NOT_INSTALLED = "the installed megatron-core does not have it; leave it out, or install a version that has it"
+"""Why such a flag or value is refused."""
 
 REFUSED_VALUES = {
     "--ckpt-format": {
@@ -190,10 +261,18 @@ REFUSED_VALUES = {
         ),
         "fsdp_dtensor": "FSDP is not supported; use torch_dist",
     },
-    "--optimizer": dict.fromkeys(("muon", "dist_muon"), "not supported; use adam or sgd"),
-    "--position-embedding-type": dict.fromkeys(
-        ("mrope", "relative"), "only GPT models are supported; use rope, learned_absolute or none"
+    "--optimizer": dict.fromkeys(
+        ("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not supported; use adam or sgd"
     ),
+    "--moe-router-load-balancing-type": {
+        "quantile_balancing": "not supported; use none with --moe-router-enable-expert-bias, or an auxiliary loss"
+    },
+    "--moe-flex-dispatcher-backend": {"ncclep": "not supported; use deepep or hybridep"},
+    "--position-embedding-type": {
+        **dict.fromkeys(("mrope", "relative"), "only GPT models are supported; use rope, learned_absolute or none"),
+        "yarn": "yarn needs latent attention here: --multi-latent-attention --rope-type yarn; otherwise use rope with "
+        "--use-rope-scaling",
+    },
     "--transformer-impl": {"inference_optimized": "this program trains; use local or transformer_engine"},
     "--tokenizer-type": {
         **dict.fromkeys(
@@ -262,6 +341,16 @@ reports this."""
 @functools.cache
 def refusal(flag: str) -> str | None:
     """Return the reason why a flag is refused, or None if it is accepted or unknown."""
-    reasons = {**REFUSED, NEWER_REASON: NEWER}
-    patterns = ((pattern, reason) for reason, names in reasons.items() for pattern in names.split())
+    patterns = ((pattern, reason) for reason, names in REFUSED.items() for pattern in names.split())
     return next((reason for pattern, reason in patterns if fnmatchcase(flag, pattern)), None)
+
+
+def why_unknown(flag: str) -> str | None:
+    """Return the reason why the parser lacks one of Megatron's flags, or None for what is no flag of Megatron's."""
+    return refusal(flag) or (NOT_INSTALLED if flag in IN_SOME_VERSIONS else None)
+
+
+def refused_values(flag: str, choices: Collection[str]) -> dict[str, str]:
+    """Return the values of a flag that are refused, with the reasons; `choices` are megatron-core's, as installed."""
+    absent = (value for value in IN_SOME_VERSIONS.get(flag, ()) if value not in choices)
+    return REFUSED_VALUES.get(flag, {}) | dict.fromkeys(absent, NOT_INSTALLED)

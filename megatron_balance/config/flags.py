@@ -122,20 +122,29 @@ def flag_of(name: str) -> str:
 def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
     """Return a suggestion to append to an error about an unknown flag; empty if no flag of `parser` is similar.
 
-    A similar flag has almost the same letters, or the same last words: `--codec` and `--balance-comm-codec` are similar
-    to --moe-comm-codec. Otherwise, it is the shortest flag that has all words: `--moe-topk` is similar to
-    --moe-router-topk.
+    A similar flag has almost the same letters in every word, or the same last words: `--codec` and
+    `--balance-comm-codec` are similar to --moe-comm-codec. A first word that no flag has, such as `logits` in
+    `--logits-save-dir`, means something else. Otherwise, it is the shortest flag that has all words: `--moe-topk` is
+    similar to --moe-router-topk.
     """
     shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     names = [name for action in shown for name in action.option_strings]
-    similar = [difflib.get_close_matches(flag, names, n=1, cutoff=0.8)]
+    similar = [[name for name in difflib.get_close_matches(flag, names, n=1, cutoff=0.8) if _misspelled(flag, name)]]
     if flag.startswith("--"):
         words = flag[2:].split("-")
-        endings = ["-" + "-".join(words[start:]) for start in range(max(1, len(words) - 1))]
+        last = max(1, len(words) - 1) if {*words[:1]} <= {word for name in names for word in name.split("-")} else 1
+        endings = ["-" + "-".join(words[start:]) for start in range(last)]
         similar += [[name for name in names if name.endswith(ending)] for ending in endings]
         with_all = [name for name in names if {*words} <= {*name[2:].split("-")}]
         similar.append([name for name in with_all if len(name) == min(map(len, with_all))])
     return next((f" (did you mean {found[0]}?)" for found in similar if len(found) == 1), "")
+
+
+def _misspelled(flag: str, name: str) -> bool:
+    """Return whether the words in which two flags differ have almost the same letters."""
+    one, other = flag.split("-"), name.split("-")
+    rest = ["".join(word for word in words if word not in others) for words, others in ((one, other), (other, one))]
+    return "" in rest or difflib.SequenceMatcher(None, *rest).ratio() >= 0.6
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:

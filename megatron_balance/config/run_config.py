@@ -271,7 +271,7 @@ class LaunchConfig:
     distributed_timeout_minutes: float = 10
     """Minutes that a rank may wait in one collective; after that, every rank reports which rank stalled, and exits."""
 
-    align_grad_reduce: bool = flag_field(True, arg_names=["--no-align-grad-reduce"])
+    align_grad_reduce: bool = flag_field(True, arg_names=["--no-align-grad-reduce", "--disable-align-grad-reduce"])
     """Let each pipeline stage start its gradient reductions as soon as it is ready, not at the same time as the
     others."""
 

@@ -25,6 +25,8 @@ CPU = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
         ("--policy top2", "--policy (did you mean --balance-policy?) top2"),
         ("--moe-topk 2", "--moe-topk (did you mean --moe-router-topk?) 2"),
         ("--bogus", "arguments: --bogus\n"),
+        ("--pictures-save-dir d", "arguments: --pictures-save-dir d\n"),
+        ("--save-moments-interval 5", "arguments: --save-moments-interval 5\n"),
         ("-x", "arguments: -x\n"),
     ],
 )

@@ -1,11 +1,8 @@
 """Every flag of Megatron-LM means the same here, is accepted with a notice, or is refused with a reason."""
 
 import dataclasses
-import json
 import re
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,31 +15,32 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import flags_page
 from megatron_balance.cli.arguments import build_parser, parse_args
 from megatron_balance.cli.checks import Machine
-from megatron_balance.cli.upstream_flags import ACCEPTED, NEWER, NO_EFFECT_WITHOUT, REFUSED, REFUSED_VALUES, refusal
+from megatron_balance.cli.upstream_flags import (
+    ACCEPTED,
+    IN_SOME_VERSIONS,
+    NO_EFFECT_WITHOUT,
+    NOT_INSTALLED,
+    REFUSED,
+    REFUSED_VALUES,
+    refusal,
+    refused_values,
+)
 from megatron_balance.config.flags import flag_names
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training import data
+from tests.megatron_lm_scripts import COPIES
 
-UPSTREAM: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "data" / "megatron_flags_0.16.1.json").read_text(encoding="utf-8")
-)["flags"]
-COPIED_FROM = "0.16.1"
-CHANGED = {
-    "--moe-use-legacy-grouped-gemm": "gone",
-    "--moe-deepep-num-sms": "default",
-    "--moe-hybridep-num-sms": "default",
-    "--moe-flex-dispatcher-backend": "choices",
-    "--moe-router-score-function": "choices",
-}
-"""Flags that differ in some megatron-core version after the copied one."""
+INSTALLED = COPIES[__shortversion__]
 
 
-def as_copied(flags: Iterable[str]) -> list:
-    """Return parameters of a test that compares the installed megatron-core with the copy."""
-    skip = pytest.mark.skipif(__shortversion__ != COPIED_FROM, reason=f"changed since megatron-core {COPIED_FROM}")
-    return [pytest.param(flag, marks=skip if flag in CHANGED else ()) for flag in flags]
+def as_copied(flag: str) -> dict[str, Any]:
+    """Return a flag's facts in the installed version, or else in the other one; spellings and choices of both."""
+    found = [flags[flag] for flags in (INSTALLED, *COPIES.values()) if flag in flags]
+    both = {key: {item for facts in found for item in facts.get(key, ())} for key in ("all", "choices")}
+    return found[0] | both
 
 
+UPSTREAM = {flag: as_copied(flag) for flags in COPIES.values() for flag in flags}
 SPELLINGS = {spelling: flag for flag, facts in UPSTREAM.items() for spelling in facts["all"]}
 
 PARSER = build_parser()
@@ -64,7 +62,9 @@ OTHER_TYPES = {
 OTHER_CHOICES = {
     "--exit-signal": "upstream's are the numbers of one machine's signals",
     "--cp-comm-type": "upstream accepts any name",
+    "--tiktoken-pattern": "a pattern of one's own, too, as in 0.16.1",
 }
+OTHER_DEFAULTS = {"--profile-ranks": "as in 0.16.1"} if __shortversion__ != "0.16.1" else {}
 
 OURS = ("--dry-run", "--balance-*", "--moe-comm-*", "--no-moe-parallel-*", "--moe-router-force-*", "--moe-routing-*")
 """Patterns for flags of our own features; REFUSED may list these although upstream has no such flags."""
@@ -75,15 +75,16 @@ GOOD = ["--mock-data", *(f"--{flag}={value}" for flag, value in (SIZE | TRAINING
 MACHINE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
 
 
-def test_the_copy_is_whole() -> None:
-    assert len(UPSTREAM) == 651
+def test_the_copies_are_whole() -> None:
+    assert {version: len(flags) for version, flags in COPIES.items()} == {"0.16.1": 651, "0.19.2": 807}
 
 
-@pytest.mark.parametrize("spelling", as_copied(SPELLINGS))
+@pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_flag_is_in_one_table(spelling: str) -> None:
     accepted = spelling in ACCEPTED_VALUES
     patterns = [pattern for pattern in PATTERNS if fnmatchcase(spelling, pattern)]
-    assert (spelling in ACTIONS and not accepted) + accepted + len(patterns) == 1, patterns
+    absent = spelling in IN_SOME_VERSIONS and SPELLINGS[spelling] not in INSTALLED
+    assert (spelling in ACTIONS and not accepted) + accepted + absent + len(patterns) == 1, patterns
 
 
 def test_no_entry_is_idle() -> None:
@@ -103,27 +104,27 @@ def test_a_newer_megatron_core_adds_no_flags() -> None:
     configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = {field.name for cls in configs for field in dataclasses.fields(cls)}
     assert [flag for flag, action in ACTIONS.items() if action.dest in fields and flag not in SPELLINGS] == []
-    assert not [flag for flag in SPELLINGS for pattern in NEWER.split() if fnmatchcase(flag, pattern)]
 
 
-@pytest.mark.parametrize("flag", as_copied(SUPPORTED))
+@pytest.mark.parametrize("flag", SUPPORTED)
 def test_supported_flags_are_upstreams(flag: str) -> None:
     action, facts = ACTIONS[flag], UPSTREAM[flag]
     assert sorted(action.option_strings) == sorted(facts["all"])
     assert action.nargs == facts.get("nargs")
     # A switch has no visible default: upstream's is None, False or, under another name, True
-    assert action.nargs == 0 or str(action.default) == facts["default"]
+    assert action.nargs == 0 or (str(action.default) == facts["default"]) == (flag not in OTHER_DEFAULTS)
     kind = getattr(action.type, "__name__", "str") if action.nargs != 0 else None
     expected = facts.get("type", "str") if facts.get("nargs") != 0 else None
     assert (kind == expected) == (flag not in OTHER_TYPES), f"{kind} here, {expected} upstream"
-    choices = {str(choice) for choice in action.choices or ()} | REFUSED_VALUES.get(flag, {}).keys()
-    assert (choices == set(facts.get("choices", ()))) == (flag not in OTHER_CHOICES)
+    choices = {str(choice) for choice in action.choices or ()}
+    choices |= refused_values(flag, choices).keys()
+    assert (choices == facts["choices"]) == (flag not in OTHER_CHOICES)
 
 
 def test_exceptions_are_about_supported_flags() -> None:
     assert {*OTHER_TYPES, *OTHER_CHOICES, *REFUSED_VALUES} <= set(SUPPORTED)
     for flag, reasons in REFUSED_VALUES.items():
-        assert reasons.keys() <= set(UPSTREAM[flag]["choices"])
+        assert reasons.keys() <= UPSTREAM[flag]["choices"]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,17 @@ def test_exceptions_are_about_supported_flags() -> None:
 )
 def test_refused_values(flag: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"argument {flag}: {value}: {reason}" in error_of([flag, value], capsys)
+
+
+@pytest.mark.parametrize("flag", IN_SOME_VERSIONS)
+def test_what_the_installed_version_lacks_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if flag not in ACTIONS:
+        assert f"error: {flag}: {NOT_INSTALLED}\n" in error_of([flag], capsys)
+    for value in IN_SOME_VERSIONS[flag]:
+        if value in INSTALLED[flag]["choices"]:
+            assert getattr(PARSER.parse_args([flag, value]), ACTIONS[flag].dest) == value
+        else:
+            assert f"argument {flag}: {value}: {NOT_INSTALLED}\n" in error_of([flag, value], capsys)
 
 
 @pytest.mark.parametrize("flag", REFUSED_SPELLINGS)
@@ -212,7 +224,7 @@ def test_conditions_name_fields() -> None:
         assert {f"--{field.replace('_', '-')}" for field in (name, *alternatives)} <= ACTIONS.keys()
 
 
-@pytest.mark.skipif(__shortversion__ != COPIED_FROM, reason="the help of megatron-core's flags has changed")
+@pytest.mark.skipif(__shortversion__ != "0.16.1", reason="the help of megatron-core's flags has changed")
 def test_the_page_of_flags_is_up_to_date() -> None:
     written = flags_page.PAGE.read_text(encoding="utf-8")
     assert written == flags_page.page(), "run python tools/flags_page.py"
