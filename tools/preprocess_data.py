@@ -1,6 +1,7 @@
 """Tokenize JSONL text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
 
-Every input line is a JSON object with a string under each of --json-keys. The output does not depend on --workers and
+Every input line is a JSON object with a string under each of --json-keys; a file may be compressed by gzip, bzip2 or
+xz. The output does not depend on --workers and
 appears only when all input has been processed; after an error or Ctrl-C, older files are unchanged.
 
     python tools/preprocess_data.py --input data/sample/code.jsonl --output-prefix data/sample/code \\
@@ -28,14 +29,34 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_balance.cli.parser import Parser
+from megatron_balance.cli.upstream_flags import ACCEPTED
 from megatron_balance.config.flags import add_flags, build
 from megatron_balance.config.run_config import TokenizerConfig
 from megatron_balance.files.writing import staged, writing
 from megatron_balance.training.tokenizer import build_tokenizer
-from textfiles import BadLine, existing_file, parse_line, positive_int
+from textfiles import BadLine, UnreadableFile, existing_file, parse_line, positive_int, read_lines
 
-CHUNK_BYTES = 2**18
 BAD_LINES_SHOWN = 20
+
+WITHOUT_EFFECT = {
+    "--partitions N": "has no effect; --workers share every input file",
+    "--keep-sequential-samples": "is always in effect: documents keep the order of the input",
+    "--log-interval N": "has no effect; a terminal shows a progress bar",
+    "--dataset-impl mmap": "is always in effect",
+    **dict.fromkeys(("--keep-newlines", "--lang NAME"), "has no effect without --split-sentences, which is refused"),
+    **{entry: reason for entry, reason in ACCEPTED.items() if entry.startswith("--tokenizer-")},
+}
+"""Flags of Megatron's tool that change nothing here, as in ACCEPTED."""
+
+REFUSED = {
+    "--split-sentences": "sentences are for BERT; a document becomes one sequence of tokens",
+    **dict.fromkeys(
+        ("--find-optimal-num-workers", "--workers-to-check", "--max-documents"),
+        "the number of workers is not searched for; use --workers",
+    ),
+}
+"""Flags of Megatron's tool that are refused, with the reasons."""
 
 
 class PreprocessingError(Exception):
@@ -60,6 +81,8 @@ class Chunk:
     first: int
     """Number of the first line, from 1."""
     lines: list[bytes]
+    size: int
+    """Number of bytes of the file, which may be compressed, that contain the lines."""
 
 
 @dataclass
@@ -67,7 +90,7 @@ class EncodedChunk:
     """A chunk's tokens."""
 
     size: int
-    """Input size in bytes."""
+    """Size of the chunk, as it was read."""
     documents: dict[str, list[np.ndarray]]
     """For each key, one array [tokens] of the dataset's dtype per document that has tokens."""
     bad: list[BadLine] = dataclasses.field(default_factory=list)
@@ -130,7 +153,7 @@ def encoder(settings: Settings) -> Encoder:
 
 def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
     """Tokenize a chunk. Bad lines are listed in the result and not encoded under any key."""
-    encoded = EncodedChunk(sum(map(len, chunk.lines)), {key: [] for key in settings.keys})
+    encoded = EncodedChunk(chunk.size, {key: [] for key in settings.keys})
     for number, line in enumerate(chunk.lines, chunk.first):
         if not line.strip():
             continue
@@ -146,13 +169,12 @@ def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
 
 
 def read_chunks(paths: Iterable[Path]) -> Iterator[Chunk]:
-    """Read the input files in order, in chunks of about CHUNK_BYTES."""
+    """Read the input files in order."""
     for path in paths:
-        with path.open("rb") as file:
-            first = 1
-            while lines := file.readlines(CHUNK_BYTES):
-                yield Chunk(path, first, lines)
-                first += len(lines)
+        first = 1
+        for lines, size in read_lines(path):
+            yield Chunk(path, first, lines, size)
+            first += len(lines)
 
 
 def encode_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> Iterator[EncodedChunk]:
@@ -271,12 +293,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     settings = _settings(parser, args)
+    for entry, reason in WITHOUT_EFFECT.items():
+        if getattr(args, flag := entry.partition(" ")[0]):
+            print(f"note: {flag}: {reason}", file=sys.stderr)
     try:
         skip_bad = args.on_bad_line == "skip"
         summary = preprocess(settings, args.input, args.output_prefix, workers=args.workers, skip_bad=skip_bad)
     except BadLine as error:
         message, status = f"{error}\nfix the line, or skip such lines with --on-bad-line skip", 1
-    except (PreprocessingError, OSError) as error:
+    except (PreprocessingError, UnreadableFile, OSError) as error:
         message, status = str(error), 1
     except KeyboardInterrupt:
         message, status = "interrupted", 130
@@ -310,8 +335,16 @@ def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Sett
     return settings
 
 
+class ToolParser(Parser):
+    """A parser that also knows the flags of Megatron's tool."""
+
+    def why_unknown(self, flag: str) -> str | None:
+        """Return the reason why this tool lacks a flag, or None."""
+        return REFUSED.get(flag) or super().why_unknown(flag)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     data = parser.add_argument_group("input and output")
     add = data.add_argument
     add("--input", type=existing_file, nargs="+", required=True, metavar="FILE", help="JSONL files, read in this order")
@@ -326,6 +359,7 @@ def _parser() -> argparse.ArgumentParser:
         help="for a line without a document: stop and write nothing (the default), or report and skip it",
     )
     add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig)
+    parser.add_without_effect(WITHOUT_EFFECT)
     return parser
 
 

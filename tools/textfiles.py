@@ -1,9 +1,35 @@
-"""Shared functions of the text tools: read strings from JSONL lines, and argument types."""
+"""Shared functions of the text tools: read strings from JSONL lines, compressed or not, and argument types."""
 
 import argparse
+import bz2
+import gzip
+import io
 import json
-from collections.abc import Sequence
+import lzma
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
+
+CHUNK_BYTES = 2**18
+
+DECOMPRESSORS = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\0": lzma.LZMAFile,
+}
+"""First bytes of a file -> the class that decompresses it."""
+
+UNREADABLE = {
+    b"\x28\xb5\x2f\xfd": "is compressed by Zstandard; decompress it with `zstd -d`",
+    b"PK\x03\x04": "is a ZIP archive; extract the JSONL files with `unzip`",
+    b"PAR1": "is a Parquet file; convert it to JSONL",
+}
+"""First bytes of a file -> why it is not read."""
+
+
+class UnreadableFile(Exception):
+    """An input file whose text cannot be read to its end; the message names the file and the remedy."""
 
 
 class BadLine(Exception):
@@ -15,6 +41,37 @@ class BadLine(Exception):
     def __str__(self) -> str:
         path, number, reason = self.args
         return f"{path}:{number}: {reason}"
+
+
+def read_lines(path: Path) -> Iterator[tuple[list[bytes], int]]:
+    """Read a text file, which may be compressed by gzip, bzip2 or xz, in chunks of about CHUNK_BYTES of text.
+
+    Yields:
+        A chunk's lines, and the number of bytes of the file that were read for it (0 for a pipe).
+
+    Raises:
+        UnreadableFile: the file cannot be read to its end, or is compressed in another way.
+    """
+    with path.open("rb") as file:
+        text, position = _decompressed(path, file), 0
+        try:
+            while lines := text.readlines(CHUNK_BYTES):
+                end = file.tell() if file.seekable() else 0
+                yield lines, end - position
+                position = end
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            raise UnreadableFile(f"{path}: cannot be read to its end: {error}; copy the file again") from error
+
+
+def _decompressed(path: Path, file: io.BufferedReader) -> IO[bytes]:
+    start = file.peek(8)
+    for magic, reason in UNREADABLE.items():
+        if start.startswith(magic):
+            raise UnreadableFile(f"{path}: {reason}; gzip, bzip2 and xz need no such step")
+    kind = next((kind for magic, kind in DECOMPRESSORS.items() if start.startswith(magic)), None)
+    if kind is None:
+        return file
+    return kind(fileobj=file) if kind is gzip.GzipFile else kind(file)
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:

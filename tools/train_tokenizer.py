@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from megatron_balance.files.writing import staged, writing
-from textfiles import BadLine, existing_file, parse_line, positive_int
+from textfiles import BadLine, UnreadableFile, existing_file, parse_line, positive_int, read_lines
 
 # SentencePiece drops sentences above 4192 bytes; a character takes up to 4
 SENTENCE_CHARACTERS = 1000
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             model = train_with_progress(args)
             with writing(staging / output.name):
                 (staging / output.name).write_bytes(model)
-    except (BadLine, TrainingError, OSError) as error:
+    except (BadLine, TrainingError, UnreadableFile, OSError) as error:
         print(f"{error}\n{output} was not written", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -72,11 +72,13 @@ def train_with_progress(args: argparse.Namespace) -> bytes:
 
 
 def read_sentences(paths: list[Path], keys: list[str], advance: Callable[[int], None]) -> Iterator[str]:
-    """Generate the lines of every document, with long ones split. Call `advance` with each JSONL line's bytes."""
+    """Generate the lines of every document, with long ones split. Call `advance` with the number of bytes read."""
     for path in paths:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                advance(len(line))
+        number = 0
+        for lines, size in read_lines(path):
+            advance(size)
+            for line in lines:
+                number += 1
                 if not line.strip():
                     continue
                 try:

@@ -26,7 +26,7 @@ from megatron_balance.cli.data_args import data_in_files
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
 from megatron_balance.cli.megatron_help import TEXTS
 from megatron_balance.cli.named_values import named_values
-from megatron_balance.cli.parser import HelpFormatter, Parser, all_but, only
+from megatron_balance.cli.parser import HelpFormatter, Parser, all_but
 from megatron_balance.cli.upstream_flags import (
     ACCEPTED,
     IN_SOME_VERSIONS,
@@ -206,13 +206,7 @@ def build_parser() -> Parser:
         text = f"Short for --{name.replace('_', '-')} {value}."
         group.add_argument(flag, action="store_const", dest=name, const=value, help=text)
     _mark_required(parser)
-    for entry, reason in ACCEPTED.items():
-        flag, _, value = entry.partition(" ")
-        if value:
-            kind = str if value.isupper() else only(value.split("|"), reason)
-            parser.add_argument(flag, dest=flag, type=kind, help=argparse.SUPPRESS)
-        else:
-            parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    parser.add_without_effect(ACCEPTED)
     for flag in REFUSED_VALUES | IN_SOME_VERSIONS:
         action = parser._option_string_actions.get(flag)
         if action is not None and action.choices:

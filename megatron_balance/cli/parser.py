@@ -60,6 +60,21 @@ class Parser(argparse.ArgumentParser):
     source = ""
     """Prefix of errors, which names the file of the flags; empty for the command line."""
 
+    def add_without_effect(self, entries: Mapping[str, str]) -> None:
+        """Add flags that do nothing: `--switch`, `--flag VALUE` or `--flag one|other` (these values only) -> reason.
+
+        The attribute with the parsed value has the name of the flag, dashes included.
+        """
+        for entry, reason in entries.items():
+            flag, _, value = entry.partition(" ")
+            kind = str if value.isupper() else only(value.split("|"), reason)
+            keywords: dict[str, Any] = {"type": kind} if value else {"action": "store_true"}
+            self.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **keywords)
+
+    def why_unknown(self, flag: str) -> str | None:
+        """Return the reason why this parser lacks a flag, or None."""
+        return why_unknown(flag)
+
     def expanded(self, words: Iterable[str]) -> list[str]:
         """Return the command line with each `@FILE` replaced by the flags in it; `#` starts a comment in the file."""
         return [flag for word in words for flag in (self._flags_in(word[1:]) if word.startswith("@") else [word])]
@@ -94,9 +109,8 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse the flags; report an unknown or refused flag as an error that gives the reason."""
         values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
-        refused = {
-            flag: reason for flag in (word.partition("=")[0] for word in unknown) if (reason := why_unknown(flag))
-        }
+        flags = (word.partition("=")[0] for word in unknown)
+        refused = {flag: reason for flag in flags if (reason := self.why_unknown(flag))}
         if refused:
             self.error("; ".join(f"{flag}: {reason}" for flag, reason in refused.items()))
         if unknown:

@@ -1,11 +1,15 @@
 """tools/preprocess_data.py: datasets as megatron-core reads them, any worker count, and invalid input."""
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,9 @@ import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 import preprocess_data as tool
+import textfiles
 import train_tokenizer
+from megatron_balance.cli.upstream_flags import refusal
 from tests.disks import small_disk
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -73,7 +79,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[i
     documents = [generator.integers(100, size=size).tolist() for size in generator.integers(1, 900, size=1000)]
     lines = [json.dumps({"text": " ".join(map(str, document))}) for document in documents]
     path = write(tmp_path_factory.mktemp("numbers") / "numbers.jsonl", *lines)
-    assert path.stat().st_size > 4 * tool.CHUNK_BYTES
+    assert path.stat().st_size > 4 * textfiles.CHUNK_BYTES
     return path, documents
 
 
@@ -292,6 +298,82 @@ def test_wrong_flags(
         run(write(tmp_path / "in.jsonl", GOOD), output, *NULL, *flags)
     assert message in capsys.readouterr().err
     assert not output.parent.exists()
+
+
+OF_MEGATRONS_TOOL = """
+--split-sentences\n--keep-newlines\n--lang english\n--workers 1\n--find-optimal-num-workers\n--workers-to-check 16 32
+--max-documents 9\n--partitions 2\n--log-interval 1000\n--keep-sequential-samples\n--dataset-impl mmap
+--legacy-tokenizer\n--tokenizer-hf-no-use-fast\n--tokenizer-hf-no-include-special-tokens\n--null-tokenizer-eod-id 3
+"""
+"""Flags of the preprocess_data.py of Megatron-LM, of both supported versions and of older ones."""
+
+
+@pytest.mark.parametrize("text", OF_MEGATRONS_TOOL.split("\n")[1:-1])
+def test_flags_of_megatrons_tool(tmp_path: Path, output: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", GOOD)
+    flag, *values = text.split()
+    reason = tool.REFUSED.get(flag) or refusal(flag)
+    if reason is None:
+        assert run(source, output, *NULL, flag, *values) == 0
+        notices = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        reasons = [why for entry, why in tool.WITHOUT_EFFECT.items() if entry.partition(" ")[0] == flag]
+        assert notices == [f"note: {flag}: {why}" for why in reasons] and bool(reasons) == (flag != "--workers")
+        return
+    with pytest.raises(SystemExit, match="2"):
+        run(source, output, *NULL, flag, *values)
+    assert f"error: {flag}: {reason}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [gzip, bz2, lzma])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_compressed_input(
+    numbers: tuple[Path, list[list[int]]], tmp_path: Path, output: Path, kind: Any, workers: str
+) -> None:
+    path, documents = numbers
+    text = path.read_bytes()
+    half = text.index(b"\n", len(text) // 2) + 1
+    # Two streams in one file, as `cat a.gz b.gz` writes them; the name does not matter
+    source = tmp_path / "numbers.jsonl"
+    source.write_bytes(kind.compress(text[:half]) + kind.compress(text[half:]))
+    assert run([source, path], output, *NULL, "--workers", workers) == 0
+    assert read(output) == documents * 2
+
+
+def test_bad_lines_of_a_compressed_file_are_numbered(
+    tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl.gz"
+    source.write_bytes(gzip.compress(f"{GOOD}\n\n{{\n".encode()))
+    assert run(source, output, *NULL) == 1
+    assert capsys.readouterr().err.startswith(f"{source}:3: not JSON")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x28\xb5\x2f\xfd\x04", "compressed by Zstandard; decompress it with `zstd -d`"),
+        (b"PK\x03\x04rest", "is a ZIP archive"),
+        (b"PAR1rest", "is a Parquet file"),
+        (gzip.compress(GOOD.encode())[:-9], "cannot be read to its end"),
+        (gzip.compress(GOOD.encode()) + b"garbage", "cannot be read to its end: Not a gzipped file"),
+        (gzip.compress(GOOD.encode())[:10] + b"\xff" * 20, "cannot be read to its end"),
+        (bz2.compress(GOOD.encode())[:-9], "cannot be read to its end"),
+        (b"BZh9rest of it", "cannot be read to its end"),
+        (lzma.compress(GOOD.encode())[:-9], "cannot be read to its end"),
+        (lzma.compress(GOOD.encode())[:8] + b"\xff" * 20, "cannot be read to its end"),
+    ],
+    ids=range(10),
+)
+def test_what_cannot_be_decompressed_is_named(
+    tmp_path: Path, output: Path, content: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(content)
+    assert run(source, output, *NULL, "--on-bad-line", "skip") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"{source}: ") and message in error and error.endswith("nothing was written\n")
+    assert train_tokenizer.main(["--input", str(source), "--output-prefix", str(output), "--vocab-size", "400"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_missing_tokenizer_flags(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
