@@ -49,11 +49,31 @@ if [[ " $* " == *" --dry-run "* ]]; then
 fi
 GPUS="${GPUS_PER_NODE:-${LAYOUT_GPUS:-${SLURM_GPUS_ON_NODE:-8}}}"
 NODES="${NNODES:-${SLURM_NNODES:-${DEFAULT_NODES}}}"
+RANK="${NODE_RANK:-${SLURM_NODEID:-$([[ "${NODES}" != 1 ]] || echo 0)}}"
+
+refuse() {
+    echo "$0: $1" >&2
+    exit 2
+}
+[[ "${NODES}" =~ ^[1-9][0-9]*$ ]] || refuse "NNODES=${NODES}: give the number of nodes, at least 1"
+# Nodes with the same number, or that look for node 0 at different addresses, would wait for each other in silence
+if [[ " $* " != *" --dry-run "* ]]; then
+    [[ "${RANK}" =~ ^[0-9]+$ && "10#${RANK}" -lt "${NODES}" ]] ||
+        refuse "NODE_RANK=${RANK}: set it to the number of this node, from 0 to NNODES - 1; NNODES is ${NODES}"
+    [[ "${SLURM_LOCALID:-0}" == 0 ]] ||
+        refuse "SLURM_LOCALID=${SLURM_LOCALID}: one task per node starts all of its processes; use --ntasks-per-node=1"
+    case "${NODES} ${MASTER_ADDR:-}" in
+    "1 "*) ;;
+    *" " | *" localhost"* | *" ip6-l"* | *" 127."* | *" ::1" | *" 0.0.0.0")
+        refuse "MASTER_ADDR=${MASTER_ADDR:-}: every node needs the same address of node 0; NNODES is ${NODES}"
+        ;;
+    esac
+fi
 # By default torchrun kills its ranks 30 seconds after SIGTERM; saving a checkpoint may take longer
 DISTRIBUTED_ARGS=(
     --nproc-per-node "${GPUS}"
     --nnodes "${NODES}"
-    --node-rank "${NODE_RANK:-${SLURM_NODEID:-0}}"
+    --node-rank "${RANK}"
     --master-addr "${MASTER_ADDR:-localhost}"
     --master-port "${MASTER_PORT:-29500}"
     --shutdown-timeout "${SHUTDOWN_TIMEOUT:-110}"

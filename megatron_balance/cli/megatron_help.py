@@ -12,7 +12,8 @@ OURS = None
 MODEL: dict[str, str | None] = {
     "num_layers": "Number of transformer layers.",
     "hidden_size": "Size of the hidden states.",
-    "ffn_hidden_size": "Inner size of dense MLPs. Default: 4 times --hidden-size; with --swiglu, two thirds of that.",
+    "ffn_hidden_size": "Inner size of dense MLPs. Default: 4 times --hidden-size; with --swiglu, two thirds of that, "
+    "rounded down to a multiple of 64.",
     **dict.fromkeys(("seq_length", "swiglu", "quick_geglu", "squared_relu"), OURS),
     "normalization": "Kind of normalization.",
     "layernorm_epsilon": "Epsilon of the normalizations.",

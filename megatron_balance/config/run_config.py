@@ -68,8 +68,8 @@ class BalanceConfig:
     """flexmoe acts while the balance ratio (FlexMoE, Eq. 6) exceeds this value."""
 
     balance_metric: Literal["max", "variance"] = "max"
-    """flexmoe's balance ratio. max: the heaviest rank's load over the mean. variance: 1 plus the variance over the
-    squared mean."""
+    """flexmoe's balance ratio. max: the heaviest rank's load over the mean. variance: 1 plus the standard
+    deviation of the ranks' loads over the mean."""
 
     balance_vexperts_per_rank: int | None = None
     """Number of flexmoe's vExperts per rank, which share the tokens of their expert evenly. Default: one per slot."""

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.config.flags import field_docs
+from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.cost.model import CostModel, Overlap, balance_ratio
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import flexmoe, load_policy
@@ -211,6 +213,11 @@ def test_metrics_have_one_scale() -> None:
     assert {name: metric(np.zeros((1, 4))) for name, metric in METRICS.items()} == {"max": 1.0, "variance": 1.0}
     assert METRICS["max"](uneven) == pytest.approx(1.6)
     assert METRICS["variance"](uneven) == pytest.approx(1 + 0.6 / math.sqrt(3))
+    assert np.std(uneven) / np.mean(uneven) == pytest.approx(0.6 / math.sqrt(3))
+    assert (
+        "variance: 1 plus the standard deviation of the ranks' loads over the mean."
+        in field_docs(BalanceConfig)["balance_metric"]
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 16])

@@ -35,7 +35,11 @@ def torchrun(tmp_path: Path) -> Path:
 
 
 def words(torchrun: Path, script: Path, *arguments: str, **environment: str) -> list[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "MASTER", "NODE_RANK", "NNODES"))
+    }
     ran = subprocess.run(
         [script, *arguments], env={**clean, "TORCHRUN": str(torchrun), **environment}, capture_output=True, check=True
     )
@@ -90,7 +94,8 @@ def test_every_model_has_a_layout_and_a_script() -> None:
 def test_flags_parse_for_the_number_of_gpus(model: str, torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = Header.of(model)
     script, nodes = SCRIPTS / f"pretrain_{model}.sh", str(header.nodes)
-    launch, flags = split(words(torchrun, script, "out put", "none", "mock", "--train-iters", "7", NNODES=nodes))
+    several = {"NNODES": nodes, "NODE_RANK": "0", "MASTER_ADDR": "node0"}
+    launch, flags = split(words(torchrun, script, "out put", "none", "mock", "--train-iters", "7", **several))
     assert launch["--nproc-per-node"] == str(header.gpus) and launch["--nnodes"] == nodes
     config = parsed(flags, header.nodes * header.gpus, monkeypatch)
     assert (config.checkpoint.save, config.checkpoint.load) == ("out put", "out put")
@@ -118,6 +123,49 @@ def test_an_unknown_model_is_named(torchrun: Path) -> None:
     command = [SCRIPTS / "pretrain.sh", "mixtral", "out", "none", "mock"]
     ran = subprocess.run(command, env={**os.environ, "TORCHRUN": torchrun}, capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and "mixtral: there is no configs/models/mixtral.args" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ("NNODES=2 NODE_RANK=1", "MASTER_ADDR=: every node needs the same address of node 0; NNODES is 2"),
+        ("NNODES=2 NODE_RANK=0 MASTER_ADDR=localhost", "MASTER_ADDR=localhost: every node needs"),
+        ("NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1", "MASTER_ADDR=127.0.0.1: every node needs"),
+        ("NNODES=2 NODE_RANK=0 MASTER_ADDR=::1", "MASTER_ADDR=::1: every node needs"),
+        ("NNODES=2 MASTER_ADDR=node0", "NODE_RANK=: set it to the number of this node, from 0 to NNODES - 1"),
+        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=node0", "NODE_RANK=2: set it"),
+        ("NNODES=2 NODE_RANK=-1 MASTER_ADDR=node0", "NODE_RANK=-1: set it"),
+        ("NNODES=2 NODE_RANK=first MASTER_ADDR=node0", "NODE_RANK=first: set it"),
+        ("NODE_RANK=1 MASTER_ADDR=node0", "NODE_RANK=1: set it"),
+        ("NNODES=two NODE_RANK=0 MASTER_ADDR=node0", "NNODES=two: give the number of nodes"),
+        ("NNODES=0", "NNODES=0: give the number of nodes"),
+        ("SLURM_NNODES=2 SLURM_NODEID=1", "MASTER_ADDR=: every node needs"),
+        ("SLURM_NNODES=2 SLURM_NODEID=1 SLURM_LOCALID=3 MASTER_ADDR=node0", "SLURM_LOCALID=3: one task per node"),
+    ],
+)
+def test_nodes_that_would_wait_for_each_other_are_refused(torchrun: Path, environment: str, message: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        words(
+            torchrun,
+            *(SCRIPTS / "pretrain_tiny.sh", "out", "none", "mock"),
+            **dict(pair.split("=", 1) for pair in environment.split()),
+        )
+    assert failed.value.returncode == 2 and message in failed.value.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ("", ("1", "0", "localhost")),
+        ("NNODES=1 NODE_RANK=0 MASTER_ADDR=127.0.0.1", ("1", "0", "127.0.0.1")),
+        ("NNODES=12 NODE_RANK=08 MASTER_ADDR=10.127.0.1", ("12", "08", "10.127.0.1")),
+        ("SLURM_NNODES=2 SLURM_NODEID=1 SLURM_LOCALID=0 MASTER_ADDR=localcluster", ("2", "1", "localcluster")),
+    ],
+)
+def test_nodes_that_find_each_other_start(torchrun: Path, environment: str, expected: tuple[str, str, str]) -> None:
+    given = dict(pair.split("=", 1) for pair in environment.split())
+    launch, _ = split(words(torchrun, SCRIPTS / "pretrain_tiny.sh", "out", "none", "mock", **given))
+    assert (launch["--nnodes"], launch["--node-rank"], launch["--master-addr"]) == expected
 
 
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -159,7 +207,7 @@ def test_a_job_out_of_time_is_queued_again(slurm: Path, status: int, left: int, 
         ["bash", "scripts/slurm/pretrain.sbatch", "scripts/pretrain.sh", "tiny", "out", "none", "mock"],
         cwd=ROOT,
         env={**os.environ, **job, "STATUS": str(status), "TORCHRUN": str(slurm / "torchrun")}
-        | {"PATH": f"{slurm}:{os.environ['PATH']}", "SLURM_NNODES": "2"},
+        | {"PATH": f"{slurm}:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_NODEID": "0"},
         capture_output=True,
         check=False,
     )
