@@ -58,8 +58,9 @@ refuse() {
 [[ "${NODES}" =~ ^[1-9][0-9]*$ ]] || refuse "NNODES=${NODES}: give the number of nodes, at least 1"
 # Nodes with the same number, or that look for node 0 at different addresses, would wait for each other in silence
 if [[ " $* " != *" --dry-run "* ]]; then
-    [[ "${RANK}" =~ ^[0-9]+$ && "10#${RANK}" -lt "${NODES}" ]] ||
+    if [[ ! "${RANK}" =~ ^[0-9]+$ ]] || ((10#${RANK} >= NODES)); then
         refuse "NODE_RANK=${RANK}: set it to the number of this node, from 0 to NNODES - 1; NNODES is ${NODES}"
+    fi
     [[ "${SLURM_LOCALID:-0}" == 0 ]] ||
         refuse "SLURM_LOCALID=${SLURM_LOCALID}: one task per node starts all of its processes; use --ntasks-per-node=1"
     case "${NODES} ${MASTER_ADDR:-}" in

@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_named(start, victim: int) -> None:
         if victim != 0:
             assert re.search(r"no sign of life for \d+ s \(last seen in iteration \d+, [\w-]+\)", job.verdict(rank))
     job.signal(victim, signal.SIGCONT)
-    assert job.join([victim], 15) == [1]
+    assert job.join([victim], LIMIT) == [1]
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_killed_rank_is_named(start, victim: int) -> None:
     job = start(flags=FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
     job.await_iteration(5)
     job.signal(victim, signal.SIGKILL)
-    assert job.join(others(victim), 15) == [1, 1]
+    assert job.join(others(victim), LIMIT) == [1, 1]
     for rank in others(victim):
         assert f"rank {victim} stalled or died: " in job.verdict(rank)
 
@@ -140,7 +140,7 @@ def test_a_failing_rank_is_named(start, how: str) -> None:
     mischief, said = FAILS[how]
     job = start(mischief, FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
     job.await_iteration(4)
-    assert job.join([0, 1, 2], 15) == [1, 1, 1]
+    assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
     for rank in (0, 1, 2):
         assert job.verdict(rank).startswith(f"rank 1 failed with {said}")
         assert "(iteration 5, forward-backward)" in job.verdict(rank)
@@ -153,7 +153,7 @@ def test_an_interruption_ends_the_job_with_a_line(start, ranks: tuple[int, ...])
     job.await_iteration(5)
     for rank in ranks:
         job.signal(rank, signal.SIGINT)
-    assert job.join([0, 1, 2], 15) == [130 if rank in ranks else 1 for rank in (0, 1, 2)]
+    assert job.join([0, 1, 2], LIMIT) == [130 if rank in ranks else 1 for rank in (0, 1, 2)]
     for rank in (0, 1, 2):
         lines = [line for line in job.output(rank).splitlines() if " iteration " not in line]
         assert re.match(r"rank \d was interrupted \(SIGINT\) in .* \(iteration \d+, [\w-]+\); this rank", lines[-1])
@@ -165,7 +165,7 @@ def test_a_rank_that_fails_during_its_computation_is_named(start) -> None:
     flags = f"{FLAGS} --num-experts 6 --expert-model-parallel-size 3 --balance-policy top2 --balance-overlap blockwise"
     job = start(fail_during_the_computation_of_rank_1, flags.replace(str(TIMEOUT_MINUTES), "10"))
     job.await_iteration(1)
-    assert job.join([0, 1, 2], 15) == [1, 1, 1]
+    assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
     for rank in (0, 1, 2):
         assert job.verdict(rank).startswith("rank 1 failed with ValueError: a bad link (iteration ")
 

@@ -22,7 +22,7 @@ def fail_on_rank_one() -> None:
 
 def wait_for_nobody() -> None:
     if dist.get_rank() == 0:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_results_come_in_rank_order_and_failures_with_their_traceback() -> None:
@@ -35,7 +35,7 @@ def test_results_come_in_rank_order_and_failures_with_their_traceback() -> None:
         start = time.monotonic()
         with pytest.raises(RankFailure, match=r"ranks \[0\] did not finish"):
             group.run(wait_for_nobody, timeout=2)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
     finally:
         group.stop()
 

@@ -15,7 +15,7 @@ from tests.distributed.jobs import free_port
 from tests.distributed.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 5.0
+SECONDS = 60.0
 """Time limit for ranks to end, on a busy machine too."""
 
 
@@ -32,12 +32,12 @@ def torchrun(port: int, flags: str, log: Path) -> subprocess.Popen:
 
 
 def ranks_of(agent: subprocess.Popen) -> list[psutil.Process]:
-    """Return the agent's ranks as soon as it has started them."""
-    deadline = time.monotonic() + 60
+    """Return the agent's ranks as soon as it has started them and each has a thread that watches it."""
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         children = psutil.Process(agent.pid).children(recursive=True)
         ranks = [child for child in children if "pretrain_gpt_moe.py" in child.cmdline()]
-        if len(ranks) == 2:
+        if len(ranks) == 2 and all(rank.num_threads() > 1 for rank in ranks):
             return ranks
         time.sleep(0.02)
     raise AssertionError("torchrun has started no ranks")

@@ -172,7 +172,7 @@ BAD_PROFILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def check_ends(directory: Path, flags: str, said: str) -> None:
     """Check that every rank ends soon with code 1 and reports why in one sentence."""
     flags = f"{BASE} --num-layers 1 --expert-model-parallel-size 2 --balance-policy top2 {flags}"
-    ended = Job(2, flags, directory / "logs").wait(60)
+    ended = Job(2, flags, directory / "logs").wait()
     assert ended.codes == [1, 1], ended.text
     for output in ended.output:
         assert output.count(f"error: {said}") == len(output.splitlines()) == 1, output

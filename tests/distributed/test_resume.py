@@ -279,7 +279,7 @@ FAILURES = {
     ],
 )
 def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, flags, ranks, tmp_path):
-    messages = ranks(2).run(save_one, str(tmp_path), flags, sabotage, timeout=60.0)
+    messages = ranks(2).run(save_one, str(tmp_path), flags, sabotage)
     assert messages[0] == messages[1]
     assert FAILURES[sabotage].format(tmp_path) in messages[0] and f"{tmp_path}/iter_0000001 is intact" in messages[0], (
         messages
@@ -304,7 +304,7 @@ def save_while_torch_refuses(directory: str) -> str:
 
 
 def test_nothing_is_written_in_the_collective_part_of_a_save(ranks, tmp_path):
-    assert ranks(2).run(save_while_torch_refuses, str(tmp_path), timeout=30.0) == ["", ""]
+    assert ranks(2).run(save_while_torch_refuses, str(tmp_path)) == ["", ""]
     assert iterations(tmp_path) == [1]
 
 

@@ -40,7 +40,7 @@ def sentence(ended: Ended) -> str:
 def of_two(directory: Path, other: str = "", prepare: Prepare | None = None, common: str = "") -> list[str]:
     """Return the sentences of a job of two ranks where rank 1 has the `other` flags, too."""
     start = time.monotonic()
-    ended = Job(2, lambda rank: f"{FLAGS} {common} {other if rank else ''}", directory, prepare).wait(40)
+    ended = Job(2, lambda rank: f"{FLAGS} {common} {other if rank else ''}", directory, prepare).wait()
     print(f"{time.monotonic() - start:.1f} s")
     return sentences(ended)
 
@@ -81,7 +81,7 @@ def test_every_kind_of_difference_in_three_ranks(tmp_path: Path, profiles: tuple
     flags += " --balance-policy top2 --balance-profile profile.json"
     odd = Odd(1, profiles, version=True, source=True)
     others = {1: "--seed 7 --lr 2e-3 --train-iters 7", 2: "--seed 8 --balance-policy pro_prophet"}
-    said = sentence(Job(3, lambda rank: f"{flags} {others.get(rank, '')}", tmp_path, odd).wait(40))
+    said = sentence(Job(3, lambda rank: f"{flags} {others.get(rank, '')}", tmp_path, odd).wait())
     assert said.count("the ranks of this job differ: ") == 1
     for cause in (
         "; --train-iters is 20 on ranks 0, 2, but 7 on rank 1; ",
@@ -140,7 +140,7 @@ def of_three(directory: Path, flags: Mapping[int, str]) -> tuple[float, list[str
     """Run three ranks with these extra flags by rank and a timeout of ten minutes; return seconds and last lines."""
     common = f"{FLAGS.replace('0.05', '10')} --expert-model-parallel-size 3 --num-experts 6"
     start = time.monotonic()
-    ended = Job(3, lambda rank: f"{common} {flags.get(rank, '')}", directory).wait(60)
+    ended = Job(3, lambda rank: f"{common} {flags.get(rank, '')}", directory).wait()
     assert all(ended.codes), ended.text
     return time.monotonic() - start, [text.splitlines()[-1] for text in ended.output]
 
@@ -177,7 +177,7 @@ def test_what_a_process_finds_by_itself(tmp_path: Path, prepare: Prepare, told: 
 
 @pytest.mark.slow
 def test_a_taken_port(tmp_path: Path) -> None:
-    ended = Job(2, FLAGS, tmp_path, with_a_taken_port).wait(40)
+    ended = Job(2, FLAGS, tmp_path, with_a_taken_port).wait()
     assert ended.codes == [1, 1]
     # torch logs a lot about failed connections
     ours, theirs = (text.splitlines()[-1] for text in ended.output)
@@ -190,7 +190,7 @@ def test_a_taken_port(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    ended = Job(3, f"{FLAGS} --expert-model-parallel-size 1", tmp_path, with_rank_1_gone).wait(40)
+    ended = Job(3, f"{FLAGS} --expert-model-parallel-size 1", tmp_path, with_rank_1_gone).wait()
     assert ended.codes == [1, 1, 1]
     for rank in (0, 2):
         assert "rank 1 of 3 has not joined at 127.0.0.1:" in ended.output[rank]
@@ -210,7 +210,7 @@ def with_too_large_a_model_on_rank_1(rank: int) -> None:
 
 
 def test_a_rank_without_memory(tmp_path: Path) -> None:
-    ended = Job(2, FLAGS.replace("0.05", "10"), tmp_path, with_too_large_a_model_on_rank_1).wait(40)
+    ended = Job(2, FLAGS.replace("0.05", "10"), tmp_path, with_too_large_a_model_on_rank_1).wait()
     assert ended.codes == [1, 1]
     told = (
         "rank 1 failed with OutOfResources: this machine's memory is too small for this run; "

@@ -76,7 +76,7 @@ def test_a_rank_that_raises_ends_the_task_with_its_traceback(testbed) -> None:
 
 def test_a_rank_that_hangs_ends_the_task(testbed) -> None:
     with pytest.raises(bench.RankFailure, match=r"ranks \[0, 1, 2, 3\] did not finish in 0.5 s"):
-        testbed.run(time.sleep, 60, timeout=0.5)
+        testbed.run(time.sleep, 600, timeout=0.5)
 
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -111,7 +111,7 @@ def test_nothing_is_left_after_an_error(testbed) -> None:
 def sleeper(testbed, tmp_path: Path) -> Iterator[subprocess.Popen]:
     """The command with sleeping ranks, which print their process id first."""
     script = tmp_path / "sleeper.py"
-    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     flags = f"--nodes 2 --ranks-per-node 1 --link-mbit {LINK} -- {script}".split()
     command = [sys.executable, str(TOOLS / "bench" / "testbed.py"), *flags]
     # Background test runs may ignore SIGINT, and child processes would inherit that
@@ -133,9 +133,9 @@ def test_nothing_is_left_after_a_signal(sleeper: subprocess.Popen, number: signa
         with bench.Testbed(1, 1, LINK):
             pass
     else:
-        assert sleeper.wait(timeout=20) == 128 + number
+        assert sleeper.wait(timeout=60) == 128 + number
     assert not _of(sleeper)
-    rank.wait(timeout=5)
+    rank.wait(timeout=60)
 
 
 def _of(process: subprocess.Popen) -> list[str]:

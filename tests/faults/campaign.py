@@ -132,7 +132,7 @@ def _wait(job: Job, cell: Cell) -> Ended:
         if rank != cell.rank:
             process.join(max(0.0, deadline - time.monotonic()))
     job.signal(cell.rank, signal.SIGKILL)
-    return job.wait(5.0)
+    return job.wait(60.0)
 
 
 def _check_end(cell: Cell, ended: Ended) -> None:
@@ -164,11 +164,11 @@ def _others() -> set[str]:
 
 
 def _check_leavings(cell: Cell, before: set[str]) -> None:
-    """Check that nothing new stays; processes have 10 seconds to end.
+    """Check that nothing new stays; processes have 60 seconds to end.
 
     Anything that appears later belongs to tests that run at the same time.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     left = set(_new_leavings(before))
     while left:
         assert time.monotonic() < deadline, f"{cell}: left behind: {sorted(left)}"

@@ -45,7 +45,7 @@ class Counting:
 class Meeting:
     """Ranks that agree, each in a thread with its own connection; a rank with a problem (a string) declines."""
 
-    def __init__(self, members: Sequence[tuple[Member, Facts | str]], minutes: float = 0.5) -> None:
+    def __init__(self, members: Sequence[tuple[Member, Facts | str]], minutes: float = 2) -> None:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.heard: list[str] = [""] * len(members)
         self.stores = [Counting(dist.PrefixStore("test", server.clone())) for _ in members]
@@ -56,7 +56,7 @@ class Meeting:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(150)
         self.seconds = time.monotonic() - start
 
     def _agree(self, index: int, me: Member, facts: Facts | str, minutes: float) -> None:
@@ -94,13 +94,13 @@ def test_all_ranks_hear_the_same_of_a_difference() -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_cannot_start_tells_all_others(rank: int) -> None:
     meeting = Meeting(members(*(FACTS if other != rank else "its file is not here" for other in range(4))))
-    assert meeting.seconds < 5 and meeting.heard.pop(rank) == "declined"
+    assert meeting.seconds < 60 and meeting.heard.pop(rank) == "declined"
     assert set(meeting.heard) == {f"rank {rank} on {socket.gethostname()} cannot start: its file is not here"}
 
 
 def test_ranks_that_cannot_start_do_not_wait_for_each_other() -> None:
     meeting = Meeting(members(*["no such file"] * 4))
-    assert meeting.heard == ["declined"] * 4 and meeting.seconds < 5
+    assert meeting.heard == ["declined"] * 4 and meeting.seconds < 60
 
 
 def test_two_processes_of_one_rank() -> None:
@@ -121,7 +121,7 @@ def test_missing_ranks_are_named(absent: int, monkeypatch: pytest.MonkeyPatch) -
     start = time.monotonic()
     there = [(Member(rank, 4, rank == 0), FACTS) for rank in range(4) if rank not in (absent, 3)]
     heard = Meeting(there, minutes=0.01).heard
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 60
     assert len(set(heard)) == 1
     assert heard[0].startswith(
         f"ranks {absent}, 3 of 4 have not joined at somewhere:1 within 0.01 minutes (--distributed-timeout-minutes); "

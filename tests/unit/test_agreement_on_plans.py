@@ -29,7 +29,7 @@ class Job:
     content: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.size, timeout=20)
+        self.barrier = threading.Barrier(self.size, timeout=60)
 
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor, group: "Member") -> None:
         self.content[group.rank()] = own

@@ -189,5 +189,5 @@ def test_a_signal_to_all_processes_leaves_loaders_to_the_rank() -> None:
     next(samples)
     (worker,) = {*multiprocessing.active_children()} - others
     os.kill(worker.pid, signal.SIGTERM)
-    worker.join(timeout=20)
+    worker.join(timeout=60)
     assert worker.exitcode == 0

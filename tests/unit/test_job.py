@@ -106,7 +106,7 @@ def test_a_store_that_is_not_there(
             server.close()
         with pytest.raises(ValueError) as error:
             job._meet(launch(port), 0.01)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     # torch logs a lot about a closed connection
     time.sleep(0.2)
     assert str(error.value).startswith(

@@ -178,7 +178,7 @@ def holding(root: Path, stopping: bool = False) -> Iterator[tuple[multiprocessin
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(root, theirs, stopping))
     process.start()
-    assert ours.poll(30) and ours.recv() == 1
+    assert ours.poll(60) and ours.recv() == 1
     try:
         yield process, ours
     finally:
@@ -241,8 +241,8 @@ def test_a_stopped_holder_that_wakes_does_not_go_on(tmp_path: Path) -> None:
         assert taker.attempt()
         before = left(tmp_path), (tmp_path / "lease.000002").read_bytes()
         process_wakes = os.kill(process.pid, signal.SIGCONT)
-        assert process_wakes is None and pipe.poll(30) and "another run saves there (run run-b" in pipe.recv()
-        process.join(30)
+        assert process_wakes is None and pipe.poll(60) and "another run saves there (run run-b" in pipe.recv()
+        process.join(60)
         assert (left(tmp_path), (tmp_path / "lease.000002").read_bytes()) == before
 
 
@@ -266,5 +266,5 @@ def test_the_thread_renews_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (thread,) = [thread for thread in threading.enumerate() if thread.name == f"lease of {tmp_path}"]
     assert thread.daemon
     (tmp_path / "lease.000001").unlink()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

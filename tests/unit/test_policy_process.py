@@ -27,8 +27,8 @@ from tests.unit import misbehaving
 OWNERS = Placement.identity(8, 4, 3)
 COST = CostModel(builtin(4, 4, 64, 64), token_bytes=1, param_bytes=1, grad_bytes=1)
 LOAD = np.arange(32).reshape(4, 8)
-SOON = 20.0
-"""Seconds within which a process starts, even on a busy machine."""
+SOON = 60.0
+"""Seconds within which a process starts or ends, even on a busy machine."""
 
 
 def policy(name: str) -> PolicyProcess:
@@ -47,7 +47,7 @@ def nothing_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
-    assert psutil.wait_procs(left, timeout=5)[1] == []
+    assert psutil.wait_procs(left, timeout=SOON)[1] == []
 
 
 def test_it_plans_as_it_would_on_the_rank() -> None:
@@ -97,7 +97,9 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_failed_plan_is_a_problem_of_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_balance.planning.policy_process._LAST_SECONDS", 0.5)
+    # Only this process stays when it has closed its pipe
+    seconds = 0.5 if name == "Closes" else SOON
+    monkeypatch.setattr("megatron_balance.planning.policy_process._LAST_SECONDS", seconds)
     decision = decide(policy(name))
     assert decision.placement is None and not decision.final
     assert decision.problem is not None and decision.problem.startswith(PLANS[name])
@@ -161,7 +163,7 @@ def test_a_policy_that_never_answers_can_be_stopped(name: str) -> None:
     thread.start()
     time.sleep(0.2)
     one.stop()
-    thread.join(5)
+    thread.join(SOON)
     assert [decision.problem for decision in decisions] == ["ended its process: Killed (signal 9)"]
     assert decide(one).placement is None, "it is not started again"
 
@@ -200,7 +202,7 @@ def test_it_ends_with_a_rank_that_is_killed(name: str) -> None:
     rank.kill()
     rank.wait()
     gone = functools.partial(psutil.pid_exists, planner.pid)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while gone() and planner.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not gone() or planner.status() == psutil.STATUS_ZOMBIE

@@ -13,7 +13,7 @@ def test_work_runs_in_order_while_the_caller_goes_on() -> None:
     stream, done, gate = SideStream("test"), [], threading.Event()
 
     def work(number: int) -> None:
-        gate.wait(10)
+        gate.wait(60)
         done.append((number, threading.current_thread() is threading.main_thread()))
 
     prepared: list[bool] = []
@@ -56,9 +56,9 @@ def test_the_thread_ends_with_its_side_stream_and_keeps_nothing() -> None:
     stream, tensors = SideStream(name), Tensors()
     stream.start(lambda tensors=tensors: None).wait()
     del tensors
-    assert Tensors.ended.wait(10), "the thread still refers to its last task"
+    assert Tensors.ended.wait(60), "the thread still refers to its last task"
     (thread,) = (thread for thread in threading.enumerate() if thread.name == name)
     del stream
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

@@ -16,7 +16,7 @@ def test_a_writer_collects_no_garbage_of_its_rank(monkeypatch: pytest.MonkeyPatc
         assert gc.isenabled() == collecting
     finally:
         gc.enable()
-    assert part.pipe.poll(30) and part.pipe.recv() == (None, False)
-    part.process.join(30)
+    assert part.pipe.poll(60) and part.pipe.recv() == (None, False)
+    part.process.join(60)
     assert part.process.exitcode == 0
     part.pipe.close()

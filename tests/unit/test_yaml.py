@@ -133,7 +133,7 @@ def test_refused(file: Path, text: str, said: tuple[str, ...]) -> None:
     start = time.process_time()
     with pytest.raises(ValueError) as error:
         flags_of(file, text)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 5
     message = str(error.value)
     assert message.startswith(f"--yaml-cfg {file}: ") and "\n" not in message and len(message) < 1000
     assert all(part in message for part in said), message
