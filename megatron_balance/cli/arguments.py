@@ -26,15 +26,8 @@ from megatron_balance.cli.data_args import data_in_files
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
 from megatron_balance.cli.megatron_help import TEXTS
 from megatron_balance.cli.named_values import named_values
-from megatron_balance.cli.parser import HelpFormatter, Parser, all_but
-from megatron_balance.cli.upstream_flags import (
-    ACCEPTED,
-    IN_SOME_VERSIONS,
-    REFUSED_VALUES,
-    refusal,
-    refused_values,
-    why_unknown,
-)
+from megatron_balance.cli.parser import HelpFormatter, Parser
+from megatron_balance.cli.upstream_flags import ACCEPTED, refusal, why_unknown
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import log_config
 from megatron_balance.config import run_config as ours
@@ -207,12 +200,7 @@ def build_parser() -> Parser:
         group.add_argument(flag, action="store_const", dest=name, const=value, help=text)
     _mark_required(parser)
     parser.add_without_effect(ACCEPTED)
-    for flag in REFUSED_VALUES | IN_SOME_VERSIONS:
-        action = parser._option_string_actions.get(flag)
-        if action is not None and action.choices:
-            reasons = refused_values(flag, action.choices)
-            action.type = all_but(reasons, action.type or str)
-            action.choices = [choice for choice in action.choices if choice not in reasons]
+    parser.refuse_values()
     return parser
 
 

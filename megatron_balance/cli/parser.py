@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron_balance.cli.upstream_flags import why_unknown
+from megatron_balance.cli.upstream_flags import IN_SOME_VERSIONS, REFUSED_VALUES, refused_values, why_unknown
 from megatron_balance.config.flags import did_you_mean
 from megatron_balance.files.reading import KIB, read_text
 from megatron_balance.job.endings import Ending
@@ -70,6 +70,15 @@ class Parser(argparse.ArgumentParser):
             kind = str if value.isupper() else only(value.split("|"), reason)
             keywords: dict[str, Any] = {"type": kind} if value else {"action": "store_true"}
             self.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **keywords)
+
+    def refuse_values(self) -> None:
+        """Refuse the values of Megatron's flags that are not supported, each with its reason."""
+        for flag in REFUSED_VALUES | IN_SOME_VERSIONS:
+            action = self._option_string_actions.get(flag)
+            if action is not None and action.choices:
+                reasons = refused_values(flag, list(action.choices))
+                action.type = all_but(reasons, action.type or str)
+                action.choices = [choice for choice in action.choices if choice not in reasons]
 
     def why_unknown(self, flag: str) -> str | None:
         """Return the reason why this parser lacks a flag, or None."""

@@ -143,8 +143,9 @@ def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
 def _misspelled(flag: str, name: str) -> bool:
     """Return whether the words in which two flags differ have almost the same letters."""
     one, other = flag.split("-"), name.split("-")
-    rest = ["".join(word for word in words if word not in others) for words, others in ((one, other), (other, one))]
-    return "" in rest or difflib.SequenceMatcher(None, *rest).ratio() >= 0.6
+    pairs = (one, other), (other, one)
+    ours, theirs = ("".join(word for word in words if word not in others) for words, others in pairs)
+    return not ours or not theirs or difflib.SequenceMatcher(None, ours, theirs).ratio() >= 0.6
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
