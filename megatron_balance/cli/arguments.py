@@ -27,7 +27,7 @@ from megatron_balance.cli.layer_frequency import parse_layer_frequency
 from megatron_balance.cli.megatron_help import TEXTS
 from megatron_balance.cli.named_values import named_values
 from megatron_balance.cli.parser import HelpFormatter, Parser
-from megatron_balance.cli.upstream_flags import ACCEPTED, refusal, why_unknown
+from megatron_balance.cli.upstream_flags import ACCEPTED, refusal
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config import log_config
 from megatron_balance.config import run_config as ours
@@ -262,7 +262,7 @@ def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
     path = parser.parse_args(argv).yaml_cfg
     if path is None:
         return []
-    flags = read_flags(path, parser, why_unknown)
+    flags = read_flags(path, parser)
     parser.source = f"{path}: "
     try:
         _check_finite(parser, parser.parse_args(flags))

@@ -4,11 +4,11 @@ The file is only parsed. Its values stay text and go through the same parser as 
 applies, and no object is ever constructed from the file.
 """
 
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import yaml
 
+from megatron_balance.cli.parser import Parser
 from megatron_balance.config.flags import did_you_mean
 from megatron_balance.files.reading import read_yaml
 from megatron_balance.messages import cleaned
@@ -16,19 +16,19 @@ from megatron_balance.messages import cleaned
 BOOL, NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 
 
-def read_flags(path: str, parser: argparse.ArgumentParser, why_unknown: Callable[[str], str | None]) -> list[str]:
+def read_flags(path: str, parser: Parser) -> list[str]:
     """Return the flags in the YAML file `path`, in the order of the file.
 
     A key is the name of one of `parser`'s flags without the leading dashes, written with `-` or `_`. Its value is
     `true` or `false` for a switch, a list for a flag with several values, null for the default. Any other key may have
-    a mapping as its value: a section, whose name has no meaning. `why_unknown` returns why `parser` lacks a flag.
+    a mapping as its value: a section, whose name has no meaning.
 
     Raises:
         ValueError: the file contains anything else; the error names the file, the key and the remedy.
     """
     root = read_yaml(path, "--yaml-cfg")
     try:
-        return [token for flag in _Flags(parser, why_unknown).read(root) for token in flag] if root else []
+        return [token for flag in _Flags(parser).read(root) for token in flag] if root else []
     except ValueError as error:
         raise ValueError(f"--yaml-cfg {path}: {cleaned(error, 300)}") from error
 
@@ -36,8 +36,8 @@ def read_flags(path: str, parser: argparse.ArgumentParser, why_unknown: Callable
 class _Flags:
     """Reader of the mapping, which remembers the flags that it has seen."""
 
-    def __init__(self, parser: argparse.ArgumentParser, why_unknown: Callable[[str], str | None]) -> None:
-        self.parser, self.why_unknown = parser, why_unknown
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
         self.actions = {flag: action for action in parser._actions for flag in action.option_strings}
         self.seen: dict[str, str] = {}
 
@@ -56,7 +56,7 @@ class _Flags:
 
     def _flag(self, key: yaml.ScalarNode, flag: str, value: yaml.Node) -> list[str]:
         action = self.actions.get(flag)
-        if action is None and (reason := self.why_unknown(flag)):
+        if action is None and (reason := self.parser.why_unknown(flag)):
             raise _error(key, reason)
         if action is None or flag in ("--help", "--yaml-cfg"):
             raise _error(
