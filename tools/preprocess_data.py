@@ -1,8 +1,8 @@
 """Tokenize JSONL text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
 
-Every input line is a JSON object with a string under each of --json-keys; a file may be compressed by gzip, bzip2 or
-xz. The output does not depend on --workers and
-appears only when all input has been processed; after an error or Ctrl-C, older files are unchanged.
+Every input line is a JSON object with a string under each of --json-keys. Files may be compressed with gzip, bzip2 or
+xz. The output does not depend on --workers and appears only when all input has been processed; after an error or
+Ctrl-C, older files are unchanged.
 
     python tools/preprocess_data.py --input data/sample/code.jsonl --output-prefix data/sample/code \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model data/sample/bpe.model --append-eod
@@ -82,7 +82,7 @@ class Chunk:
     """Number of the first line, from 1."""
     lines: list[bytes]
     size: int
-    """Number of bytes of the file, which may be compressed, that contain the lines."""
+    """Bytes read from the file for these lines; fewer than their text if the file is compressed."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class EncodedChunk:
     """A chunk's tokens."""
 
     size: int
-    """Size of the chunk, as it was read."""
+    """The chunk's size."""
     documents: dict[str, list[np.ndarray]]
     """For each key, one array [tokens] of the dataset's dtype per document that has tokens."""
     bad: list[BadLine] = dataclasses.field(default_factory=list)
@@ -339,7 +339,7 @@ class ToolParser(Parser):
     """A parser that also knows the flags of Megatron's tool."""
 
     def why_unknown(self, flag: str) -> str | None:
-        """Return the reason why this tool lacks a flag, or None."""
+        """Return the reason why this tool does not have a flag; None if there is none to give."""
         return REFUSED.get(flag) or super().why_unknown(flag)
 
 

@@ -53,7 +53,8 @@ def read_lines(path: Path) -> Iterator[tuple[list[bytes], int]]:
         UnreadableFile: the file cannot be read to its end, or is compressed in another way.
     """
     with path.open("rb") as file:
-        text, position = _decompressed(path, file), 0
+        text = _decompressed(path, file)
+        position = 0
         try:
             while lines := text.readlines(CHUNK_BYTES):
                 end = file.tell() if file.seekable() else 0

@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
                 action.choices = [choice for choice in action.choices if choice not in reasons]
 
     def why_unknown(self, flag: str) -> str | None:
-        """Return the reason why this parser lacks a flag, or None."""
+        """Return the reason why this parser does not have a flag; None if there is none to give."""
         return why_unknown(flag)
 
     def expanded(self, words: Iterable[str]) -> list[str]:

@@ -249,7 +249,7 @@ IN_SOME_VERSIONS: dict[str, tuple[str, ...]] = {
     "--moe-use-legacy-grouped-gemm": (),
     "--moe-router-score-function": ("sqrtsoftplus",),
 }
-"""Flags that only some versions of megatron-core have, or the values of a flag."""
+"""Flag that only some versions of megatron-core have -> (), or the values of it that only some versions accept."""
 
 NOT_INSTALLED = "the installed megatron-core does not have it; leave it out, or install a version that has it"
 """Why such a flag or value is refused."""
@@ -346,7 +346,7 @@ def refusal(flag: str) -> str | None:
 
 
 def why_unknown(flag: str) -> str | None:
-    """Return the reason why the parser lacks one of Megatron's flags, or None for what is no flag of Megatron's."""
+    """Return the reason why a flag of Megatron's is not available; None if Megatron has no such flag."""
     return refusal(flag) or (NOT_INSTALLED if flag in IN_SOME_VERSIONS else None)
 
 

@@ -101,7 +101,7 @@ def _joined(end: clock.Mark) -> tuple[clock.Mark, clock.Mark]:
 def measure(
     results: device_timer.Results, name: str, stream: SideStream, main: Work, one: Work, later: bool = False
 ) -> None:
-    """Measure one kind of side work beside the products. It repeats until it takes about as long as they do."""
+    """Measure the products and one kind of side work, which is repeated until both take about the same time."""
     timer = results.timer
 
     def median(main: Work | None, side: Work | None) -> tuple[Times, list[Times]]:

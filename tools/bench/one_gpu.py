@@ -82,9 +82,7 @@ Result = dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=10, help="measured iterations of each layer")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=TOKENS, help="numbers of rows for which experts are timed"
-    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="time experts for these numbers of rows")
     parser.add_argument("--mixtral", action="store_true", help="a layer of Mixtral-8x7B instead of a small model")
     parser.add_argument("--cluster", type=Path, nargs="+", default=[], metavar="FILE", help="predict for these, too")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure, in this order")
