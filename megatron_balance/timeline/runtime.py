@@ -41,6 +41,7 @@ from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.ownership import moves
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.layer_state import LayerState, Load
@@ -98,6 +99,8 @@ class Balancer:
         """What the finished iterations measured, and the factors of the iteration in progress."""
         self.timeline: Timeline | None = None
         """Records spans of computation, communication, planning and waits."""
+        self.aside = False
+        """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
         self._side_stream, self._planner = SideStream("Trans and Agg"), planner or Planner()
@@ -128,7 +131,7 @@ class Balancer:
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
         """Execute the schedule's step before a computation that is about to begin.
 
-        Does nothing outside of iterations, or where recomputation repeats a forward pass.
+        Does nothing outside of iterations, aside from the schedule, or where recomputation repeats a forward pass.
         """
         computation = self._in_schedule(Action(block, operation, part, parts))
         if computation is not None:
@@ -141,6 +144,9 @@ class Balancer:
             load: returns the load [D, E] of the pass; called when it is needed, at the end of the iteration.
         """
         state = self.layers[number]
+        if self.aside and self._steps:
+            # The guests' weights may still be under way; owners have theirs in all of an iteration
+            return owners_host(state.placement).trimmed
         computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
             state.loads.append(load)
@@ -191,8 +197,8 @@ class Balancer:
         self._new_owners.clear()
 
     def _in_schedule(self, place: Action) -> Action | None:
-        """Return the computation with its microbatch; None between iterations, and if it is a repetition."""
-        if not self._steps or (place.is_forward and self._repeats(place)):
+        """Return the computation with its microbatch; None if the schedule has no such computation or it is a repetition."""
+        if not self._steps or self.aside or (place.is_forward and self._repeats(place)):
             return None
         self._entered[place] = 1 + (microbatch := self._entered.get(place, 0))
         return Action(place.block, place.operation, place.part, place.parts, microbatch)
