@@ -43,10 +43,12 @@ class PassMemory:
         self._current = defaultdict(list) if torch.is_grad_enabled() else None
 
     def _end(self, chunk: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        for tensor in tree_leaves(outputs) if self._current is not None else ():
+        decisions, self._current, self._is_forward = self._current, None, False
+        if decisions is None:
+            return
+        for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._repeat, self._current))
-        self._current, self._is_forward = None, False
+                tensor.register_hook(partial(self._repeat, decisions))
 
     def _repeat(self, decisions: Decisions, gradient: torch.Tensor) -> None:
         self._current = decisions

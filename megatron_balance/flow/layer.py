@@ -98,7 +98,7 @@ class BalancedMoELayer(MoELayer):
         self.placement = owners
         """The placement of the latest forward pass."""
         self.decided: Callable[[], list[Decided]] = list
-        """Returns what this layer decided in the current pass: see `PassMemory.of`. By default, a repetition decides anew."""
+        """Returns this layer's decisions in the current pass: see `PassMemory.of`. `list`: repetitions decide anew."""
         self.begin: Begin = lambda moment: None
         """Called when the experts begin and end their computation."""
         self.split: Split = "local_first"

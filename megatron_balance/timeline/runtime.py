@@ -41,7 +41,6 @@ from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.ownership import moves
-from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.layer_state import LayerState, Load
@@ -129,10 +128,7 @@ class Balancer:
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
-        """Execute the schedule's step before a computation that is about to begin.
-
-        Does nothing outside of iterations, aside from the schedule, or where recomputation repeats a forward pass.
-        """
+        """Execute the schedule's step before a computation, unless no schedule has it, or it is a repetition."""
         computation = self._in_schedule(Action(block, operation, part, parts))
         if computation is not None:
             self._begin(computation)
@@ -140,13 +136,11 @@ class Balancer:
     def host(self, number: int, load: Load, training: bool) -> Placement:
         """Return the placement of a layer for this forward pass, whose hosts have the weights when experts compute.
 
-        Args:
-            load: returns the load [D, E] of the pass; called when it is needed, at the end of the iteration.
+        `load` returns the load [D, E] of the pass; it is called when it is needed, at the end of the iteration.
         """
         state = self.layers[number]
         if self.aside and self._steps:
-            # The guests' weights may still be under way; owners have theirs in all of an iteration
-            return owners_host(state.placement).trimmed
+            return state.owners_alone
         computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
             state.loads.append(load)
@@ -197,7 +191,7 @@ class Balancer:
         self._new_owners.clear()
 
     def _in_schedule(self, place: Action) -> Action | None:
-        """Return the computation with its microbatch; None if the schedule has no such computation or it is a repetition."""
+        """Return the computation with its microbatch; None if no schedule has it, or if it is a repetition."""
         if not self._steps or self.aside or (place.is_forward and self._repeats(place)):
             return None
         self._entered[place] = 1 + (microbatch := self._entered.get(place, 0))
@@ -382,8 +376,7 @@ class Balancer:
     def calibrate(self, reports: Mapping[int, LayerReport], used: Factors) -> None:
         """Calibrate later iterations by a finished one; all ranks of the job give the same reports, of all layers.
 
-        Args:
-            used: the factors of that iteration.
+        `used` are the factors of that iteration.
         """
         self.calibration = self.calibration.observe(*component_seconds(reports), used)
 

@@ -1,6 +1,5 @@
 """BalancedMoELayer in float64 against the single-process oracle, and its parts against plain references."""
 
-import functools
 import sys
 from collections.abc import Callable
 from unittest import mock
@@ -225,7 +224,9 @@ def aside(model: OneLayer, inputs: list[torch.Tensor]) -> None:
     model(inputs[0]).square().sum()
 
 
-def passes(config: TransformerConfig, groups: ProcessGroupCollection, how: str, order: str) -> tuple[list[torch.Tensor], int]:
+def passes(
+    config: TransformerConfig, groups: ProcessGroupCollection, how: str, order: str
+) -> tuple[list[torch.Tensor], int]:
     """Return the gradients of two microbatches, whose forward passes come first, and how often loads are gathered.
 
     Args:
