@@ -46,7 +46,7 @@ from megatron_balance.device.norm import TorchNorm
 from megatron_balance.flow.engine_gemm import expert_gemm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.group_scores import score_groups
-from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.layer import BalancedMoELayer, remember
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.job.layout import build_groups
 from megatron_balance.planning.policies.interface import Policy
@@ -138,7 +138,7 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
     pieces = config.transformer.virtual_pipeline_model_parallel_size
     stages = [None] if pieces is None else range(pieces)
     blocks = [build_block_spec(wiring, stage) for stage in stages]
-    return [
+    model = [
         DistributedDataParallel(
             config=config.transformer,
             ddp_config=config.ddp,
@@ -149,6 +149,8 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
         )
         for block, stage in zip(blocks, stages, strict=True)
     ]
+    remember(model)
+    return model
 
 
 def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodules, stage: int | None) -> GPTModel:

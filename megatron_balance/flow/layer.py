@@ -15,14 +15,12 @@ leave      the layer's output for all of its input
 """
 
 import functools
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,6 +29,7 @@ from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
+from megatron_balance.device.recomputation import PassMemory
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.chunks.chunking import Chunking
@@ -98,6 +97,8 @@ class BalancedMoELayer(MoELayer):
         """None: owners host their experts, and no others; nobody asks for the load."""
         self.placement = owners
         """The placement of the latest forward pass."""
+        self.decided: Callable[[], list[Decided]] = list
+        """Returns this layer's decisions in the current pass: see `PassMemory.of`. `list`: repetitions decide anew."""
         self.begin: Begin = lambda moment: None
         """Called when the experts begin and end their computation."""
         self.split: Split = "local_first"
@@ -107,8 +108,6 @@ class BalancedMoELayer(MoELayer):
         self._reader = HostReader()
         self._gather_options = dist.distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
         self._gather_options.asyncOp = True
-        self._to_repeat: deque[Decided] = deque()
-        """Of the passes that recomputation will repeat, in their order, which is that of the microbatches."""
 
         self.router = cast(Router, submodules.router(config=config, pg_collection=parallel.router_groups()))
         self.router.is_mtp_layer = is_mtp_layer  # pyright: ignore[reportArgumentType] (an attribute since 0.19)
@@ -150,13 +149,17 @@ class BalancedMoELayer(MoELayer):
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute and self.training:
-            return tensor_parallel.checkpoint(self._mixture, False, hidden_states, padding_mask), None
-        return self._mixture(hidden_states, padding_mask), None
+            # Each call has decisions of its own
+            mixture = functools.partial(self._mixture, [])
+            return tensor_parallel.checkpoint(mixture, False, hidden_states, padding_mask), None
+        return self._mixture(self.decided(), hidden_states, padding_mask), None
 
-    def _mixture(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
+    def _mixture(
+        self, decided: list[Decided], hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         entered, padding_mask = self.parallel.enter(hidden_states, padding_mask)
         tokens_TH, chosen = self._route(entered, padding_mask)
-        decide = self._decide(tokens_TH, chosen)
+        decide = self._decide(decided, tokens_TH, chosen)
         shared = self.shared_experts_compute(hidden_states)
         handle = decide()
         output_TH = handle.mixture(tokens_TH, chosen, self.experts, self.begin)
@@ -170,30 +173,31 @@ class BalancedMoELayer(MoELayer):
             chosen = Choices(*cast(Router, self.router)(entered, padding_mask))
             return self.parallel.share(own_TH, chosen)
 
-    def _decide(self, tokens_TH: torch.Tensor, chosen: Choices) -> Callable[[], Handle]:
+    def _decide(self, decided: list[Decided], tokens_TH: torch.Tensor, chosen: Choices) -> Callable[[], Handle]:
         """Queue what the decisions about this pass's rows need; return the function that makes them.
 
         Recomputation repeats the decisions of the first pass, so it neither gathers nor waits. Its router chooses the
         same experts.
+
+        Args:
+            decided: what the pass has decided: the first pass of a recomputed part appends to it, the repetition pops.
         """
-        repeated = self.training and is_checkpointing()
-        if repeated and torch.is_grad_enabled() and self._to_repeat:
-            return lambda: self._again(self._to_repeat.popleft())
+        with_gradients = torch.is_grad_enabled()
+        if decided and with_gradients:
+            return functools.partial(self._again, decided.pop())
         dispatcher = self.dispatcher
         if isinstance(dispatcher, DeviceDispatcher):
             load, decide = self._decide_on_device(chosen, dispatcher)
         else:
             load, decide = self._decide_by_plan(tokens_TH, chosen, dispatcher)
 
-        def decided() -> Handle:
+        def decide_and_keep() -> Handle:
             handle = decide()
-            if not repeated:
-                self._to_repeat.clear()
-            elif not torch.is_grad_enabled():
-                self._to_repeat.append(Decided(load, self.placement, handle))
+            if not with_gradients:
+                decided.append(Decided(load, self.placement, handle))
             return handle
 
-        return decided
+        return decide_and_keep
 
     # Each of the two returns the pass's load and the function that makes its handle
 
@@ -265,3 +269,11 @@ class BalancedMoELayer(MoELayer):
 
 def _unwanted() -> torch.Tensor:
     raise AssertionError("owners alone compute, so no plan needs a load")
+
+
+def remember(model: Sequence[torch.nn.Module]) -> None:
+    """Let recomputation repeat what the MoE layers of `model`, a list of model chunks, decide in each forward pass."""
+    for chunk in model:
+        memory = PassMemory(chunk)
+        for layer in (module for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
+            layer.decided = functools.partial(memory.of, layer)

@@ -75,10 +75,15 @@ def install(
 
 
 def _follow_chunk(balancer: Balancer, before: int, last: int, chunk: torch.nn.Module) -> None:
+    def called(module: torch.nn.Module, inputs: Any) -> None:
+        balancer.aside = not (module.training and torch.is_grad_enabled())
+        balancer.enter(before, Operation.FNEC)
+
     def returned(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         _on_gradient(output, balancer, last, Operation.BNEC)
+        balancer.aside = False
 
-    chunk.register_forward_pre_hook(lambda *_: balancer.enter(before, Operation.FNEC))
+    chunk.register_forward_pre_hook(called)
     chunk.register_forward_hook(returned)
 
 
@@ -97,8 +102,8 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
 
 
 def _on_gradient(tensor: torch.Tensor, balancer: Balancer, *computation: Any) -> None:
-    """Begin a computation when the gradient of a tensor is complete."""
-    if tensor.requires_grad:
+    """Begin a computation when the gradient of a tensor is complete; never in a pass without a backward pass."""
+    if tensor.requires_grad and not balancer.aside:
         tensor.register_hook(lambda gradient: balancer.enter(*computation))
 
 

@@ -21,6 +21,7 @@ from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness, sp
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import Action, Operation
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,11 @@ class LayerState:
     @property
     def placement(self) -> Placement:
         return self.manager.placement
+
+    @property
+    def owners_alone(self) -> Placement:
+        """The placement for a pass that no schedule has: in an iteration, weights of guests may still be under way."""
+        return owners_host(self.placement).trimmed
 
     def counts_BDE(self) -> np.ndarray:
         """Return the load [B, D, E] of each microbatch so far."""

@@ -98,6 +98,8 @@ class Balancer:
         """What the finished iterations measured, and the factors of the iteration in progress."""
         self.timeline: Timeline | None = None
         """Records spans of computation, communication, planning and waits."""
+        self.aside = False
+        """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
         self._side_stream, self._planner = SideStream("Trans and Agg"), planner or Planner()
@@ -126,10 +128,7 @@ class Balancer:
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
-        """Execute the schedule's step before a computation that is about to begin.
-
-        Does nothing outside of iterations, or where recomputation repeats a forward pass.
-        """
+        """Execute the schedule's step before a computation, unless no schedule has it, or it is a repetition."""
         computation = self._in_schedule(Action(block, operation, part, parts))
         if computation is not None:
             self._begin(computation)
@@ -137,10 +136,11 @@ class Balancer:
     def host(self, number: int, load: Load, training: bool) -> Placement:
         """Return the placement of a layer for this forward pass, whose hosts have the weights when experts compute.
 
-        Args:
-            load: returns the load [D, E] of the pass; called when it is needed, at the end of the iteration.
+        `load` returns the load [D, E] of the pass; it is called when it is needed, at the end of the iteration.
         """
         state = self.layers[number]
+        if self.aside and self._steps:
+            return state.owners_alone
         computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
             state.loads.append(load)
@@ -191,8 +191,8 @@ class Balancer:
         self._new_owners.clear()
 
     def _in_schedule(self, place: Action) -> Action | None:
-        """Return the computation with its microbatch; None between iterations, and if it is a repetition."""
-        if not self._steps or (place.is_forward and self._repeats(place)):
+        """Return the computation with its microbatch; None if no schedule has it, or if it is a repetition."""
+        if not self._steps or self.aside or (place.is_forward and self._repeats(place)):
             return None
         self._entered[place] = 1 + (microbatch := self._entered.get(place, 0))
         return Action(place.block, place.operation, place.part, place.parts, microbatch)
@@ -376,8 +376,7 @@ class Balancer:
     def calibrate(self, reports: Mapping[int, LayerReport], used: Factors) -> None:
         """Calibrate later iterations by a finished one; all ranks of the job give the same reports, of all layers.
 
-        Args:
-            used: the factors of that iteration.
+        `used` are the factors of that iteration.
         """
         self.calibration = self.calibration.observe(*component_seconds(reports), used)
 

@@ -5,6 +5,7 @@ sees the same logical workload. We use megatron-core's hook for given choices, i
 replace the top-k, while probabilities, z-loss and auxiliary losses are still computed from the router's logits.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_balance.device.recomputation import PassMemory
 from megatron_balance.device.versions import number_of
 from megatron_balance.job.groups import sequence_chunks
 from megatron_balance.workloads.synthetic import workload_choices
@@ -92,8 +94,8 @@ class ForcedChoices(RouterReplay):
     """The forced choices of one router.
 
     In each iteration, a router is called for the microbatches in order, once in every kind of pass: with gradients,
-    without (the first pass of recomputation, or a repetition), and in evaluation, which cycles through the same
-    microbatches.
+    without (the first pass of recomputation, or the search for a fault), and in evaluation, which cycles through the
+    same microbatches. Recomputation repeats the microbatch of its first pass.
     """
 
     def __init__(
@@ -104,11 +106,13 @@ class ForcedChoices(RouterReplay):
         *,
         step: Callable[[], int],
         microbatches: Callable[[], int],
+        decided: Callable[[], list[int]] = list,
     ) -> None:
+        """`decided` returns the microbatches of the current pass, for recomputation: see `PassMemory.of`."""
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
         self.router, self.part = router, part
         self.workload, self.seed = workload.name, workload.seed + number_of(router)
-        self.step, self.microbatches = step, microbatches
+        self.step, self.microbatches, self.decided = step, microbatches, decided
         self._calls: Counter[str] = Counter()
         self._calls_of_step: int | None = None
         self._drawn: tuple[int, ...] | None = None
@@ -122,7 +126,7 @@ class ForcedChoices(RouterReplay):
         Tokens are in the router's order: by sequence position, then by sample.
         """
         step, total = self.step(), self.microbatches()
-        microbatch = self._next_call(step) % total
+        microbatch = self._microbatch(step, total)
         drawn = step, total, self.part.samples(len(scores)), scores.shape[1], topk
         if drawn != self._drawn:
             self._choices_MTK, self._drawn = self._draw(*drawn), drawn
@@ -142,6 +146,15 @@ class ForcedChoices(RouterReplay):
             step=step,
         )
         return choices.reshape(microbatches, -1, topk).astype(np.min_scalar_type(num_experts))
+
+    def _microbatch(self, step: int, total: int) -> int:
+        decided = self.decided()
+        if decided and torch.is_grad_enabled():
+            return decided.pop()
+        microbatch = self._next_call(step) % total
+        if not torch.is_grad_enabled():
+            decided.append(microbatch)
+        return microbatch
 
     def _next_call(self, step: int) -> int:
         """Count a call and return the number of earlier calls of its kind in the iteration."""
@@ -170,10 +183,14 @@ def force_routing(
         ValueError: the choices of a router cannot be forced.
     """
     for chunk in model:
+        memory = PassMemory(chunk)
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 _refuse(module, workload)
-                module.router_replay = ForcedChoices(module, workload, part, step=step, microbatches=microbatches)
+                decided = functools.partial(memory.of, module)
+                module.router_replay = ForcedChoices(
+                    module, workload, part, step=step, microbatches=microbatches, decided=decided
+                )
 
 
 def _refuse(router: TopKRouter, workload: Workload) -> None:

@@ -30,18 +30,27 @@ ITERATIONS, MICROBATCHES = 4, 2
 
 POLICY = "--balance-policy top2"
 
+RECOMPUTED: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
 needs_megatron_lm = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training"
 )
 
 
-def own_loop(flags: str, detach: bool = False, context: int = 1, predictions: int | None = None) -> tuple[Curve, Hosts]:
+def own_loop(
+    flags: str, detach: bool = False, context: int = 1, predictions: int | None = None, recomputes: bool = False
+) -> tuple[Curve, Hosts]:
     """Run a user's program on megatron-core with our three calls and our flags.
 
     Args:
         detach: whether the program replaces a hook after `attach`.
         context: context-parallel size; a rank's samples then are its parts of sequences.
         predictions: layers for multi-token prediction.
+        recomputes: whether the program recomputes layers, and computes passes without a backward pass between others.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--seq-length", type=int, default=16)
@@ -62,6 +71,7 @@ def own_loop(flags: str, detach: bool = False, context: int = 1, predictions: in
         attention_dropout=0.0,
         hidden_dropout=0.0,
         transformer_impl="local",
+        **(RECOMPUTED if recomputes else {}),
     )
     balancing = Balancing(args, config)
     build_groups(config, seed=1)
@@ -84,11 +94,22 @@ def own_loop(flags: str, detach: bool = False, context: int = 1, predictions: in
     attach([model], balancing, microbatches=lambda: MICROBATCHES)
     if detach:
         config.finalize_model_grads_func = finalize_model_grads
-    return train(args, model, optimizer, balancing)
+    return train(args, model, optimizer, balancing, step_after_others if recomputes else upstream.forward_step)
+
+
+def step_after_others(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """Compute a microbatch in ways that no backward pass follows, then as a step of megatron-core's schedules."""
+    batch, mode = next(data_iterator), model.training
+    for training, gradients in ((True, False), (False, False), (False, True)):
+        model.train(training)
+        with torch.set_grad_enabled(gradients):
+            upstream.forward_step(iter([batch]), model)
+    model.train(mode)
+    return upstream.forward_step(iter([batch]), model)
 
 
 def train(
-    args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, balancing: Balancing
+    args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, balancing: Balancing, forward_step: Callable
 ) -> tuple[Curve, Hosts]:
     curve, hosts = [], []
     tokens = upstream.Tokens(args.seq_length)
@@ -101,7 +122,7 @@ def train(
 
     forward_backward: Callable = partial(
         get_forward_backward_func(),
-        forward_step_func=upstream.forward_step,
+        forward_step_func=forward_step,
         model=model,
         num_microbatches=MICROBATCHES,
         seq_length=args.seq_length,
@@ -138,6 +159,12 @@ def check(plain: tuple[Curve, Hosts], balanced: tuple[Curve, Hosts]) -> None:
 def test_a_loop_of_ones_own_learns_the_same(ranks, settings: tuple) -> None:
     plain, balanced = (ranks(2).run(own_loop, flags, *settings)[0] for flags in ("--moe-layer-impl megatron", POLICY))
     check(plain, balanced)
+
+
+@pytest.mark.parametrize("flags", ["", f"{POLICY} --balance-overlap blockwise --moe-comm-chunks 2"])
+def test_passes_without_a_backward_pass_change_nothing(ranks, flags: str) -> None:
+    expected, found = (ranks(2).run(own_loop, flags, False, 1, 1, recomputes)[0] for recomputes in (False, True))
+    assert found == expected
 
 
 def test_a_hook_that_was_replaced_is_noticed(ranks) -> None:

@@ -1,6 +1,5 @@
 """BalancedMoELayer in float64 against the single-process oracle, and its parts against plain references."""
 
-import functools
 import sys
 from collections.abc import Callable
 from unittest import mock
@@ -12,14 +11,16 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.build.run import parts
 from megatron_balance.flow import dispatcher, rows
 from megatron_balance.flow.chunks import pipeline
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.layer import BalancedMoELayer, remember
 from megatron_balance.job.layout import build_groups, destroy_groups
 from tests.distributed.layers import (
     ACTIVATIONS,
@@ -200,10 +201,42 @@ def test_experts_together_equal_experts_apart(ranks, activation: str) -> None:
     ranks(1).run(experts_together_and_apart, ACTIVATIONS[activation])
 
 
-def two_microbatches(recomputed: bool, dispatcher: str) -> tuple[list[torch.Tensor], int]:
-    """Return the gradients of two microbatches, whose forward passes come first, and how often loads are gathered."""
-    config = moe_config(**ACTIVATIONS["gelu"], moe_token_dispatcher_type=dispatcher)
-    layer = build_layer(config, build_groups(config, seed=7))
+class OneLayer(torch.nn.Module):
+    """A model chunk: the layer, recomputed or not."""
+
+    def __init__(self, layer: BalancedMoELayer, recomputed: bool) -> None:
+        super().__init__()
+        self.layer, self.recomputed = layer, recomputed
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.recomputed:
+            return self.layer(hidden)[0]
+        return tensor_parallel.checkpoint(lambda hidden: self.layer(hidden)[0], False, hidden)
+
+
+def aside(model: OneLayer, inputs: list[torch.Tensor]) -> None:
+    """Compute passes without a backward pass: without gradients, in evaluation, and with a loss that is dropped."""
+    with torch.no_grad():
+        model(inputs[1])
+    model.eval()
+    model(inputs[1])
+    model.train()
+    model(inputs[0]).square().sum()
+
+
+def passes(
+    config: TransformerConfig, groups: ProcessGroupCollection, how: str, order: str
+) -> tuple[list[torch.Tensor], int]:
+    """Return the gradients of two microbatches, whose forward passes come first, and how often loads are gathered.
+
+    Args:
+        how: "once", or what recomputes the layer: "checkpoint", or "moe" as in --recompute-modules.
+        order: of the backward passes, such as "10"; "+" for that of the sum of both losses.
+    """
+    layer = build_layer(config, groups)
+    layer.moe_layer_recompute = how == "moe"
+    model = OneLayer(layer, how == "checkpoint")
+    remember([model])
     gather, gathered = layer._gather_counts, []
 
     def counting(map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -214,23 +247,36 @@ def two_microbatches(recomputed: bool, dispatcher: str) -> tuple[list[torch.Tens
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     inputs = torch.randn(2, 12, 1, HIDDEN, dtype=torch.float64, generator=generator).unbind(0)
     inputs = [hidden.clone().requires_grad_() for hidden in inputs]
-    # A pass without gradients that nothing repeats
-    with torch.no_grad():
-        layer(inputs[1])
-    compute = functools.partial(tensor_parallel.checkpoint, lambda hidden: layer(hidden)[0], False)
-    outputs = [compute(hidden) if recomputed else layer(hidden)[0] for hidden in inputs]
-    for output in outputs:
-        output.square().sum().backward()
+    aside(model, inputs)
+    losses = []
+    for hidden in inputs:
+        losses.append(model(hidden).square().sum())
+        aside(model, inputs)
+    if order == "+":
+        sum(losses).backward()
+    else:
+        for microbatch in map(int, order):
+            losses[microbatch].backward()
+            aside(model, inputs)
     layer.router.bias = None
     return [*(hidden.grad for hidden in inputs), *gradients(layer)], len(gathered)
 
 
+def repeats(dispatcher: str) -> None:
+    """Check that recomputation gathers no load again and changes no gradient, whatever the order of the passes."""
+    config = moe_config(**ACTIVATIONS["gelu"], moe_token_dispatcher_type=dispatcher)
+    groups = build_groups(config, seed=7)
+    for order in ("01", "10", "+"):
+        expected, count = passes(config, groups, "once", order)
+        for how in ("checkpoint", "moe"):
+            found, gathered = passes(config, groups, how, order)
+            assert gathered == count, (how, order)
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (how, order)
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_recomputation_repeats_the_decisions_of_the_first_pass(ranks, dispatcher: str) -> None:
-    once, again = (ranks(2).run(two_microbatches, recomputed, dispatcher) for recomputed in (False, True))
-    for (expected, count), (found, repeated) in zip(once, again, strict=True):
-        assert count == repeated == 3
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+def test_recomputation_repeats_the_decisions_of_its_own_pass(ranks, dispatcher: str) -> None:
+    ranks(2).run(repeats, dispatcher)
 
 
 def moments(hosted: bool, chunks: int, recompute: bool) -> list[str]:

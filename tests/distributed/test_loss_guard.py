@@ -15,7 +15,7 @@ from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import train, train_step
 from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.run import Run
-from tests.distributed.runs import build, modules
+from tests.distributed.runs import Curve, build, curve_of, modules
 
 NAN, INF = float("nan"), float("inf")
 
@@ -255,6 +255,43 @@ def losses_after_a_bad_iteration(guarded: bool) -> list[float]:
 def test_run_goes_on_as_if_only_the_step_were_missing(ranks) -> None:
     """Data, weights and dropout's random numbers equal those of a run that only skipped the step."""
     assert ranks(4).run(losses_after_a_bad_iteration, True) == ranks(4).run(losses_after_a_bad_iteration, False)
+
+
+RECOMPUTED = {
+    "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    "moe": "--recompute-granularity selective --recompute-modules moe",
+}
+PREDICTIONS = "--mtp-num-layers 1 --position-embedding-type rope"
+SEARCHED = {
+    "": ["uniform", "moe"],
+    "--balance-policy top2": ["uniform", "moe"],
+    f"--balance-policy top2 --moe-comm-chunks 2 {PREDICTIONS}": ["uniform"],
+    "--balance-policy top2 --num-layers 4 --pipeline-model-parallel-size 2": ["block"],
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1": ["uniform", "moe"],
+}
+"""Flags, and what is recomputed with them."""
+
+
+def curve_after_a_bad_iteration(flags: str) -> Curve:
+    """Return losses and gradient norms of iterations 4 to 6, after one in which the guard searched for a fault."""
+    run = build(f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}")
+    for _ in range(2):
+        train_step(run)
+    repair = on_rank(1, expert_output)(run)
+    assert train_step(run).fault is not None
+    repair()
+    return curve_of([train_step(run) for _ in range(3)])
+
+
+@pytest.mark.parametrize(
+    "flags", [pytest.param(flags, marks=[pytest.mark.slow] if "pipeline" in flags else []) for flags in SEARCHED]
+)
+def test_recomputation_does_not_repeat_the_passes_of_a_search(ranks, flags: str) -> None:
+    world_size = 4 if "pipeline" in flags else 2
+    expected = ranks(world_size).run(curve_after_a_bad_iteration, flags)
+    for what in SEARCHED[flags]:
+        assert ranks(world_size).run(curve_after_a_bad_iteration, f"{flags} {RECOMPUTED[what]}") == expected, what
 
 
 def repeated_losses(flags: str) -> list[list[float]]:

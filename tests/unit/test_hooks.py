@@ -1,5 +1,6 @@
 """A model's hooks enter computations in schedule order and reduce gradients once Agg has collected them."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,14 +124,15 @@ class Model:
         if span.stream == "computation":
             self.computed.append(span.name)
 
-    def iterate(self, number: int) -> None:
-        """Run forward and backward passes in the stage's order."""
+    def iterate(self, number: int, between: Callable[[], None] = lambda: None) -> None:
+        """Run forward and backward passes in the stage's order; call `between` before and after each."""
         self.computed.clear()
         self.balancer.begin_iteration(number)
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         gradients: dict[tuple[int, int], torch.Tensor] = {}
         inputs: dict[tuple[int, int], torch.Tensor] = {}
         for chunk, microbatch, forward in passes(MICROBATCHES):
+            between()
             if forward:
                 generator = torch.Generator().manual_seed(100 * number + microbatch)
                 tokens = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -142,35 +144,34 @@ class Model:
                 gradient = torch.ones(TOKENS, HIDDEN) if chunk else gradients[1, microbatch]
                 outputs[chunk, microbatch].backward(gradient)
                 gradients[chunk, microbatch] = inputs[chunk, microbatch].grad
+        between()
         assert self.config.finalize_model_grads_func(1, two=2) == ((1,), {"two": 2})
 
-    @torch.no_grad()
-    def forward_only(self) -> None:
-        tokens = torch.ones(TOKENS, HIDDEN)
-        for chunk in self.chunks:
-            tokens = chunk(tokens)
+    def aside(self) -> None:
+        """Compute a forward pass of the fault search, an evaluation, and one that forgets to switch gradients off."""
+        for training, gradients in ((True, False), (False, False), (False, True)):
+            tokens = torch.ones(TOKENS, HIDDEN)
+            for chunk in self.chunks:
+                chunk.train(training)
+                with torch.set_grad_enabled(gradients):
+                    tokens = chunk(tokens)
+                chunk.train()
 
 
 @pytest.mark.parametrize("recompute", ["nothing", "layer", "block"])
 @pytest.mark.parametrize("overlap", ["none", "blockwise"])
 def test_computations_are_entered_in_the_schedules_order(monkeypatch, overlap: str, recompute: str) -> None:
-    """The order is kept despite recomputation and despite passes between iterations."""
+    """The order is kept despite recomputation, and despite passes without a backward pass in and between iterations."""
     world = build(monkeypatch, overlap)
     model = Model(world, recompute)
     order = [step.computation.name for step in world.balancer.schedule(MICROBATCHES)]
     for iteration in (1, 2):
-        model.iterate(iteration)
+        model.iterate(iteration, model.aside)
         # The last computation ends with the iteration
         assert model.computed == order[:-1]
         last = {number: state.last for number, state in world.balancer.layers.items()}
         assert all(len(found.counts_BDE) == MICROBATCHES for found in last.values())
-        # A forward pass of the fault search, then an evaluation
-        model.forward_only()
-        for chunk in model.chunks:
-            chunk.eval()
-        model.forward_only()
-        for chunk in model.chunks:
-            chunk.train()
+        model.aside()
         assert model.computed == order[:-1]
         assert {number: state.last for number, state in world.balancer.layers.items()} == last
 

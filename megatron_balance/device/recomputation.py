@@ -1,0 +1,54 @@
+"""What the forward passes of a model decide, kept for recomputation, which repeats parts of a pass during its backward
+pass.
+
+megatron-core's recomputation gives a repetition the tensors of the first pass and nothing else.
+"""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+Decisions = defaultdict[object, list[Any]]
+"""Of one forward pass, by who decided; the latest one comes last."""
+
+
+class PassMemory:
+    """The decisions of each forward pass of one model chunk.
+
+    The graph of the chunk's output keeps the decisions of its pass, and they end with it. They are current while the
+    chunk computes its forward pass, and from the moment at which the gradient of its output is complete. Autograd then
+    computes the whole backward pass of the chunk before that of an earlier pass, even if one call computes both.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._current: Decisions | None = None
+        self._is_forward = False
+        chunk.register_forward_pre_hook(self._begin)
+        chunk.register_forward_hook(self._end)
+
+    def of(self, owner: object) -> list[Any]:
+        """Return the decisions of `owner` in the current pass, which recomputation repeats from the last to the first.
+
+        The list is the pass's own: the first pass of a recomputed part, which has no gradients, appends to it, and the
+        repetition, which has gradients, pops from it. It is empty, and is not kept, where nothing is repeated.
+        """
+        computed_once = self._is_forward and torch.is_grad_enabled()
+        return [] if self._current is None or computed_once else self._current[owner]
+
+    def _begin(self, chunk: torch.nn.Module, inputs: Any) -> None:
+        self._is_forward = True
+        self._current = defaultdict(list) if torch.is_grad_enabled() else None
+
+    def _end(self, chunk: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        decisions, self._current, self._is_forward = self._current, None, False
+        if decisions is None:
+            return
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._repeat, decisions))
+
+    def _repeat(self, decisions: Decisions, gradient: torch.Tensor) -> None:
+        self._current = decisions
