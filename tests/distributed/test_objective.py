@@ -205,10 +205,10 @@ def trained(flags: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return gradients(run), losses
 
 
-def defined(per_token: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def defined(flags: str, per_token: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the same for the definition of the predictions' losses, by one backward pass over the global batch."""
     with masked():
-        run = runs.build(PREDICTIONS)
+        run = runs.build(f"{PREDICTIONS} {flags}")
         (model,), depths = run.model, 2
         sums: list[list[torch.Tensor]] = [[] for _ in range(depths)]
         numbers: list[list[torch.Tensor]] = [[] for _ in range(depths)]
@@ -229,9 +229,10 @@ def defined(per_token: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]
     return gradients(run), {f"mtp_{depth} loss": mean.item() for depth, mean in enumerate(means, 1)}
 
 
-def check_predictions(ranks: Callable, world_size: int, flags: str) -> None:
-    expected, means = ranks(1).run(defined, PER_TOKEN in flags)[0]
-    found, losses = ranks(world_size).run(trained, flags)[-1]
+def check_predictions(ranks: Callable, world_size: int, layout: str, per_token: str, layer: str = "balanced") -> None:
+    layer = f"--moe-layer-impl {layer}"
+    expected, means = ranks(1).run(defined, layer, bool(per_token))[0]
+    found, losses = ranks(world_size).run(trained, f"{layout} {per_token} {layer}")[-1]
     assert {name: losses[name] for name in means} == pytest.approx(means, rel=1e-5)
     for name, gradient in found.items():
         assert (gradient - expected[name]).abs().max() <= TOLERANCE * expected[name].abs().max() + 1e-3, name
@@ -239,7 +240,7 @@ def check_predictions(ranks: Callable, world_size: int, flags: str) -> None:
 
 @pytest.mark.parametrize("per_token", ["", PER_TOKEN], ids=["by microbatch", "by token"])
 def test_losses_of_predictions_are_those_of_their_definition(ranks, per_token: str) -> None:
-    check_predictions(ranks, 2, f"{CP2} {per_token}")
+    check_predictions(ranks, 2, CP2, per_token)
 
 
 @pytest.mark.slow
@@ -247,7 +248,7 @@ def test_losses_of_predictions_are_those_of_their_definition(ranks, per_token: s
 @pytest.mark.parametrize("per_token", ["", PER_TOKEN], ids=["by microbatch", "by token"])
 @pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, ""), (4, CP2), (4, f"{CP2} --cp-comm-type all_gather")])
 def test_losses_of_predictions_in_layouts(ranks, world_size: int, flags: str, per_token: str, layer: str) -> None:
-    check_predictions(ranks, world_size, f"{flags} {per_token} --moe-layer-impl {layer}")
+    check_predictions(ranks, world_size, flags, per_token, layer)
 
 
 BIASED = (
