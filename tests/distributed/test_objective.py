@@ -307,5 +307,12 @@ def biases(flags: str, iterations: int) -> list[tuple[bool, float]]:
 def test_a_step_that_the_loss_scaler_skips_moves_no_bias(ranks, guarded: str) -> None:
     flags = f"--fp16 --initial-loss-scale 1e6 --hysteresis 1 {guarded}"
     (found,) = ranks(1).run(biases, flags, 6)
-    first = [skipped for skipped, _ in found].index(False)
-    assert first > 0 and [bias > 0 for _, bias in found] == [step >= first for step in range(len(found))]
+    skipped, after = zip(*found, strict=True)
+    moved = [one != before for before, one in zip((0.0, *after), after, strict=False)]
+    assert skipped[0] and moved == [not one for one in skipped] and any(moved)
+
+
+def test_router_losses_do_not_overflow(ranks) -> None:
+    """A microbatch's share of this scale is above the maximum of float16."""
+    (((skipped, _),),) = ranks(1).run(biases, "--fp16 --initial-loss-scale 2e5", 1)
+    assert not skipped
