@@ -65,9 +65,6 @@ def flags_of(*names: str) -> str:
 def reference(*names: str) -> str:
     """Return the flags of the run that such a run must follow."""
     learning = {name for name in names if FEATURES[name].learns}
-    if "multi-token prediction" in learning:
-        # Each context-parallel rank has the mean over those of its own tokens whose next token is in the sequence
-        learning |= {"context parallelism"} & {*names}
     return " ".join([PLAIN, "--sequence-parallel", *(FEATURES[name].flags for name in names if name in learning)])
 
 

@@ -52,6 +52,7 @@ from megatron_balance.config.run_config import (
 )
 from megatron_balance.device.machine import Machine
 from megatron_balance.flow.layer import remember
+from megatron_balance.flow.routers import define_losses, keep_precision
 from megatron_balance.job.groups import expert_node_size
 from megatron_balance.job.job import Launch, node_topology
 from megatron_balance.observe.balance import LayerReport, log_fields, mean_over_ranks
@@ -206,6 +207,8 @@ def attach(
         # Before the balancer's hooks, which need an iteration in progress
         chunk.register_forward_pre_hook(iterations.begin)
     remember(chunks)
+    keep_precision(chunks)
+    define_losses(chunks, (lambda tokens: tokens) if hooks.calculate_per_token_loss else None)
     force_workload(wiring, chunks, microbatches)
     balancing.balancer = build_balancer(wiring, chunks, None, microbatches=microbatches)
     iterations.finalize = hooks.finalize_model_grads_func

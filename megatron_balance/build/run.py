@@ -48,10 +48,12 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.group_scores import score_groups
 from megatron_balance.flow.layer import BalancedMoELayer, remember
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
+from megatron_balance.flow.routers import define_losses, keep_precision
 from megatron_balance.job.layout import build_groups
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loss_guard import LossGuard
+from megatron_balance.training.objective import Objective, PredictingModel
 from megatron_balance.training.optimizer_state import fuse
 from megatron_balance.training.progress import Progress
 from megatron_balance.training.run import Run
@@ -93,6 +95,8 @@ def build_run(
     optimizer = get_megatron_optimizer(config.optimizer, [*model], use_gloo_process_groups=False, pg_collection=groups)
     fuse(optimizer)
     connect_hooks(wiring, model, optimizer)
+    objective = Objective(config.transformer, groups, wiring.dispatch.router_groups())
+    define_losses(model, objective.router_weight if config.transformer.calculate_per_token_loss else None)
     length = run_length(config.train, groups.dp.size())
     batches = build_batch_schedule(config.train, groups.dp.size())
     force_workload(wiring, model, batches.get)
@@ -110,6 +114,7 @@ def build_run(
         data=build_data(config, tokenizer, groups, length, consumed=consumed) if with_data else Data([], None, None),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
+        objective=objective,
         balancer=build_balancer(wiring, model, optimizer, microbatches=batches.get, policy=policy),
         chunks=wiring.chunks,
         progress=progress,
@@ -159,7 +164,7 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
     first = is_pp_first_stage(groups.pp) and not stage
     last = is_pp_last_stage(groups.pp) and (stage is None or chunks is None or stage == chunks - 1)
     assert config.model.max_position_embeddings is not None
-    model = GPTModel(
+    model = (GPTModel if config.transformer.mtp_num_layers is None else PredictingModel)(
         config=config.transformer,
         # GPTModel also takes the submodules of a block, although its annotation does not list them
         transformer_layer_spec=cast(ModuleSpec, block),
@@ -189,8 +194,11 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
 
 
 def _in_training_precision(model: GPTModel, config: RunConfig) -> torch.nn.Module:
-    half = config.transformer.bf16 or config.transformer.fp16
-    return Float16Module(config.transformer, model) if half else model
+    if not config.transformer.bf16 and not config.transformer.fp16:
+        return model
+    converted = Float16Module(config.transformer, model)
+    keep_precision([converted])
+    return converted
 
 
 def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlockSubmodules:

@@ -21,6 +21,7 @@ expert_shards.py       how a checkpoint stores experts: by logical expert, whoev
 
 parallel_schedule.py   the orders of steps with tensor parallelism and sharded experts: megatron, baseline, s1, s2
 schedule_choice.py     predicts which schedule takes the least time
+routers.py             auxiliary losses of megatron-core's routers, and the precision of their counts
 group_scores.py        DeepSeek's scores of groups of experts, for group-limited routing
 reference.py           a mixture of experts by its definition, for tests
 """

@@ -3,6 +3,7 @@
 run               Run: the objects of a built run
 progress          Progress: counters that checkpoints save; StepReport: the report of one iteration
 loop              the training loop, one iteration, and evaluation
+objective         the loss of a microbatch, and the weights of predictions' and routers' losses in it
 reports           completion of reports when the device has finished their iteration
 data              data sets, and the samples that each rank reads
 data_checks       checks of the data against the flags, by one rank alone

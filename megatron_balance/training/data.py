@@ -28,7 +28,8 @@ from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32."""
+"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32; with multi-token prediction, also
+`prediction_mask(depth)` for each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
 
 Blend = tuple[list[str], list[float] | None]
 
@@ -265,6 +266,7 @@ def _iterate(
         for sample in loader:
             check_batch(sample, dataset, vocab_size)
             batch = {name: value.to(device, non_blocking=True) for name, value in sample.items()}
+            batch |= prediction_masks(batch["loss_mask"], config.transformer.mtp_num_layers or 0)
             yield on_context_rank(batch, groups.cp.rank(), groups.cp.size())
         if not repeat:
             return
@@ -281,6 +283,23 @@ def on_context_rank(batch: Batch, rank: int, ranks: int) -> Batch:
         return torch.cat([chunks[chunk] for chunk in sequence_chunks(rank, ranks)], 1)
 
     return {name: part(value) if value.dim() > 1 else value for name, value in batch.items()}
+
+
+def prediction_mask(depth: int) -> str:
+    """Return the name in a Batch of the mask [b, s] of the tokens whose prediction counts at a depth, from 1."""
+    return f"loss_mask_{depth}"
+
+
+def prediction_masks(loss_mask: torch.Tensor, depths: int) -> Batch:
+    """Return what a Batch needs for multi-token prediction, given the mask [b, s] of whole sequences.
+
+    At depth d, a token predicts the label of the token d places later, which may be masked or beyond the sequence.
+    """
+    if not depths:
+        return {}
+    masks = [torch.nn.functional.pad(loss_mask[:, depth:], (0, depth)) for depth in range(1, 1 + depths)]
+    numbers = torch.stack([mask.sum() for mask in masks])
+    return {prediction_mask(depth): mask for depth, mask in enumerate(masks, 1)} | {"predictable": numbers}
 
 
 def batch_bytes(micro_batch_size: int, seq_length: int) -> int:

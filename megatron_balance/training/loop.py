@@ -12,9 +12,6 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config.run_config import RunConfig
@@ -25,6 +22,7 @@ from megatron_balance.training import collection, optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog, moe_layer_pattern
+from megatron_balance.training.objective import Objective
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.reports import Queued, Reports
 from megatron_balance.training.run import Run
@@ -118,14 +116,11 @@ def queue_step(run: Run, read: bool = True) -> Queued:
         run.balancer.begin_iteration(progress.iteration + 1)
 
     repeat = functools.partial(_forward_backward, run, microbatches=run.batches.get(), forward_only=True)
-    reports = _forward_backward(run, run.guard.begin(run.data.train), run.batches.get(), forward_only=False)
+    data = run.objective.begin(run.guard.begin(run.data.train), run.batches.get())
+    reports = _forward_backward(run, data, run.batches.get(), forward_only=False)
     run.position.enter("optimizer")
     known = _known(run, reports, read)
-    fault = None
-    if known.bad:
-        fault = run.guard.fault(reports, repeat)
-        clear_aux_losses_tracker()
-        _prediction_losses(run)
+    fault = run.guard.fault(reports, repeat) if known.bad else None
     with record_function("optimizer"), _timed(run.config, "optimizer"):
         step = functools.partial(optimizer_step.step, run.optimizer, known.squared_norms, known.zeros)
         stepped, grad_norm, num_zeros = (False, None, None) if fault else step()
@@ -135,6 +130,8 @@ def queue_step(run: Run, read: bool = True) -> Queued:
         run.balancer.transfer_owners()
     if stepped:
         run.scheduler.step(increment=batch_size)
+    else:
+        run.guard.restore_expert_biases()
 
     nan = any(value != value for value in known.losses.values())
     progress.advance(batch_size, skipped=not stepped, bad=fault is not None, nan=nan)
@@ -184,8 +181,10 @@ def _known(run: Run, reports: LossReports, read: bool) -> Known:
     count = read and run.config.optimizer.log_num_zeros_in_grad
     zeros = optimizer_step.zeros(run.optimizer) if count else []
     losses = _mean_losses(reports, run.groups)
-    auxiliary, by_layer = _auxiliary_losses(run, by_layer=read and run.config.transformer.moe_per_layer_logging)
-    losses |= auxiliary | _prediction_losses(run)
+    layers = moe_layer_pattern(run.config.transformer)
+    auxiliary, by_layer = run.objective.mean_router_losses(layers, run.batches.get())
+    losses |= auxiliary
+    by_layer = by_layer if read and run.config.transformer.moe_per_layer_logging else {}
     parts = [[bad], norms, zeros, losses.values(), by_layer.values()]
     numbers = iter(torch.cat([value.reshape(-1).float() for part in parts for value in part]).tolist())
     return Known(
@@ -222,7 +221,6 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
         reports = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
     for chunk in run.model:
         chunk.train()
-    clear_aux_losses_tracker()
     return {name: value.item() for name, value in _mean_losses(reports, run.groups).items()}
 
 
@@ -252,7 +250,7 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
 
     def counted_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         run.position.advance()
-        return forward_step(data, model, config.timers)
+        return forward_step(data, model, run.objective, config.timers)
 
     return get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(
         forward_step_func=counted_forward_step,
@@ -266,7 +264,7 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
 
 
 def forward_step(
-    data: Iterator[Batch], model: torch.nn.Module, timers: Callable | None = None
+    data: Iterator[Batch], model: torch.nn.Module, objective: Objective, timers: Callable | None = None
 ) -> tuple[torch.Tensor, Callable]:
     """Run one microbatch through one model chunk; return the output and its loss function."""
     first, last = get_attr_wrapped_model(model, "pre_process"), get_attr_wrapped_model(model, "post_process")
@@ -283,24 +281,7 @@ def forward_step(
         # Only multi-token prediction reads it
         loss_mask=batch.get("loss_mask"),
     )
-    return output, functools.partial(token_loss, batch.get("loss_mask"))
-
-
-def token_loss(
-    loss_mask: torch.Tensor | None, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of a microbatch, its number of tokens, and both of them for the log.
-
-    Args:
-        loss_mask: [b, s], 1 for tokens that count.
-        losses: [b, s], cross entropy of every token.
-    """
-    assert loss_mask is not None, "only the last pipeline stage computes losses"
-    mask = loss_mask.reshape(-1).float()
-    loss = (losses.reshape(-1).float() * mask).sum()
-    tokens = mask.sum()
-    # The schedule divides `loss` in place, so the log needs a copy
-    return loss, tokens.int(), {"lm loss": torch.stack([loss.detach(), tokens]).clone()}
+    return output, functools.partial(objective.loss, model, batch)
 
 
 def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[str, torch.Tensor]:
@@ -313,74 +294,3 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
         dist.all_reduce(total, group=groups.dp_cp)
         means[name] = total[0] / total[1]
     return means
-
-
-def _auxiliary_losses(run: Run, by_layer: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return megatron-core's auxiliary losses, averaged over the MoE layers, and clear its tracker.
-
-    Args:
-        by_layer: whether to return the losses [num_layers] of each layer, too; 0 for dense ones.
-    """
-    config = run.config.transformer
-    if config.num_moe_experts is None:
-        return {}, {}
-    totals: dict[str, torch.Tensor] = {}
-    layers, pattern = _LayerLosses(1 / run.batches.get()), moe_layer_pattern(config)
-    track_moe_metrics(
-        loss_scale=layers.scale,
-        iteration=run.progress.iteration + 1,
-        writer=layers if by_layer else None,
-        total_loss_dict=totals,
-        # All pipeline stages must reduce the same names, even a stage without an MoE layer
-        force_initialize=True,
-        track_names=_auxiliary_loss_names(config.moe_router_load_balancing_type, config.moe_z_loss_coeff),
-        num_layers=len(pattern),
-        moe_layer_freq=pattern,
-        pg_collection=run.groups,
-    )
-    return totals, layers.losses
-
-
-class _LayerLosses:
-    """Stand-in for TensorBoard's writer, which megatron-core calls when it has reduced losses and not yet cleared them.
-
-    megatron-core's own `per_layer_logging` waits for the device.
-    """
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-        self.losses: dict[str, torch.Tensor] = {}
-
-    def add_scalar(self, name: str, value: torch.Tensor, iteration: int) -> None:
-        if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
-            values = moe_utils.get_moe_metrics_tracker().metrics[name].values  # pyright: ignore
-        else:
-            values = moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]
-        self.losses[name] = values.float() * self.scale
-
-
-def _prediction_losses(run: Run) -> dict[str, torch.Tensor]:
-    """Return the losses of multi-token prediction, averaged as megatron-core does, and clear its tracker.
-
-    They are means over the microbatches' means; empty except on the last pipeline stage.
-    """
-    totals: dict[str, torch.Tensor] = {}
-    if run.config.transformer.mtp_num_layers is not None and is_pp_last_stage(run.groups.pp):
-        # megatron-core calls it in this way, too, although it is not declared as a static method
-        MTPLossLoggingHelper.track_mtp_metrics(
-            loss_scale=1 / run.batches.get(),  # pyright: ignore[reportArgumentType]
-            iteration=0,
-            writer=None,
-            total_loss_dict=totals,
-        )
-    return totals
-
-
-def _auxiliary_loss_names(balancing: str | list[str], z_loss: float | None) -> list[str]:
-    logged = {
-        "aux_loss": "load_balancing_loss",
-        "seq_aux_loss": "seq_load_balancing_loss",
-        "global_aux_loss": "global_load_balancing_loss",
-    }
-    kinds = [balancing] if isinstance(balancing, str) else balancing
-    return [logged[kind] for kind in kinds if kind in logged] + (["z_loss"] if z_loss is not None else [])

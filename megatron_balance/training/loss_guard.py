@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.flow.routers import routers_of
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import BucketSums, LossReports, explain
 from megatron_balance.training.progress import Progress, StepReport
@@ -50,11 +50,11 @@ class Remembered:
 
 @dataclass(frozen=True)
 class _Start:
-    """State at the start of an iteration, which is restored after a bad one."""
+    """State at the start of an iteration, for one whose step does not happen."""
 
-    data: list[Remembered]
-    random_states: tuple[Any, ...]
     expert_biases: torch.Tensor | None
+    data: list[Remembered] = field(default_factory=list)
+    random_states: tuple[Any, ...] = ()
 
 
 class LossGuard:
@@ -71,9 +71,8 @@ class LossGuard:
         self._model, self._groups = model, groups
         self._gradients_count = not config.transformer.fp16
         self._gradients: BucketSums = []
-        self._start = _Start([], (), None)
-        modules = (module for chunk in model for module in chunk.modules())
-        self._biased = [module for module in modules if isinstance(module, TopKRouter) and module.enable_expert_bias]
+        self._start = _Start(None)
+        self._biased = [router for router in routers_of(model) if router.enable_expert_bias]
         if self.enabled:
             for chunk in model:
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -82,15 +81,13 @@ class LossGuard:
 
     def begin(self, data: list[Iterator[Batch]]) -> list[Iterator[Batch]]:
         """Begin an iteration; the caller takes its microbatches from the returned iterators."""
+        biases = self._expert_biases()
+        self._start = _Start(torch.stack(biases) if biases else None)
         if not self.enabled:
             return data
-        self._gradients, biases = [], self._expert_biases()
-        self._start = _Start(
-            data=[Remembered(source) for source in data],
-            random_states=random._get_all_rng_states(),
-            expert_biases=torch.stack(biases) if biases else None,
-        )
-        return list(self._start.data)
+        self._gradients, remembered = [], [Remembered(source) for source in data]
+        self._start = replace(self._start, data=remembered, random_states=random._get_all_rng_states())
+        return list(remembered)
 
     def evidence(self, reports: LossReports) -> torch.Tensor:
         """Return [1] on the device: above 0 if any rank has a non-finite loss or gradient, so that no step is allowed.
@@ -119,11 +116,15 @@ class LossGuard:
             reports: as for `evidence`.
             repeat: repeats the forward pass without gradients; it communicates like the first one.
         """
+        self.restore_expert_biases()
+        again = functools.partial(self._repeat, repeat)
+        return explain(self._model, self._groups, reports=reports, gradients=self._gradients, repeat=again)
+
+    def restore_expert_biases(self) -> None:
+        """Give routers the expert biases of the start of the iteration, because its step does not happen."""
         if self._start.expert_biases is not None:
             for bias, before in zip(self._expert_biases(), self._start.expert_biases, strict=True):
                 bias.copy_(before)
-        again = functools.partial(self._repeat, repeat)
-        return explain(self._model, self._groups, reports=reports, gradients=self._gradients, repeat=again)
 
     def review(self, report: StepReport, progress: Progress, log: Callable[[str], None]) -> None:
         """Log a bad or spiky iteration.

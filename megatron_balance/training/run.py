@@ -14,6 +14,7 @@ from megatron_balance.job.stall import Position
 from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.data import Data
 from megatron_balance.training.loss_guard import LossGuard
+from megatron_balance.training.objective import Objective
 from megatron_balance.training.progress import Progress
 from megatron_balance.training.schedule import Length
 
@@ -34,6 +35,7 @@ class Run:
     data: Data
     vocab_size: int
     guard: LossGuard
+    objective: Objective
     balancer: Balancer | None = None
     chunks: ChunkChoice | None = None
     """Choice of each layer's chunks; None without chunks."""

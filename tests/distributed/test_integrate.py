@@ -42,7 +42,12 @@ needs_megatron_lm = pytest.mark.skipif(
 
 
 def own_loop(
-    flags: str, detach: bool = False, context: int = 1, predictions: int | None = None, recomputes: bool = False
+    flags: str,
+    detach: bool = False,
+    context: int = 1,
+    predictions: int | None = None,
+    recomputes: bool = False,
+    balancing_loss: str = "aux_loss",
 ) -> tuple[Curve, Hosts]:
     """Run a user's program on megatron-core with our three calls and our flags.
 
@@ -51,6 +56,7 @@ def own_loop(
         context: context-parallel size; a rank's samples then are its parts of sequences.
         predictions: layers for multi-token prediction.
         recomputes: whether the program recomputes layers, and computes passes without a backward pass between others.
+        balancing_loss: the routers' auxiliary loss; one other than the default has a large coefficient.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--seq-length", type=int, default=16)
@@ -64,7 +70,8 @@ def own_loop(
         moe_router_topk=2,
         moe_ffn_hidden_size=64,
         moe_token_dispatcher_type="alltoall",
-        moe_aux_loss_coeff=1e-2,
+        moe_router_load_balancing_type=balancing_loss,
+        moe_aux_loss_coeff=1e-2 if balancing_loss == "aux_loss" else 1e5,
         expert_model_parallel_size=dist.get_world_size(),
         context_parallel_size=context,
         mtp_num_layers=predictions,
@@ -86,12 +93,16 @@ def own_loop(
         position_embedding_type="rope",
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if predictions else None,
     )
+    for buffer in gpt.buffers():
+        # As megatron-core's Float16Module does
+        buffer.data = buffer.data.bfloat16()
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=1e-3), [model], use_gloo_process_groups=False
     )
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     attach([model], balancing, microbatches=lambda: MICROBATCHES)
+    assert balancing.is_off or all(buffer.dtype == torch.float32 for buffer in gpt.buffers())
     if detach:
         config.finalize_model_grads_func = finalize_model_grads
     return train(args, model, optimizer, balancing, step_after_others if recomputes else upstream.forward_step)
@@ -165,6 +176,15 @@ def test_a_loop_of_ones_own_learns_the_same(ranks, settings: tuple) -> None:
 def test_passes_without_a_backward_pass_change_nothing(ranks, flags: str) -> None:
     expected, found = (ranks(2).run(own_loop, flags, False, 1, 1, recomputes)[0] for recomputes in (False, True))
     assert found == expected
+
+
+def test_routers_losses_are_those_of_their_definitions(ranks) -> None:
+    """megatron-core divides this loss by the number of data-parallel ranks."""
+    settings = (False, 1, None, False, "global_aux_loss")
+    ((_, theirs), *_), ((_, ours), *_) = (
+        ranks(2).run(own_loop, flags, *settings)[0][0] for flags in ("--moe-layer-impl megatron", POLICY)
+    )
+    assert ours == pytest.approx(2 * theirs, rel=1e-3)
 
 
 def test_a_hook_that_was_replaced_is_noticed(ranks) -> None:

@@ -1,7 +1,6 @@
 """Multi-token prediction: runs of our layer against megatron-core's, with a policy, on other layouts."""
 
 import pytest
-from megatron.core.transformer import multi_token_prediction
 
 from tests.distributed import runs
 from tests.distributed.runs import deviation
@@ -54,16 +53,10 @@ def test_policies_act_on_predicting_layers_and_change_nothing(ranks, curve_of, p
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    hasattr(multi_token_prediction, "process_mtp_loss"), reason="since 0.19, each rank weights the losses of its tokens"
-)
-def test_parts_of_sequences_follow_whole_ones(curve_of) -> None:
-    """Means over each rank's tokens would differ from one over all, because a sequence's last has none to predict.
-
-    Without such means, megatron-core weights the router's losses by the number of ranks.
-    """
+@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
+def test_parts_of_sequences_follow_whole_ones(curve_of, per_token: str) -> None:
     world_size, flags = LAYOUTS["EP2xCP2"]
-    flags += " --calculate-per-token-loss --moe-router-load-balancing-type none --moe-z-loss-coeff 0"
+    flags += f" {per_token}"
     alone = flags.replace("--context-parallel-size", "--eval-iters")
     assert deviation(*(curve_of(one, ITERATIONS, world_size) for one in (flags, alone))) <= 1e-6
 

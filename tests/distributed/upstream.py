@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 
-from megatron_balance.training.loop import token_loss
+from megatron_balance.training.objective import token_loss
 from tests.distributed.runs import Curve, Hosts
 
 PATCH = Path(__file__).parents[2] / "docs" / "pretrain_gpt.patch"

@@ -1,0 +1,162 @@
+"""megatron-core's routers, with auxiliary losses as they are defined, in every layout and version.
+
+Each rank adds its part of a loss to its backward pass. A loss of a microbatch is the sum of the parts of the ranks that
+share its tokens (the router's `tp_cp_group`); that of the run is the mean over microbatches and data-parallel ranks:
+
+    aux_loss          of a microbatch (Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2)
+    seq_aux_loss      of each sequence, whose mean is taken (DeepSeek-V3, https://arxiv.org/abs/2412.19437, Eq. 17)
+    global_aux_loss   of a microbatch, with the experts' shares of all tokens that the iteration has routed so far
+                      (https://arxiv.org/abs/2501.11873)
+    z-loss            of each token, whose mean is taken (ST-MoE, https://arxiv.org/abs/2202.08906, Eq. 5)
+
+megatron-core computes the losses, but its versions weight some of them by the number of ranks, and log some of them for
+one rank only.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, clear_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_balance.device.versions import number_of
+
+Weight = Callable[[torch.Tensor | int], torch.Tensor | int]
+"""Returns the factor of a microbatch's losses, given the number of its tokens on all ranks that share it."""
+
+LOAD_BALANCING = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+"""Methods of a router that receive probabilities and scores."""
+
+
+def routers_of(model: Iterable[torch.nn.Module]) -> Iterator[TopKRouter]:
+    """Yield the routers of model chunks, first layer first."""
+    for chunk in model:
+        yield from (module for module in chunk.modules() if isinstance(module, TopKRouter))
+
+
+def keep_precision(model: Iterable[torch.nn.Module]) -> None:
+    """Give routers' counts and expert biases float32 again, after the model was converted to half precision.
+
+    Counts in bfloat16 stop growing at 256, and float16 ends at 65504. A bias would lose most of a step.
+    """
+    for router in routers_of(model):
+        for buffer in router.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+
+
+def define_losses(model: Iterable[torch.nn.Module], weight: Weight | None) -> None:
+    """Make routers add and log their auxiliary losses as the docstring of this module defines them.
+
+    Args:
+        weight: for `--calculate-per-token-loss`, by which gradients are summed and then divided by the number of
+            unmasked tokens; None without it.
+    """
+    for router in routers_of(model):
+        for name in LOAD_BALANCING:
+            setattr(router, name, functools.partial(_apply_in_float32, getattr(router, name)))
+        settings: Any = router
+        settings.attach_and_log_load_balancing_loss = functools.partial(_add_load_balancing_loss, router, weight)
+        settings.apply_z_loss = functools.partial(_add_z_loss, router, weight)
+
+
+def take_losses(names: Sequence[str], layers: int) -> torch.Tensor:
+    """Return this rank's parts of the losses [names, layers], summed over microbatches since the last call.
+
+    Args:
+        layers: number of transformer layers of the whole model.
+    """
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
+        entries: Any = moe_utils.get_moe_metrics_tracker().metrics  # pyright: ignore[reportAttributeAccessIssue]
+        values = {name: entry.values for name, entry in entries.items()}
+    else:
+        values = {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+    none = torch.zeros(layers, device=torch.cuda.current_device())
+    taken = torch.stack([values.get(name, none) for name in names])
+    clear_aux_losses_tracker()
+    return taken
+
+
+def _apply_in_float32(
+    apply: Callable[..., torch.Tensor], probs: torch.Tensor, scores: torch.Tensor, *args: Any, **options: Any
+) -> torch.Tensor:
+    """Call one of `LOAD_BALANCING`: sums over tokens, and weights of gradients, may be above float16's maximum."""
+    return apply(probs, _at_least_float32(scores), *args, **options)
+
+
+def _add_load_balancing_loss(
+    router: TopKRouter,
+    weight: Weight | None,
+    activation: torch.Tensor,
+    coefficient: float,
+    loss: torch.Tensor,
+    name: str,
+    group: dist.ProcessGroup,
+    *_: Any,
+    valid_token_count: torch.Tensor | int | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """Replacement of a router's `attach_and_log_load_balancing_loss`."""
+    # A loss of the global batch is the sum of all replicas' parts, but gradients are averaged over replicas
+    replicas = group.size() // router.tp_cp_group.size()
+    loss = loss if replicas == 1 else loss * replicas
+    # Only a padding mask makes the count a tensor; otherwise megatron-core 0.16 gives the tokens of one sequence
+    padded = isinstance(valid_token_count, torch.Tensor)
+    tokens = valid_token_count if padded else activation.shape[0]
+    return _add(router, weight, activation, name, loss / coefficient, loss, tokens)
+
+
+def _add_z_loss(
+    router: TopKRouter, weight: Weight | None, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Replacement of a router's `apply_z_loss`."""
+    coefficient = router.config.moe_z_loss_coeff
+    if coefficient is None or not router.training or not torch.is_grad_enabled():
+        return logits
+    share = 1 / router.tp_cp_group.size()
+    value = z_loss_func(_at_least_float32(logits), share, padding_mask=padding_mask)
+    tokens = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
+    return _add(router, weight, logits, "z_loss", value, value * coefficient, tokens)
+
+
+def _add(
+    router: TopKRouter,
+    weight: Weight | None,
+    activation: torch.Tensor,
+    name: str,
+    value: torch.Tensor,
+    loss: torch.Tensor,
+    tokens: torch.Tensor | int | None,
+) -> torch.Tensor:
+    """Return `activation`, whose backward pass also starts that of `loss`; log `value`.
+
+    Args:
+        value: this rank's part of the loss without its coefficient.
+        loss: the same with it.
+        tokens: number of this rank's tokens.
+    """
+    config, size = router.config, router.tp_cp_group.size()
+    repeats = 1
+    if getattr(router, "is_mtp_layer", False) and getattr(config, "mtp_use_repeated_layer", False):
+        assert config.mtp_num_layers is not None
+        repeats = config.mtp_num_layers
+    if repeats > 1:
+        value, loss = value / repeats, loss / repeats
+    if router.layer_number is not None:
+        record: Any = moe_utils.save_to_aux_losses_tracker
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
+            record = moe_utils.get_moe_metrics_tracker().record  # pyright: ignore[reportAttributeAccessIssue]
+        layers = config.num_layers + (config.mtp_num_layers or 0)
+        record(name, value, number_of(router), layers, reduce_group=router.tp_cp_group)
+    if weight is not None:
+        assert tokens is not None
+        loss = loss * weight(tokens * size)
+    return MoEAuxLossAutoScaler.apply(activation, loss)
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

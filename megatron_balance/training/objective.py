@@ -1,0 +1,162 @@
+"""What a run minimizes: the mean loss per token, the losses of predictions, and the auxiliary losses of routers.
+
+The weight of each loss relative to the mean loss per token is its coefficient, in every layout. With
+`--calculate-per-token-loss`, gradients are summed over microbatches and ranks, then divided by the number of unmasked
+tokens of the global batch. Losses with other means need that number in the backward pass, so the last pipeline stage
+reads the microbatches of an iteration when it begins.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_balance.flow.routers import take_losses
+from megatron_balance.training.data import Batch, prediction_mask
+
+LOGGED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Value of `--moe-router-load-balancing-type` -> name in the log."""
+
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""The summed loss of a microbatch, its number of tokens, and sums and numbers for the log, by name."""
+
+
+class PredictingModel(GPTModel):
+    """A GPT with multi-token prediction that leaves the predictions' losses to the objective.
+
+    megatron-core would add them with weights that depend on its version and on the layout.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.losses: list[torch.Tensor] = []
+        """Losses [b, s] of the latest microbatch: those of the predictions, then the model's own."""
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """As in the base, which calls this for each depth of prediction, and then for the model itself."""
+        assert self.config.mtp_num_layers is not None
+        if len(self.losses) > self.config.mtp_num_layers:
+            self.losses.clear()
+        losses = super().compute_language_model_loss(labels, logits)
+        self.losses.append(losses)
+        return losses if len(self.losses) > self.config.mtp_num_layers else losses.detach()
+
+
+class Objective:
+    """Adds up the losses of one rank's microbatches, and means of all ranks' losses for the log."""
+
+    def __init__(
+        self, config: TransformerConfig, groups: ProcessGroupCollection, routed: ProcessGroupCollection
+    ) -> None:
+        """`routed` has the groups over which routers reduce auxiliary losses (`ParallelDispatch.router_groups`)."""
+        self.config, self.groups, self.routed = config, groups, routed
+        self.depths = config.mtp_num_layers or 0
+        balancing = config.moe_router_load_balancing_type
+        kinds = [balancing] if isinstance(balancing, str) else balancing
+        self.router_losses = [LOGGED[kind] for kind in kinds if kind in LOGGED]
+        if config.moe_z_loss_coeff is not None:
+            self.router_losses.append("z_loss")
+        if config.num_moe_experts is None:
+            self.router_losses = []
+        self.tokens: torch.Tensor | None = None
+        """[1 + depths]: number of unmasked tokens of the iteration's global batch, and of those at each depth that have
+        a token to predict; None without `--calculate-per-token-loss`."""
+        self.per_microbatch: torch.Tensor | None = None
+        """[]: number of unmasked tokens per microbatch; None if `tokens` is."""
+
+    def begin(self, data: list[Iterator[Batch]], microbatches: int) -> list[Iterator[Batch]]:
+        """Begin an iteration; the caller takes its microbatches from the returned iterators. Every rank calls this."""
+        if not self.config.calculate_per_token_loss or not (self.depths or self.router_losses):
+            return data
+        device = torch.cuda.current_device()
+        tokens, last = torch.zeros(1 + self.depths, device=device), is_pp_last_stage(self.groups.pp)
+        if last:
+            batches = list(islice(data[-1], microbatches))
+            for batch in batches:
+                masks = [batch["loss_mask"], *(batch[prediction_mask(depth)] for depth in range(1, 1 + self.depths))]
+                tokens += torch.stack(masks).sum((1, 2))
+            dist.all_reduce(tokens, group=self.groups.dp_cp)
+            data = [*data[:-1], iter(batches)]
+        if self.groups.pp.size() > 1:
+            dist.broadcast(tokens, dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
+        self.tokens, self.per_microbatch = tokens, tokens[0] / (microbatches * self.groups.dp.size())
+        return data
+
+    def router_weight(self, _: torch.Tensor | int) -> torch.Tensor:
+        """Return the factor of a microbatch's router losses, as `flow.routers.Weight`."""
+        assert self.per_microbatch is not None
+        return self.per_microbatch
+
+    def loss(self, model: torch.nn.Module, batch: Batch, losses: torch.Tensor) -> Loss:
+        """Return the loss of a microbatch as megatron-core's schedules take it.
+
+        Args:
+            model: the chunk that returned `losses` [b, s], the cross entropy of every token.
+        """
+        loss, tokens, logged = token_loss(batch["loss_mask"], losses)
+        if not self.depths or not model.training:
+            return loss, tokens, logged
+        whole: Any = get_attr_wrapped_model(model, "losses")
+        for depth, predicted in enumerate(whole[:-1], 1):
+            mask = batch[prediction_mask(depth)]
+            total = (predicted.float() * mask).sum()
+            logged[f"mtp_{depth} loss"] = torch.stack([total.detach(), mask.sum()])
+            if torch.is_grad_enabled():
+                loss = loss + total * self._prediction_weight(depth, batch, tokens)
+        return loss, tokens, logged
+
+    def mean_router_losses(self, layers: list[int], microbatches: int) -> tuple[dict[str, torch.Tensor], dict]:
+        """Return the means [] over MoE layers of all ranks' router losses in an iteration, and each layer's [layers].
+
+        Every rank calls this after the last backward pass.
+
+        Args:
+            layers: 1 for each MoE layer of the model, and 0 for each dense one.
+        """
+        if not self.router_losses:
+            return {}, {}
+        values_NL = take_losses(self.router_losses, len(layers))
+        # Also stages without MoE layers take part, and so log the same
+        dist.all_reduce(values_NL, group=self.groups.pp)
+        dist.all_reduce(values_NL, group=self.routed.tp_dp_cp)
+        values_NL /= microbatches * self.groups.dp.size()
+        means_N = values_NL.sum(1) / max(1, sum(layers))
+        return dict(zip(self.router_losses, means_N, strict=True)), dict(
+            zip(self.router_losses, values_NL, strict=True)
+        )
+
+    def _prediction_weight(self, depth: int, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the factor of a microbatch's summed loss at `depth`, given its number of unmasked `tokens`."""
+        assert self.config.mtp_loss_scaling_factor is not None
+        scale = self.config.mtp_loss_scaling_factor / self.depths
+        if self.tokens is not None:
+            return scale * self.tokens[0] / self.tokens[depth].clamp(min=1)
+        # The schedule divides by this rank's tokens, and gradients are averaged over the ranks of a sequence
+        scale *= self.groups.cp.size()
+        return scale * tokens.clamp(min=1) / batch["predictable"][depth - 1].clamp(min=1)
+
+
+def token_loss(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> Loss:
+    """Return the summed loss of a microbatch, its number of tokens, and both of them for the log.
+
+    Args:
+        loss_mask: [b, s], 1 for tokens that count.
+        losses: [b, s], cross entropy of every token.
+    """
+    assert loss_mask is not None, "only the last pipeline stage computes losses"
+    mask = loss_mask.reshape(-1).float()
+    loss = (losses.reshape(-1).float() * mask).sum()
+    tokens = mask.sum()
+    # The schedule divides `loss` in place, so the log needs a copy
+    return loss, tokens.int(), {"lm loss": torch.stack([loss.detach(), tokens]).clone()}
