@@ -81,10 +81,10 @@ LEARNED = ("replicas", "experts", "tensor", "shards", "stages", "microbatches")
 """Dimensions whose choices draw other weights or train on other samples."""
 
 
-def layout_of(*choices: str) -> Layout:
+def layout_of(*choices: str, table: Choices = CHOICES) -> Layout:
     """Return the layout with these choices, and the first choice of every other dimension."""
-    dimensions = {name: dimension for dimension, names in CHOICES.items() for name in names}
-    return {dimension: names[0] for dimension, names in CHOICES.items()} | {dimensions[name]: name for name in choices}
+    dimensions = {name: dimension for dimension, names in table.items() for name in names}
+    return {dimension: names[0] for dimension, names in table.items()} | {dimensions[name]: name for name in choices}
 
 
 FRUGAL = ("demi_s2", "demi_s3")
@@ -103,7 +103,7 @@ def must_act(layout: Layout) -> bool:
 
 def size(layout: Layout, dimension: str) -> int:
     """Return the number in a choice such as TP2-SP or 2-replicas."""
-    return int(layout[dimension].partition("-")[0].lstrip("EPT"))
+    return int(layout[dimension].partition("-")[0].lstrip("CEPT"))
 
 
 def world_size(layout: Layout) -> int:
@@ -128,7 +128,8 @@ def reference(layout: Layout) -> str:
 
 
 @functools.cache
-def _refusal(world_size: int, flags: str) -> str | None:
+def refusal(world_size: int, flags: str) -> str | None:
+    """Return the error message that refuses these flags, or None if they work."""
     try:
         parse_args(f"{BASE} {flags}".split(), Machine(world_size, cuda=False, transformer_engine=False, apex=False))
     except ValueError as error:
@@ -138,7 +139,7 @@ def _refusal(world_size: int, flags: str) -> str | None:
 
 def is_possible(layout: Layout) -> bool:
     """Return whether the command line accepts the layout, on at most `RANKS` ranks."""
-    return world_size(layout) <= RANKS and _refusal(world_size(layout), flags_of(layout)) is None
+    return world_size(layout) <= RANKS and refusal(world_size(layout), flags_of(layout)) is None
 
 
 def covering(
@@ -225,9 +226,9 @@ def array() -> tuple[list[Layout], list[Pair]]:
     return covering(CHOICES, is_possible, QUICK.values())
 
 
-def name_of(layout: Layout) -> str:
+def name_of(layout: Layout, table: Choices = CHOICES) -> str:
     """Return the choices that are not the first of their dimension."""
-    return ",".join(choice for dimension, choice in layout.items() if choice != CHOICES[dimension][0])
+    return ",".join(choice for dimension, choice in layout.items() if choice != table[dimension][0])
 
 
 if __name__ == "__main__":

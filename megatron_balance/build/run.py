@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt import GPTModel
@@ -43,6 +42,8 @@ from megatron_balance.device.attention import (
     PlainQuerySelfAttention,
 )
 from megatron_balance.device.norm import TorchNorm
+from megatron_balance.device.shards import mark_experts, mark_shards
+from megatron_balance.device.without_engine import skip_lone_sums
 from megatron_balance.flow.engine_gemm import expert_gemm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.group_scores import score_groups
@@ -188,8 +189,12 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
         # The head uses the copy of the embedding that predictions need. megatron-core leaves its own weight without
         # gradients, which a reduction that overlaps would wait for, and refuses to save it
         model.output_layer.weight = None
-    for parameter in model.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            experts = cast(torch.nn.Module, layer.experts)
+            skip_lone_sums(experts)
+            mark_experts(experts, groups)
+    mark_shards(model, groups)
     return model.cuda(torch.cuda.current_device())
 
 

@@ -248,7 +248,7 @@ def _transfer(values: Mapping[str, Any]) -> None:
     if values["tensor_model_parallel_size"] > 1 and values["add_bias_linear"]:
         raise ValueError(
             f"--tensor-model-parallel-size {values['tensor_model_parallel_size']}: with {flag} also give "
-            "--disable-bias-linear: the gradient norm counts experts' biases on tensor-parallel rank 0 only"
+            "--disable-bias-linear: transfers of biases are not tested under tensor parallelism"
         )
     if values["use_precision_aware_optimizer"]:
         raise ValueError(

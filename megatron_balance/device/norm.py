@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -41,7 +40,6 @@ class AcrossHeadsNorm(torch.nn.Module):
         self.channels, self.eps, self.tp_group = heads * hidden_size, config.layernorm_epsilon, tp_group
         mine = heads // tp_group.size() * hidden_size
         self.weight = torch.nn.Parameter(torch.ones(mine, dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """

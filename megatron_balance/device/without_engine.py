@@ -41,3 +41,14 @@ def l2_norm(
     """Return the norm [1] of all tensors together, without waiting for the device; arguments as apex's function."""
     norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def skip_lone_sums(experts: torch.nn.Module) -> None:
+    """Let experts' linear layers pass over the sum of their outputs over a single rank.
+
+    Without expert parallelism, megatron-core applies the autograd function of that sum, and then adds the second bias
+    in place, which torch refuses for the output of such a function.
+    """
+    for module in experts.modules():
+        if hasattr(module, "explicit_expert_comm"):
+            module.explicit_expert_comm = True  # pyright: ignore[reportArgumentType]

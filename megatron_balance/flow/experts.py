@@ -22,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_balance.device.shards import mark_shards
 from megatron_balance.flow.expert_shards import Cut, by_expert
 from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, RowSplit, Split, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
@@ -73,6 +74,8 @@ class GroupedExperts(MegatronModule):
         self.by_slot = self.linear_fc1.weight.is_cpu
         if config.perform_initialization:
             self._initialize()
+        # Here, because in other programs nobody else does it before the optimizer reads the marks
+        mark_shards(self, pg_collection)
 
     def _initialize(self) -> None:
         """Draw weights from the expert-parallel generator, by expert in megatron-core's order; biases stay zero."""
@@ -82,11 +85,6 @@ class GroupedExperts(MegatronModule):
             _initialize_affine_weight_gpu(
                 weight2, self.config.output_layer_init_method, partition_dim=1, is_expert=True
             )
-        stride = 2 if self.config.gated_linear_unit else 1
-        for parameter, dimension, step in ((first.weight, 1, stride), (first.bias, 1, stride), (second.weight, 2, 1)):
-            if parameter is not None:
-                # Without this mark, gradient norms would count only tensor-parallel rank 0's experts
-                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, step)
 
     def forward(
         self,

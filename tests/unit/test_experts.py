@@ -443,7 +443,8 @@ def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bo
         params_dtype=torch.float64,
         perform_initialization=False,
     )
-    experts = GroupedExperts(range(len(sizes)), config, SimpleNamespace(expt_tp=Alone(), expt_dp=Alone()))
+    groups = SimpleNamespace(**dict.fromkeys(("tp", "expt_tp", "expt_dp", "dp_cp"), Alone()))
+    experts = GroupedExperts(range(len(sizes)), config, groups)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     rows, probs = random(sum(sizes), hidden, dtype=torch.float64), random(sum(sizes), dtype=torch.float64)
