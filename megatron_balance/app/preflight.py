@@ -5,6 +5,7 @@ directories, and whether they fit the flags. No check reads more than headers an
 """
 
 from megatron_balance.build.profiles import read_profile
+from megatron_balance.checkpoint.loading import check_newest
 from megatron_balance.checkpoint.search import check_there
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.files.reading import check_regular
@@ -27,12 +28,14 @@ def check(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> 
     transformer = config.transformer
     whole = transformer.tensor_model_parallel_size * transformer.context_parallel_size
     stages = transformer.pipeline_model_parallel_size
-    scheduler_settings(config, run_length(config.train, topology.world_size // (whole * stages)))
+    length = run_length(config.train, topology.world_size // (whole * stages))
+    scheduler_settings(config, length)
     _check_directories(config)
     _check_balance_files(config, topology)
     if rank == 0:
         # The other ranks may see a new checkpoint of a shared file system a little later
         check_there(config.checkpoint)
+        check_newest(config, length)
     # megatron-core numbers the ranks of a stage consecutively; the inner stages read no samples
     stage = rank * stages // topology.world_size
     return check_data(config, vocabulary, reads=rank == 0 or stage in (0, stages - 1))

@@ -13,6 +13,7 @@
 
     manifest          the list of a checkpoint's files, with sizes and digests
     saved_flags       the flags of the run that saved a checkpoint
+    comparison        which flags may change until it is loaded, and what follows
     safe_pickle       check that reading a checkpoint runs no code from it
     metadata_reader   read .metadata without unpickling it
     metadata_schema   the objects that .metadata may contain

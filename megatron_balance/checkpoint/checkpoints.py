@@ -21,10 +21,10 @@ from megatron_balance.checkpoint import manifest, run_state, saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import LeaseLost
 from megatron_balance.checkpoint.loading import load_checkpoint
+from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import SaveDirectory, write_obstacle
-from megatron_balance.checkpoint.search import find_sound
+from megatron_balance.checkpoint.search import find_sound, sources
 from megatron_balance.checkpoint.writer import (
-    COMMON,
     CONFIG,
     METADATA,
     PartWriter,
@@ -37,6 +37,7 @@ from megatron_balance.job.groups import on_first_rank
 from megatron_balance.observe.progress_log import ProgressLog
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.run import Run
+from megatron_balance.training.schedule import scheduler_settings
 
 POLL_SECONDS = 0.02
 COMMON_FILES = (COMMON, CONFIG, METADATA, saved_flags.FILE)
@@ -225,7 +226,8 @@ class Checkpoints:
         save.writer.describe([results for results, _ in written])
         flags = save.staged / saved_flags.FILE
         with writing(flags):
-            flags.write_text(saved_flags.to_json(self.run.config), encoding="utf-8")
+            schedule = scheduler_settings(self.run.config, self.run.length)
+            flags.write_text(saved_flags.to_json(self.run.config, schedule), encoding="utf-8")
         files = {name: entry for _, entries in written for name, entry in entries.items()}
         common = [save.staged / name for name in COMMON_FILES if (save.staged / name).exists()]
         files |= {path.name: manifest.sync_and_digest(path) for path in common}
@@ -282,10 +284,8 @@ class Checkpoints:
             ValueError: the checkpoint belongs to another model; the message names the flag.
         """
         settings = self.settings
-        for root, weights_only in ((settings.load, settings.finetune), (settings.pretrained_checkpoint, True)):
-            if root is None:
-                continue
-            found = find_sound(CheckpointDirectory(Path(root)), settings.ckpt_step, self.log)
+        for root, weights_only in sources(settings):
+            found = find_sound(CheckpointDirectory(root), settings.ckpt_step, self.log)
             if found is not None:
                 self._load(found, weights_only)
                 self._warn_of_other_runs()

@@ -1,7 +1,9 @@
 """Load one checkpoint into a run. Collective: all ranks call it together."""
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,17 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_balance.checkpoint import manifest, run_state, saved_flags
+from megatron_balance.checkpoint.comparison import Differences, Loaded, compare
+from megatron_balance.checkpoint.safe_pickle import read_common
+from megatron_balance.checkpoint.search import sources
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.job.errors import CheckpointError
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.run import Run
+from megatron_balance.training.schedule import Length, scheduler_settings
+
+strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
 
 
 def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tuple[manifest.Origin, bool]:
@@ -29,37 +38,81 @@ def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tu
 
     Raises:
         CheckpointError: the checkpoint was deleted in the meantime.
-        ValueError: the checkpoint belongs to another model; the message names the flag.
+        ValueError: flags differ that must not; the message names them, both values and the remedies.
     """
     with _deletion_named(path):
         origin = on_first_rank(lambda: manifest.read(path).origin)
-        _compare_flags(run, path, origin, log)
-        # `load` below reads this again together with the shards; it is a few kilobytes
-        common = dist_checkpointing.load_common_state_dict(str(path))
+        saved = on_first_rank(lambda: saved_flags.read(path))
+        refused, warned = _compare_flags(saved, run.config, run.length, weights_only)
+        if refused:
+            raise ValueError(f"{path} of {origin}: {'; '.join(refused)}")
+        for difference in warned:
+            log.message(f"WARNING: {path}: {difference}")
+        common = common_of(path)
         # A converted model consists of weights only
         weights_only = weights_only or (not common["parts"] and "opt_param_scheduler" not in common)
         parts = _parts_to_load(run, common, weights_only, log)
         log.message(f" loading checkpoint from {path} at iteration {common['iteration']} ({origin})")
         if "balancer" in parts:
             assert run.balancer is not None
-            found = dist_checkpointing.load(run_state.balancer_state(run), str(path))
+            found = dist_checkpointing.load(run_state.balancer_state(run), str(path), **sharing(common))
             run.balancer.restore(found["balancer"])
         state = run_state.sharded_state(run, parts, is_loading=True)
+        if not saved.get("moe_router_enable_expert_bias"):
+            run_state.keep_own_biases(state)
         strategy: TorchDistLoadShardedStrategy | FullyParallelLoadStrategyWrapper = TorchDistLoadShardedStrategy()
         if run.config.checkpoint.ckpt_fully_parallel_load:
             strategy = FullyParallelLoadStrategyWrapper(strategy, run.groups.dp_cp)
-        loaded = dist_checkpointing.load(state, str(path), strategy)
+        loaded = dist_checkpointing.load(state, str(path), strategy, **sharing(common))
         run_state.restore(run, loaded, parts, weights_only)
     return origin, weights_only
 
 
-def _compare_flags(run: Run, path: Path, origin: manifest.Origin, log: RunLog) -> None:
-    saved = on_first_rank(lambda: saved_flags.read(path))
-    refused, reported = saved_flags.differences(saved, run.config)
-    if refused:
-        raise ValueError(f"{'; '.join(refused)} ({path} of {origin}); change the flag, or give --use-checkpoint-args")
-    for difference in reported:
-        log.message(f"WARNING: {difference} ({path})")
+def common_of(path: Path) -> dict[str, Any]:
+    """Return the state that is the same on every rank."""
+    if hasattr(strategies, "base"):
+        return on_first_rank(lambda: read_common(path))
+    # Since 0.19, this knows both files, and `load` reads it again together with the shards; it is a few kilobytes
+    return dist_checkpointing.load_common_state_dict(str(path))
+
+
+def sharing(common: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments for `load`: before 0.19, megatron-core needs a common.pt, which newer checkpoints lack."""
+    if not hasattr(strategies, "base"):
+        return {}
+
+    class Given(strategies.common.TorchCommonLoadStrategy):
+        def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+            return copy.deepcopy(common)
+
+    return {"common_strategy": Given()}
+
+
+def check_newest(config: RunConfig, length: Length) -> None:
+    """Compare a run's flags with those of the checkpoint that it will load if no file is damaged. Not collective.
+
+    Raises:
+        ValueError: flags differ that must not; the message names them, both values and the remedies.
+    """
+    for root, weights_only in sources(config.checkpoint):
+        try:
+            newest = saved_flags.newest_of(root, config.checkpoint.ckpt_step)
+            saved = None if newest is None else saved_flags.read(newest)
+        except ValueError:
+            # The search for a sound checkpoint will name the damage, and take an earlier one
+            return
+        if saved is not None:
+            if refused := _compare_flags(saved, config, length, weights_only).refused:
+                raise ValueError(f"{newest}: {'; '.join(refused)}")
+            return
+
+
+def _compare_flags(saved: Mapping[str, Any], config: RunConfig, length: Length, weights_only: bool) -> Differences:
+    mine = saved_flags.sections(config, scheduler_settings(config, length))
+    # A converted model has no schedule
+    progress = not weights_only and "max_lr" in saved
+    schedule = progress and not config.checkpoint.no_load_optim
+    return compare(saved, mine, Loaded(progress, schedule, optimizer=schedule and not saved.get("no_save_optim")))
 
 
 def _parts_to_load(run: Run, common: dict[str, Any], weights_only: bool, log: RunLog) -> run_state.Parts:

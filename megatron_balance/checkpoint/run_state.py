@@ -124,6 +124,14 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     return state
 
 
+def keep_own_biases(state: dict[str, Any]) -> None:
+    """Let routers keep their expert biases, which are zero, because the checkpoint has none."""
+    for name, model in state.items():
+        if name.startswith("model"):
+            biases = {key: shard for key, shard in model.items() if key.endswith(".router.expert_bias")}
+            model.update({key: LocalNonpersistentObject(shard.data) for key, shard in biases.items()})
+
+
 @contextlib.contextmanager
 def _reprs_without_values() -> Iterator[None]:
     """Shorten the `repr` of shards, which megatron-core writes to a debug log: a value would sync the device."""

@@ -2,11 +2,14 @@
 
 import argparse
 import dataclasses
+import enum
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.config.run_config import RunConfig
@@ -54,29 +57,39 @@ FLAG_NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "add_bias_linear": "--disable-bias-linear",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
 }
 """Flags whose names differ from their fields' names."""
 
-CHANGEABLE_FIELDS = (
-    *("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling"),
-    *("rotary_seq_len_interpolation_factor", "activation_func_clamp_value", "fp32_residual_connection"),
-    *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
-)
-"""Model fields that a user may change when resuming: a difference is reported, not refused."""
+NEGATED = {"add_bias_linear"}
+"""Fields whose switches turn something off: given means False."""
 
 
-def to_json(config: RunConfig) -> str:
+def to_json(config: RunConfig, schedule: Mapping[str, Any] | None = None) -> str:
     """Return all settings that JSON can represent, by section and field."""
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    plain = {
-        name: {
-            field.name: value
-            for field in dataclasses.fields(section)
-            if is_plain(value := getattr(section, field.name))
-        }
-        for name, section in sections.items()
+    return json.dumps(sections(config, schedule), indent=1, allow_nan=False)
+
+
+def sections(config: RunConfig, schedule: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Return all settings that JSON can represent, as JSON would return them, by section and field.
+
+    Args:
+        schedule: the settings of megatron-core's scheduler, which follow from the flags and the number of ranks.
+    """
+    parts = {field.name: vars(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return {
+        name: {key: plain for key, value in section.items() if is_plain(plain := _plain(value))}
+        for name, section in (parts | {"schedule": schedule or {}}).items()
     }
-    return json.dumps(plain, indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return an enumeration's member or a precision by name, and a tuple as a list."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def is_plain(value: Any) -> bool:
@@ -87,18 +100,17 @@ def is_plain(value: Any) -> bool:
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """Return the model and tokenizer settings of a checkpoint, by field name.
+    """Return the settings of a checkpoint, by field name.
 
     Raises:
         ValueError: the file is missing, or `to_json` did not write it; the message names the file.
     """
     path = checkpoint / FILE
-    sections = read_object(path, MAX_BYTES)
-    for name, section in sections.items():
+    found = read_object(path, MAX_BYTES)
+    for name, section in found.items():
         if not isinstance(section, dict):
             raise ValueError(f"{path}: {cleaned(name)}: {shown(section)} is no section of flags")
-    fields = {name: value for section in sections.values() for name, value in section.items()}
-    return {name: fields[name] for name in CHECKPOINT_FIELDS if name in fields}
+    return {name: value for section in found.values() for name, value in section.items()}
 
 
 def as_flag(action: argparse.Action, value: Any) -> Any:
@@ -125,29 +137,25 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
 
 
 def read_newest(root: Path, step: int | None) -> dict[str, Any]:
-    """Return what `read` returns for the checkpoint that `--load root` would load.
+    """Return the model and tokenizer settings, by field name, of the checkpoint that `--load root` would load.
 
     Raises:
         ValueError: there is no checkpoint, or its flags cannot be read.
     """
+    newest = newest_of(root, step)
+    if newest is None:
+        raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint; give the model's flags")
+    fields = read(newest)
+    return {name: fields[name] for name in CHECKPOINT_FIELDS if name in fields}
+
+
+def newest_of(root: Path, step: int | None) -> Path | None:
+    """Return the checkpoint that `--load root` would load if all are sound, or None if there is none."""
     directory = CheckpointDirectory(root)
-    for iteration in [step or directory.tracked() or 0, *directory.iterations()]:
-        if directory.path(iteration).is_dir():
-            return read(directory.path(iteration))
-    raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint; give the model's flags")
+    numbers = [step or directory.tracked() or 0, *directory.iterations()]
+    return next((path for path in map(directory.path, numbers) if path.is_dir()), None)
 
 
 def flag_of(name: str) -> str:
     """Return the flag of a field."""
     return FLAG_NAMES.get(name, f"--{name.replace('_', '-')}")
-
-
-def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
-    """Return the model settings that differ from a checkpoint's: first those to refuse, then those to report."""
-    mine = {name: value for section in json.loads(to_json(config)).values() for name, value in section.items()}
-    refused, reported = [], []
-    for name in MODEL_FIELDS:
-        if name in saved and name in mine and saved[name] != mine[name]:
-            text = f"{flag_of(name)} {mine[name]}: the checkpoint has {saved[name]}"
-            (reported if name in CHANGEABLE_FIELDS else refused).append(text)
-    return refused, reported

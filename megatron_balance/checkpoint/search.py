@@ -17,16 +17,22 @@ MAX_ATTEMPTS = 3
 newer checkpoints that the saving run has written in the meantime."""
 
 
+def sources(settings: CheckpointConfig) -> list[tuple[Path, bool]]:
+    """Return the directories that a run may load from, in order, and whether it loads only the weights from each."""
+    roots = ((settings.load, settings.finetune), (settings.pretrained_checkpoint, True))
+    return [(Path(root), weights_only) for root, weights_only in roots if root is not None]
+
+
 def check_there(settings: CheckpointConfig) -> None:
     """Check that there is a checkpoint where the flags require one, without reading it. Not collective.
 
     Raises:
         ValueError: there is none; the error names the flag.
     """
-    roots = [root for root in (settings.load, settings.pretrained_checkpoint) if root is not None]
-    there = {root: CheckpointDirectory(Path(root)).iterations() for root in roots}
+    roots = [root for root, _ in sources(settings)]
+    there = {root: CheckpointDirectory(root).iterations() for root in roots}
     if settings.ckpt_step is not None and roots and settings.ckpt_step not in there[roots[0]]:
-        raise ValueError(_no_step(settings.ckpt_step, Path(roots[0]), there[roots[0]]))
+        raise ValueError(_no_step(settings.ckpt_step, roots[0], there[roots[0]]))
     if settings.exit_on_missing_checkpoint and settings.load is not None and not any(there.values()):
         raise ValueError(
             f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); give a directory with "

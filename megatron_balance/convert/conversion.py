@@ -17,8 +17,8 @@ from megatron_balance.checkpoint.lease import NAME as LEASE
 from megatron_balance.checkpoint.lease import Lease
 from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import new_run_name, package_versions, utc_now
-from megatron_balance.checkpoint.writer import COMMON
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.convert import safetensors_files, torch_dist

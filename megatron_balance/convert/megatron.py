@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
+from megatron_balance.checkpoint.safe_pickle import read_common
 from megatron_balance.convert import torch_dist
 from megatron_balance.convert.pieces import Piece, Rows, Same, Size
 from megatron_balance.files.reading import shown
@@ -70,7 +70,7 @@ class Checkpoint:
         self.tensors = {name: entry for name, entry in self._reader.weights.items() if name.startswith(MODEL)}
         if not self.tensors:
             raise ValueError(f"{self.path}: has no weights of a GPT model ({', '.join(MODEL)}...)")
-        args = dist_checkpointing.load_common_state_dict(str(self.path)).get("args")
+        args = read_common(self.path, self._reader.metadata).get("args")
         if not isinstance(args, argparse.Namespace):
             raise ValueError(f"{self.path}: has no args, which define the model")
         names = {name: UPSTREAM_NAMES.get(name, name) for name in saved_flags.CHECKPOINT_FIELDS}

@@ -47,7 +47,7 @@ class Reader:
         Raises:
             Damaged: a file is invalid or would run code; the message names it.
         """
-        metadata = check_pickles(directory)
+        metadata = self.metadata = check_pickles(directory, foreign=True)
         weights = {
             name: entry
             for name, entry in metadata.state_dict_metadata.items()

@@ -23,6 +23,7 @@ from megatron_balance.config.run_config import DataConfig, RunConfig
 from megatron_balance.files.reading import MIB, content_digest
 from megatron_balance.job.errors import gather
 from megatron_balance.job.groups import sequence_chunks
+from megatron_balance.messages import described
 from megatron_balance.training import data_files
 from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
@@ -99,12 +100,13 @@ def build_data(
     # Only the ends of the pipeline read samples: tokens on the first stage, labels on the last
     reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
     _check_files(config.data, reads)
-    datasets = BlendedMegatronDatasetBuilder(
+    builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if config.data.mock_data else GPTDataset,
         _num_samples(config, length),
         lambda: reads or torch.distributed.get_rank() == 0,
         _dataset_config(config, tokenizer),
-    ).build()
+    )
+    datasets = _build_datasets(builder, config.data)
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
     vocab_size = vocabulary(tokenizer, config.tokenizer)
 
@@ -167,6 +169,30 @@ def _check_files(data: DataConfig, reads: bool) -> None:
             raise ValueError(f"rank {rank}: {problem}" if rank else problem)
     if len({digest for _, digest in answers if digest}) > 1:
         _name_difference(gather(contents))
+
+
+def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) -> list[TopLevelDataset | None]:
+    """Build the data sets; raise ValueError on every rank if a rank lacks an index that flags say is there."""
+    fast, deferred = data.dataloader_fast_cache_load, data.dataloader_defer_npy_index_mmap
+    if not fast and not deferred:
+        return builder.build()
+    datasets, problem = [], None
+    try:
+        datasets = builder.build()
+        for dataset in datasets:
+            for leaf in getattr(dataset, "datasets", [dataset]):
+                path = getattr(leaf, "path_to_shuffle_index", None)
+                if path is not None and not Path(path).exists():
+                    problem = f"{path}: No such file"
+    except Exception as error:
+        if not fast:
+            raise
+        problem = described(error.__cause__ or error)
+    if any(problems := gather(problem)):
+        flag = "--dataloader-fast-cache-load" if fast else "--dataloader-defer-npy-index-mmap"
+        first = next(filter(None, problems))
+        raise ValueError(f"{flag}: {first}; run once without the flag, which writes the indices to --data-cache-path")
+    return datasets
 
 
 def _name_difference(contents: list[dict[str, str] | None]) -> NoReturn:

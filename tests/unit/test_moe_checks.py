@@ -33,6 +33,11 @@ BAD = [
     ),
     ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
     ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex", "needs CUDA", "use alltoall"),
+    (
+        "--moe-shared-expert-intermediate-size 32",
+        *("--moe-shared-expert-intermediate-size 32", "also give --disable-bias-linear"),
+    ),
+    ("--moe-layer-impl megatron", "--moe-layer-impl megatron", "also give --disable-bias-linear"),
     ("--moe-flex-rows bound", "--moe-flex-rows bound", "needs --moe-token-dispatcher-type flex", "use counted"),
     (
         "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -78,7 +83,7 @@ BAD = [
     ),
     (
         "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",
-        *("megatron-core refuses", "Bias", "ETP==1"),
+        *("--moe-layer-impl megatron", "also give --disable-bias-linear"),
     ),
     ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
     (
@@ -283,7 +288,10 @@ def test_unknown_workload(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        ("--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 32", "--moe-comm-chunks auto"),
+        (
+            "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 32 --disable-bias-linear",
+            "--moe-comm-chunks auto",
+        ),
         ("--use-fused-weighted-squared-relu --squared-relu", "compute the activation themselves"),
     ],
 )

@@ -1,15 +1,19 @@
 """checkpoint/safe_pickle.py: megatron-core's files pass; files that would run code are refused and do not run."""
 
+import argparse
 import dataclasses
+import enum
 import io
 import json
 import os
 import pickle
 import queue
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path, PosixPath
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, strategies
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,8 +31,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_balance.checkpoint import metadata_schema
+from megatron_balance.checkpoint.loading import common_of, sharing
 from megatron_balance.checkpoint.manifest import Damaged
-from megatron_balance.checkpoint.safe_pickle import check_common, check_metadata, check_objects, check_pickles
+from megatron_balance.checkpoint.safe_pickle import (
+    Foreign,
+    check_common,
+    check_metadata,
+    check_objects,
+    check_pickles,
+    read_common,
+)
 from tests.unit import hostile
 from tests.unit.hostile import METADATA, PROTOCOL, STORAGE_INFO, find, saved, text, touch
 
@@ -65,6 +77,9 @@ def save(path: Path, as_path: bool) -> None:
         "optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "step": torch.tensor(3)}]},
         "iteration": 20,
     }
+    if hasattr(strategies, "base"):
+        # As megatron-core does since 0.19
+        state["common"] = ShardedObject("common_state", {"iteration": 20}, (1,), (0,), replica_id=rank)
     dist_checkpointing.save(state, path if as_path else str(path), ("torch_dist", 1))
 
 
@@ -318,6 +333,54 @@ def test_a_hostile_common_is_named_and_does_not_run(
     assert not canary.exists()
     assert error.value.path == path
     assert runs(lambda: torch.load(path, map_location="cpu"), canary)
+
+
+def save_new_member(path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save arguments, one of which is a member of an enumeration that no program here has."""
+    kind = enum.Enum("NewBackend", {"FAST": 2}, module=module)
+    with monkeypatch.context() as there:
+        there.setitem(sys.modules, module, ModuleType(module))
+        sys.modules[module].NewBackend = kind
+        torch.save({"args": argparse.Namespace(num_layers=3, backend=kind["FAST"])}, path)
+
+
+def test_a_new_enumeration_of_megatrons_is_read_as_something_foreign(own: Path, monkeypatch) -> None:
+    save_new_member(own / "common.pt", "megatron.core.new_enums", monkeypatch)
+    args = read_common(own)["args"]
+    assert args.num_layers == 3 and isinstance(args.backend, Foreign)
+    check_pickles(own, foreign=True)
+    with pytest.raises(Damaged, match=r"not safe to read: .* megatron\.core\.new_enums\.NewBackend"):
+        check_pickles(own)
+
+
+def test_another_new_class_is_refused_with_a_remedy(own: Path, monkeypatch) -> None:
+    save_new_member(own / "common.pt", "new_enums", monkeypatch)
+    with pytest.raises(Damaged, match=r"new_enums\.NewBackend .*; save the checkpoint again without it"):
+        check_pickles(own, foreign=True)
+
+
+def load_scalar(directory: str) -> tuple[dict[str, Any], float]:
+    """Return the common state of a checkpoint and a tensor that megatron-core loads; a task for ranks."""
+    common = common_of(Path(directory))
+    state = {"whole": ShardedTensor.from_rank_offsets("scalar", torch.tensor(0.0))}
+    return common, float(dist_checkpointing.load(state, directory, **sharing(common))["whole"])
+
+
+def test_a_checkpoint_without_common_pt(own: Path, ranks) -> None:
+    """megatron-core 0.19 writes such checkpoints."""
+    (own / "common.pt").unlink()
+    (own / "metadata.json").write_text(json.dumps(WITHOUT_COMMON))
+    assert read_common(own)["iteration"] == 20
+    ((common, scalar),) = ranks(1).run(load_scalar, str(own))
+    assert common["iteration"] == 20 and scalar == 1.0
+
+
+def test_a_checkpoint_without_any_common_state(own: Path) -> None:
+    (own / "common.pt").unlink()
+    metadata = check_metadata(own / ".metadata")
+    metadata.storage_data.pop(MetadataIndex("common_state/shard_0_1"))
+    with pytest.raises(Damaged, match=r"common\.pt: is absent, and \.metadata has no common_state/shard_0_1"):
+        read_common(own, metadata)
 
 
 def test_a_script_is_no_object(own: Path) -> None:

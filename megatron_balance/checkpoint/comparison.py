@@ -1,0 +1,234 @@
+"""Which flags may change between the run that saved a checkpoint and a run that loads it, and what follows. Pure.
+
+Every flag has one kind: that of its field in `FIELDS`, or else that of its part of the configuration in `SECTIONS`. All
+other flags of the model and of the optimizer may change: they do not affect what is learned.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS, NEGATED, flag_of
+from megatron_balance.config.flags import in_words
+
+
+class Kind(enum.Enum):
+    """What follows from a difference: the first three are errors, and of the others, the log has both values."""
+
+    WEIGHTS = "the checkpoint is of another model"
+    """An error, because the weights have other shapes, or another meaning."""
+
+    STATE = "the optimizer's state does not fit"
+    """An error if the optimizer's state is loaded; else as `TRAINING`."""
+
+    SCHEDULE = "the learning-rate or weight-decay schedule differs from the checkpoint's"
+    """An error unless a flag chooses between the two schedules. `SCHEDULE_FLAGS` are compared, not these fields."""
+
+    FUNCTION = "the model no longer computes what the weights were trained for"
+    TRAINING = "the run is not trained as before"
+    """A warning if the run resumes, not if it starts anew with the weights."""
+
+    DATA = (
+        "the checkpoint's position in the data is kept, but the data are others (--finetune starts at their beginning)"
+    )
+    """As `TRAINING`."""
+
+    ANY = ""
+    """No consequence."""
+
+
+SECTIONS = {
+    "data": Kind.DATA,
+    "tokenizer": Kind.DATA,
+    "scheduler": Kind.SCHEDULE,
+    **dict.fromkeys(("balance", "comm", "ddp", "train", "checkpoint", "log", "profiling", "launch"), Kind.ANY),
+}
+"""Part of the configuration -> the kind of its flags."""
+
+FIELDS: dict[str, Kind] = {
+    **dict.fromkeys(MODEL_FIELDS, Kind.WEIGHTS),
+    **dict.fromkeys(
+        (
+            *("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling"),
+            *("rotary_seq_len_interpolation_factor", "activation_func_clamp_value", "fp32_residual_connection"),
+            *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
+        ),
+        Kind.FUNCTION,
+    ),
+    "optimizer": Kind.STATE,
+    **dict.fromkeys(("lr", "min_lr", "weight_decay", "train_iters", "train_samples"), Kind.SCHEDULE),
+    **dict.fromkeys(
+        (
+            # What is minimized
+            *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
+            *("moe_router_bias_update_rate", "mtp_loss_scaling_factor", "calculate_per_token_loss", "eod_mask_loss"),
+            *("allow_ambiguous_pad_tokens", "reset_position_ids", "moe_router_force_load_balancing"),
+            *("moe_router_force_workload", "moe_comm_codec", "moe_comm_codec_directions", "test_mode"),
+            # In which batches and by which steps
+            *("global_batch_size", "rampup_batch_size", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
+            *("sgd_momentum", "decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm"),
+            # In which precision
+            *("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+            *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),
+            *("exp_avg_sq_dtype", "grad_reduce_in_fp32", "grad_reduce_in_bf16", "moe_router_dtype"),
+            *("attention_softmax_in_fp32", "apply_query_key_layer_scaling", "disable_bf16_reduced_precision_matmul"),
+        ),
+        Kind.TRAINING,
+    ),
+    "seq_length": Kind.DATA,
+    "seed": Kind.DATA,
+    **dict.fromkeys(
+        (
+            *("data_cache_path", "num_workers", "data_args_path", "per_split_data_args_path", "mmap_bin_files"),
+            *("num_dataset_builder_threads", "dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"),
+            *("tokenizer_hf_use_fast", "trust_remote_code"),
+        ),
+        Kind.ANY,
+    ),
+}
+"""Field -> the kind of its flag, if its section has no kind or another one."""
+
+SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction (in samples)",
+    "lr_decay_steps": "--lr-decay-iters, --lr-decay-samples or --train-iters (in samples)",
+    "lr_decay_style": "--lr-decay-style",
+    "start_wd": "--start-weight-decay or --weight-decay",
+    "end_wd": "--end-weight-decay or --weight-decay",
+    "wd_incr_steps": "--train-iters or --train-samples (in samples)",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+"""Settings of megatron-core's scheduler that its state has -> the flags that they follow from."""
+
+STATELESS_FLAGS = {
+    "init_lr": "--lr-warmup-init",
+    "wsd_decay_steps": "--lr-wsd-decay-iters or --lr-wsd-decay-samples (in samples)",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+}
+"""Settings of the scheduler that its state lacks: they always come from the flags."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a run takes from a checkpoint in addition to its weights."""
+
+    progress: bool
+    """The iteration, the position in the data, and the random numbers; False: the run starts anew."""
+
+    schedule: bool
+    """The state of the learning-rate and weight-decay schedule."""
+
+    optimizer: bool
+    """The optimizer's state."""
+
+
+class Differences(NamedTuple):
+    """Differences between the flags of a checkpoint and of a run, as sentences."""
+
+    refused: list[str]
+    warned: list[str]
+
+
+def kind_of(section: str, name: str) -> Kind:
+    """Return the kind of the flag of a field in a section of RunConfig."""
+    return FIELDS.get(name, SECTIONS.get(section, Kind.ANY))
+
+
+def compare(saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]], loaded: Loaded) -> Differences:
+    """Compare the flags of a checkpoint with those of a run that loads it.
+
+    Args:
+        saved: the checkpoint's settings by field name, as `saved_flags.read` returns them.
+        mine: the run's settings by section and field, as `saved_flags.sections` returns them.
+    """
+    flags = {name: value for section in mine.values() for name, value in section.items()}
+    kinds = {name: _kind(section, name, saved, flags) for section, fields in mine.items() for name in fields}
+    found: dict[Kind, list[str]] = {kind: [] for kind in Kind}
+    for name, kind in kinds.items():
+        if name in saved and saved[name] != flags[name]:
+            found[kind].append(_difference(name, flags[name], saved[name]))
+    refused, warned = [], [Kind.FUNCTION]
+    if found[Kind.WEIGHTS]:
+        remedy = "leave them out" if flags["use_checkpoint_args"] else "change them, or give --use-checkpoint-args"
+        refused.append(f"{_sentence(Kind.WEIGHTS, found)}; {remedy}")
+    if loaded.optimizer and found[Kind.STATE]:
+        refused.append(
+            f"{_sentence(Kind.STATE, found)}; change them, or give --no-load-optim to start with a new state"
+        )
+    elif loaded.progress:
+        found[Kind.TRAINING] += found[Kind.STATE]
+    if loaded.progress:
+        warned += [Kind.TRAINING, Kind.DATA]
+    texts = [_sentence(kind, found) for kind in warned if found[kind]]
+    if loaded.schedule:
+        errors, notes = _compare_schedules(saved, flags)
+        refused, texts = refused + errors, texts + notes
+    return Differences(refused, texts)
+
+
+def _kind(section: str, name: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Kind:
+    if name in ("bf16", "fp16") and _is_half(saved) != _is_half(mine):
+        # In half precision, the optimizer has float32 copies of the weights
+        return Kind.STATE
+    if name == "sgd_momentum" and bool(saved.get(name)) != bool(mine[name]):
+        # Without momentum, SGD has no state
+        return Kind.STATE
+    if name == "max_position_embeddings" and mine["position_embedding_type"] != "learned_absolute":
+        return Kind.ANY
+    if name == "moe_router_enable_expert_bias" and mine[name]:
+        # The bias starts at zero, which changes nothing at first
+        return Kind.TRAINING
+    return kind_of(section, name)
+
+
+def _is_half(flags: Mapping[str, Any]) -> bool:
+    return bool(flags.get("bf16") or flags.get("fp16"))
+
+
+def _sentence(kind: Kind, found: Mapping[Kind, Sequence[str]]) -> str:
+    return f"{kind.value}: {'; '.join(found[kind])}"
+
+
+def _difference(name: str, mine: Any, saved: Any) -> str:
+    flag = flag_of(name)
+    if isinstance(mine, bool) and isinstance(saved, bool):
+        given = mine != (name in NEGATED)
+        return f"{flag} {'given: the checkpoint was saved without it' if given else 'missing: the checkpoint has it'}"
+    return f"{flag} {_words(mine)}: the checkpoint has {_words(saved)}"
+
+
+def _words(value: Any) -> str:
+    return in_words(value) or "not given"
+
+
+def _compare_schedules(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Differences:
+    """Compare the schedules of the learning rate and of weight decay, by megatron-core's rules."""
+
+    def differing(names: Mapping[str, str]) -> list[str]:
+        return [
+            f"{flag} {_words(mine[name])}: the checkpoint has {_words(saved[name])}"
+            for name, flag in names.items()
+            if name in saved and saved[name] != mine[name]
+        ]
+
+    kept, own = differing(SCHEDULE_FLAGS), differing(STATELESS_FLAGS)
+    batches = [flags.get("global_batch_size") for flags in (mine, saved)]
+    if kept and batches[0] != batches[1]:
+        # Its default follows from the number of ranks, and a schedule in iterations follows from it
+        kept.insert(0, _difference("global_batch_size", *batches))
+    flags, checkpoint = mine["override_opt_param_scheduler"], mine["use_checkpoint_opt_param_scheduler"]
+    refused = []
+    if kept and not flags and not checkpoint:
+        refused.append(
+            f"{Kind.SCHEDULE.value}: {'; '.join(kept)}; give --override-opt_param-scheduler to use the flags' "
+            "schedule, or --use-checkpoint-opt_param-scheduler"
+        )
+    followed = [("checkpoint", kept)] if checkpoint else [("flags", kept)] if flags else []
+    warned = [
+        f"the learning-rate or weight-decay schedule follows the {source}: {'; '.join(differences)}"
+        for source, differences in (*followed, ("flags", own))
+        if differences
+    ]
+    return Differences(refused, warned)
