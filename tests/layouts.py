@@ -128,7 +128,8 @@ def reference(layout: Layout) -> str:
 
 
 @functools.cache
-def _refusal(world_size: int, flags: str) -> str | None:
+def refusal(world_size: int, flags: str) -> str | None:
+    """Return the error message that refuses flags on top of `BASE`, or None if they are accepted."""
     try:
         parse_args(f"{BASE} {flags}".split(), Machine(world_size, cuda=False, transformer_engine=False, apex=False))
     except ValueError as error:
@@ -138,7 +139,7 @@ def _refusal(world_size: int, flags: str) -> str | None:
 
 def is_possible(layout: Layout) -> bool:
     """Return whether the command line accepts the layout, on at most `RANKS` ranks."""
-    return world_size(layout) <= RANKS and _refusal(world_size(layout), flags_of(layout)) is None
+    return world_size(layout) <= RANKS and refusal(world_size(layout), flags_of(layout)) is None
 
 
 def covering(
