@@ -1,7 +1,7 @@
 """The state of a run that a checkpoint holds, as megatron-core's sharded state dict, and its restoration.
 
 Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. State
-that is only valid on the same layout, such as random number generators, is stored per rank.
+that is only valid on the same layout is stored per rank, such as random number generators, or per group of ranks.
 """
 
 import contextlib
@@ -155,9 +155,15 @@ def _paddings_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def balancer_state(run: Run) -> ShardedStateDict:
-    """Return this rank's placements and predictions. They are loaded first because they place the experts."""
+    """Return the placements and predictions of this rank's layers, which are loaded first: they place the experts.
+
+    Ranks that have one placement also predict the same loads. The first of these ranks saves both for all.
+    """
     assert run.balancer is not None
-    return {"balancer": _per_rank_object("balancer", run.balancer.state())}
+    group = run.balancer.deciders
+    first, rank = min(dist.get_process_group_ranks(group)), group.rank()
+    state = None if rank else run.balancer.state()
+    return {"balancer": ShardedObject(f"balancer.{first}", state, (1,), (0,), replica_id=rank)}
 
 
 def _per_rank_object(name: str, value: Any) -> ShardedObject:
