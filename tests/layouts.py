@@ -129,7 +129,7 @@ def reference(layout: Layout) -> str:
 
 @functools.cache
 def refusal(world_size: int, flags: str) -> str | None:
-    """Return the error message that refuses these flags, or None if they work."""
+    """Return the error message that refuses flags on top of `BASE`, or None if they are accepted."""
     try:
         parse_args(f"{BASE} {flags}".split(), Machine(world_size, cuda=False, transformer_engine=False, apex=False))
     except ValueError as error:

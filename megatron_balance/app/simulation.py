@@ -32,9 +32,10 @@ from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
-from megatron_balance.simulate.programs import Stage, whole_chunk
+from megatron_balance.simulate.programs import Stage
 from megatron_balance.simulate.wire import Wire
 from megatron_balance.timeline import hooks
+from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order
 from megatron_balance.training.run import Run
 
@@ -160,17 +161,16 @@ class _StageBuilder:
         schedule = compute_order(passes, blocks)
         if self.has_policy and self.states:
             schedule = self.balancer.schedule(self.run.batches.get())
-        others, dense = self._others(blocks)
+        others = self._others(blocks)
         (reductions, gathers), ddp = self._reductions(), self.config.ddp
         early: dict[int, Work] = {}
         late: dict[int, Work] = {}
-        parts = [*others, *(whole_chunk(chunk) for chunk, numbers in enumerate(blocks) if not numbers)]
         if ddp.overlap_grad_reduce:
             # Guests' gradients arrive after the backward pass of the next block, so experts are reduced at the end
             overlapped, reductions = (reductions[:1], reductions[1:]) if self.has_policy else (reductions, [])
-            early = _parts(one_after_another(overlapped), parts)
+            early = _parts(one_after_another(overlapped), others)
         if ddp.overlap_param_gather:
-            late, gathers = _parts(one_after_another(gathers), parts), []
+            late, gathers = _parts(one_after_another(gathers), others), []
         return Stage(
             number=self.number,
             stages=self.transformer.pipeline_model_parallel_size,
@@ -179,7 +179,6 @@ class _StageBuilder:
             blocks=blocks,
             schedule=schedule,
             others=others,
-            dense=dense,
             message=self._message(),
             early=early,
             reduce=one_after_another(reductions),
@@ -222,13 +221,10 @@ class _StageBuilder:
             row_bytes=row_bytes,
         )
 
-    def _others(
-        self, blocks: Sequence[Sequence[int]]
-    ) -> tuple[dict[int, tuple[float, float]], list[tuple[float, float]]]:
-        """Return the seconds of the non-MoE part of every block, and of every model chunk."""
+    def _others(self, blocks: Sequence[Sequence[int]]) -> dict[int, tuple[float, float]]:
+        """Return the seconds of the non-MoE part of every block, and of every chunk's start."""
         others: dict[int, tuple[float, float]] = {}
-        dense = []
-        for module, numbers in zip(self.run.model, blocks, strict=True):
+        for index, (module, numbers) in enumerate(zip(self.run.model, blocks, strict=True)):
             parts = [0.0]
             chunk = model_chunk(module)
             for moe in chunk.moe:
@@ -238,10 +234,9 @@ class _StageBuilder:
             hidden, heads = self.transformer.hidden_size, chunk.head + chunk.predictions
             # A layer for multi-token prediction projects two states to one, and has logits of its own
             parts[-1] += self._seconds(2 * hidden * (heads * self.run.vocab_size + chunk.predictions * 2 * hidden))
-            names = [numbers[0] - 1, *numbers] if numbers else []
-            others |= {name: self._both(seconds) for name, seconds in zip(names, parts, strict=False)}
-            dense.append(self._both(sum(parts)))
-        return others, dense
+            names = [chunk_start(index), *numbers]
+            others |= {name: self._both(seconds) for name, seconds in zip(names, parts, strict=True)}
+        return others
 
     def _layer_seconds(self, moe: bool) -> float:
         """Return the forward seconds of a layer without its routed experts, with its tensor-parallel collectives."""

@@ -232,11 +232,11 @@ def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
 
 def _overlap(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.nn.Module], number: int) -> Overlap:
     """Return the computation between an MoE layer and the previous one, which can hide the layer's Trans and Agg."""
-    chunk = next(chunk for chunk in model if number in _moe_layers(chunk))
+    index, chunk = next((index, chunk) for index, chunk in enumerate(model) if number in _moe_layers(chunk))
     before = [other for other in _moe_layers(chunk) if other < number]
     numbers = [number_of(module) for module in chunk.modules() if isinstance(module, TransformerLayer)]
     dense = sum(max(before, default=0) < other < number for other in numbers)
     length = config.model.seq_length
     assert length is not None
     seconds = non_expert_seconds(profile, config.transformer, microbatch_tokens(config), length, dense)
-    return Overlap(*seconds, experts=bool(before) or chunk is not model[0])
+    return Overlap(*seconds, experts=bool(before) or any(map(_moe_layers, model[:index])))

@@ -1,7 +1,7 @@
 """The state of a run that a checkpoint holds, as megatron-core's sharded state dict, and its restoration.
 
 Weights and optimizer state are named by global layer and logical expert, so a run may resume on another layout. State
-that is only valid on the same layout, such as random number generators, is stored per rank.
+that is only valid on the same layout is stored per rank, such as random number generators, or per group of ranks.
 """
 
 import contextlib
@@ -110,18 +110,21 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     state: dict[str, Any] = dict(models)
     if "optimizer" in parts:
         allocate(run.optimizer)
-        with _reprs_without_values():
+        with _reprs_without_values(), _paddings_counted(run.optimizer):
             optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         half = run.config.transformer.bf16 or run.config.transformer.fp16
         _name_main_parameters(optimizer, models, half, is_loading)
-        # Hyperparameters come from the flags, and their structure depends on the layout
-        state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, optimizer)
+        # Hyperparameters come from the flags, and their structure depends on the layout. megatron-core would drop empty
+        # dicts and lists, such as those of a stage without parameters, and move the others to their places
+        state["optimizer"] = LocalNonpersistentObject(dict_list_map_inplace(_unwrapped, optimizer))
+        state["optimizer_shards"] = {index: shard for index, (_, _, shard) in enumerate(_shards(optimizer))}
     if "chunks" in parts:
         assert run.chunks is not None
         state["chunks"] = _per_rank_object("chunks", run.chunks.state())
     if "rng" in parts:
         state["rng_state"] = _per_rank_object("rng_state", random_states())
-    return state
+    # Without the empty ones of a stage or chunk without parameters, which would be part of the common state
+    return {name: part for name, part in state.items() if part}
 
 
 def keep_own_biases(state: dict[str, Any]) -> None:
@@ -143,10 +146,32 @@ def _reprs_without_values() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _paddings_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Let the distributed optimizer keep the padding at the end of each bucket when it gathers a buffer's state.
+
+    megatron-core removes the padding, but then looks for parameters at their places in the padded buffer. So the state
+    of all parameters behind a padded bucket would be that of their neighbors.
+    """
+    buffers = [buffer for part in optimizers(optimizer) for buffer in getattr(part, "buffers", ())]
+    with contextlib.ExitStack() as stack:
+        for buffer in buffers:
+            stack.enter_context(mock.patch.object(buffer, "numel_unpadded", buffer.numel))
+            for bucket in buffer.buckets:
+                stack.enter_context(mock.patch.object(bucket, "numel_unpadded", bucket.grad_data.numel()))
+        yield
+
+
 def balancer_state(run: Run) -> ShardedStateDict:
-    """Return this rank's placements and predictions. They are loaded first because they place the experts."""
+    """Return the placements and predictions of this rank's layers, which are loaded first: they place the experts.
+
+    Ranks that have one placement also predict the same loads. The first of these ranks saves both for all.
+    """
     assert run.balancer is not None
-    return {"balancer": _per_rank_object("balancer", run.balancer.state())}
+    group = run.balancer.deciders
+    first, rank = min(dist.get_process_group_ranks(group)), group.rank()
+    state = None if rank else run.balancer.state()
+    return {"balancer": ShardedObject(f"balancer.{first}", state, (1,), (0,), replica_id=rank)}
 
 
 def _per_rank_object(name: str, value: Any) -> ShardedObject:
@@ -159,9 +184,12 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
     With `weights_only`, the run starts at iteration 0 with these weights.
     """
     for index, module in enumerate(unwrap_model(run.model)):
-        module.load_state_dict(loaded[f"model{index}"], strict=True)
+        module.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
     if "optimizer" in parts:
-        _load_optimizer(run.optimizer, loaded["optimizer"], loaded["optimizer_step"])
+        optimizer, values = loaded["optimizer"], loaded.get("optimizer_shards", {})
+        for index, (holder, key, _) in enumerate([*_shards(optimizer)]):
+            holder[key] = values[index]
+        _load_optimizer(run.optimizer, optimizer, loaded["optimizer_step"])
         for scaler in _grad_scalers(run.optimizer):
             if loaded["grad_scaler"] is not None:
                 scaler.load_state_dict(loaded["grad_scaler"])
@@ -213,9 +241,18 @@ def set_random_states(states: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
-def _local_unless_sharded(value: Any) -> Any:
-    kept = isinstance(value, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
-    return value if kept else LocalNonpersistentObject(value)
+def _unwrapped(value: Any) -> Any:
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
+
+
+def _shards(state: Any) -> Iterator[tuple[Any, Any, ShardedBase | ShardedTensorFactory]]:
+    """Yield each shard in nested dicts and lists, after the dict or list that holds it and its key there."""
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    for key, value in items:
+        if isinstance(value, ShardedBase | ShardedTensorFactory):
+            yield state, key, value
+        else:
+            yield from _shards(value)
 
 
 def _grad_scalers(optimizer: MegatronOptimizer) -> Iterator[Any]:
@@ -250,7 +287,7 @@ def _name_main_parameters(optimizer: dict, models: dict, half: bool, is_loading:
             if half:
                 tensors["param"] = dataclasses.replace(shard, key=f"optimizer.state.fp32_param.{name}")
             elif is_loading:
-                tensors["param"] = LocalNonpersistentObject(weights[_shard_key(shard, name)])
+                tensors["param"] = weights[_shard_key(shard, name)]
 
 
 def _shard_key(shard: ShardedTensor | ShardedTensorFactory, name: str) -> tuple:

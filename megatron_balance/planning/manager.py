@@ -232,12 +232,13 @@ class Manager:
         return self.pause
 
     def state(self) -> dict[str, Any]:
-        """Return lists, numbers and strings for a checkpoint; `restore` gives the same manager bit for bit."""
-        expected = None if self.expected_BDE is None else self.expected_BDE.tolist()
+        """Return lists, numbers and strings for a checkpoint between iterations; `restore` gives the same manager.
+
+        Both are exact. The latest load and the expected one are not in it: they follow from the history.
+        """
         return {
             "placement": str(self.placement),
             "history": self.history.to_plain(),
-            "expected": expected,
             "iterations": self.iterations,
             "held": [[*guest, iterations] for guest, iterations in self.held.items()],
             "wanted": [*self.wanted.items()],
@@ -251,11 +252,10 @@ class Manager:
         """Continue from what `state` returned."""
         self.placement = Placement.parse(state["placement"])
         self.history = History.from_plain(state["history"])
-        expected = state["expected"]
-        self.expected_BDE = None if expected is None else np.array(expected, dtype=np.int64)
+        self.latest_BDE, self.expected_BDE = self.history.parts, self.predictor.predict(self.history)
         self.iterations = state["iterations"]
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
         self.wanted = dict(state["wanted"])
         self.pause, self.resumes = state["pause"], state["resumes"]
-        tried = state.get("tried")
-        self.tried = Tried(tried and Placement.parse(tried), tuple(state.get("gains", ())))
+        tried = state["tried"]
+        self.tried = Tried(tried and Placement.parse(tried), tuple(state["gains"]))

@@ -81,7 +81,7 @@ class History:
     """[D, E] float64 moving average."""
 
     parts: np.ndarray | None = None
-    """[B, D, E] int64: the latest load by microbatch."""
+    """[B, D, E] int64: the latest load by microbatch, which add up to the last of `recent`."""
 
     @property
     def latest(self) -> np.ndarray | None:
@@ -90,7 +90,7 @@ class History:
     def to_plain(self) -> dict[str, Any]:
         """Return lists and numbers for a checkpoint; `from_plain` restores the same history bit for bit."""
         return {
-            "recent": [counts_DE.tolist() for counts_DE in self.recent],
+            "earlier": [counts_DE.tolist() for counts_DE in self.recent[:-1]],
             "mean": None if self.mean is None else self.mean.tolist(),
             "parts": None if self.parts is None else self.parts.tolist(),
         }
@@ -98,13 +98,12 @@ class History:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "History":
         """Return the history that `to_plain` described."""
-        mean, parts = plain["mean"], plain["parts"]
-        recent = tuple(np.array(counts, dtype=np.int64) for counts in plain["recent"])
-        return cls(
-            recent,
-            None if mean is None else np.array(mean, dtype=np.float64),
-            None if parts is None else np.array(parts, dtype=np.int64),
-        )
+        if plain["parts"] is None:
+            return cls()
+        parts = np.array(plain["parts"], dtype=np.int64)
+        earlier = (np.array(counts, dtype=np.int64) for counts in plain["earlier"])
+        mean = None if plain["mean"] is None else np.array(plain["mean"], dtype=np.float64)
+        return cls((*earlier, parts.sum(0)), mean, parts)
 
 
 def prediction_error(predicted_BDE: np.ndarray, actual_BDE: np.ndarray) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_balance.flow.chunks.order import ChunkTask, Order
 from megatron_balance.simulate.engine import NOTHING, Command, Compute, Program, Receive, Send, Start, Wait, Work
-from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, block_name, chunk_start
 from megatron_balance.timeline.lower import Pass
 
 
@@ -88,17 +88,13 @@ class Stage:
     schedule: Schedule
 
     others: Mapping[int, tuple[float, float]]
-    """Forward and backward seconds of the non-MoE part of each block, by its number."""
-
-    dense: Sequence[tuple[float, float]]
-    """Forward and backward seconds of each model chunk that has no MoE layers; of other chunks, anything."""
+    """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by its number."""
 
     message: float = 0.0
     """Seconds of a message to the next stage."""
 
     early: Mapping[int, Work] = field(default_factory=dict)
-    """Reductions that overlap with the backward pass, by the block whose gradients they reduce. A model chunk without
-    MoE layers is one block, with the number of `whole_chunk`."""
+    """Reductions that overlap with the backward pass, by the block whose gradients they reduce."""
 
     reduce: Work = NOTHING
     """The reduction of gradients after the backward pass."""
@@ -112,11 +108,6 @@ class Stage:
     late: Mapping[int, Work] = field(default_factory=dict)
     """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They are those after
     the step before, which takes as long."""
-
-
-def whole_chunk(chunk: int) -> int:
-    """Return the number of the block that is a whole model chunk without MoE layers."""
-    return -1 - chunk
 
 
 def program(stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
@@ -179,17 +170,15 @@ class _Writer:
             yield Wait(key)
 
     def _pass(self, one: Pass) -> Iterator[Command]:
-        numbers = self.stage.blocks[one.chunk]
+        numbers, start = self.stage.blocks[one.chunk], chunk_start(one.chunk)
+        if one.forward:
+            yield from self._gathered(start)
         if not numbers:
-            forward, backward = self.stage.dense[one.chunk]
-            if one.forward:
-                yield from self._gathered(whole_chunk(one.chunk))
-            yield self._compute("dense layers", forward if one.forward else backward)
+            yield self._compute("dense layers", self.stage.others[start][0 if one.forward else 1])
             if not one.forward:
-                yield from self._reduced(whole_chunk(one.chunk), one.microbatch)
+                yield from self._reduced(start, one.microbatch)
             return
         if one.forward:
-            yield from self._gathered(numbers[0] - 1)
             yield from self._other(Operation.FNEC)
             for number in numbers:
                 yield from self._gathered(number)
@@ -227,7 +216,9 @@ class _Writer:
     def _shared(self, name: str, block: int, work: Work) -> Command:
         """Start a collective of all teams of the stage."""
         label = "reduction" if name == "reduce" else "gather"
-        return Start((name, self.stage.number, block), f"L{block} {label}", work, "reduction", self.stage.teams)
+        return Start(
+            (name, self.stage.number, block), f"{block_name(block)} {label}", work, "reduction", self.stage.teams
+        )
 
     def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
         """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""

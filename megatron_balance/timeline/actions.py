@@ -4,8 +4,8 @@
        4 | j:L2 FEC m0     | j:L3 TRANS.1/2 |             | j:L2 TRANS.1/2, j:L2 TRANS.2/2
 
 A *block* is an MoE layer and the non-MoE part after it, up to the next MoE layer or including the head and the loss. It
-has the number of its MoE layer (Pro-Prophet section V). The part before the first MoE layer of a pipeline stage, or of
-a virtual one, is the end of the previous block, whose number is one less.
+has the number of its MoE layer (Pro-Prophet section V). The part of a model chunk before its first MoE layer has a name
+of its own, `C0` in the first chunk of a pipeline stage. It is the whole chunk where that has no MoE layer.
 """
 
 import re
@@ -58,10 +58,22 @@ EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
 """Computations of the MoE layer itself."""
 
 
+def chunk_start(chunk: int) -> int:
+    """Return the number of the part of a model chunk before its first MoE layer."""
+    return -1 - chunk
+
+
+def block_name(block: int) -> str:
+    """Return, for example, `L3`, or `C0` for a `chunk_start`."""
+    return f"L{block}" if block >= 0 else f"C{chunk_start(block)}"
+
+
 class Action(NamedTuple):
     """One operation of one block."""
 
     block: int
+    """Number of an MoE layer, or a `chunk_start`; 0 for REDUCE and STEP."""
+
     operation: Operation
     part: int = 1
     parts: int = 1
@@ -72,7 +84,7 @@ class Action(NamedTuple):
     """0: the schedule's iteration j; 1: the next one."""
 
     def __str__(self) -> str:
-        """Return, for example, `j+1:L3 PLAN`, `j:L3 TRANS.1/2` or `j:L3 FEC m0`."""
+        """Return, for example, `j+1:L3 PLAN`, `j:L3 TRANS.1/2`, `j:L3 FEC m0` or `j:C0 FNEC m0`."""
         iteration = f"j+{self.iteration}" if self.iteration else "j"
         return f"{iteration}:{self.name}"
 
@@ -81,7 +93,7 @@ class Action(NamedTuple):
         """The text without the iteration, for example `L3 TRANS.1/2`."""
         part = f".{self.part}/{self.parts}" if self.parts > 1 else ""
         microbatch = "" if self.microbatch is None else f" m{self.microbatch}"
-        return f"L{self.block} {self.operation}{part}{microbatch}"
+        return f"{block_name(self.block)} {self.operation}{part}{microbatch}"
 
     @property
     def is_forward(self) -> bool:
@@ -104,13 +116,13 @@ class Action(NamedTuple):
         if not 1 <= part <= parts or found["operation"] not in list(Operation):
             raise ValueError(f"action {text!r}: no such operation or part")
         microbatch = None if found["microbatch"] is None else int(found["microbatch"])
-        return cls(
-            int(found["block"]), Operation(found["operation"]), part, parts, microbatch, int(found["iteration"] or 0)
-        )
+        number = int(found["number"])
+        block = chunk_start(number) if found["kind"] == "C" else number
+        return cls(block, Operation(found["operation"]), part, parts, microbatch, int(found["iteration"] or 0))
 
 
 _ACTION = re.compile(
-    r"j(?:\+(?P<iteration>\d+))?:L(?P<block>\d+) (?P<operation>[A-Z0-9]+)"
+    r"j(?:\+(?P<iteration>\d+))?:(?P<kind>[LC])(?P<number>\d+) (?P<operation>[A-Z0-9]+)"
     r"(?:\.(?P<part>\d+)/(?P<parts>\d+))?(?: m(?P<microbatch>\d+))?"
 )
 

@@ -4,7 +4,7 @@ Only this file attaches balancing to megatron-core's modules, to its schedules a
 
 | computation begins                | when                                                                      |
 |-----------------------------------|---------------------------------------------------------------------------|
-| FNEC of the block before a chunk  | the chunk is called                                                       |
+| FNEC of a chunk's start            | the chunk is called                                                       |
 | A2A.1, A2A.2: dispatch, combine   | the layer asks for its placement; its experts have computed all chunks    |
 | FEC                               | the experts are about to compute the first chunk                          |
 | FNEC                              | the layer returns                                                         |
@@ -25,7 +25,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.timeline.actions import Operation
+from megatron_balance.timeline.actions import Operation, chunk_start
 from megatron_balance.timeline.lower import Pass, one_forward_one_backward
 from megatron_balance.timeline.runtime import Balancer
 
@@ -60,13 +60,14 @@ def install(
         model: chunks in DDP.
         config: has the `finalize_model_grads_func` that the schedules call; it must be set already.
     """
-    for chunk in model:
+    for index, chunk in enumerate(model):
         modules = set(chunk.modules())
         numbers = [number for number, layer in layers.items() if layer in modules]
         if not numbers:
             continue
-        _follow_chunk(balancer, numbers[0] - 1, numbers[-1], chunk)
-        for before, number in pairwise([numbers[0] - 1, *numbers]):
+        start = chunk_start(index)
+        _follow_chunk(balancer, start, numbers[-1], chunk)
+        for before, number in pairwise([start, *numbers]):
             _follow_layer(balancer, before, number, layers[number])
     _reduce_after_agg(balancer, layers, model)
     _gather_once(model)
@@ -74,10 +75,10 @@ def install(
     config.finalize_model_grads_func = _aggregating(balancer, config.finalize_model_grads_func)
 
 
-def _follow_chunk(balancer: Balancer, before: int, last: int, chunk: torch.nn.Module) -> None:
+def _follow_chunk(balancer: Balancer, start: int, last: int, chunk: torch.nn.Module) -> None:
     def called(module: torch.nn.Module, inputs: Any) -> None:
         balancer.aside = not (module.training and torch.is_grad_enabled())
-        balancer.enter(before, Operation.FNEC)
+        balancer.enter(start, Operation.FNEC)
 
     def returned(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         _on_gradient(output, balancer, last, Operation.BNEC)

@@ -9,7 +9,7 @@ starts every action where its result is needed and waits for it there.
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, chunk_start
 from megatron_balance.timeline.validate import validate
 
 Overlapping = Literal["none", "blockwise"]
@@ -53,7 +53,7 @@ def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Sc
         numbers = blocks[chunk]
         if not numbers:
             continue
-        before = [numbers[0] - 1, *numbers]
+        before = [chunk_start(chunk), *numbers]
         if forward:
             order.append(Action(before[0], Operation.FNEC, microbatch=microbatch))
             for number in numbers:

@@ -1,13 +1,16 @@
 """State that megatron-core's optimizers keep for a parameter, with or without the distributed optimizer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_balance.comm.ownership_transfer import Field, Interval
+
+NOTHING = "nothing"
+"""Key of the state that an optimizer without parameters has."""
 
 HALF = (torch.float16, torch.bfloat16)
 """Precisions of parameters that have main parameters in float32."""
@@ -40,6 +43,9 @@ def allocate(optimizer: MegatronOptimizer) -> None:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 _allocate(part.optimizer, parameter)
+        if isinstance(part.optimizer, torch.optim.Adam) and not part.optimizer.state:
+            # As on a stage without experts: the distributed optimizer requires Adam's step there, too
+            cast(dict, part.optimizer.state)[NOTHING] = {"step": torch.tensor(0.0)}
 
 
 def _allocate(inner: Any, parameter: torch.Tensor) -> None:

@@ -33,7 +33,8 @@ RANKS, EXPERTS, SLOTS, MICROBATCHES = 3, 12, 2, 5
 RANK = 1
 """The rank whose balancer is built."""
 
-BLOCKS = [[2], [4, 5, 9]]
+BLOCKS = [[3], [4, 5, 9]]
+"""MoE layers of each chunk; the second chunk begins with the layer after those of the first."""
 LAYERS = [number for chunk in BLOCKS for number in chunk]
 BESIDE = Overlap(forward=2.1e-4, backward=8.5e-4)
 COST = CostModel(builtin(RANKS, RANKS, 64, 96), token_bytes=128, param_bytes=60e6, grad_bytes=100e6, overlap=BESIDE)

@@ -10,6 +10,7 @@ from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throug
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.network import Fabric, TeamNetwork
 from megatron_balance.simulate.programs import Direction, LayerWork, Stage
+from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, lower, one_forward_one_backward
 
 MOVES = 4
@@ -62,8 +63,7 @@ def stage_of(number: int, stages: int, microbatches: int, balanced: bool, teams:
         passes=passes,
         blocks=blocks,
         schedule=schedule,
-        others=dict.fromkeys(range(first - 1, first + 2), (1.0, 2.0)),
-        dense=[(0.0, 0.0)],
+        others=dict.fromkeys([chunk_start(0), *blocks[0]], (1.0, 2.0)),
         message=0.25,
         reduce=work(0.5, {}),
         step=0.125,

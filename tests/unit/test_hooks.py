@@ -105,7 +105,7 @@ class Model:
         self.chunks[1].expert_parallel_bucket_groups = [
             BucketGroup(world, name, [self.layers[number] for number in numbers]) for name, numbers in groups.items()
         ]
-        self.chunks[0].expert_parallel_bucket_groups = [BucketGroup(world, "lower", [self.layers[2]])]
+        self.chunks[0].expert_parallel_bucket_groups = [BucketGroup(world, "lower", [self.layers[3]])]
         self.config = SimpleNamespace(finalize_model_grads_func=self._finalize)
         hooks.install(world.balancer, self.layers, self.chunks, self.config)
         self.computed: list[str] = []
@@ -215,7 +215,7 @@ def test_expert_gradients_are_reduced_once_agg_is_through_with_all_their_layers(
         found = [entry for entry in world.journal if entry[0] in ("told", "reduced", "finalized")]
         assert found == [
             *[("told", 9), ("reduced", "upper"), ("told", 5), ("told", 4), ("reduced", "middle")],
-            *[("told", 2), ("reduced", "lower"), ("finalized",)],
+            *[("told", 3), ("reduced", "lower"), ("finalized",)],
         ]
 
 

@@ -47,6 +47,7 @@ BLOCKWISE = {
     "stage_1_of_2": Stage([[3, 4]], 3, 1, 2),
     "interleaved_stage_0_of_2": Stage([[1], [3]], 2, 0, 2),
     "interleaved_stage_1_of_2": Stage([[2], [4]], 2, 1, 2),
+    "neighboring_chunks": Stage([[1, 2], [3], []], 2, 0, 2),
 }
 
 EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
@@ -70,10 +71,11 @@ def test_nothing_else_is_golden() -> None:
 
 @st.composite
 def stages(draw: st.DrawFn) -> Stage:
-    chunks = draw(st.integers(1, 3))
-    numbers = sorted(draw(st.sets(st.integers(1, 40), min_size=chunks, max_size=8)))
-    cuts = draw(st.permutations(range(1, len(numbers)))) if chunks > 1 else []
-    edges = [0, *sorted(cuts[: chunks - 1]), len(numbers)]
+    """Return a stage with MoE layers; some of its chunks may have none."""
+    chunks = draw(st.integers(1, 4))
+    numbers = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=8)))
+    cuts = draw(st.lists(st.integers(0, len(numbers)), min_size=chunks - 1, max_size=chunks - 1))
+    edges = [0, *sorted(cuts), len(numbers)]
     blocks = [numbers[start:end] for start, end in pairwise(edges)]
     count = draw(st.integers(1, 6)) if chunks == 1 else 2 * draw(st.integers(1, 3))
     stage = draw(st.integers(0, 1))
@@ -85,6 +87,7 @@ def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise
     schedule = stage.lowered(reduce_early=flag, late=late) if blockwise else stage.lowered("none", exact=flag)
     validate([schedule, schedule])
     assert parse(grid(schedule)) == schedule
+    assert len({step.computation for step in schedule}) == len(schedule)
     layers = {number for chunk in stage.blocks for number in chunk}
     sent = [action for step in schedule for action in step.communication]
     for operation in (Operation.TRANS, Operation.AGG):
@@ -197,7 +200,7 @@ def test_one_forward_one_backward() -> None:
 
 ACTIONS = st.builds(
     lambda part, *rest: Action(rest[0], rest[1], part, part + rest[2], rest[3], rest[4]),
-    st.integers(1, 4), st.integers(0, 200), st.sampled_from(Operation), st.integers(0, 3),
+    st.integers(1, 4), st.integers(-99, 200), st.sampled_from(Operation), st.integers(0, 3),
     st.none() | st.integers(0, 99), st.integers(0, 1),
 )  # fmt: skip
 
@@ -213,7 +216,19 @@ def test_schedules_as_text(steps: list[Step]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "L3 TRANS", "j:L3", "j:L3 TRAN", "j:L3 AGG.3/2", "j:L3 AGG.0/2", "j:Lx FEC", "j:L1 FEC m"]
+    "text",
+    [
+        "",
+        "L3 TRANS",
+        "j:L3",
+        "j:L3 TRAN",
+        "j:L3 AGG.3/2",
+        "j:L3 AGG.0/2",
+        "j:Lx FEC",
+        "j:L1 FEC m",
+        "j:C FNEC m0",
+        "j:L-1 FNEC m0",
+    ],
 )
 def test_what_is_no_action(text: str) -> None:
     with pytest.raises(ValueError, match="action"):

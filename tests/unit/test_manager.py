@@ -236,6 +236,9 @@ def test_a_restored_manager_goes_on_as_if_nothing_had_been(
     state = one.state()
     fresh.restore(json.loads(json.dumps(state)))
     assert fresh.state() == state
+    if before:
+        assert listed(fresh.latest_BDE) == listed(one.latest_BDE)
+        assert listed(fresh.expected_BDE) == listed(one.expected_BDE)
     assert steps(fresh, after) == steps(one, after)
     assert fresh.state() == one.state()
 

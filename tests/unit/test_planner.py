@@ -53,7 +53,7 @@ def test_a_policy_that_is_given_up_on_any_rank_is_asked_no_more(monkeypatch, cap
     assert history[0] == [hottest(total(loads(1), layer)) for layer in LAYERS]
     assert history[1] == history[2] == history[4]
     assert history[1][LAYERS.index(5)] == history[0][LAYERS.index(5)] != hottest(total(loads(2), 5))
-    assert history[1][LAYERS.index(2)] == hottest(total(loads(2), 2))
+    assert history[1][LAYERS.index(3)] == hottest(total(loads(2), 3))
     assert stopped == [True]
     said = (
         "layer 5: --balance-policy mine:Policy made no plan within 0.3 s, half of --distributed-timeout-minutes 0.01; "
@@ -108,7 +108,7 @@ def test_all_that_is_needed_at_one_time_has_one_deadline() -> None:
             return super().plan(*arguments)
 
     manager, planner = Manager(Slow(2, []), COST, Predictor("last"), OWNERS), Planner(600.0)
-    asked = [planner.ask(manager.question(total(loads(1), 2), 1)) for _ in range(4)]
+    asked = [planner.ask(manager.question(total(loads(1), 3), 1)) for _ in range(4)]
     decisions = [planner.result(asked[0], planner.deadline()).decision]
     # A result that waited for its own 600 seconds would exceed the time limit of the test
     deadline = time.monotonic() + 0.3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_balance.checkpoint import run_state
-from tests.unit.balancers import LAYERS, build, loads
+from tests.unit.balancers import LAYERS, RANKS, Group, build, loads
 
 
 def draws() -> list[float]:
@@ -33,13 +33,20 @@ def test_random_number_generators_go_on_where_they_were() -> None:
     assert first not in expected
 
 
-def test_a_balancer_is_saved_for_its_rank(monkeypatch) -> None:
-    monkeypatch.setattr(run_state, "dist", SimpleNamespace(get_world_size=lambda: 5, get_rank=lambda: 3))
+def test_a_balancer_is_saved_once_for_the_ranks_with_one_placement(monkeypatch) -> None:
+    monkeypatch.setattr(run_state, "dist", SimpleNamespace(get_process_group_ranks=lambda group: [7, 4, 5]))
     world = build(monkeypatch, predictor="ema", interval=2)
     for iteration in (1, 2, 3):
         world.iterate(iteration, loads(iteration))
-    shard = run_state.balancer_state(SimpleNamespace(balancer=world.balancer))["balancer"]
-    assert (shard.key, shard.global_shape, shard.global_offset) == ("balancer", (5,), (3,))
+    shards = []
+    for rank in range(RANKS):
+        world.balancer.deciders = Group(rank_=rank)  # pyright: ignore[reportAttributeAccessIssue]
+        shards.append(run_state.balancer_state(SimpleNamespace(balancer=world.balancer))["balancer"])
+    assert [(shard.unique_key, shard.replica_id) for shard in shards] == [
+        ("balancer.4/shard_0_1", rank) for rank in range(RANKS)
+    ]
+    assert [shard.data is not None for shard in shards] == [True, False, False]
+    shard = shards[0]
     other = build(monkeypatch, predictor="ema", interval=2)
     other.balancer.restore(shard.data)
     assert other.balancer.state() == world.balancer.state()

@@ -8,8 +8,9 @@ import pytest
 from megatron_balance.profile.cluster_profile import Fit
 from megatron_balance.simulate.engine import NOTHING, Engine
 from megatron_balance.simulate.network import at_once
-from megatron_balance.simulate.programs import Stage, program, whole_chunk
+from megatron_balance.simulate.programs import Stage, program
 from megatron_balance.simulate.result import Recorder
+from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, one_forward_one_backward
 from tests.unit.simulated import MOVES, Log, layers_of, stage_of, team, work
 
@@ -25,8 +26,7 @@ def dense_stage(number: int, stages: int, microbatches: int, **more: object) -> 
         passes=passes,
         blocks=[[]],
         schedule=schedule,
-        others={},
-        dense=[(3.0, 6.0)],
+        others={chunk_start(0): (3.0, 6.0)},
         **options,
     )
 
@@ -46,7 +46,7 @@ def test_a_stage_without_experts_computes_its_chunks() -> None:
 def test_early_reductions_and_late_gathers_overlap_without_experts(seconds: float) -> None:
     whole = work(0.0, {0: seconds})
     exposed = Engine([(1, program(dense_stage(0, 1, 4, gather=whole, reduce=whole), {}, 0, 1))], 1, Log()).run()
-    overlapping = dense_stage(0, 1, 4, early={whole_chunk(0): whole}, late={whole_chunk(0): whole}, reduce=NOTHING)
+    overlapping = dense_stage(0, 1, 4, early={chunk_start(0): whole}, late={chunk_start(0): whole}, reduce=NOTHING)
     overlapped = Engine([(1, program(overlapping, {}, 0, 1))], 1, Log()).run()
     # One chunk: its first forward pass needs all parameters, and its last backward pass completes all gradients
     assert exposed == pytest.approx(4 * 9.0 + 2 * seconds + 0.125)
@@ -129,8 +129,8 @@ def busy_pipeline(scale: float) -> tuple[float, float, float]:
     teams = []
     for number in range(2):
         stage = dense_stage(0, 2, 4) if number == 0 else stage_of(1, 2, 4, balanced=True)
-        blocks = [*stage.others] or [whole_chunk(0)]
-        stage = dataclasses.replace(stage, late=dict.fromkeys(blocks, message), early=dict.fromkeys(blocks, message))
+        parts = dict.fromkeys(stage.others, message)
+        stage = dataclasses.replace(stage, late=parts, early=parts)
         layers = layers_of(stage, 4, moves=work(0.1, {0: scale})) if number else {}
         for key, layer in layers.items():
             passes = {
