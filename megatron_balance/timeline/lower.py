@@ -2,8 +2,8 @@
 
     one_forward_one_backward -> compute_order -> with_plan -> with_trans -> with_agg
 
-Every pass takes a schedule and returns one with more actions in the same steps. `blockwise` is Pro-Prophet's Algorithm 2; `blocking`
-starts every action where its result is needed and waits for it there.
+Every pass takes a schedule and returns one with more actions in the same steps. `blockwise` is Pro-Prophet's Algorithm
+2; `blocking` starts every action where its result is needed and waits for it there.
 """
 
 from collections.abc import Iterable, Sequence
