@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.transfers import EMPTY_PLAN, TransferPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.ownership import Move, moves
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
@@ -161,7 +161,7 @@ class Simulation:
             manager.expected_BDE = counts_BDE[:1] * job.microbatches
             planned, adopt, _ = self._plan(key, manager)
             adopt()
-        transfers, placement = self._transfers.get(key, TransferPlan(())), manager.placement
+        transfers, placement = self._transfers.get(key, EMPTY_PLAN), manager.placement
         if job.plans and not job.exact:
             observe()
             planned, end, after = self._plan(key, manager)
