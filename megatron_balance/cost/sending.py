@@ -380,6 +380,11 @@ class SendingModel:
         trans, agg = self._batches
         return trans.progress(plan, backward=False), agg.progress(plan, backward=True)
 
+    def rounds_beside(self, plan: TransferPlan, seconds: tuple[float, float]) -> tuple[int, int]:
+        """Return how many rounds of Trans, and of Agg, fit a computation of these forward and backward seconds."""
+        forward, backward = seconds
+        return self.rounds_within(plan, forward, forward=True), self.rounds_within(plan, backward, forward=False)
+
     def rounds_within(self, plan: TransferPlan, seconds: float, *, forward: bool) -> int:
         """Return how many of a plan's last rounds (Trans), or first rounds in its order (Agg), take `seconds` at most.
 
