@@ -101,10 +101,9 @@ class Shared:
         return self._planner_of[number] == self.group.rank()
 
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
-        sent = {number: _without_loads(plan) for number, plan in plans.items()}
         received: dict[int, Plan] = {}
         planners = sorted({self._planner_of[number] for number in questions})
-        for content in self._gathered(pickle.dumps(sent), planners):
+        for content in self._gathered(packed(plans), planners):
             received |= pickle.loads(content)
         # These are prepared already
         received |= plans
@@ -130,13 +129,21 @@ class Shared:
             sizes = rows[:, :_HEADER].copy().view(">u8")[:, 0].tolist()
             if max(sizes) <= self._room:
                 return [row[_HEADER : _HEADER + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-            self._room = 2 ** (max(sizes) - 1).bit_length()
+            self._room = room(max(sizes))
 
 
 _HEADER = 8
 """Bytes of a content's size."""
 
 
-def _without_loads(plan: Plan) -> Plan:
-    """Return a plan without its loads, which all ranks know."""
-    return plan._replace(decision=replace(plan.decision, expected_BDE=np.zeros((0, 0, 0), dtype=np.int64)))
+def packed(plans: Mapping[int, Plan]) -> bytes:
+    """Return what a rank sends of its plans: all but the loads, which all ranks know."""
+    nothing_BDE = np.zeros((0, 0, 0), dtype=np.int64)
+    return pickle.dumps(
+        {n: plan._replace(decision=replace(plan.decision, expected_BDE=nothing_BDE)) for n, plan in plans.items()}
+    )
+
+
+def room(num_bytes: int) -> int:
+    """Return the room, at least LEAST_BYTES, that a rank gets for plans of a size."""
+    return max(LEAST_BYTES, 2 ** (num_bytes - 1).bit_length())

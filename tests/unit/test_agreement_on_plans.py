@@ -15,7 +15,7 @@ from megatron_balance.planning.manager import Decision, Manager, PolicyFailure, 
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.predictor import Predictor
 from megatron_balance.timeline import agreement
-from megatron_balance.timeline.agreement import LEAST_BYTES, Compared, Outcome, Shared
+from megatron_balance.timeline.agreement import LEAST_BYTES, Compared, Outcome, Shared, packed
 from megatron_balance.timeline.planner import Plan, plan_for
 from tests.unit.balancers import COST, EXPERTS, LAYERS, OWNERS, RANKS, loads
 
@@ -175,6 +175,4 @@ def test_some_layers_at_a_moment(job: Job) -> None:
 def test_loads_are_not_sent() -> None:
     plan = plan_for(questions(load_policy("top2"))[LAYERS[0]])
     assert plan.decision.expected_BDE.shape == (5, RANKS, EXPERTS)
-    assert (
-        len(pickle.dumps(agreement._without_loads(plan))) < len(pickle.dumps(plan)) - plan.decision.expected_BDE.nbytes
-    )
+    assert len(packed({2: plan})) < len(pickle.dumps({2: plan})) - plan.decision.expected_BDE.nbytes
