@@ -37,6 +37,7 @@ class Job:
         self.content[group.rank()] = own
         if self.barrier.wait() == 0:
             self.exchanges += 1
+            self.num_bytes += output.nbytes
         output.copy_(torch.cat([self.content[rank] for rank in range(self.size)]))
         self.barrier.wait()
 
@@ -156,6 +157,19 @@ def test_room_grows_on_all_ranks_alike_and_stays(job: Job) -> None:
         return job.exchanges, rooms
 
     assert job.each(task) == [(4, [8 * LEAST_BYTES] * 3)] * RANKS
+
+
+@pytest.mark.parametrize("ranks", [4, 12])
+def test_bytes_do_not_grow_with_the_ranks_that_plan_nothing(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    job, asked = Job(ranks), questions(load_policy("quota"))
+    monkeypatch.setattr(agreement, "dist", job)
+
+    def task(group: Any) -> None:
+        shared = Shared(group, LAYERS)
+        shared.reach({n: plan_for(asked[n]) for n in LAYERS if shared.plans(n)}, asked)
+
+    job.each(task)
+    assert job.exchanges == 1 and job.num_bytes <= len(LAYERS) * (8 + LEAST_BYTES)
 
 
 def test_some_layers_at_a_moment(job: Job) -> None:

@@ -313,6 +313,19 @@ def test_no_choice_is_slower_than_any_other(
             assert found.trans <= model.trans_seconds(least, chunks) * close * (1 + 1e-9)
 
 
+@given(placements(), st.integers(1, 4), st.sampled_from([0.1, 100.0]), st.booleans())
+def test_who_follows_another_rank_sends_the_same_messages(
+    placement: Placement, node_size: int, latencies: float, in_parts: bool
+) -> None:
+    links = profile(placement.num_ranks, node_size, line(1.0, latencies / 100), line(2.0, latencies / 20))
+    leader, follower = (SendingModel(links, 100, 300, in_parts) for _ in range(2))
+    copied = pickle.loads(pickle.dumps(placement))
+    follower.follow(copied, leader.best(placement))
+    with mock.patch.object(SendingModel, "_choose", side_effect=AssertionError("it searches again")):
+        assert follower.plan(copied) == leader.plan(placement)
+        assert follower.best(copied) == leader.best(placement)
+
+
 def barriers(model: SendingModel, plan: TransferPlan) -> float:
     """Return the seconds of Trans if all ranks begin and end every round together."""
     return sum(float(model.progress(TransferPlan.of((messages,)))[0][-1]) for messages in plan.rounds)
